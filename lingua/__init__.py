@@ -1,0 +1,1 @@
+"""lingua: a small library to train, evaluate and fork language models on any mesh of devices."""

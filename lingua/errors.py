@@ -1,0 +1,17 @@
+"""The one exception for a mistake of the user, and the hint that names the nearest valid word."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake of the user. The message is complete: it names the key or file, the value and what is allowed.
+
+    The entry points print it once, on one rank, without a traceback, and exit with code 2.
+    """
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """` (did you mean "x"?)` for the allowed word closest to `name`, or an empty string."""
+    match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f' (did you mean "{match[0]}"?)' if match else ""
