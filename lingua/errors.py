@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake of the user. The message is complete: it names the key or file, the value and what is allowed.
+    """A mistake of the user. The message is complete: it names the key or file, the value
+    and what is allowed.
 
     The entry points print it once, on one rank, without a traceback, and exit with code 2.
     """
