@@ -1,0 +1,163 @@
+"""setup/run.sh, run for real in copies of the repository's skeleton whose requirements.txt asks
+for nothing, so that no network is needed; and the agreement of the two dependency lists."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+SAYS_INSTALLING = "installing requirements.txt"
+
+
+def make_repo(folder: Path) -> Path:
+    """A skeleton whose path has what shells trip over."""
+    repo = folder / "a repo's $HOME copy"
+    (repo / "setup").mkdir(parents=True)
+    shutil.copy(ROOT / "setup" / "run.sh", repo / "setup")
+    (repo / "requirements.txt").write_text("# nothing\n")
+    return repo
+
+
+def start(repo: Path, *command: str, cwd: Path | None = None, **env: str) -> subprocess.Popen:
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    return subprocess.Popen(
+        [repo / "setup" / "run.sh", *command],
+        cwd=cwd or repo,
+        env=clean | env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(repo: Path, *command: str, cwd: Path | None = None, **env: str):
+    process = start(repo, *command, cwd=cwd, **env)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def fake_python(path: Path, version: str) -> Path:
+    """An executable that only says which Python it would be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho {version}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory) -> Path:
+    """A repository whose .venv is ready."""
+    repo = make_repo(tmp_path_factory.mktemp("setup"))
+    code, _, err = run(repo, "true")
+    assert code == 0, err
+    assert err.count(SAYS_INSTALLING) == 1
+    return repo
+
+
+def test_the_command_gets_its_arguments_unharmed_and_its_exit_code_passes_through(repo):
+    words = ["a b", "it's", '"', "$HOME", "`id`", "*", "", "-x", "back\\slash", "two\nlines"]
+    script = "import sys; print(sys.argv[1:]); sys.exit(7)"
+    code, out, err = run(repo, "python", "-c", script, *words)
+    assert (code, out, err) == (7, f"{words}\n", "")
+
+
+def test_a_ready_environment_is_used_silently_from_any_folder(repo, tmp_path):
+    script = "import os, sys; print(sys.prefix); print(os.getcwd())"
+    code, out, err = run(repo, "python", "-c", script, cwd=tmp_path)
+    assert (code, out.splitlines(), err) == (0, [str(repo / ".venv"), str(repo)], "")
+
+
+def test_changed_requirements_are_installed_once(repo):
+    (repo / "requirements.txt").write_text("# still nothing\n")
+    assert SAYS_INSTALLING in run(repo, "true")[2]
+    assert run(repo, "true") == (0, "", "")
+
+
+def test_a_copied_repository_gets_an_environment_of_its_own(repo, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(repo, copy, symlinks=True)
+    code, out, err = run(copy, "python", "-c", "import sys; print(sys.prefix)")
+    assert (code, out) == (0, f"{copy / '.venv'}\n")
+    assert SAYS_INSTALLING in err
+
+
+def test_an_install_killed_half_way_is_made_again_and_by_only_one_of_two(tmp_path):
+    repo = make_repo(tmp_path)
+    process = start(repo, "true")
+    while not (repo / ".venv" / "bin" / "python").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (repo / ".venv" / "made-from").exists()
+
+    both = [start(repo, "python", "-m", "pip", "--version") for _ in range(2)]
+    ends = [(*process.communicate(timeout=120), process.returncode) for process in both]
+    assert all(code == 0 and str(repo) in out for out, _, code in ends), ends
+    assert "".join(err for _, err, _ in ends).count(SAYS_INSTALLING) == 1
+
+
+def test_a_failed_install_shows_pips_error_and_is_not_taken_for_ready(tmp_path):
+    repo = make_repo(tmp_path)
+    (repo / "requirements.txt").write_text("./no-such-package\n")
+    code, out, err = run(repo, "echo", "ran")
+    assert (code, out) == (1, "")
+    assert "no-such-package" in err and "pip failed" in err
+    assert not (repo / ".venv" / "made-from").exists()
+
+
+def test_a_python_that_is_too_old_or_absent_is_a_clear_error(repo, tmp_path):
+    for version in ("3.9", "2.7", "3.10"):
+        old = fake_python(tmp_path / "python", version)
+        code, out, err = run(repo, "echo", "ran", PYTHON=str(old))
+        assert (code, out) == (2, "")
+        assert f"Python 3.11 or newer is needed, and {old} is {version}" in err
+    code, out, err = run(repo, "echo", "ran", PYTHON="/no/such/python")
+    assert (code, out) == (2, "") and "/no/such/python does not run" in err
+
+
+def test_without_a_new_enough_python_on_the_path_all_that_were_found_are_named(tmp_path):
+    repo = make_repo(tmp_path)
+    for tool in ("bash", "dirname"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    fake_python(tmp_path / "bin" / "python3", "3.10")
+    code, _, err = run(repo, "true", PATH=str(tmp_path / "bin"))
+    assert code == 2 and "python3 is 3.10" in err
+
+
+def test_a_python_without_venv_says_what_to_install(tmp_path):
+    repo = make_repo(tmp_path)
+    python = tmp_path / "python3.11"
+    python.write_text('#!/bin/sh\ncase "$*" in *ensurepip*) exit 1;; *version*) echo 3.11;; esac\n')
+    python.chmod(0o755)
+    code, _, err = run(repo, "true", PYTHON=str(python))
+    assert code == 2 and "apt install python3.11-venv" in err
+
+
+def test_no_command_is_a_usage_error(repo):
+    code, _, err = run(repo)
+    assert code == 2 and "usage" in err
+
+
+def test_the_package_metadata_allows_what_requirements_pin():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = [line for extra in project["optional-dependencies"].values() for line in extra]
+    allowed = [Requirement(line) for line in project["dependencies"] + optional]
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pinned = {
+        pin.name: next(iter(pin.specifier)).version
+        for pin in (Requirement(line) for line in lines if line and not line.startswith("#"))
+    }
+    assert {requirement.name for requirement in allowed} == set(pinned)
+    for requirement in allowed:
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
