@@ -1,0 +1,187 @@
+"""Prepared sources on disk: a folder of token shards and the manifest that describes them.
+
+A shard is four files for each of its two splits, `train` and `heldout`:
+    <name>.<split>.tokens      little-endian unsigned token ids, documents one after another
+    <name>.<split>.documents   int64 [documents, 3]: tokens, bytes of text, hash of the text
+"""
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingua.errors import UserError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+SPLITS = ("train", "heldout")
+DOCUMENT_COLUMNS = 3
+OPEN_SHARDS = 256  # memory maps a source keeps open: each holds a file descriptor
+
+
+@dataclass
+class InputFile:
+    """One file of the source's text, its path relative to the source's folder."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    hash: str
+
+
+@dataclass
+class Split:
+    tokens: int
+    documents: int
+    bytes: int  # of the text, in UTF-8
+    hash: str  # of the token file
+
+
+@dataclass
+class Shard:
+    name: str
+    train: Split
+    heldout: Split
+
+
+@dataclass
+class Manifest:
+    version: int
+    source: str
+    tokenizer: dict[str, Any]  # name, fingerprint, vocab_size, bos_id, eos_id
+    add_bos: bool
+    add_eos: bool
+    dtype: str  # of the token files, as "<u2"
+    files: list[InputFile]
+    shards: list[Shard]
+    skipped: dict[str, int]  # bad records by kind
+    fingerprint: str  # of the tokens of all shards: equal only for the same rows
+
+    def total(self, split: str, field: str) -> int:
+        """The sum of `tokens`, `documents` or `bytes` of a split over the shards."""
+        return sum(getattr(getattr(shard, split), field) for shard in self.shards)
+
+    def to_json(self) -> str:
+        totals = {
+            s: {f: self.total(s, f) for f in ("tokens", "documents", "bytes")} for s in SPLITS
+        }
+        return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest | None":
+        """The manifest of `folder`, or None where there is none of this version."""
+        try:
+            fields = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            if fields.pop("version") != FORMAT_VERSION:
+                return None
+            del fields["totals"]
+            fields["files"] = [InputFile(**file) for file in fields["files"]]
+            fields["shards"] = [shard_from_json(shard) for shard in fields["shards"]]
+            return cls(version=FORMAT_VERSION, **fields)
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            return None
+
+
+def shard_from_json(fields: dict[str, Any]) -> Shard:
+    return Shard(fields["name"], Split(**fields["train"]), Split(**fields["heldout"]))
+
+
+def shard_files(shard: Shard, dtype: str) -> dict[str, int]:
+    """{file name: size in bytes} of everything a shard consists of."""
+    sizes = {}
+    for split in SPLITS:
+        counts = getattr(shard, split)
+        sizes[f"{shard.name}.{split}.tokens"] = counts.tokens * np.dtype(dtype).itemsize
+        sizes[f"{shard.name}.{split}.documents"] = counts.documents * DOCUMENT_COLUMNS * 8
+    return sizes
+
+
+class Source:
+    """A prepared source. Its train tokens are one virtual array: the shards in order."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        self.name, self.fingerprint = manifest.source, manifest.fingerprint
+        self.dtype = np.dtype(manifest.dtype)
+        self._ends = np.cumsum([shard.train.tokens for shard in manifest.shards], dtype=np.int64)
+        self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_train)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Source":
+        """Raises UserError where `folder` holds no valid manifest."""
+        folder = Path(folder)
+        manifest = Manifest.load(folder)
+        if manifest is None:
+            raise UserError(
+                f"{folder}: is not a folder of token shards ({MANIFEST} not found or not valid)"
+            )
+        return cls(folder, manifest)
+
+    @property
+    def n_tokens(self) -> int:
+        """Train tokens of all shards."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def n_rows(self, seq_len: int, n_views: int) -> int:
+        """How many rows one epoch has. Raises UserError when there is not even one."""
+        needed = seq_len + n_views - 1
+        n_rows = (self.n_tokens - (n_views - 1)) // seq_len
+        if n_rows < 1:
+            raise UserError(
+                f"data.sources.{self.name}: has {self.n_tokens} tokens to train on, but one row "
+                f"needs {needed} (data.seq_len = {seq_len}, data.n_views = {n_views})"
+            )
+        return n_rows
+
+    def read(self, starts: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
+        """Copy the tokens that begin at `starts` [n] into the rows out[where], whole rows each."""
+        length = out.shape[1]
+        shard = np.searchsorted(self._ends, starts, side="right")
+        inside = starts - (self._ends[shard] - self._sizes[shard])
+        for i, s, begin in zip(where.tolist(), shard.tolist(), inside.tolist(), strict=True):
+            piece = self._map(s)[begin : begin + length]
+            if len(piece) == length:
+                out[i] = piece
+            else:
+                self._read_across(s, piece, out[i])
+
+    def _read_across(self, s: int, piece: np.ndarray, out: np.ndarray) -> None:
+        """A row that begins with `piece`, the rest of shard s, and goes on in the next ones."""
+        out[: len(piece)] = piece
+        filled = len(piece)
+        while filled < len(out):
+            s += 1
+            if self._sizes[s]:
+                piece = self._map(s)[: len(out) - filled]
+                out[filled : filled + len(piece)] = piece
+                filled += len(piece)
+
+    @functools.cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.diff(self._ends, prepend=0)
+
+    def _open_train(self, s: int) -> np.ndarray:
+        path = self.folder / f"{self.manifest.shards[s].name}.train.tokens"
+        # A plain view: slicing an np.memmap costs ten times as much as slicing an array.
+        return np.memmap(path, self.dtype, "r", shape=(int(self._sizes[s]),)).view(np.ndarray)
+
+    def heldout_documents(self) -> np.ndarray:
+        """int64 [documents, 4]: shard, first token in the shard's file, tokens, bytes of text; in
+        the order of the text's hash, which depends on nothing but the documents themselves."""
+        tables = []
+        for s, shard in enumerate(self.manifest.shards):
+            path = self.folder / f"{shard.name}.heldout.documents"
+            table = np.fromfile(path, "<i8").reshape(-1, DOCUMENT_COLUMNS)
+            first = np.cumsum(table[:, 0]) - table[:, 0]
+            shard_column = np.full(len(table), s)
+            tables.append(np.column_stack([shard_column, first, table]))
+        documents = np.concatenate(tables) if tables else np.empty((0, 5), np.int64)
+        return documents[np.argsort(documents[:, 4], kind="stable")][:, :4]
+
+    def heldout_tokens(self, shard: int, first: int, n: int) -> np.ndarray:
+        """Tokens [n] of one held-out document, as `heldout_documents` locates it."""
+        path = self.folder / f"{self.manifest.shards[shard].name}.heldout.tokens"
+        return np.fromfile(path, self.dtype, count=n, offset=first * self.dtype.itemsize)

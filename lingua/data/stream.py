@@ -1,0 +1,221 @@
+"""The order of training rows, as a pure function of (seed, weights, position).
+
+A position says which source its row comes from and how many rows that source gave before
+(`Mixture`), and a permutation keyed by (seed, source, epoch) says which row of the source that
+is (`permute`). Neither keeps state, so any position costs the same and nothing has to be replayed.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from fractions import Fraction
+from math import ceil, isfinite, lcm
+
+import numpy as np
+
+from lingua.data.shards import Source
+from lingua.errors import UserError
+
+ROUNDS = 8
+MIN_BLOCK = 1024
+# Odd constants with well-spread bits (Stafford's "Mix13" variant of the murmur3 finaliser).
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_HALF_WORD = np.uint64(32)
+_ONE = np.uint64(1)
+
+
+class RowStream:
+    """All rows of a run: position -> tokens.
+
+    `sources` are the prepared sources by name, `weights` their shares of rows. A source of
+    weight 0 is not read. `names` is the order that `locate`'s source index refers to.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, Source],
+        weights: dict[str, float],
+        seq_len: int,
+        n_views: int,
+        seed: int,
+    ):
+        self.mixture = Mixture(weights)
+        self.names = self.mixture.names
+        self.seq_len, self.n_views, self.seed = seq_len, n_views, seed
+        self._sources = [sources[name] for name in self.names]
+        self._n_rows = np.array([s.n_rows(seq_len, n_views) for s in self._sources], np.int64)
+        self._dtype = np.result_type(*(source.dtype for source in self._sources))
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source index int64 [n], rows that source gave before int64 [n]) of `positions` [n]."""
+        return self.mixture.locate(positions)
+
+    def counts(self, position: int) -> dict[str, int]:
+        """How many rows each source gave before `position`."""
+        return dict(zip(self.names, self.mixture.counts(position), strict=True))
+
+    def source_rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source index int64 [n], row of that source int64 [n]): what `rows` will read."""
+        index, given = self.locate(positions)
+        n_rows = self._n_rows[index]
+        epoch, k = np.divmod(given, n_rows)
+        pairs, which = np.unique(np.stack([index, epoch]), axis=1, return_inverse=True)
+        keys = [round_keys(self.seed, self.names[s], e) for s, e in pairs.T.tolist()]
+        row = permute(k.astype(np.uint64), n_rows.astype(np.uint64), np.stack(keys, 1)[:, which])
+        return index, row.astype(np.int64)
+
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        """Tokens [n, seq_len + n_views - 1] of `positions` [n], in the shards' unsigned type."""
+        out = np.empty((len(positions), self.seq_len + self.n_views - 1), self._dtype)
+        if not len(positions):
+            return out
+        index, row = self.source_rows(positions)
+        for s in np.unique(index).tolist():
+            where = np.flatnonzero(index == s)
+            self._sources[s].read(row[where] * self.seq_len, out, where)
+        return out
+
+
+class Mixture:
+    """Which source a position belongs to, in exact integers, at O(sources) for any position.
+
+    With exact shares w_s (summing to 1) and their prefix sums F_s, the first N positions hold
+    count_s(N) = floor(N F_s) - floor(N F_{s-1}) rows of source s whenever N is a multiple of the
+    block length B. These telescope to N, and each is within one row of N w_s, being a difference
+    of two floors. B >= 1/min(w) makes a block's quota q_s = count_s(N + B) - count_s(N) exceed
+    B w_s - 2 >= -1, so it is never negative.
+
+    Inside a block a chain of two-way splits spreads the quotas evenly: of the Q places that are
+    left, source s takes place n if floor((n + 1) q_s / Q) steps over an integer, that is q_s of
+    Q places, and c = floor(n q_s / Q) of those before n. The others are renumbered n - c and
+    offered to the next source with Q - q_s places. So the rows a source gave before a place are
+    the c met on the way, without visiting the places between.
+    """
+
+    def __init__(self, weights: dict[str, float]):
+        problems = [
+            f"data.{key} = {value}: {text}" for key, value, text in weight_problems(weights)
+        ]
+        if problems:
+            raise UserError("\n".join(problems))
+        exact = {name: Fraction(weights[name]) for name in sorted(weights) if weights[name] > 0}
+        scale = lcm(*(w.denominator for w in exact.values()))
+        parts = [int(w * scale) for w in exact.values()]
+        self.names = tuple(exact)
+        self._total = sum(parts)
+        self._prefix = [sum(parts[: s + 1]) for s in range(len(parts))]
+        self.block = max(MIN_BLOCK, ceil(Fraction(self._total, min(parts))))
+        self._block_start = functools.lru_cache(maxsize=64)(self._quotas)
+
+    def counts(self, position: int) -> list[int]:
+        """How many rows each source, in the order of `names`, gave before `position`."""
+        b, n = divmod(int(position), self.block)
+        places, counts = self.block, []
+        for offset, quota in zip(*self._block_start(b), strict=True):
+            c = n * quota // places if places else 0
+            counts.append(offset + c)
+            n, places = n - c, places - quota
+        return counts
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source index int64 [n], rows that source gave before int64 [n]) of `positions` [n]."""
+        positions = np.asarray(positions, np.int64)
+        index, given = np.empty_like(positions), np.empty_like(positions)
+        # n * quota < B^2 must fit; a block this long means a tiny share, and is rare.
+        n = positions if self.block < 2**31 else positions.astype(object)
+        block_of = n // self.block
+        for b in np.unique(block_of).tolist():
+            where = np.flatnonzero(block_of == b)
+            self._split(b, n[where] - b * self.block, where, index, given)
+        return index, given
+
+    def _split(
+        self, b: int, n: np.ndarray, where: np.ndarray, index: np.ndarray, given: np.ndarray
+    ) -> None:
+        """Fill index[where] and given[where] for the places `n` of block `b`."""
+        places = self.block
+        for s, (offset, quota) in enumerate(zip(*self._block_start(b), strict=True)):
+            if quota == 0:
+                continue
+            c = n * quota // places
+            taken = (n + 1) * quota // places > c
+            index[where[taken]] = s
+            given[where[taken]] = offset + c[taken]
+            left = ~taken
+            where, n, places = where[left], (n - c)[left], places - quota
+            if not len(where):
+                return
+
+    def _quotas(self, b: int) -> tuple[list[int], list[int]]:
+        """(rows each source gave before block b, rows it gives inside the block)."""
+        begin, end = self._count_at(b * self.block), self._count_at((b + 1) * self.block)
+        return begin, [after - before for before, after in zip(begin, end, strict=True)]
+
+    def _count_at(self, n: int) -> list[int]:
+        floors = [0] + [n * part // self._total for part in self._prefix]
+        return [floors[s + 1] - floors[s] for s in range(len(self._prefix))]
+
+
+def weight_problems(weights: dict[str, float]) -> Iterator[tuple[str, object, str]]:
+    """(key below `data`, its value, what is required of it) for everything wrong with `weights`."""
+    for name, weight in weights.items():
+        if not (isfinite(weight) and weight >= 0):
+            yield f"sources.{name}", weight, "must be a finite number, at least 0"
+    if not any(weight > 0 for weight in weights.values()):
+        yield "sources", weights, "must name at least one source with a weight above 0"
+
+
+@functools.lru_cache(maxsize=4096)
+def round_keys(seed: int, source: str, epoch: int) -> np.ndarray:
+    """The uint64 [ROUNDS] keys of one source's order in one epoch.
+
+    A hash of all three, so that no two (seed, epoch) pairs share an order, as seed + epoch would.
+    """
+    message = json.dumps([seed, source, epoch]).encode()
+    digest = hashlib.blake2b(message, digest_size=8 * ROUNDS, person=b"lingua rows").digest()
+    return np.frombuffer(digest, "<u8").astype(np.uint64)
+
+
+def permute(k: np.ndarray, size: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Element k of a keyed pseudo-random permutation of range(size): uint64 [n] -> uint64 [n].
+
+    `size` is [n] or a scalar, `keys` [ROUNDS, n] or [ROUNDS, 1]. A Feistel network permutes the
+    smallest power of two >= size. Its halves take turns and may differ by a bit: each round xors
+    one half with a keyed hash of the other, which undoes itself, hence a bijection. A result
+    beyond `size` is permuted again until it falls inside (cycle walking, under two rounds each
+    on average), which keeps it a bijection on range(size).
+    """
+    k = np.asarray(k, np.uint64)
+    size = np.broadcast_to(np.asarray(size, np.uint64), k.shape)
+    keys = np.broadcast_to(keys, (ROUNDS, len(k)))
+    bits = np.frexp((size - _ONE).astype(np.float64))[1].astype(np.uint64)
+    out = _feistel(k, bits, keys)
+    outside = np.flatnonzero(out >= size)
+    while len(outside):
+        again = _feistel(out[outside], bits[outside], keys[:, outside])
+        out[outside] = again
+        outside = outside[again >= size[outside]]
+    return out
+
+
+def _feistel(x: np.ndarray, bits: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    low_bits = bits >> _ONE
+    low_mask = (_ONE << low_bits) - _ONE
+    high_mask = (_ONE << (bits - low_bits)) - _ONE
+    low, high = x & low_mask, x >> low_bits
+    for r in range(0, ROUNDS, 2):
+        high ^= _mix(low, keys[r]) & high_mask
+        low ^= _mix(high, keys[r + 1]) & low_mask
+    return (high << low_bits) | low
+
+
+def _mix(x: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Hash of (x, key), of which the low 32 bits are good. `x` below 2^32."""
+    h = x ^ key
+    h *= _MIX_1
+    h ^= h >> _HALF_WORD
+    h *= _MIX_2
+    h >>= _HALF_WORD
+    return h

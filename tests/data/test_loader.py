@@ -1,0 +1,155 @@
+"""Any number of ranks, any micro-batch size, any number of threads: the same rows every step."""
+
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+import torch
+
+from lingua.data import IGNORE
+from lingua.data.loader import ROWS_PER_FETCH, Loader, micro_steps
+from lingua.data.stream import RowStream
+from lingua.errors import UserError
+from tests.data.sources import make_source
+
+SEQ_LEN = 8
+
+
+@pytest.fixture
+def sources(tmp_path):
+    rng = np.random.default_rng(0)
+    return {
+        name: make_source(tmp_path, name, [rng.integers(0, 50000, n).astype(np.uint16)])
+        for name, n in (("a", 5003), ("b", 977))
+    }
+
+
+def make_stream(sources, n_views=2, seed=42):
+    return RowStream(sources, {"a": 3.0, "b": 1.0}, SEQ_LEN, n_views, seed)
+
+
+def real_rows(step):
+    """(row id, tokens, targets) of every row of a step that is not padding, in order."""
+    return [
+        (row_id, tuple(tokens), tuple(map(tuple, targets)))
+        for micro in step
+        for row_id, tokens, targets in zip(
+            micro.row_ids.tolist(),
+            micro.tokens.tolist(),
+            micro.targets.transpose(0, 1).tolist(),
+            strict=True,
+        )
+        if row_id >= 0
+    ]
+
+
+@pytest.mark.parametrize(
+    "G, dp_size, batch_size, expected",
+    [
+        (8, 1, 8, (1, 8)),
+        (8, 1, 3, (3, 3)),
+        (10, 4, 2, (2, 2)),
+        (5, 8, 4, (1, 1)),
+        (9, 1, 8, (2, 5)),
+        (7, 3, 1, (3, 1)),
+    ],
+)
+def test_micro_steps_are_as_few_and_as_equal_as_possible(G, dp_size, batch_size, expected):
+    assert micro_steps(G, dp_size, batch_size) == expected
+
+
+def test_given_micro_steps_are_kept_or_refused_with_the_numbers():
+    assert micro_steps(8, 1, 8, 4) == (4, 2)
+    assert micro_steps(9, 2, 8, 2) == (2, 3)
+    for steps, batch_size, allowed in ((1, 4, "2 to 8"), (9, 4, "2 to 8")):
+        with pytest.raises(UserError) as error:
+            micro_steps(8, 1, batch_size, steps)
+        for part in (f"grad_acc_steps = {steps}", "data.batch_size = 4", "global_batch_size = 8"):
+            assert part in str(error.value)
+        assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("dp_size, batch_size", [(1, 2), (2, 3), (3, 1), (4, 10), (13, 2)])
+def test_any_topology_and_workers_give_the_same_rows_in_order(
+    sources, workers, dp_size, batch_size
+):
+    G, steps, start = 10, 6, 230
+    stream = make_stream(sources, n_views=3)
+    expected = stream.rows(np.arange(start, start + steps * G)).astype(np.int64)
+    n_micro, rows = micro_steps(G, dp_size, batch_size)
+    ranks = [
+        Loader(stream, G, r, dp_size, n_micro, rows, position=start, workers=workers)
+        for r in range(dp_size)
+    ]
+    for step in range(steps):
+        batches = [next(loader) for loader in ranks]
+        for batch in batches:
+            assert len(batch) == n_micro
+            for micro in batch:
+                assert micro.tokens.shape == (rows, SEQ_LEN)
+                assert micro.targets.shape == (2, rows, SEQ_LEN)
+                assert micro.tokens.dtype == micro.targets.dtype == torch.int64
+                assert micro.row_ids.dtype == torch.int64
+                padding = micro.row_ids < 0
+                assert (micro.row_ids[padding] == -1).all()
+                assert (micro.targets[:, padding] == IGNORE).all()
+                assert ((micro.tokens[padding] >= 0) & (micro.tokens[padding] < 50000)).all()
+        found = [row for batch in batches for row in real_rows(batch)]
+        begin = start + step * G
+        assert [row[0] for row in found] == list(range(begin, begin + G))
+        for row_id, tokens, targets in found:
+            row = expected[row_id - start]
+            assert list(tokens) == row[:SEQ_LEN].tolist()
+            for v, view in enumerate(targets, start=1):
+                assert list(view) == row[v : v + SEQ_LEN].tolist()
+    assert all(loader.position == start + steps * G for loader in ranks)
+    for loader in ranks:
+        loader.close()
+
+
+def test_resuming_at_a_position_continues_the_same_batches(sources):
+    stream = make_stream(sources)
+    with Loader(stream, 6, 0, 1, 2, 3, workers=2) as whole:
+        steps = [real_rows(next(whole)) for _ in range(20)]
+    with Loader(stream, 6, 0, 1, 3, 2, position=6 * 13, workers=1) as resumed:
+        assert [real_rows(next(resumed)) for _ in range(7)] == steps[13:]
+
+
+def test_another_seed_gives_other_batches(sources):
+    """The control of the equalities above."""
+    steps = [real_rows(next(Loader(make_stream(sources, seed=s), 6, 0, 1, 1, 6))) for s in (42, 43)]
+    assert steps[0] != steps[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failed_read_reaches_the_caller_as_it_is(sources, workers, tmp_path):
+    stream = make_stream(sources)
+    (tmp_path / "b" / "0.train.tokens").unlink()
+    loader = Loader(stream, 6, 0, 1, 1, 6, workers=workers)
+    with pytest.raises(FileNotFoundError) as error:
+        for _ in range(10):
+            next(loader)
+    assert error.value.filename.endswith("0.train.tokens")
+    assert "_open_train" in "".join(traceback.format_tb(error.value.__traceback__))
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+
+
+def test_reading_ahead_is_bounded_and_ends_with_close(sources):
+    before = threading.active_count()
+    stream, asked = make_stream(sources), []
+    read = stream.rows
+    stream.rows = lambda positions: (asked.append(int(positions.max())), read(positions))[1]
+    loader = Loader(stream, 4, 0, 1, 1, 4, workers=2)
+    next(loader)
+    time.sleep(0.3)
+    fetches = 5  # two a thread ahead, and the first
+    assert max(asked) < fetches * ROWS_PER_FETCH
+    n = len(asked)
+    time.sleep(0.1)
+    assert len(asked) == n
+    loader.close()
+    assert threading.active_count() == before

@@ -1,0 +1,243 @@
+"""The order of rows: a permutation per epoch, a mixture in exact integers, any position at once."""
+
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from lingua.data.shards import Manifest, Shard, Source, Split
+from lingua.data.stream import Mixture, RowStream, permute, round_keys
+from lingua.errors import UserError
+from tests.data.sources import make_source
+
+BESIDE_POWERS_OF_TWO = [2**b + d for b in (2, 5, 10, 13) for d in (-1, 0, 1)]
+FIRST_ORDER = [9, 8, 0, 7, 6, 4, 5, 1, 2, 3]
+WEIGHTS = [
+    {"one": 1.0},
+    {"a": 1.0, "b": 1.0},
+    {"a": 0.7, "b": 0.2, "c": 0.1},
+    {"a": 3, "b": 5, "c": 11, "d": 1.5},
+    {"a": 1e-6, "b": 1.0},
+    {"a": 1e6, "b": 1.0, "c": 1e6},
+    {"a": 0.001, "b": 0.999},
+    {f"s{i}": 1.0 + i for i in range(40)},
+]
+
+
+def order(n: int, seed: int = 42, source: str = "a", epoch: int = 0) -> np.ndarray:
+    return permute(np.arange(n), n, round_keys(seed, source, epoch)[:, None])
+
+
+# ---- permutation
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 97, 7919, *BESIDE_POWERS_OF_TWO])
+def test_every_row_comes_exactly_once_an_epoch(n):
+    for epoch in range(5):
+        assert np.array_equal(np.sort(order(n, epoch=epoch)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [10**12, 2**40 + 1, 2**52 - 1, 2**33])
+def test_a_huge_permutation_has_no_collisions_and_stays_in_range(n):
+    k = np.unique(np.random.default_rng(0).integers(0, n, 200_000))
+    rows = permute(k, n, round_keys(1, "a", 0)[:, None])
+    assert rows.max() < n
+    assert len(np.unique(rows)) == len(k)
+    # Uniform over the range: 64 bins, chi-square with 63 degrees of freedom (99.99 %: 115).
+    counts = np.bincount((rows.astype(np.float64) / n * 64).astype(int), minlength=64)
+    assert ((counts - len(k) / 64) ** 2 / (len(k) / 64)).sum() < 115
+
+
+def test_each_of_seed_source_and_epoch_gives_another_order():
+    n = 1000
+    orders = [order(n, seed, name, e) for seed in (1, 2, 3) for name in "ab" for e in (0, 1, 2)]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert (one == other).sum() < 20  # one place in common is expected, by chance
+
+
+def test_the_order_of_a_seed_never_changes():
+    """A fixed order is a promise to every run that will be resumed: these are its first rows."""
+    assert order(10, seed=42, source="stdlib", epoch=0).tolist() == FIRST_ORDER
+
+
+def test_neighbours_are_spread_like_independent_draws():
+    n, bins = 2**16 - 3, 16
+    for epoch in range(3):
+        cells = order(n, epoch=epoch).astype(np.int64) * bins // n
+        pairs = np.bincount(cells[:-1] * bins + cells[1:], minlength=bins**2)
+        expected = (n - 1) / bins**2
+        assert ((pairs - expected) ** 2 / expected).sum() < 350  # 255 degrees of freedom, 99.99 %
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_small_permutations_are_all_about_equally_likely(n):
+    seen: dict[tuple[int, ...], int] = {}
+    trials = 200 * [1, 1, 2, 6, 24, 120][n]
+    for seed in range(trials):
+        key = tuple(order(n, seed).tolist())
+        seen[key] = seen.get(key, 0) + 1
+    assert len(seen) == [1, 1, 2, 6, 24, 120][n]
+    assert min(seen.values()) > 100 and max(seen.values()) < 320
+
+
+def test_mixed_sizes_and_keys_in_one_call_equal_one_call_each():
+    sizes = np.array([5, 1000, 7, 2**33])
+    keys = [round_keys(3, "a", e) for e in range(4)]
+    together = permute(np.array([4, 900, 0, 2**32]), sizes, np.stack(keys, 1))
+    apart = [
+        permute(np.array([k]), n, key[:, None])[0]
+        for k, n, key in zip([4, 900, 0, 2**32], sizes, keys, strict=True)
+    ]
+    assert together.tolist() == apart
+
+
+# ---- mixture
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_counts_at_every_block_end_are_within_one_row_of_the_shares(weights):
+    mixture = Mixture(weights)
+    total = sum(Fraction(w) for w in weights.values())
+    for b in [*range(1, 40), 10**6 + 7]:
+        n = b * mixture.block
+        counts = mixture.counts(n)
+        assert sum(counts) == n
+        for name, count in zip(mixture.names, counts, strict=True):
+            assert abs(count - n * Fraction(weights[name]) / total) < 1
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_counts_and_locate_agree_with_counting_one_position_after_another(weights):
+    mixture = Mixture(weights)
+    # From the start, across a block's end, and far out.
+    for start in (0, mixture.block - 1500 if mixture.block > 1500 else 0, 7 * mixture.block - 20):
+        index, given = mixture.locate(np.arange(start, start + 3000))
+        counts = mixture.counts(start)
+        for i, (s, g) in enumerate(zip(index.tolist(), given.tolist(), strict=True)):
+            assert g == counts[s]
+            counts[s] += 1
+            if i % 97 == 0:
+                assert mixture.counts(start + i + 1) == counts
+        assert mixture.counts(start + 3000) == counts
+
+
+def test_a_source_is_spread_over_its_block():
+    index, _ = Mixture({"a": 0.75, "b": 0.25}).locate(np.arange(1024))
+    per_32 = (index == 1).reshape(-1, 32).sum(1)
+    assert per_32.min() == per_32.max() == 8
+
+
+def test_extreme_weights_at_extreme_positions_stay_exact():
+    weights = {"tiny": 1e-6, "big": 1e6, "mid": 1.0}
+    mixture = Mixture(weights)
+    assert mixture.block >= 10**12
+    total = sum(Fraction(w) for w in weights.values())
+    start = 10**15 // mixture.block * mixture.block
+    for name, count in zip(mixture.names, mixture.counts(start), strict=True):
+        assert abs(count - start * Fraction(weights[name]) / total) < 1
+    index, given = mixture.locate(np.arange(start, start + 4000))
+    counts = mixture.counts(start)
+    for s, g in zip(index.tolist(), given.tolist(), strict=True):
+        assert g == counts[s]
+        counts[s] += 1
+    assert mixture.counts(start + 4000) == counts
+
+
+def test_position_1e15_costs_what_position_0_costs():
+    mixture = Mixture({"a": 0.7, "b": 0.2, "c": 0.1})
+
+    def seconds(start: int) -> float:
+        times = []
+        for i in range(20):
+            begin = time.perf_counter()
+            mixture.locate(np.arange(start + i * 512, start + i * 512 + 512))
+            mixture.counts(start + i * 512)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert seconds(10**15) < 3 * seconds(0)
+
+
+def test_the_order_of_the_config_does_not_matter_and_weight_zero_is_not_read():
+    one, other = Mixture({"a": 1, "b": 2, "z": 0}), Mixture({"b": 2.0, "a": 1.0})
+    assert one.names == other.names == ("a", "b")
+    for x, y in zip(one.locate(np.arange(5000)), other.locate(np.arange(5000)), strict=True):
+        assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "weights, key",
+    [
+        ({"a": -1.0, "b": 1.0}, "data.sources.a = -1.0"),
+        ({"a": float("nan")}, "data.sources.a = nan"),
+        ({"a": float("inf")}, "data.sources.a = inf"),
+        ({"a": 0.0}, "data.sources = "),
+        ({}, "data.sources = "),
+    ],
+)
+def test_a_wrong_weight_is_named(weights, key):
+    with pytest.raises(UserError) as error:
+        Mixture(weights)
+    assert key in str(error.value)
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("seq_len, n_views", [(8, 2), (5, 1), (7, 4), (1, 2)])
+def test_rows_are_slices_of_the_concatenated_shards(tmp_path, seq_len, n_views):
+    rng = np.random.default_rng(0)
+    shards = [rng.integers(0, 60000, n).astype(np.uint16) for n in (53, 0, 3, 1, 0, 200, 2)]
+    source = make_source(tmp_path, "a", shards)
+    whole = np.concatenate(shards)
+    n_rows = source.n_rows(seq_len, n_views)
+    assert n_rows == (len(whole) - n_views + 1) // seq_len
+    stream = RowStream({"a": source}, {"a": 1.0}, seq_len, n_views, seed=7)
+    positions = np.arange(3 * n_rows)
+    rows = stream.rows(positions)
+    for epoch in range(3):
+        permuted = order(n_rows, 7, "a", epoch).astype(int).tolist()
+        for k, row in zip(permuted, rows[epoch * n_rows : (epoch + 1) * n_rows], strict=True):
+            expected = whole[k * seq_len : k * seq_len + seq_len + n_views - 1]
+            assert np.array_equal(row, expected)
+
+
+def test_a_mixture_reads_each_source_in_its_own_order(tmp_path):
+    sources = {
+        name: make_source(tmp_path, name, [np.arange(n, dtype=np.uint32) + base])
+        for name, n, base in (("a", 1001, 0), ("b", 401, 10**6))
+    }
+    stream = RowStream(sources, {"b": 0.25, "a": 0.75}, 10, 2, seed=1)
+    rows = stream.rows(np.arange(2000))
+    firsts = {"a": [], "b": []}
+    for first in rows[:, 0].tolist():
+        firsts["ab"[first >= 10**6]].append(first % 10**6 // 10)
+    assert len(firsts["a"]) == 1500 and len(firsts["b"]) == 500
+    for name, n in (("a", 100), ("b", 40)):
+        expected = [k for e in range(15) for k in order(n, 1, name, e).astype(int).tolist()]
+        assert firsts[name] == expected[: len(firsts[name])]
+
+
+def test_any_position_of_a_sparse_corpus_of_ten_billion_tokens_is_there_at_once(tmp_path):
+    shards = []
+    for i in range(5):
+        with open(tmp_path / f"{i}.train.tokens", "wb") as f:
+            f.truncate(2 * 2 * 10**9)
+        shards.append(Shard(str(i), Split(2 * 10**9, 1, 1, ""), Split(0, 0, 0, "")))
+    begin = time.perf_counter()
+    source = Source(tmp_path, Manifest(1, "a", {}, True, True, "<u2", [], shards, {}, ""))
+    stream = RowStream({"a": source}, {"a": 1.0}, 2048, 2, seed=1)
+    rows = stream.rows(np.arange(10**15, 10**15 + 32))
+    assert time.perf_counter() - begin < 0.5
+    assert rows.shape == (32, 2049) and not rows.any()
+
+
+def test_a_source_too_small_for_one_row_says_what_it_has_and_needs(tmp_path):
+    source = make_source(tmp_path, "tiny", [np.zeros(16, np.uint16)])
+    assert source.n_rows(15, 2) == 1
+    with pytest.raises(UserError) as error:
+        RowStream({"tiny": source}, {"tiny": 1.0}, 16, 2, seed=1)
+    message = str(error.value)
+    assert "data.sources.tiny" in message and "16 tokens" in message and "needs 17" in message
