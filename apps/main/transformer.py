@@ -1,0 +1,115 @@
+"""The language model of apps/main: a Llama-style transformer, and how it is laid out on a mesh."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from lingua.args import Guarded
+from lingua.distributed import ParallelPlan
+from lingua.transformer import (
+    TransformerArgs,
+    TransformerBlock,
+    make_context,
+    sum_token_losses,
+    trunc_normal_,
+)
+
+
+@dataclass
+class ModelArgs(TransformerArgs):
+    vocab_size: Guarded[int] = -1  # rows of the embedding and the head; -1: the tokenizer's
+    weight_tying: Guarded[bool] = False  # the head shares the embedding's matrix
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.vocab_size != -1 and self.vocab_size < 1:
+            yield "vocab_size", "must be at least 1, or -1 for the tokenizer's"
+
+
+class Transformer(nn.Module):
+    """Tokens in, summed next-token losses out."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleList(TransformerBlock(args, i) for i in range(args.n_layers))
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.weight_tying:
+            self.output.weight = self.tok_embeddings.weight
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The normalised residual stream after the last block: B S -> B S E."""
+        h = self.tok_embeddings(tokens)
+        ctx = make_context(self.args, tokens.shape[1], tokens.device)
+        for layer in self.layers:
+            h = layer(h, ctx)
+        return self.norm(h)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | tuple:
+        """Loss sums float32 [1] and counts int64 [1] for targets [1, B, S]; logits without them."""
+        logits = self.output(self.hidden(tokens))  # B S vocabulary
+        if targets is None:
+            return logits
+        losses, count = sum_token_losses(logits, targets[0])
+        return losses[None], count[None]
+
+    def reset_parameters(self) -> None:
+        std = self.args.init_base_std or self.args.dim**-0.5
+        trunc_normal_(self.tok_embeddings.weight, std)
+        if not self.args.weight_tying:
+            trunc_normal_(self.output.weight, std)
+
+
+def parallel_plan(args: ModelArgs) -> ParallelPlan:
+    """Blocks are FSDP units; tensor parallelism splits heads, hidden features and vocabulary.
+
+    Between the split products the residual stream is split over positions (sequence parallelism,
+    Korthikanti et al., 2022), and the loss is computed on the split vocabulary.
+    """
+    n_heads, n_kv_heads, _ = args.heads()
+    colwise, rowwise = ColwiseParallel, RowwiseParallel
+    return ParallelPlan(
+        blocks=("layers.*",),
+        # Tied, the two ends share a parameter and stay together in the root unit.
+        units=() if args.weight_tying else (("tok_embeddings",), ("norm", "output")),
+        tp={
+            "tok_embeddings": rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "layers.*.attention_norm": SequenceParallel(),
+            "layers.*.attention": PrepareModuleInput(
+                input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+            ),
+            "layers.*.attention.wq": colwise(),
+            "layers.*.attention.wk": colwise(),
+            "layers.*.attention.wv": colwise(),
+            "layers.*.attention.wo": rowwise(output_layouts=Shard(1)),
+            "layers.*.ffn_norm": SequenceParallel(),
+            "layers.*.feed_forward": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            "layers.*.feed_forward.w1": colwise(),
+            "layers.*.feed_forward.w3": colwise(),
+            "layers.*.feed_forward.w2": rowwise(output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": colwise(
+                input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+            ),
+        },
+        tp_divides={"model.n_heads": n_heads, "model.n_kv_heads": n_kv_heads},
+    )
+
+
+def build_model(args: ModelArgs) -> Transformer:
+    """The model on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return Transformer(args)

@@ -1,0 +1,411 @@
+"""Processes, mesh and parallelism: from a launched process to a model sharded over a DeviceMesh.
+
+`launch` finds this process's place, `build_mesh` lays the processes out as
+(dp_replicate, dp_shard, tp), and `parallelize_model` applies tensor parallelism, activation
+checkpointing, compilation and FSDP2 to a plain module. The mesh always has all three axes, each of
+any size, 1 included, so that no caller needs a special case.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from fnmatch import fnmatch
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from lingua.args import Announced, Free
+from lingua.errors import UserError
+from lingua.init import ties_kept
+
+T = TypeVar("T")
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+@dataclass
+class DistributedArgs:
+    dp_replicate: Free[int | None] = 1  # copies of the sharded model; null takes what remains
+    dp_shard: Free[int | None] = None  # ranks each copy is sharded over; null takes what remains
+    tp_size: Free[int] = 1  # ranks a layer is split over (tensor parallelism)
+    # when gradients travel: `last` micro-step only, `replica_last` reduce-scatters each micro-step
+    # and all-reduces across replicas on the last, `every` does both each time; all give the same
+    # gradient
+    grad_sync: Free[Literal["last", "replica_last", "every"]] = "last"
+    # dtype of forward and backward; parameters, gradients and their reduction stay float32
+    model_dtype: Announced[Literal["bf16", "fp32"]] = "bf16"
+    compile: Announced[bool] = False  # compile each block with torch.compile
+    matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
+    # what a block keeps for its backward: `none` all, `full` its input only, `selective` the
+    # results of matrix products and attention
+    activation_checkpointing: Announced[Literal["none", "full", "selective"]] = "none"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for key in ("dp_replicate", "dp_shard"):
+            size = getattr(self, key)
+            if size is not None and size < 1:
+                yield key, "must be at least 1, or null for what remains"
+        if self.tp_size < 1:
+            yield "tp_size", "must be at least 1"
+        if self.dp_replicate is None and self.dp_shard is None:
+            yield "dp_replicate", "must be given when distributed.dp_shard is null"
+
+
+# ------------------------------------------------------------------------------------- launch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where this process stands among the processes of the run."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    by: str = "python"  # "python", "torchrun" or "slurm"
+
+
+def detect_launch(env: dict[str, str] | None = None) -> Launch:
+    """Read the place of this process from torchrun's variables, else from those of a Slurm step."""
+    env = dict(os.environ) if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return Launch(
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+            by="torchrun",
+        )
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a task of srun, not the batch script
+        tasks = int(env["SLURM_STEP_NUM_TASKS"])
+        nodes = int(env.get("SLURM_STEP_NUM_NODES", 1))
+        return Launch(
+            rank=int(env["SLURM_PROCID"]),
+            world_size=tasks,
+            local_rank=int(env["SLURM_LOCALID"]),
+            local_world_size=-(-tasks // nodes),
+            by="slurm",
+        )
+    return Launch()
+
+
+def _slurm_rendezvous(env: dict[str, str]) -> None:
+    """Point torch at the first host of the step, on a port that differs from job to job."""
+    names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
+    hosts = subprocess.run(
+        ["scontrol", "show", "hostnames", names], check=True, capture_output=True, text=True
+    ).stdout.split()
+    job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
+    os.environ.setdefault("MASTER_ADDR", hosts[0])
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job * 16 + step) % 20000))
+
+
+def pick_device(name: str, launch: Launch) -> torch.device:
+    """The device of this process for `device: auto | cpu | cuda`."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device = cuda: this machine has no CUDA device that torch can use")
+    count = torch.cuda.device_count()  # 1 where the launcher binds one device to each task
+    if count != 1 and launch.local_rank >= count:
+        raise UserError(
+            f"device = cuda: {launch.local_world_size} processes on a node with {count} devices"
+        )
+    return torch.device("cuda", launch.local_rank if count > 1 else 0)
+
+
+def start(device: torch.device, launch: Launch, args: DistributedArgs) -> DeviceMesh:
+    """Start the process group (gloo for CPU tensors, NCCL for CUDA ones) and build the mesh.
+
+    A single process has a group of one, so that nothing else asks how it was launched.
+
+    Raises:
+        UserError: the sizes of the mesh do not multiply to the number of processes.
+    """
+    sizes = mesh_sizes(args, launch.world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = args.matmul_allow_tf32
+    elif "OMP_NUM_THREADS" not in os.environ and launch.local_world_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if launch.by == "python":
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        if launch.by == "slurm":
+            _slurm_rendezvous(dict(os.environ))
+        dist.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(minutes=30),
+        )
+    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+# --------------------------------------------------------------------------------------- mesh
+
+
+def mesh_sizes(args: DistributedArgs, world_size: int) -> tuple[int, int, int]:
+    """(dp_replicate, dp_shard, tp) for `world_size` processes, the null axis filled in."""
+    replicate, shard, tp = args.dp_replicate, args.dp_shard, args.tp_size
+    known = (replicate or 1) * (shard or 1) * tp
+    shown = f"distributed.dp_replicate = {replicate}, dp_shard = {shard}, tp_size = {tp}"
+    shown = shown.replace("None", "null")
+    if replicate is not None and shard is not None and known != world_size:
+        raise UserError(f"{shown}: their product is {known}, but {world_size} processes run")
+    if world_size % known:
+        raise UserError(f"{shown}: {known} does not divide the number of processes, {world_size}")
+    rest = world_size // known
+    return (replicate or rest, shard or rest if replicate is not None else shard or 1, tp)
+
+
+def dp_rank(mesh: DeviceMesh) -> int:
+    """This process's data-parallel rank, the same for every tp rank of a group.
+
+    `replicate_rank * dp_shard + shard_rank`, in `0 ... dp_degree(mesh) - 1`. Everything that
+    differs from one data-parallel rank to the next uses this number.
+    """
+    replicate, shard = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
+    return replicate * mesh["dp_shard"].size() + shard
+
+
+def dp_degree(mesh: DeviceMesh) -> int:
+    """The number of data-parallel ranks."""
+    return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+
+
+def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum `t` over the data-parallel ranks, in place. int64 wraps modulo 2^64."""
+    for axis in ("dp_shard", "dp_replicate"):
+        if mesh[axis].size() > 1:
+            dist.all_reduce(t, group=mesh.get_group(axis))
+    return t
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and give its result to every rank.
+
+    A UserError raised there is raised on every rank; any other exception too, with its text.
+    """
+    box: list[object] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box = [work(), None]
+        except UserError as error:
+            box = [None, error]
+        except BaseException as error:
+            dist.broadcast_object_list([None, RuntimeError(f"rank 0 failed: {error!r}")])
+            raise
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]  # type: ignore[misc]
+    return box[0]  # type: ignore[return-value]
+
+
+def agree_on(error: UserError | None) -> None:
+    """Raise on every rank when one has a mistake to tell: that of the first such rank."""
+    errors: list[UserError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for first in errors:
+        if first is not None:
+            raise first
+
+
+# ------------------------------------------------------------------------------------ parallel
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a plain module is laid out on the mesh. Names are module names; `*` matches one part.
+
+    blocks: the repeated layers. Each is checkpointed, compiled and an FSDP unit of its own.
+    units: further FSDP units, each a group of modules whose parameters travel together.
+    tp: the layout of each module under tensor parallelism; None when it has none.
+    tp_divides: sizes that tp must divide, by the name of their config key.
+    """
+
+    blocks: tuple[str, ...] = ()
+    units: tuple[tuple[str, ...], ...] = ()
+    tp: dict[str, ParallelStyle] | None = None
+    tp_divides: dict[str, int] = field(default_factory=dict)
+
+
+def parallelize_model(
+    model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan | None, args: DistributedArgs
+) -> nn.Module:
+    """Apply tensor parallelism, activation checkpointing, compilation and FSDP2 to `model`.
+
+    The model may be, and for large ones should be, on the meta device: `init_parameters` gives it
+    memory and values afterwards. Tied parameters stay tied. It returns the same module, which the
+    caller uses as before; its gradients are sums over the data-parallel ranks, never averages.
+
+    Raises:
+        UserError: the mesh asks for a tensor parallelism that the plan does not allow.
+    """
+    plan = plan or ParallelPlan()
+    if mesh["tp"].size() > 1:
+        _apply_tensor_parallel(model, mesh["tp"], plan, args)
+    _wrap_blocks(model, plan, args)
+    replicas = mesh["dp_replicate"].size() > 1
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if args.model_dtype == "bf16" else None,
+        reduce_dtype=torch.float32,
+    )
+    shard = {
+        "mesh": mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"],
+        "mp_policy": policy,
+    }
+    modules = _named_modules(model)
+    for names in [*((block,) for block in _matching(modules, plan.blocks)), *plan.units]:
+        unit = [modules[name] for name in names]
+        fully_shard(unit if len(unit) > 1 else unit[0], **shard)
+    fully_shard(model, **shard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loop divides the loss by the number of targets of the whole global batch. The
+            # divide factor alone is not enough: it would become a pre-multiplied sum, which gloo
+            # does not have.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by the name they have in the plain model; a wrapper stands for what it wraps."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        found.setdefault(name.replace("._checkpoint_wrapped_module", ""), module)
+    return found
+
+
+def _matching(names: dict[str, nn.Module], patterns: tuple[str, ...]) -> list[str]:
+    return [
+        name
+        for name in names
+        if any(name.count(".") == p.count(".") and fnmatch(name, p) for p in patterns)
+    ]
+
+
+def _apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, args: DistributedArgs
+) -> None:
+    if plan.tp is None:
+        raise UserError(
+            f"distributed.tp_size = {mesh.size()}: this model gives no tensor-parallel layout; "
+            "set it to 1"
+        )
+    for key, size in plan.tp_divides.items():
+        if size % mesh.size():
+            raise UserError(f"distributed.tp_size = {mesh.size()}: must divide {key} = {size}")
+    with ties_kept(model):
+        parallelize_module(model, mesh, plan.tp)
+    if args.compile:
+        # An asynchronous collective's result that enters a compiled block loses its gradient
+        # (torch 2.13): the modules outside the blocks hand on a copy.
+        inside = tuple(plan.blocks)
+        names = {name: module for name, module in model.named_modules() if name}
+        for name in _matching(names, tuple(k for k in plan.tp if not k.startswith(inside))):
+            names[name].register_forward_hook(lambda module, args, out: out.clone())
+
+
+# Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
+# to communicate, than its memory is worth.
+_SAVED = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def _save_expensive(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) -> None:
+    """Activation checkpointing and compilation, block by block."""
+    modules = _named_modules(model)
+    for name in _matching(modules, plan.blocks):
+        block = modules[name]
+        parent = modules[name.rpartition(".")[0]]
+        # Full checkpointing works around a compiled block but not inside one; the selective kind
+        # must be inside, where it can tell the operations apart.
+        if args.compile and args.activation_checkpointing != "selective":
+            block.compile()
+        if args.activation_checkpointing == "full":
+            block = checkpoint_wrapper(block, preserve_rng_state=False)
+        elif args.activation_checkpointing == "selective":
+            block = checkpoint_wrapper(
+                block,
+                context_fn=lambda: create_selective_checkpoint_contexts(_save_expensive),
+                preserve_rng_state=False,
+            )
+            if args.compile:
+                block.compile()
+        parent.register_module(name.rpartition(".")[2], block)
+
+
+def loss_context(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """Around forward and backward: cross-entropy over a vocabulary that tp ranks share."""
+    return loss_parallel() if mesh["tp"].size() > 1 else nullcontext()
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
+    """Say, before a micro-step's forward, which reductions its backward runs."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or mode != "last")
+        model.set_requires_all_reduce(last or mode == "every")
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients in place so that their global norm is at most `max_norm`.
+
+    Parameters may live on different meshes. Each group of equal layout sums the squares of its
+    shards over just the axes that split it, so what an axis replicates counts once.
+
+    Returns:
+        The norm before scaling, a float32 scalar on the device, equal on every rank. When it is
+        not finite the gradients are left as they are.
+    """
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        if isinstance(p.grad, DTensor):
+            split = tuple(
+                axis for axis, place in enumerate(p.grad.placements) if not place.is_replicate()
+            )
+            groups.setdefault((p.grad.device_mesh, split), []).append(p.grad.to_local())
+        else:
+            groups.setdefault((None, ()), []).append(p.grad)
+    total = torch.zeros((), device=parameters[0].device)
+    for (mesh, split), grads in groups.items():
+        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
+        for axis in split:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(squares, group=mesh.get_group(axis))
+        total = total + squares
+    norm = total.sqrt()
+    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    for grads in groups.values():
+        torch._foreach_mul_(grads, scale)
+    return norm

@@ -1,0 +1,155 @@
+"""Initial weights that do not depend on the topology.
+
+The value of a parameter is a function of (seed, parameter name, global index): each rank computes
+just the elements it holds, with a counter-based hash in place of a random generator. A model needs
+no code for this: its modules define `reset_parameters` with `torch.nn.init`, as torch's own do, and
+`init_parameters` runs them with the random draws replaced.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
+
+from lingua.errors import UserError
+from lingua.hashing import hash_bits, key_of
+
+CHUNK = 1 << 22  # elements hashed at a time, which bounds the int64 and float64 temporaries
+
+
+def _global_index(t: Tensor, start: int, stop: int) -> Tensor:
+    """Row-major index, in the whole tensor, of the elements `start:stop` this rank holds."""
+    if not isinstance(t, DTensor):
+        return torch.arange(start, stop, device=t.device)
+    local, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    flat = torch.arange(start, stop, device=t.device)
+    index = torch.zeros_like(flat)
+    stride = 1
+    for size, first, whole in reversed(list(zip(local, offset, t.shape, strict=True))):
+        index += (flat % size + first) * stride
+        flat = flat // size
+        stride *= whole
+    return index
+
+
+def _draw(t: Tensor, key: int, kind: str, a: float, b: float) -> None:
+    """Fill the local part of `t`: uniform in [a, b), or normal with mean a and deviation b."""
+    local = t.to_local() if isinstance(t, DTensor) else t
+    values = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
+    for start in range(0, local.numel(), CHUNK):
+        stop = min(start + CHUNK, local.numel())
+        bits = hash_bits(key, _global_index(t, start, stop))
+        high, low = ((bits >> 32) & 0xFFFFFFFF).double(), (bits & 0xFFFFFFFF).double()
+        if kind == "uniform":
+            x = high * ((b - a) / 2**32) + a
+        else:  # Box and Muller, 1958
+            radius = ((high + 0.5) / 2**32).log().mul(-2).sqrt()
+            x = radius * (low * (2 * math.pi / 2**32)).cos() * b + a
+        values[start:stop] = x
+    local.copy_(values.view(local.shape))
+
+
+class _SeededDraws(TorchFunctionMode):
+    """Replaces `normal_` and `uniform_` by draws keyed by (seed, parameter name, draw, index).
+
+    A draw into a temporary tensor, as `nn.init.trunc_normal_` makes them, counts as a further draw
+    of the parameter that was drawn last.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.names = {id(t): name for name, t in named_tensors(model)}
+        self.current, self.draws = "", 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in ("normal_", "uniform_"):
+            return func(*args, **kwargs)
+        if not args:  # torch.nn.init's own functions pass the tensor by name: run them as they are
+            return func(**kwargs)
+        t, *rest = args
+        if id(t) in self.names:
+            self.current, self.draws = self.names[id(t)], 0
+        first, second = ("mean", "std") if name == "normal_" else ("from", "to")
+        a = rest[0] if rest else kwargs.get(first, 0.0)
+        b = rest[1] if len(rest) > 1 else kwargs.get(second, 1.0)
+        _draw(t, key_of(self.seed, self.current, self.draws), name[:-1], a, b)
+        self.draws += 1
+        return t
+
+
+def canonical_name(name: str) -> str:
+    """The name a parameter has in the plain model, without what wrappers put in between."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by canonical name; tied ones once, under their first name."""
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        yield canonical_name(name), t
+
+
+@contextmanager
+def ties_kept(model: nn.Module) -> Iterator[None]:
+    """Parameters that modules share on entering are shared again on leaving.
+
+    `to_empty` and `parallelize_module` replace each module's parameters one by one.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(p, []).append((module, name))
+    yield
+    for (first, name), *others in owners.values():
+        for module, other in others:
+            if getattr(module, other) is not getattr(first, name):
+                setattr(module, other, getattr(first, name))
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
+    """Give a model on the meta device its memory on `device` and its initial values.
+
+    Every module's `reset_parameters` runs, children before parents, so that a block overrides what
+    its linears do by default.
+
+    Raises:
+        UserError: names the parameters and buffers that no `reset_parameters` filled.
+    """
+    with ties_kept(model):
+        model.to_empty(device=device)
+    versions = {}
+    for name, t in named_tensors(model):
+        if t.is_floating_point():
+            (t.to_local() if isinstance(t, DTensor) else t).fill_(math.nan)
+        versions[name] = t._version
+    with _SeededDraws(model, seed):
+        for module in reversed(list(model.modules())):
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    missing = []
+    for name, t in named_tensors(model):
+        local = t.to_local() if isinstance(t, DTensor) else t
+        untouched = local.isnan().any() if t.is_floating_point() else t._version == versions[name]
+        missing.append(bool(untouched))
+    # A rank whose shard is empty cannot see a hole, so ranks compare before anyone leaves.
+    flags = torch.tensor(missing, dtype=torch.int32)
+    if dist.is_initialized() and len(missing):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    names = [
+        name for (name, _), bad in zip(named_tensors(model), flags.tolist(), strict=True) if bad
+    ]
+    if names:
+        raise UserError(
+            f"no reset_parameters of the model fills {', '.join(names)}: "
+            "define reset_parameters() on the module that owns each"
+        )

@@ -1,0 +1,222 @@
+"""Building blocks of a Llama-style transformer: attention, feed-forward, norm, rotary embedding.
+
+Plain modules that know nothing of meshes; the number of heads is read from the projections'
+outputs, so they run as they are on the slice of heads that tensor parallelism gives a rank.
+Parameter names, the interleaved rotary layout and the feed-forward size rule are Meta Lingua's, so
+that its checkpoints fit. Shapes in comments: B rows, S positions, H heads, D features of a head,
+E features of the residual stream.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lingua.args import Announced, Guarded
+from lingua.data import IGNORE
+
+
+@dataclass
+class TransformerArgs:
+    dim: Guarded[int] = 512  # features of the residual stream
+    n_layers: Guarded[int] = 8  # blocks
+    head_dim: Guarded[int | None] = None  # features of a head; null: dim / n_heads
+    n_heads: Guarded[int | None] = None  # query heads; null: dim / head_dim
+    n_kv_heads: Guarded[int | None] = None  # key and value heads; null: n_heads
+    ffn_dim_multiplier: Guarded[float | None] = None  # scales the feed-forward's hidden size
+    multiple_of: Guarded[int] = 256  # the feed-forward's hidden size is rounded up to this
+    norm_eps: Guarded[float] = 1e-5  # added to the mean square in RMSNorm
+    rope_theta: Guarded[float] = 10000.0  # base of the rotary frequencies
+    sliding_window: Guarded[int | None] = None  # positions a token sees, itself included; null: all
+    init_base_std: Guarded[float | None] = None  # deviation of every matrix; null: 1 / sqrt(inputs)
+    # what divides the deviation of the matrices that write to the residual stream: `disabled` 1,
+    # `global_depth` sqrt(2 (n_layers + 1)), `current_depth` sqrt(2 (depth + 1)), `dim_ratio`
+    # dim / 4096
+    init_std_factor: Guarded[Literal["disabled", "global_depth", "current_depth", "dim_ratio"]] = (
+        "disabled"
+    )
+    attn_impl: Announced[Literal["sdpa"]] = "sdpa"  # implementation of attention
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for key in ("dim", "n_layers", "head_dim", "n_heads", "n_kv_heads", "multiple_of"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                yield key, "must be at least 1"
+                return
+        for key in ("ffn_dim_multiplier", "norm_eps", "rope_theta", "init_base_std"):
+            if (value := getattr(self, key)) is not None and value <= 0:
+                yield key, "must be above 0"
+        if self.sliding_window is not None and self.sliding_window < 1:
+            yield "sliding_window", "must be at least 1, or null for all positions"
+        if self.n_heads is None and self.head_dim is None:
+            yield "n_heads", "must be given when model.head_dim is null"
+            return
+        if self.n_heads is None and self.dim % self.head_dim:
+            yield "head_dim", f"must divide model.dim = {self.dim} when model.n_heads is null"
+        elif self.head_dim is None and self.dim % self.n_heads:
+            yield "n_heads", f"must divide model.dim = {self.dim} when model.head_dim is null"
+        elif self.heads()[2] % 2:
+            yield "dim", f"gives heads of {self.heads()[2]} features: rotary embedding needs pairs"
+        elif self.heads()[0] % self.heads()[1]:
+            yield "n_kv_heads", f"must divide model.n_heads = {self.heads()[0]}"
+
+    def heads(self) -> tuple[int, int, int]:
+        """(query heads, key and value heads, features of a head)."""
+        n_heads = self.n_heads or self.dim // self.head_dim
+        return n_heads, self.n_kv_heads or n_heads, self.head_dim or self.dim // n_heads
+
+    def hidden_dim(self) -> int:
+        """Hidden size of the feed-forward: 2/3 of 4 dim, scaled, rounded up to `multiple_of`."""
+        hidden = int(2 * (4 * self.dim) / 3)
+        if self.ffn_dim_multiplier is not None:
+            hidden = int(self.ffn_dim_multiplier * hidden)
+        return -(-hidden // self.multiple_of) * self.multiple_of
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the blocks of one forward share.
+
+    cos, sin: float32 S D/2, of the rotary angle of each position.
+    mask: bool S S, True where a query (row) sees a key (column); None: plain causal attention.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+
+
+def make_context(args: TransformerArgs, seq_len: int, device: torch.device) -> Context:
+    """The rotary angles (Su et al., 2021) and attention mask for positions 0 ... seq_len - 1."""
+    head_dim = args.heads()[2]
+    position = torch.arange(seq_len, device=device)
+    pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    angle = torch.outer(position.float(), args.rope_theta ** (-pair / head_dim))  # S D/2
+    mask = None
+    if args.sliding_window is not None and args.sliding_window < seq_len:
+        back = position[:, None] - position[None, :]
+        mask = (back >= 0) & (back < args.sliding_window)
+    return Context(angle.cos(), angle.sin(), mask)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of features (2i, 2i + 1) of x (B S H D) by the angle of its position."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # B S H D/2 each
+    cos, sin = cos[:, None], sin[:, None]  # S 1 D/2
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2).type_as(x)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal softmax attention by torch's scaled_dot_product_attention.
+
+    q is B H S D; k and v are B H' S D with H' dividing H; mask is bool S S or None. B H S D.
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def trunc_normal_(weight: Tensor, std: float) -> None:
+    """Fill with a normal of mean 0, cut off at three deviations."""
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, args: TransformerArgs, out_factor: float) -> None:
+        super().__init__()
+        n_heads, n_kv_heads, self.head_dim = args.heads()
+        self.std = args.init_base_std
+        self.out_factor = out_factor
+        self.wq = nn.Linear(args.dim, n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * self.head_dim, args.dim, bias=False)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)  # B S H D
+        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ctx.mask)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+    def reset_parameters(self) -> None:
+        for w in (self.wq, self.wk, self.wv):
+            trunc_normal_(w.weight, self.std or w.in_features**-0.5)
+        trunc_normal_(self.wo.weight, (self.std or self.wo.in_features**-0.5) / self.out_factor)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, args: TransformerArgs, out_factor: float) -> None:
+        super().__init__()
+        self.std = args.init_base_std
+        self.out_factor = out_factor
+        self.w1 = nn.Linear(args.dim, args.hidden_dim(), bias=False)
+        self.w3 = nn.Linear(args.dim, args.hidden_dim(), bias=False)
+        self.w2 = nn.Linear(args.hidden_dim(), args.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # B S E -> B S E
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def reset_parameters(self) -> None:
+        for w in (self.w1, self.w3):
+            trunc_normal_(w.weight, self.std or w.in_features**-0.5)
+        trunc_normal_(self.w2.weight, (self.std or self.w2.in_features**-0.5) / self.out_factor)
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then feed-forward, each on the normalised residual stream."""
+
+    def __init__(self, args: TransformerArgs, depth: int) -> None:
+        super().__init__()
+        out_factor = {
+            "disabled": 1.0,
+            "global_depth": (2 * (args.n_layers + 1)) ** 0.5,
+            "current_depth": (2 * (depth + 1)) ** 0.5,
+            "dim_ratio": args.dim / 4096,
+        }[args.init_std_factor]
+        self.attention = Attention(args, out_factor)
+        self.feed_forward = FeedForward(args, out_factor)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
+        x = x + self.attention(self.attention_norm(x), ctx)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+def sum_token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of the targets that are not IGNORE, and how many these are.
+
+    Args:
+        logits: B S vocabulary, any float dtype; the loss is computed in float32.
+        targets: int64 B S.
+
+    Returns:
+        (float32 scalar in nats, int64 scalar).
+    """
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return losses, (targets != IGNORE).sum()
+
+
+def flops_per_token(args: TransformerArgs, vocab_size: int, seq_len: int) -> float:
+    """Floating-point operations of forward and backward for one token of a row of `seq_len`.
+
+    6 per weight of a matrix product (2 forward, 4 backward; Kaplan et al., 2020, section 2.1), the
+    head's included even when it is tied, the embedding's look-up not; and attention's two products,
+    12 H D per visible key, of which a causal query has (seq_len + 1) / 2 on average and at most
+    `sliding_window`.
+    """
+    n_heads, n_kv_heads, head_dim = args.heads()
+    attention = args.dim * head_dim * (2 * n_heads + 2 * n_kv_heads)
+    weights = args.n_layers * (attention + 3 * args.dim * args.hidden_dim()) + args.dim * vocab_size
+    window = min(args.sliding_window or seq_len, seq_len)
+    keys = window - window * (window - 1) / (2 * seq_len)  # mean over the positions of a row
+    return 6 * weights + 12 * args.n_layers * n_heads * head_dim * keys

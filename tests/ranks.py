@@ -1,0 +1,82 @@
+"""Real ranks for tests: processes started once, each test runs its function in the first n of them.
+
+Every run makes a process group of its own, of just its n ranks, by the variables that torchrun
+sets, so what is tested is what torchrun starts; only the seconds of importing torch are shared.
+"""
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        env, work, args, kwargs = job
+        os.environ.update(env)
+        try:
+            answer = (True, work(*args, **kwargs))
+        except BaseException as error:
+            answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch._dynamo.reset()
+        pipe.send(answer)
+
+
+class Ranks:
+    """`run(n, work, ...)` calls `work(...)` in n ranks at once and returns their n results."""
+
+    def __init__(self) -> None:
+        self.pipes: list[Connection] = []
+        self.processes: list[mp.process.BaseProcess] = []
+
+    def _grow(self, n: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self.processes) < n:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, n: int, work: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Raises AssertionError with every rank's traceback when one fails."""
+        self._grow(n)
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+        for rank in range(n):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.pipes[rank].send((env | place, work, args, kwargs))
+        results, failures = [], []
+        for rank in range(n):
+            if not self.pipes[rank].poll(180):
+                failures.append(f"rank {rank}: no answer in 180 s")
+                continue
+            fine, value = self.pipes[rank].recv()
+            results.append(value)
+            if not fine:
+                failures.append(f"rank {rank}: {value}")
+        if failures:
+            self.close()  # a rank may still wait inside a collective for one that failed
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.pipes, self.processes = [], []
