@@ -46,11 +46,11 @@ def _fill(
         if path not in keys:
             hint = _nearest_key(path, keys, prefix)
             errors.append(f"{prefix}{path}: unknown key{hint}{place(given)}")
-        elif given.value != MISSING:
+        elif given.value != MISSING or keys[path].group is not None:
             value = _convert(given, keys[path].type, prefix + path, errors)
             if len(errors) == count:
                 _assign(config, path, value, keys)
-        elif keys[path].group is None:
+        else:
             _assign(config, path, MISSING, keys)
         if len(errors) > count:
             bad.add(path)
@@ -303,7 +303,7 @@ def _nearest_key(path: str, keys: Mapping[str, Key], prefix: str) -> str:
     siblings = {p.rpartition(".")[2]: p for p in keys if p.rpartition(".")[0] == group}
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
     elsewhere = [p for p in keys if p.rpartition(".")[2] == name]
-    anywhere = difflib.get_close_matches(path, keys, n=1, cutoff=0.6)
+    anywhere = [] if siblings else difflib.get_close_matches(path, keys, n=1, cutoff=0.6)
     for found in ([siblings[c] for c in close], elsewhere, anywhere):
         if found:
             return f' (did you mean "{prefix}{found[0]}"?)'

@@ -107,17 +107,9 @@ def _comment_of(node: ast.AnnAssign, at_line: dict[int, tokenize.TokenInfo]) -> 
     def alone(line: int) -> bool:
         return line in at_line and not at_line[line].line[: at_line[line].start[1]].strip()
 
-    beside = [line for line in range(node.lineno, node.end_lineno + 1) if line in at_line]
-    if beside:
-        column = at_line[beside[-1]].start[1]
-        line = node.end_lineno + 1
-        while alone(line) and at_line[line].start[1] == column > node.col_offset:
-            beside.append(line)  # the comment goes on in the lines below, in its own column
-            line += 1
-        chosen = beside
-    else:
+    chosen = [line for line in range(node.lineno, node.end_lineno + 1) if line in at_line]
+    if not chosen:
         line = node.lineno - 1
-        chosen = []
         while alone(line) and at_line[line].start[1] == node.col_offset:
             chosen.insert(0, line)
             line -= 1
