@@ -7,6 +7,8 @@ A shard is four files for each of its two splits, `train` and `heldout`:
 
 import functools
 import json
+import os
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ class Split:
 @dataclass
 class Shard:
     name: str
+    files: int  # how many of the manifest's files it holds, going on after the shard before
     train: Split
     heldout: Split
 
@@ -85,8 +88,24 @@ class Manifest:
             return None
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Other processes see the old file or the whole new one."""
+    temporary = path.with_name(f"{path.name}{temporary_suffix()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def temporary_suffix() -> str:
+    """Marks what this process is still writing; no two processes of a file system share it."""
+    return f".tmp-{socket.gethostname()}-{os.getpid()}"
+
+
 def shard_from_json(fields: dict[str, Any]) -> Shard:
-    return Shard(fields["name"], Split(**fields["train"]), Split(**fields["heldout"]))
+    splits = {split: Split(**fields[split]) for split in SPLITS}
+    return Shard(fields["name"], fields["files"], **splits)
 
 
 def shard_files(shard: Shard, dtype: str) -> dict[str, int]:
@@ -131,7 +150,8 @@ class Source:
         n_rows = (self.n_tokens - (n_views - 1)) // seq_len
         if n_rows < 1:
             raise UserError(
-                f"data.sources.{self.name}: has {self.n_tokens} tokens to train on, but one row "
+                f"data.sources.{self.name}: has {self.n_tokens} tokens to train on "
+                f"({self.manifest.total('heldout', 'tokens')} more are held out), but one row "
                 f"needs {needed} (data.seq_len = {seq_len}, data.n_views = {n_views})"
             )
         return n_rows

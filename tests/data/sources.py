@@ -14,6 +14,6 @@ def make_source(folder: Path, name: str, shards: list[np.ndarray]) -> Source:
     records = []
     for i, tokens in enumerate(shards):
         tokens.tofile(folder / f"{i}.train.tokens")
-        records.append(Shard(str(i), Split(len(tokens), 1, len(tokens), ""), Split(0, 0, 0, "")))
+        records.append(Shard(str(i), 1, Split(len(tokens), 1, len(tokens), ""), Split(0, 0, 0, "")))
     dtype = shards[0].dtype.str
     return Source(folder, Manifest(1, name, {}, True, True, dtype, [], records, {}, ""))
