@@ -1,0 +1,364 @@
+"""Every tokenizer keeps the text: tokens decode to it, byte offsets cut it without loss."""
+
+import base64
+import io
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tiktoken
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from lingua.args import load
+from lingua.errors import UserError
+from lingua.tokenizer import SPLIT, Tokenizer, TokenizerArgs, build_tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. It's 2024, and they'll jump 1234567 times!\n",
+    "Grüße aus Köln: naïve Œuvre, ça va? Привет, мир! Ψωμί Δέλτα.\n",
+    "日本語の文章です。漢字とかな。中文也可以。 한국어 문장.\n",
+    "def f(x):\n    return {x: [1, 2]}\t# tab\n\n\n  two  spaces   three\n",
+    "🎉😀 party 👩‍👩‍👧 family 🇩🇪\n",
+] * 20
+
+TEXTS = [
+    "",
+    "a",
+    " ",
+    "  leading and trailing  ",
+    "line\r\nends\n\n\n\ttabs\t",
+    *CORPUS[:5],
+    "".join(CORPUS[:5]),
+    "unseen: ꙮ ☃ 𝄞 ŷ ﷽ \u200d é \u00a0 z",
+    "𝄞𝄞a☃☃b😀𝄞",
+    "<s> </s> <|begin_of_text|> <|end_of_text|> <|endoftext|> <unk>",
+    "\x00\x01 nul",
+]
+
+
+def write_sentencepiece(path: Path, **options: object) -> str:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=450, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.98,
+        minloglevel=2, **options,
+    )  # fmt: skip
+    path.write_bytes(model.getvalue())
+    return str(path)
+
+
+def write_ranks(path: Path) -> str:
+    ranks = [bytes([i]) for i in range(256)]
+    ranks += [b"th", b"the", b" the", b"  ", b"    ", b"jump", "é".encode(), "日本".encode()]
+    ranks += ["\U0001f600".encode()[:2], b"\n\n", b"12", b"123", b" \xe2", b"!\n"]
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(ranks)))
+    return str(path)
+
+
+def write_byte_level(path: Path, prefix_space: bool = False) -> str:
+    made = HfTokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<s>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    made.train_from_iterator(CORPUS, trainer)
+    made.save(str(path))
+    return str(path)
+
+
+def write_metaspace(path: Path) -> str:
+    made = HfTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False)
+    made.train_from_iterator(CORPUS, trainer)
+    spec = json.loads(made.to_str())
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["id"] < 3]
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerArgs]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    bpe = write_sentencepiece(folder / "bpe.model", model_type="bpe")
+    unigram = write_sentencepiece(
+        folder / "unigram.model", add_dummy_prefix=False, hard_vocab_limit=False
+    )
+    return {
+        "bytes": TokenizerArgs("bytes"),
+        "sp-bpe": TokenizerArgs("sp", bpe),
+        "sp-unigram": TokenizerArgs("sp", unigram),
+        "tiktoken": TokenizerArgs("tiktoken", write_ranks(folder / "ranks.tiktoken")),
+        "hf-byte-level": TokenizerArgs("hf", write_byte_level(folder / "byte_level.json")),
+        "hf-metaspace": TokenizerArgs("hf", write_metaspace(folder / "metaspace.json")),
+    }
+
+
+KINDS = ["bytes", "sp-bpe", "sp-unigram", "tiktoken", "hf-byte-level", "hf-metaspace"]
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, paths: dict[str, TokenizerArgs]) -> Tokenizer:
+    return build_tokenizer(paths[request.param])
+
+
+def pieces(tokenizer: Tokenizer, text: str) -> list[bytes]:
+    """The text's bytes cut at the tokens' offsets."""
+    data = text.encode()
+    starts = tokenizer.byte_offsets(text).tolist()
+    return [data[a:b] for a, b in pairwise([*starts, len(data)])]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_tokens_decode_to_the_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint16
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_bytes_cut_at_the_offsets_are_those_of_each_token(tokenizer, text):
+    cut = pieces(tokenizer, text)
+    ids = tokenizer.encode(text).tolist()
+    assert len(cut) == len(ids)
+    assert b"".join(cut) == text.encode()
+    # An independent answer: what the first tokens decode to is the text up to the next offset,
+    # wherever they do not end inside a character.
+    done = b""
+    for i, part in enumerate(cut):
+        done += part
+        prefix = tokenizer.decode(ids[: i + 1])
+        assert "�" in prefix or prefix.encode() == done
+
+
+@pytest.mark.parametrize("character", ["☃", "𝄞", "ꙮ"])
+def test_tokens_inside_a_character_start_at_its_bytes(tokenizer, character):
+    text = f"a {character}{character} b"
+    starts = tokenizer.byte_offsets(text).tolist()
+    inside = set(range(3, 2 + 2 * len(character.encode())))
+    assert inside <= set(starts)  # the character is in no vocabulary: a token for each byte
+
+
+def test_batch_is_the_same_as_one_by_one(tokenizer):
+    batch = tokenizer.encode_batch(TEXTS)
+    assert len(batch) == len(TEXTS)
+    for ids, text in zip(batch, TEXTS, strict=True):
+        assert ids.dtype == tokenizer.dtype
+        assert ids.tolist() == tokenizer.encode(text).tolist()
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_bos_and_eos_stand_around_the_text_and_leave_no_text(tokenizer):
+    plain = tokenizer.encode("abc")
+    if tokenizer.bos_id is not None:
+        framed = tokenizer.encode("abc", bos=True, eos=True)
+        assert framed.tolist() == [tokenizer.bos_id, *plain.tolist(), tokenizer.eos_id]
+        assert framed.dtype == plain.dtype
+        assert tokenizer.decode(framed) == "abc"
+    special = {tokenizer.bos_id, tokenizer.eos_id} - {None}
+    for text in TEXTS:  # the text that spells them out included
+        assert special.isdisjoint(tokenizer.encode(text).tolist())
+
+
+def test_a_lone_surrogate_is_a_unicode_error(tokenizer):
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode_batch(["fine", "half \ud83d of one"])
+
+
+def test_an_id_outside_the_vocabulary_is_refused(tokenizer):
+    for wrong in (-1, tokenizer.vocab_size):
+        with pytest.raises(IndexError, match=f"token {wrong} is outside the vocabulary"):
+            tokenizer.decode([wrong])
+
+
+def test_vocabularies_and_special_ids(paths):
+    def numbers(kind: str) -> tuple[int, int | None, int | None]:
+        made = build_tokenizer(paths[kind])
+        return made.vocab_size, made.bos_id, made.eos_id
+
+    assert numbers("bytes") == (258, 256, 257)
+    assert numbers("sp-bpe") == (450, 1, 2)
+    assert numbers("tiktoken") == (270 + 256, 270, 271)
+    assert numbers("hf-metaspace") == (450, 1, 2)
+    assert numbers("hf-byte-level") == (400, 1, 0)
+
+
+def test_tiktoken_gives_the_librarys_own_tokens(paths):
+    ranks = {
+        base64.b64decode(line.split()[0]): int(line.split()[1])
+        for line in Path(paths["tiktoken"].path).read_text().splitlines()
+    }
+    plain = tiktoken.Encoding("plain", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
+    ours = build_tokenizer(paths["tiktoken"])
+    spaces = "x" + " " * 99_999 + "y\n"
+    for text in [*TEXTS, "".join(CORPUS * 50), spaces, "a" * 300_000, "!" * 300_000]:
+        assert ours.encode(text).tolist() == plain.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("run", [" ", "\t", "\u3000", " \n", "a", "!", "日", "1"])
+def test_very_long_runs_do_not_fail(paths, run):
+    text = "start " + run * 1_000_000 + "end"
+    ours = build_tokenizer(paths["tiktoken"])
+    assert ours.decode(ours.encode(text)) == text
+    assert int(ours.byte_offsets(text)[-1]) < len(text.encode())
+
+
+def test_a_large_vocabulary_needs_the_larger_type(tmp_path):
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [bytes([i, j]) for i in range(255) for j in range(256)]
+    path = tmp_path / "large.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(tokens)))
+    large = build_tokenizer(TokenizerArgs("tiktoken", str(path)))
+    assert large.vocab_size == 65536 + 256 > 2**16
+    ids = large.encode("\U000b9fbf", eos=True)
+    assert ids.dtype == np.uint32
+    assert ids[-1] == large.eos_id == 65537
+    assert large.decode(ids) == "\U000b9fbf"
+
+
+def test_fingerprint_follows_the_content_not_the_place(tokenizer, paths, tmp_path):
+    prints = {kind: build_tokenizer(args).fingerprint() for kind, args in paths.items()}
+    assert len(set(prints.values())) == len(prints)
+    assert tokenizer.fingerprint() in prints.values()
+    source = Path(paths["tiktoken"].path).read_bytes()
+    copy = tmp_path / "other name"
+    copy.write_bytes(source)
+    args = TokenizerArgs("tiktoken", str(copy))
+    assert build_tokenizer(args).fingerprint() == prints["tiktoken"]
+    copy.write_bytes(source.replace(base64.b64encode(b"jump"), base64.b64encode(b"jumq")))
+    assert build_tokenizer(args).fingerprint() != prints["tiktoken"]
+
+
+# ---- Hugging Face's files
+
+
+def test_bos_and_eos_of_a_tokenizer_config_win_over_usual_names(tmp_path):
+    write_byte_level(tmp_path / "tokenizer.json")
+    args = TokenizerArgs("hf", str(tmp_path))  # the folder is as good as the file
+    before = build_tokenizer(args)
+    assert (before.bos_id, before.eos_id) == (1, 0)
+    config = {"bos_token": None, "eos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    after = build_tokenizer(args)
+    assert (after.bos_id, after.eos_id) == (None, 1)
+    assert after.fingerprint() != before.fingerprint()
+    with pytest.raises(UserError, match=r"data\.add_bos = true: the hf tokenizer has no bos"):
+        after.encode("x", bos=True)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json beside it cannot be read"):
+        build_tokenizer(args)
+
+
+def test_padding_truncation_and_prefix_space_of_the_file_do_no_harm(tmp_path):
+    path = write_byte_level(tmp_path / "tokenizer.json", prefix_space=True)
+    made = HfTokenizer.from_file(path)
+    made.enable_truncation(4)
+    made.enable_padding(length=64)
+    made.save(path)
+    ours = build_tokenizer(TokenizerArgs("hf", path))
+    text = "日本語 ☃ text"
+    assert ours.decode(ours.encode(text)) == " " + text
+    cut = pieces(ours, text)
+    assert b"".join(cut) == text.encode()
+    ids = ours.encode(text)
+    for i in range(len(ids)):
+        prefix = ours.decode(ids[: i + 1])[1:]
+        assert "�" in prefix or prefix.encode() == b"".join(cut[: i + 1])
+
+
+def test_offsets_are_those_of_the_original_text_where_it_is_normalized(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    made = HfTokenizer.from_file(write_byte_level(path))
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    made.save(str(path))
+    ours = build_tokenizer(TokenizerArgs("hf", str(path)))
+    text = "ÄÖ ﬁ ½ Ⅷ 日 ☃"
+    cut = pieces(ours, text)
+    assert b"".join(cut) == text.encode()
+    starts = ours.byte_offsets(text).tolist()
+    snowman = text.encode().index("☃".encode())
+    assert starts[-3:] == [snowman, snowman + 1, snowman + 2]
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize("name", ["sp", "tiktoken", "hf"])
+def test_a_missing_or_wrong_file_is_named(tmp_path, name):
+    with pytest.raises(
+        UserError, match=r"data\.tokenizer\.path = null: must be given for .*" + name
+    ):
+        build_tokenizer(TokenizerArgs(name))
+    with pytest.raises(UserError, match=r"data\.tokenizer\.path = .*gone.* is not a file"):
+        build_tokenizer(TokenizerArgs(name, str(tmp_path / "gone")))
+    wrong = tmp_path / "wrong"
+    for content in (b"", b"{}", b"\xff\x00 garbage", b"some text\nof lines\n"):
+        wrong.write_bytes(content)
+        with pytest.raises(UserError, match=r"data\.tokenizer\.path = .*this file is not"):
+            build_tokenizer(TokenizerArgs(name, str(wrong)))
+
+
+def test_a_wrong_line_of_ranks_is_named(tmp_path):
+    path = Path(write_ranks(tmp_path / "ranks"))
+    good = path.read_bytes()
+    args = TokenizerArgs("tiktoken", str(path))
+    for content, reason in (
+        (good + b"no-base64 99\n", "line 271 is not"),
+        (good + b"QUJD\n", "line 271 is not"),
+        (good + b"QUJD 269\n", "not the numbers from 0, each once"),
+        (good.replace(base64.b64encode(b"A") + b" ", b"QUJD "), "no token for the byte 0x41"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=reason):
+            build_tokenizer(args)
+
+
+def test_an_unknown_name_and_a_missing_path_are_found_in_the_config():
+    with pytest.raises(UserError, match=r'"tiktokn": must be one of .*did you mean "tiktoken"'):
+        build_tokenizer(TokenizerArgs("tiktokn"))
+    with pytest.raises(UserError, match=r'name = "spm": must be bytes or sp or .*mean "sp"'):
+        load(TokenizerArgs, ["name=spm"])
+    with pytest.raises(UserError, match="path = null: must be given for the tokenizer sp"):
+        load(TokenizerArgs, ["name=sp"])
+    with pytest.raises(UserError, match=r'path = "/gone": must be a file of tiktoken ranks'):
+        load(TokenizerArgs, ["name=tiktoken", "path=/gone"])
+    assert load(TokenizerArgs, ["path=/unused/by/bytes"])[0].name == "bytes"
+
+
+def test_libraries_are_imported_where_used_and_their_absence_is_explained(paths):
+    script = """
+import sys
+for name in ("sentencepiece", "tiktoken", "tokenizers"):
+    sys.modules[name] = None  # what an import then finds is that there is none
+from lingua.errors import UserError
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+assert build_tokenizer(TokenizerArgs()).decode([104, 105]) == "hi"
+for name, path in zip(("sp", "tiktoken", "hf"), sys.argv[1:]):
+    try:
+        build_tokenizer(TokenizerArgs(name, path))
+    except UserError as e:
+        print(e)
+"""
+    files = [paths[kind].path for kind in ("sp-bpe", "tiktoken", "hf-byte-level")]
+    command = [sys.executable, "-c", script, *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    for line, library in zip(lines, ("sentencepiece", "tiktoken", "tokenizers"), strict=True):
+        assert f"needs the Python package {library}, which is not installed" in line
