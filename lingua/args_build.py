@@ -239,8 +239,8 @@ def _convert_scalar(given: Given, kind: Any) -> Any:
     if kind is float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ValueError("must be a number")
-        if not math.isfinite(value):
-            raise ValueError("must be a finite number")
+        if math.isnan(value):  # it would pass every check of a range
+            raise ValueError("must be a number, not nan")
         return float(value)
     if kind is str:
         from_file = given.where != COMMAND_LINE

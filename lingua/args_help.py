@@ -19,8 +19,8 @@ INTRODUCTION = (
     "config=FILE is a YAML file; the key `base:` in it names another one that it is laid over. "
     "key=value sets one key over the file: optim.lr=3e-4, data.sources={a: 1, b: 2}, "
     "data.sources.a=1, data.tokenizer.path=null.",
-    "Each key stands with its type, its default, and whether it may change when a run is resumed: "
-    "free, announced (a change is printed) or guarded (refused unless allowed by name).",
+    "Each key stands with its default, its type and what a change of it means for a resumed run: "
+    "free (nothing), announced (it is printed) or guarded (refused unless allowed by name).",
 )
 
 
@@ -36,7 +36,7 @@ def help_text(cls: type, width: int | None = None) -> str:
             group, _, name = path.rpartition(".")
             default = _default(cls, defaults, path, owners[group], name)
             kind, resume = type_name(key.type), key.resume or ""
-            rows[group].append((path, kind, default, resume, notes[group].get(name, "")))
+            rows[group].append((path, default, resume, kind, notes[group].get(name, "")))
     lines = [textwrap.fill(line, width) for line in INTRODUCTION]
     for group, members in rows.items():
         if members:
@@ -50,10 +50,10 @@ def help_text(cls: type, width: int | None = None) -> str:
 
 def _table(rows: list[tuple[str, str, str, str, str]], width: int) -> Iterator[str]:
     """Aligned columns, the comment wrapped below its key. A wide cell pushes what follows it."""
-    widths = [min(limit, max(len(r[i]) for r in rows)) for i, limit in enumerate((34, 22, 16))]
-    for *cells, resume, comment in rows:
+    widths = [min(limit, max(len(r[i]) for r in rows)) for i, limit in enumerate((34, 16, 9))]
+    for *cells, kind, comment in rows:
         line = "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True))
-        yield from _wrap(f"{line}  {resume}".rstrip(), "  ", width)
+        yield from _wrap(f"{line}  {kind}", "  ", width)
         yield from _wrap(comment, "      ", width)
 
 
