@@ -7,7 +7,9 @@ any size, 1 included, so that no caller needs a special case.
 """
 
 import os
+import pickle
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ from lingua.errors import UserError
 from lingua.init import ties_kept
 
 T = TypeVar("T")
+_shared = 0  # results that rank 0 has shared so far: numbers their keys in the store
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 
@@ -49,6 +52,11 @@ class DistributedArgs:
     # what a block keeps for its backward: `none` all, `full` its input only, `selective` the
     # results of matrix products and attention
     activation_checkpointing: Announced[Literal["none", "full", "selective"]] = "none"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of forward and backward."""
+        return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
 
     def problems(self) -> Iterator[tuple[str, str]]:
         for key in ("dp_replicate", "dp_shard"):
@@ -117,16 +125,19 @@ def pick_device(name: str, launch: Launch) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError("device = cuda: this machine has no CUDA device that torch can use")
+        raise UserError("device = cuda: torch finds no CUDA device on this machine", local=True)
     count = torch.cuda.device_count()  # 1 where the launcher binds one device to each task
     if count != 1 and launch.local_rank >= count:
         raise UserError(
-            f"device = cuda: {launch.local_world_size} processes on a node with {count} devices"
+            f"device = cuda: {launch.local_world_size} processes on a node with {count} devices",
+            local=True,
         )
     return torch.device("cuda", launch.local_rank if count > 1 else 0)
 
 
-def start(device: torch.device, launch: Launch, args: DistributedArgs) -> DeviceMesh:
+def start(
+    device: torch.device, launch: Launch, args: DistributedArgs, deterministic: bool = False
+) -> DeviceMesh:
     """Start the process group (gloo for CPU tensors, NCCL for CUDA ones) and build the mesh.
 
     A single process has a group of one, so that nothing else asks how it was launched.
@@ -135,6 +146,9 @@ def start(device: torch.device, launch: Launch, args: DistributedArgs) -> Device
         UserError: the sizes of the mesh do not multiply to the number of processes.
     """
     sizes = mesh_sizes(args, launch.world_size)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = args.matmul_allow_tf32
@@ -195,33 +209,42 @@ def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
     return t
 
 
+def world_sum_(t: Tensor) -> Tensor:
+    """Sum a CPU tensor over all ranks, in place. It goes over gloo, past the device's queue."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(t)
+    return t
+
+
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and give its result to every rank.
+    """Run `work` on rank 0 and give its result, or the exception it raises, to every rank.
 
-    A UserError raised there is raised on every rank; any other exception too, with its text.
+    The others wait at the store, without a limit: the work may be hours of tokenizing, which no
+    collective's timeout should have to cover.
     """
-    box: list[object] = [None, None]
+    global _shared
+    _shared += 1
+    store, key = dist.distributed_c10d._get_default_store(), f"lingua/on_rank_0/{_shared}"
     if dist.get_rank() == 0:
+        result, error = None, None
         try:
-            box = [work(), None]
-        except UserError as error:
-            box = [None, error]
-        except BaseException as error:
-            dist.broadcast_object_list([None, RuntimeError(f"rank 0 failed: {error!r}")])
-            raise
-    dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise box[1]  # type: ignore[misc]
-    return box[0]  # type: ignore[return-value]
-
-
-def agree_on(error: UserError | None) -> None:
-    """Raise on every rank when one has a mistake to tell: that of the first such rank."""
-    errors: list[UserError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for first in errors:
-        if first is not None:
-            raise first
+            result = work()
+        except Exception as raised:
+            error = raised
+        # Only a UserError is meant to be read; of others the text is enough and always pickles.
+        told = error if error is None or isinstance(error, UserError) else RuntimeError(str(error))
+        store.set(key, pickle.dumps((result, told)))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+    pause_s = 0.001
+    while not store.check([key]):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+    result, error = pickle.loads(store.get(key))
+    if error is not None:
+        raise error
+    return result
 
 
 # ------------------------------------------------------------------------------------ parallel
@@ -260,10 +283,7 @@ def parallelize_model(
         _apply_tensor_parallel(model, mesh["tp"], plan, args)
     _wrap_blocks(model, plan, args)
     replicas = mesh["dp_replicate"].size() > 1
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if args.model_dtype == "bf16" else None,
-        reduce_dtype=torch.float32,
-    )
+    policy = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
     shard = {
         "mesh": mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"],
         "mp_policy": policy,
@@ -373,6 +393,29 @@ def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or mode != "last")
         model.set_requires_all_reduce(last or mode == "every")
+
+
+def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) -> Iterator[str]:
+    """What the choice of `grad_sync` costs in memory and saves in traffic, on each rank."""
+    shards, replicas = mesh["dp_shard"].size(), mesh["dp_replicate"].size()
+    if n_micro == 1 or shards * replicas == 1:
+        return
+    # Gradients of this rank's part under tensor parallelism, float32, before and after they are
+    # split over dp_shard.
+    local = sum(_local(p).numel() for p in model.parameters()) * 4
+    whole = local * shards
+    kept = {"last": whole, "replica_last": local if replicas > 1 else 0, "every": 0}[mode]
+    scatters = whole if shards > 1 and mode == "last" else 0
+    reduces = local if replicas > 1 and mode != "every" else 0
+    saved = (n_micro - 1) * (scatters + reduces)
+    yield (
+        f"distributed.grad_sync = {mode}: keeps {kept / 2**20:,.1f} MiB of gradients between "
+        f"micro-steps and saves {saved / 2**20:,.1f} MiB of gradient traffic a step"
+    )
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 @torch.no_grad()

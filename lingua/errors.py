@@ -8,8 +8,13 @@ class UserError(Exception):
     """A mistake of the user. The message is complete: it names the key or file, the value
     and what is allowed.
 
-    The entry points print it once, on one rank, without a traceback, and exit with code 2.
+    The entry points print it once, on one rank, without a traceback, and exit with code 2. Ranks
+    meet a mistake together; one that only this machine has is `local`.
     """
+
+    def __init__(self, message: str, local: bool = False) -> None:
+        super().__init__(message)
+        self.local = local
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lingua.errors import UserError
 from lingua.hashing import hash_bits, key_of
@@ -55,11 +55,11 @@ def _draw(t: Tensor, key: int, kind: str, a: float, b: float) -> None:
     local.copy_(values.view(local.shape))
 
 
-class _SeededDraws(TorchFunctionMode):
-    """Replaces `normal_` and `uniform_` by draws keyed by (seed, parameter name, draw, index).
+class _SeededDraws(TorchDispatchMode):
+    """Replaces normal_ and uniform_ by draws keyed by (seed, parameter name, draw, index).
 
     A draw into a temporary tensor, as `nn.init.trunc_normal_` makes them, counts as a further draw
-    of the parameter that was drawn last.
+    of the parameter that was drawn last. Other random operations are refused.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -68,20 +68,24 @@ class _SeededDraws(TorchFunctionMode):
         self.names = {id(t): name for name, t in named_tensors(model)}
         self.current, self.draws = "", 0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name not in ("normal_", "uniform_"):
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        if not args:  # torch.nn.init's own functions pass the tensor by name: run them as they are
-            return func(**kwargs)
-        t, *rest = args
+        kinds = {
+            torch.ops.aten.normal_.default: "normal",
+            torch.ops.aten.uniform_.default: "uniform",
+        }
+        if func not in kinds:
+            raise UserError(
+                f"a reset_parameters of the model calls {func}: initial values can only be drawn "
+                "with normal_ and uniform_, and what torch.nn.init makes of them"
+            )
+        t, *bounds = args
         if id(t) in self.names:
             self.current, self.draws = self.names[id(t)], 0
-        first, second = ("mean", "std") if name == "normal_" else ("from", "to")
-        a = rest[0] if rest else kwargs.get(first, 0.0)
-        b = rest[1] if len(rest) > 1 else kwargs.get(second, 1.0)
-        _draw(t, key_of(self.seed, self.current, self.draws), name[:-1], a, b)
+        a, b = (*bounds, *(0.0, 1.0)[len(bounds) :])
+        _draw(t, key_of(self.seed, self.current, self.draws), kinds[func], a, b)
         self.draws += 1
         return t
 

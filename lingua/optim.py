@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import AdamW, adamw
 
 from lingua.args import Announced, Guarded
+from lingua.errors import UserError
 from lingua.init import canonical_name
 
 
@@ -221,3 +222,38 @@ def update(optimizer: AdamW, lr: float, finite: Tensor) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class NonFiniteGuard:
+    """Suppresses updates whose gradient is not finite, on the device, and tells of them later.
+
+    With `on_nonfinite: stop` no later update is made either, so that the run stops in the state
+    that the bad step found. The host learns of it when it asks (`skipped`), not at every step.
+    """
+
+    def __init__(self, mode: str, device: torch.device, skipped: int = 0) -> None:
+        self.stops = mode == "stop"
+        self.count = torch.tensor(skipped, device=device)
+        self.first = torch.tensor(0, device=device)  # the first bad step of this start; 0: none
+
+    def admit(self, step: int, grad_norm: Tensor) -> Tensor:
+        """Whether `update` may change anything at `step`: a bool scalar on the device."""
+        bad = ~grad_norm.isfinite()
+        self.first = torch.where(bad & (self.first == 0), step, self.first)
+        self.count = self.count + bad
+        return self.first == 0 if self.stops else ~bad
+
+    def skipped(self, global_batch_size: int) -> int:
+        """Updates suppressed over the whole run. Waits for the device.
+
+        Raises:
+            UserError: there was one and `on_nonfinite` is `stop`; names its step and rows.
+        """
+        step = int(self.first)
+        if self.stops and step:
+            rows = f"{(step - 1) * global_batch_size} to {step * global_batch_size - 1}"
+            raise UserError(
+                f"step {step}: the gradient is not finite (rows {rows}). The run stops before this "
+                "update; optim.on_nonfinite = skip counts such steps and goes on"
+            )
+        return int(self.count)

@@ -62,7 +62,7 @@ class Transformer(nn.Module):
         if targets is None:
             return logits
         losses, count = sum_token_losses(logits, targets[0])
-        return losses[None], count[None]
+        return torch.stack((losses,)), torch.stack((count,))
 
     def reset_parameters(self) -> None:
         std = self.args.init_base_std or self.args.dim**-0.5
@@ -109,7 +109,7 @@ def parallel_plan(args: ModelArgs) -> ParallelPlan:
     )
 
 
-def build_model(args: ModelArgs) -> Transformer:
+def build_transformer(args: ModelArgs) -> Transformer:
     """The model on the meta device: shapes without memory."""
     with torch.device("meta"):
         return Transformer(args)

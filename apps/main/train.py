@@ -1,0 +1,427 @@
+"""Train a language model: the whole run, read top to bottom.
+
+    python -m apps.main.train config=apps/main/configs/debug.yaml [key=value ...]
+    torchrun --nproc-per-node 4 -m apps.main.train config=... distributed.tp_size=2
+
+`train(args, build)` is the seam for a fork that changes the model: `build` gives the plain module,
+its parallel plan and its FLOPs per token. A fork that changes the loop copies this file.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from apps.main.generate import continue_tokens
+from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from lingua.args import Announced, Free, Guarded, flatten, load, resume_classes, to_yaml
+from lingua.checkpoint import CheckpointArgs, prune, save, tensors_of
+from lingua.checkpoint import load as load_tensors
+from lingua.data import IGNORE
+from lingua.data.args import DataArgs
+from lingua.data.heldout import HeldOut, held_out_windows
+from lingua.data.loader import Loader, MicroBatch, micro_steps
+from lingua.data.prepare import prepare_sources
+from lingua.data.shards import Source
+from lingua.data.stream import RowStream
+from lingua.distributed import (
+    AXES,
+    DistributedArgs,
+    ParallelPlan,
+    clip_grad_norm_,
+    detect_launch,
+    dp_degree,
+    dp_rank,
+    grad_sync_note,
+    loss_context,
+    on_rank_0,
+    parallelize_model,
+    pick_device,
+    set_gradient_sync,
+    start,
+    world_sum_,
+)
+from lingua.errors import UserError
+from lingua.hashing import batch_hash
+from lingua.init import init_parameters
+from lingua.launch import run_program
+from lingua.logger import init_logger
+from lingua.meta_lingua import META_LINGUA
+from lingua.metrics import LoggingArgs
+from lingua.optim import (
+    NonFiniteGuard,
+    OptimArgs,
+    build_optimizer,
+    lr_at,
+    schedule_warnings,
+    update,
+)
+from lingua.profiling import Profiler, ProfilingArgs
+from lingua.reporter import Reporter
+from lingua.resume import (
+    Progress,
+    Saved,
+    check_against,
+    find_saved,
+    flat_config,
+    state_to_save,
+    tell,
+)
+from lingua.signals import StopRequest
+from lingua.tokenizer import Tokenizer, build_tokenizer
+from lingua.transformer import flops_per_token
+from lingua.validation import ValidationArgs, validate
+
+logger = logging.getLogger(__name__)
+
+PROMPT_TOKENS, SAMPLE_TOKENS = 64, 200  # of the text a finished run shows
+
+
+@dataclass
+class TrainArgs:
+    name: Free[str] = "lingua"  # name of the run
+    dump_dir: Free[str | None] = None  # folder of everything the run writes; null: runs/<name>
+    seed: Guarded[int] = 42  # what data order and initial weights depend on
+    steps: Announced[int] = 1000  # optimizer steps of the whole run
+    stop_at: Free[int | None] = None  # leave after this step, as if interrupted; null: never
+    grad_acc_steps: Free[int | None] = None  # micro-steps of a step; null: as few as fit
+    device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
+    deterministic: Free[bool] = False  # bitwise equal runs on the same topology, at some speed
+    data: DataArgs = field(default_factory=DataArgs)
+    model: ModelArgs = field(default_factory=ModelArgs)
+    optim: OptimArgs = field(default_factory=OptimArgs)
+    distributed: DistributedArgs = field(default_factory=DistributedArgs)
+    checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
+    validation: ValidationArgs = field(default_factory=ValidationArgs)
+    logging: LoggingArgs = field(default_factory=LoggingArgs)
+    profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for key in ("steps", "stop_at", "grad_acc_steps"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                yield key, "must be at least 1"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a builder gives. forward(tokens int64 B S, targets int64 V-1 B S) returns the sums of
+    the token losses of each view, float32 V-1, and the targets they cover, int64 V-1; without
+    targets it returns the next token's logits, B S vocabulary."""
+
+    module: nn.Module  # on the meta device, unless it is small
+    plan: ParallelPlan | None  # None: data parallel as one unit
+    flops_per_token: float  # of forward and backward, for the MFU
+
+
+def build(args: TrainArgs) -> Built:
+    """The model of this app."""
+    return Built(
+        build_transformer(args.model),
+        parallel_plan(args.model),
+        flops_per_token(args.model, args.model.vocab_size, args.data.seq_len),
+    )
+
+
+def train(args: TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
+    """Train until `steps`, `stop_at` or a signal, going on from the newest checkpoint if any."""
+    stop = StopRequest()
+    run = set_up(args, build)
+    if run is None:  # finished by a former start
+        return
+    model, mesh, report, progress = run.model, run.mesh, run.report, run.progress
+    parameters = list(model.parameters())
+    guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
+    profiler = Profiler(args.profiling, run.dump_dir, mesh)
+    saved_at = validated_at = progress.step if progress.step else None
+    while progress.step < run.end:
+        with report.waiting_for_data():
+            batch = next(run.loader)  # this rank's micro-batches of the step
+        # Every step's one message between hosts: targets of the whole global batch, and who stops.
+        valid, stopping = count_targets(batch, stop.signal is not None, mesh)
+        if stopping:
+            break
+        step = progress.step + 1
+        loss = torch.zeros((), device=run.device)
+        hashed = torch.zeros((), dtype=torch.int64, device=run.device)
+        with profiler.step(step):
+            for i, micro in enumerate(batch):
+                ids, tokens, targets = (
+                    t.to(run.device, non_blocking=True)
+                    for t in (micro.row_ids, micro.tokens, micro.targets)
+                )
+                set_gradient_sync(model, args.distributed.grad_sync, last=i == len(batch) - 1)
+                with loss_context(mesh):
+                    sums, _ = model(tokens, targets)
+                    part = (sums / valid.to(run.device)).sum()
+                    part.backward()
+                loss += part.detach()
+                hashed += batch_hash(ids, tokens, targets)
+            norm = clip_grad_norm_(parameters, args.optim.clip)
+            lr = lr_at(step - 1, args.optim, args.steps)
+            update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
+            run.optimizer.zero_grad()
+        progress.step = step
+        if report.due(step) or args.checkpoint.due(step) or step == run.end:
+            progress.skipped_steps = guard.skipped(args.data.global_batch_size)
+        if report.due(step):
+            report.log(step, loss, norm, lr, hashed, progress.skipped_steps)
+        if args.checkpoint.due(step):
+            saved_at = save_checkpoint(args, run)
+        if args.validation.every and step % args.validation.every == 0:
+            validated_at = measure(args, run)
+
+    run.loader.close()
+    profiler.close()
+    if saved_at != progress.step and progress.step:
+        save_checkpoint(args, run)
+    if progress.step == args.steps:
+        if validated_at != progress.step:
+            measure(args, run)
+        write_samples(args, run)
+        logger.info(f"done: {run.dump_dir} holds config.yaml, checkpoints/, metrics.jsonl, ...")
+    else:
+        why = f"by {stop.signal or 'a signal to another rank'}" if stopping else "as stop_at says"
+        logger.info(
+            f"stopped {why} after step {progress.step}, which is saved: "
+            "the same command goes on from there"
+        )
+    report.close()
+    stop.close()
+
+
+def count_targets(
+    batch: list[MicroBatch], stopping: bool, mesh: DeviceMesh
+) -> tuple[torch.Tensor, bool]:
+    """Valid targets of the whole global batch, int64 of each view, and whether any rank stops."""
+    counts = sum((micro.targets != IGNORE).sum((1, 2)) for micro in batch)
+    if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
+        counts = torch.zeros_like(counts)
+    total = world_sum_(torch.cat((counts, torch.tensor([int(stopping)]))))
+    if not total[:-1].all():
+        ids = [i for micro in batch for i in micro.row_ids.tolist() if i >= 0]
+        raise UserError(f"no target of the global batch counts (rows {ids} are among it)")
+    return total[:-1], bool(total[-1])
+
+
+@dataclass
+class Run:
+    """What set_up made: the parts of one start of a run."""
+
+    dump_dir: Path
+    checkpoints: Path
+    mesh: DeviceMesh
+    device: torch.device
+    tokenizer: Tokenizer
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    held_out: dict[str, HeldOut]
+    rows: int  # of a micro-batch
+    data: dict[str, str]  # fingerprints
+    progress: Progress
+    report: Reporter
+    end: int  # the step this start goes up to
+
+
+def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
+    """Everything before the first step; None when there is no step left to do."""
+    # ---- processes, and what a former start left
+    launch = detect_launch()
+    device = pick_device(args.device, launch)
+    mesh = start(device, launch, args.distributed, args.deterministic)
+    args.dump_dir = args.dump_dir or f"runs/{args.name}"
+    dump_dir = Path(args.dump_dir)
+    init_logger(dump_dir, dist.get_rank())
+    classes = resume_classes(type(args))
+    checkpoints = Path(args.checkpoint.path or dump_dir / "checkpoints")
+    saved = find_saved(checkpoints, args.checkpoint.verify, classes)
+    end = min(args.steps, args.stop_at or args.steps)
+    if saved is not None and saved.progress.step >= end:
+        where = f"{saved.checkpoint.path} is step {saved.progress.step} of {end}"
+        logger.info(f"the run is finished: {where}. To go on, raise steps or stop_at")
+        return None
+
+    # ---- config and data
+    tokenizer = build_tokenizer(args.data.tokenizer)
+    resolve(args, mesh, tokenizer, saved, dump_dir)
+    global_batch_size, degree = args.data.global_batch_size, dp_degree(mesh)
+    n_micro, rows = micro_steps(
+        global_batch_size, degree, args.data.batch_size, args.grad_acc_steps
+    )
+
+    def prepare() -> dict[str, Path]:
+        prepared = prepare_sources(args.data, tokenizer, logger.info, progress=True)
+        return {name: source.folder for name, source in prepared.items()}
+
+    sources = {name: Source.open(folder) for name, folder in on_rank_0(prepare).items()}
+    stream = RowStream(sources, args.data.sources, args.data.seq_len, args.data.n_views, args.seed)
+    held_out = {}
+    for name, source in sources.items():
+        windows = held_out_windows(source, args.data.seq_len, args.validation.tokens)
+        if windows.n_documents:
+            held_out[name] = windows
+        else:
+            logger.warning(
+                f"{name} has too few documents to hold one out: its loss is not measured"
+            )
+    data = {f"data.content.{name}": source.fingerprint for name, source in sources.items()}
+    data["data.tokenizer.content"] = tokenizer.fingerprint()
+
+    # ---- model and optimizer, then what the checkpoint has for them
+    built = build(args)
+    model = parallelize_model(built.module, mesh, built.plan, args.distributed)
+    init_parameters(model, args.seed, device)
+    optimizer = build_optimizer(model, args.optim)
+    progress, topology = Progress(), tuple(mesh.shape)
+    if saved is not None:
+        found = check_against(saved, flatten(args), classes, data, args.checkpoint.allow_change)
+        load_tensors(saved.checkpoint, tensors_of(model, optimizer))
+        progress = saved.progress
+        tell(saved, found, topology)
+    on_rank_0(lambda: (dump_dir / "config.yaml").write_text(to_yaml(args), encoding="utf-8"))
+    for line in description(args, mesh, model, n_micro, rows):
+        logger.info(line)
+    tokens_per_step = global_batch_size * args.data.seq_len
+    report = Reporter(
+        args.logging,
+        dump_dir,
+        mesh,
+        name=args.name,
+        config=flatten(args),
+        step=progress.step,
+        steps=end,
+        tokens_per_step=tokens_per_step,
+        flops_per_token=built.flops_per_token,
+        dtype=args.distributed.dtype,
+        trained_s=progress.trained_s,
+    )
+    if saved is not None and saved.topology != topology:
+        report.event("topology", progress.step, old=saved.topology, new=topology)
+    loader = Loader(
+        stream,
+        global_batch_size,
+        dp_rank(mesh),
+        degree,
+        n_micro,
+        rows,
+        position=progress.step * global_batch_size,
+        workers=args.data.workers,
+        device=device,
+    )
+    return Run(
+        dump_dir, checkpoints, mesh, device, tokenizer, model, optimizer, loader, held_out, rows,
+        data, progress, report, end,
+    )  # fmt: skip
+
+
+def resolve(
+    args: TrainArgs, mesh: DeviceMesh, tokenizer: Tokenizer, saved: Saved | None, dump_dir: Path
+) -> None:
+    """Fill in what the config leaves open. It is decided once: a later start on another topology
+    takes the global batch size from the checkpoint or the dump dir's config.yaml."""
+    if args.data.global_batch_size is None:
+        key, written = "data.global_batch_size", dump_dir / "config.yaml"
+        former = saved.config if saved is not None else None
+        if former is None:
+            former = on_rank_0(lambda: flat_config(written, [key]) if written.exists() else {})
+        rows = args.data.batch_size * dp_degree(mesh) * (args.grad_acc_steps or 1)
+        args.data.global_batch_size = former.get(key, rows)
+        if args.data.global_batch_size != rows:
+            logger.info(
+                f"{key} = {former[key]}, as this run was started with; null would give {rows} now"
+            )
+            args.grad_acc_steps = None
+    if args.model.vocab_size == -1:
+        args.model.vocab_size = tokenizer.vocab_size
+    if args.model.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {args.model.vocab_size}: must be at least the tokenizer's, "
+            f"{tokenizer.vocab_size}, or -1"
+        )
+
+
+def description(
+    args: TrainArgs, mesh: DeviceMesh, model: nn.Module, n_micro: int, rows: int
+) -> Iterator[str]:
+    """What a person wants to read before the first step."""
+    n_parameters = sum(p.numel() for p in model.parameters())
+    device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    sizes = ", ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
+    n = dist.get_world_size()
+    yield f"{args.name}: {n_parameters:,} parameters on {n} x {device} ({sizes})"
+    yield (
+        f"a step is {args.data.global_batch_size} rows of {args.data.seq_len} tokens: "
+        f"{n_micro} micro-step{'s' if n_micro > 1 else ''} of at most {rows} rows "
+        f"on each of {dp_degree(mesh)} data-parallel ranks"
+    )
+    yield from grad_sync_note(model, mesh, args.distributed.grad_sync, n_micro)
+    yield from schedule_warnings(args.optim, args.steps)
+
+
+def save_checkpoint(args: TrainArgs, run: Run) -> int:
+    """Save the completed step and let retention do its work; returns the step."""
+    progress, report = run.progress, run.report
+    with report.paused():
+        progress.trained_s = report.trained_s
+        position = progress.step * args.data.global_batch_size
+        rate = lr_at(progress.step, args.optim, args.steps)
+        state = state_to_save(
+            progress,
+            run.optimizer,
+            position=position,
+            tokens=position * args.data.seq_len,
+            schedule={"step": progress.step, "lr": rate},
+            topology=tuple(run.mesh.shape),
+            data=run.data,
+        )
+        tensors = tensors_of(run.model, run.optimizer)
+        path = save(run.checkpoints, progress.step, tensors, state, to_yaml(args))
+        on_rank_0(lambda: prune(run.checkpoints, args.checkpoint))
+        logger.info(f"saved {path}")
+    return progress.step
+
+
+def measure(args: TrainArgs, run: Run) -> int:
+    """Measure and write the held-out loss of every source; returns the step it is of."""
+    with run.report.paused():
+        for name, windows in run.held_out.items():
+            result = validate(run.model, windows, run.rows, args.data.n_views - 1, run.mesh)
+            run.report.validation(run.progress.step, name, result)
+    return run.progress.step
+
+
+def write_samples(args: TrainArgs, run: Run) -> Path:
+    """Let the model continue the beginning of a held-out document of every source."""
+    path = run.dump_dir / "samples.jsonl"
+    for name, windows in run.held_out.items():
+        prompt = windows.tokens[0, :PROMPT_TOKENS].tolist()
+        tokens = continue_tokens(
+            run.model, prompt, SAMPLE_TOKENS, args.data.seq_len, run.device, args.seed
+        )
+        text = [run.tokenizer.decode(part) for part in (prompt, tokens)]
+        line = {"step": run.progress.step, "source": name, "prompt": text[0], "text": text[1]}
+        if dist.get_rank() == 0:
+            with path.open("a", encoding="utf-8") as f:
+                f.write(json.dumps(line, ensure_ascii=False) + "\n")
+        shown = "\n".join(f"  | {row}" for row in (text[0] + "[...]" + text[1]).splitlines())
+        logger.info(f"the model continues a held-out document of {name} after [...]:\n{shown}")
+    return path
+
+
+def main() -> None:
+    args, notices = load(TrainArgs, foreign=META_LINGUA)
+    if detect_launch().rank == 0:
+        for line in notices:
+            print(line)
+    train(args)
+
+
+if __name__ == "__main__":
+    run_program(main)

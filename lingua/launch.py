@@ -1,0 +1,29 @@
+"""The outermost frame of a program: a user's mistake becomes one message and exit code 2."""
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from lingua.distributed import detect_launch
+from lingua.errors import UserError
+
+
+def run_program(program: Callable[[], None]) -> NoReturn:
+    """Run `program` and leave with its exit code.
+
+    Ranks meet the same mistake together, so rank 0 tells it; a mistake of one machine alone
+    (`UserError(..., local=True)`) is told by the rank that met it.
+    """
+    code = 0
+    try:
+        program()
+    except UserError as error:
+        if error.local or detect_launch().rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        code = 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    sys.exit(code)

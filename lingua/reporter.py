@@ -1,0 +1,165 @@
+"""What a run says while it trains: metrics.jsonl, wandb, the console, and what time went into what.
+
+Only rank 0 writes; `log` is called by every rank, since its numbers are sums over ranks.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lingua.distributed import dp_sum_
+from lingua.logger import progress_line
+from lingua.metrics import (
+    LoggingArgs,
+    MetricsFile,
+    cut_back,
+    mfu,
+    peak_flops,
+    peak_mem_gib,
+    start_wandb,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Keeps the clock of a run and writes its lines.
+
+    Args:
+        step: completed steps; lines of later ones, of a run that went on before it was killed, are
+            cut away.
+        steps: the step the run ends at, for the time left.
+        config: flat; what wandb shows as the run's configuration.
+        trained_s: seconds trained before this start.
+    """
+
+    def __init__(
+        self,
+        args: LoggingArgs,
+        dump_dir: Path,
+        mesh: DeviceMesh,
+        *,
+        name: str,
+        config: dict[str, Any],
+        step: int,
+        steps: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        dtype: torch.dtype,
+        trained_s: float,
+    ) -> None:
+        self.freq, self.mesh, self.steps = args.freq, mesh, steps
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.device = torch.device(mesh.device_type)
+        device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+        self.peak = peak_flops(device_name, dtype)
+        self.trained_s = trained_s
+        self.files: dict[str, MetricsFile] = {}
+        self.wandb = None
+        if dist.get_rank() == 0:
+            for kind in ("metrics", "metrics.validation"):
+                path = dump_dir / f"{kind}.jsonl"
+                cut_back(path, step)
+                self.files[kind] = MetricsFile(path)
+            if args.wandb is not None:
+                self.wandb = start_wandb(args.wandb, name, config, dump_dir)
+        self._logged_step = step
+        self._window_s = self._data_s = 0.0  # of the steps since the last line
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Around the wait for the next rows: counted as training time, and shown on its own."""
+        start = time.perf_counter()
+        yield
+        self._data_s += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training: throughput and step time leave it out."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # what was queued before is training
+        self._take_time()
+        yield
+        self._since = time.perf_counter()
+
+    def _take_time(self) -> None:
+        now = time.perf_counter()
+        self._window_s += now - self._since
+        self.trained_s += now - self._since
+        self._since = now
+
+    def due(self, step: int) -> bool:
+        return step % self.freq == 0 or step == self.steps
+
+    def log(
+        self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, hashed: Tensor, skipped: int
+    ) -> None:
+        """Write the line of `step`. Called by every rank, with its own part of loss and hash.
+
+        Args:
+            loss: float32 scalar, this data-parallel rank's share of the global batch's loss.
+            hashed: int64 scalar, the sum of this data-parallel rank's row hashes.
+        """
+        loss, hashed = dp_sum_(loss.clone(), self.mesh), dp_sum_(hashed.clone(), self.mesh)
+        loss_nats, norm, bits = loss.item(), grad_norm.item(), hashed.item() % 2**64
+        self._take_time()  # after the numbers above have waited for the device
+        n = step - self._logged_step
+        rate = n * self.tokens_per_step / self._window_s
+        rate_per_device = rate / dist.get_world_size()
+        line = {
+            "step": step,
+            "tokens": step * self.tokens_per_step,
+            "loss": loss_nats,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens_per_s": rate,
+            "tokens_per_s_per_device": rate_per_device,
+            "mfu": mfu(self.flops_per_token, rate_per_device, self.peak),
+            "step_time_s": self._window_s / n,
+            "data_time_s": self._data_s / n,
+            "peak_mem_gib": peak_mem_gib(self.device),
+            "batch_hash": f"{bits:016x}",
+            "skipped_steps": skipped,
+        }
+        if dist.get_rank() == 0:
+            self._write("metrics", line)
+            eta_s = (self.steps - step) * line["step_time_s"]
+            logger.info(progress_line(step, self.steps, line, eta_s))
+        self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0
+
+    def validation(self, step: int, source: str, result: dict[str, float]) -> None:
+        """Write the held-out loss of one source."""
+        if dist.get_rank() == 0:
+            self._write("metrics.validation", {"step": step, "source": source, **result})
+            logger.info(
+                f"step {step}  held-out {source}: {result['nats_per_byte']:.4f} nats per byte "
+                f"({result['nats_per_token']:.4f} per token, {result['tokens']:,} tokens)"
+            )
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        """Write a line about something that happened, without a loss."""
+        if dist.get_rank() == 0:
+            self.files["metrics"].event(event, step, **values)
+
+    def _write(self, kind: str, line: dict[str, Any]) -> None:
+        written = self.files[kind].write(line)
+        if self.wandb is not None:
+            prefix = "" if kind == "metrics" else f"validation/{line['source']}/"
+            self.wandb.log(
+                {k if k == "step" else prefix + k: v for k, v in written.items() if k != "source"}
+            )
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        if self.wandb is not None:
+            self.wandb.finish()

@@ -1,0 +1,143 @@
+"""Going on with a run: which checkpoint, what may differ from it, and what it restores.
+
+Rank 0 decides and all ranks follow. Tensors are loaded in place; everything else of the state is in
+`train_state.json`, equal for all ranks, so a run resumes on any topology.
+"""
+
+import logging
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch.optim import Optimizer
+
+from lingua import __version__
+from lingua.checkpoint import (
+    CONFIG,
+    Change,
+    Checkpoint,
+    changes,
+    changes_table,
+    check_changes,
+    newest,
+    read_state,
+)
+from lingua.distributed import on_rank_0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far a run is: everything that is state besides tensors and config."""
+
+    step: int = 0  # completed updates, those that were skipped for a bad gradient included
+    skipped_steps: int = 0  # updates suppressed since their gradient was not finite
+    trained_s: float = 0.0  # seconds of training, over all starts
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint chosen to resume from, and what it says besides tensors."""
+
+    checkpoint: Checkpoint
+    config: dict[str, Any]  # flat
+    state: dict[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.state["progress"])
+
+    @property
+    def topology(self) -> tuple[int, ...]:
+        return tuple(self.state["topology"])
+
+
+def flat_config(path: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a written config file has for `keys`, by their dotted names."""
+    tree = OmegaConf.load(path)
+    flat = {}
+    for key in keys:
+        value = OmegaConf.select(tree, key, default="(absent)")
+        flat[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return flat
+
+
+def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None:
+    """The checkpoint to resume from, or None to start anew. Called by every rank."""
+    checkpoint = newest(root, verify, logger.warning)
+    if checkpoint is None:
+        return None
+    config, state = on_rank_0(
+        lambda: (flat_config(checkpoint.path / CONFIG, keys), read_state(checkpoint))
+    )
+    return Saved(checkpoint, config, state)
+
+
+def check_against(
+    saved: Saved,
+    config: dict[str, Any],
+    classes: Mapping[str, str],
+    data: dict[str, str],
+    allowed: list[str],
+) -> list[Change]:
+    """What differs from the checkpoint, after refusing what must not.
+
+    Args:
+        config: flat, of this start.
+        data: fingerprint of each source's content and of the tokenizer, by config key.
+
+    Raises:
+        UserError: a guarded key, the text behind a source's name or the tokenizer behind its name
+            is not what it was, and `checkpoint.allow_change` does not name it.
+    """
+    found = changes(saved.config, config, dict(classes))
+    found += changes(saved.state["data"], data, dict.fromkeys(data, "guarded"))
+    check_changes(found, allowed)
+    return found
+
+
+def tell(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:
+    """Say what is resumed and what is different, on rank 0."""
+    logger.info(f"resuming {saved.checkpoint.path} (step {saved.progress.step})")
+    if saved.topology != topology:
+        logger.info(
+            "topology (dp_replicate, dp_shard, tp): "
+            f"{saved.topology} when it was saved, {topology} now; the run is the same"
+        )
+    if found:
+        for line in changes_table(found):
+            logger.info(line)
+
+
+def state_to_save(
+    progress: Progress,
+    optimizer: Optimizer,
+    *,
+    position: int,
+    tokens: int,
+    schedule: dict[str, float],
+    topology: tuple[int, ...],
+    data: dict[str, str],
+) -> dict[str, Any]:
+    """What `train_state.json` holds. The optimizer's groups are there to be read: on resume their
+    values come from the config."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return {
+        "progress": asdict(progress),
+        "position": position,
+        "tokens": tokens,
+        "schedule": schedule,
+        "param_groups": groups,
+        "topology": list(topology),
+        "data": data,
+        "versions": {
+            "lingua": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }

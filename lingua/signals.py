@@ -1,0 +1,37 @@
+"""Asking a run to stop: the signals of people, schedulers and operating systems set a flag.
+
+The handler does nothing else. The loop shares the flag among all ranks at the next step boundary,
+where the run can be saved whole.
+"""
+
+import os
+import signal
+import time
+from types import FrameType
+
+STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+IMPATIENCE_S = 2.0  # torchrun passes a terminal's Ctrl-C on, so one press may arrive twice
+
+
+class StopRequest:
+    """Catches SIGUSR2, SIGTERM and SIGINT from now until `close`."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None  # name of the first one received
+        self._interrupted_at: float | None = None
+        self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or signal.Signals(number).name
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        elif now - self._interrupted_at >= IMPATIENCE_S:
+            os._exit(128 + signal.SIGINT)  # a person insists: no clean-up that could wait on a rank
+
+    def close(self) -> None:
+        """Give the signals back to who handled them before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,64 @@
+"""The loss on held-out documents, the same number on every topology."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lingua.args import Free
+from lingua.data import IGNORE
+from lingua.data.heldout import HeldOut
+from lingua.distributed import dp_degree, dp_rank, dp_sum_, loss_context
+
+
+@dataclass
+class ValidationArgs:
+    every: Free[int] = 0  # steps between two measurements; 0: at the end of the run only
+    tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.every < 0:
+            yield "every", "must be at least 0"
+        if self.tokens < 1:
+            yield "tokens", "must be at least 1"
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module, held_out: HeldOut, rows: int, n_targets: int, mesh: DeviceMesh
+) -> dict[str, float]:
+    """Loss over every target of the windows. Called by every rank.
+
+    Args:
+        rows: windows of one forward on each data-parallel rank; the last ones are padded.
+        n_targets: views the model predicts; the loss is that of the first.
+
+    Returns:
+        nats_per_token, nats_per_byte, bits_per_byte, and the tokens and bytes measured.
+    """
+    degree, rank = dp_degree(mesh), dp_rank(mesh)
+    n, seq_len = held_out.tokens.shape
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
+    training = model.training
+    model.eval()
+    for start in range(0, n, rows * degree):
+        mine = range(start + rank * rows, min(start + (rank + 1) * rows, n))
+        tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+        targets = torch.full((n_targets, rows, seq_len), IGNORE)
+        if len(mine):
+            tokens[: len(mine)] = torch.as_tensor(held_out.tokens[mine.start : mine.stop])
+            targets[0, : len(mine)] = torch.as_tensor(held_out.targets[mine.start : mine.stop])
+        with loss_context(mesh):
+            sums, counts = model(tokens.to(total.device), targets.to(total.device))
+        total += torch.stack((sums[0].double(), counts[0].double()))
+    model.train(training)
+    nats, count = dp_sum_(total, mesh).tolist()
+    return {
+        "nats_per_token": nats / count,
+        "nats_per_byte": nats / held_out.n_bytes,
+        "bits_per_byte": nats / held_out.n_bytes / torch.log(torch.tensor(2.0)).item(),
+        "tokens": int(count),
+        "bytes": held_out.n_bytes,
+    }
