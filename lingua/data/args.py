@@ -38,7 +38,7 @@ class DataArgs:
         if self.global_batch_size is not None and self.global_batch_size < 1:
             yield "global_batch_size", "must be at least 1, or null"
         for name in self.sources:
-            if name.startswith(".") or any(part in name for part in ("/", "\\", "\0")):
+            if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
                 need = "the name must be that of a file or folder in data.root_dir, without a path"
                 yield f"sources.{name}", need
         for key, _, need in weight_problems(self.sources):

@@ -218,8 +218,8 @@ class _SplitWriter:
 
     def __init__(self, job: Job, tokenizer: Tokenizer, name: str, split: str):
         self._dtype, self._vocab_size = np.dtype(job.dtype), tokenizer.vocab_size
-        self._bos = np.array([tokenizer.bos_id] if job.add_bos else [], np.int64)
-        self._eos = np.array([tokenizer.eos_id] if job.add_eos else [], np.int64)
+        self._bos = np.array([tokenizer.bos_id] if job.add_bos else [], tokenizer.dtype)
+        self._eos = np.array([tokenizer.eos_id] if job.add_eos else [], tokenizer.dtype)
         self._paths = [job.folder / f"{name}.{split}.{what}" for what in ("tokens", "documents")]
         self._tokens, self._documents = (path.open("wb") for path in self._paths)
         self._counts = Split(tokens=0, documents=0, bytes=0, hash="")
@@ -233,7 +233,7 @@ class _SplitWriter:
             raise UserError(
                 f"data.tokenizer: gave token {largest}, but its vocabulary is {self._vocab_size}"
             )
-        data = tokens.astype(self._dtype).tobytes()
+        data = tokens.astype(self._dtype, copy=False).data
         self._tokens.write(data)
         self._content.update(data)
         hash_column = np.array(hashes, np.uint64).view(np.int64)

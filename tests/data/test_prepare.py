@@ -1,0 +1,420 @@
+"""Text becomes the same shards whoever builds them, however often they are stopped."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from lingua.data.args import DataArgs
+from lingua.data.prepare import open_sources, prepare_source, prepare_sources, shard_folder
+from lingua.data.shards import Source
+from lingua.errors import UserError
+from lingua.tokenizer import build_tokenizer
+
+BOS, EOS = 256, 257
+TEXTS = [f"Dokument {i}: größer, 東京 {'x' * (i % 37)}\n" for i in range(700)]
+
+
+def is_held_out(text: str) -> bool:
+    return xxhash.xxh3_64_intdigest(text.encode()) < 2**64 / 100
+
+
+def expected_tokens(texts: list[str], held_out: bool = False) -> list[int]:
+    chosen = [text for text in texts if is_held_out(text) == held_out]
+    return [t for text in chosen for t in (BOS, *text.encode(), EOS)]
+
+
+def write_jsonl(path: Path, texts: list[str], key: str = "text") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"id": i, key: text}) for i, text in enumerate(texts)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def make_args(root: Path, **changes) -> DataArgs:
+    return DataArgs(root_dir=str(root), **{"sources": {"a": 1.0}, **changes})
+
+
+class Prepared:
+    """One call of prepare_source, with the lines it reported."""
+
+    def __init__(self, args: DataArgs, name: str = "a", **options):
+        self.lines: list[str] = []
+        tokenizer = build_tokenizer(args.tokenizer)
+        self.source = prepare_source(name, args, tokenizer, self.lines.append, **options)
+
+    @property
+    def built(self) -> bool:
+        return any("tokenizing" in line for line in self.lines)
+
+
+def train_tokens(source: Source) -> list[int]:
+    out = np.empty((1, source.n_tokens), np.uint32)
+    source.read(np.array([0]), out, np.array([0]))
+    return out[0].tolist()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of jsonl in subfolders, in an order that sorting must find."""
+    write_jsonl(tmp_path / "a" / "b" / "2.jsonl", TEXTS[300:500])
+    write_jsonl(tmp_path / "a" / "a.jsonl", TEXTS[:300])
+    write_jsonl(tmp_path / "a" / "z.jsonl", TEXTS[500:], key="content")
+    return tmp_path
+
+
+# ---- what is built
+
+
+def test_documents_keep_their_order_and_split_by_their_text(corpus):
+    source = Prepared(make_args(corpus)).source
+    assert train_tokens(source) == expected_tokens(TEXTS)
+    assert sum(map(is_held_out, TEXTS)) == source.manifest.total("heldout", "documents") > 0
+    n_bytes = sum(len(text.encode()) for text in TEXTS if not is_held_out(text))
+    assert source.manifest.total("train", "bytes") == n_bytes
+    assert source.manifest.total("train", "tokens") == source.n_tokens
+    assert source.dtype == np.uint16
+
+
+def test_document_table_describes_the_tokens(corpus):
+    source = Prepared(make_args(corpus), unit_bytes=20_000).source
+    tables = [
+        np.fromfile(source.folder / f"{shard.name}.train.documents", "<i8").reshape(-1, 3)
+        for shard in source.manifest.shards
+    ]
+    kept = [text for text in TEXTS if not is_held_out(text)]
+    table = np.concatenate(tables).tolist()
+    for text, (n_tokens, n_bytes, text_hash) in zip(kept, table, strict=True):
+        assert n_bytes == len(text.encode()) == n_tokens - 2
+        assert text_hash % 2**64 == xxhash.xxh3_64_intdigest(text.encode())
+
+
+@pytest.mark.parametrize("bos, eos", [(True, False), (False, True), (False, False)])
+def test_bos_and_eos_follow_the_config_and_have_shards_of_their_own(tmp_path, bos, eos):
+    write_jsonl(tmp_path / "a.jsonl", ["ab", "c"])
+    both = Prepared(make_args(tmp_path)).source
+    source = Prepared(make_args(tmp_path, add_bos=bos, add_eos=eos)).source
+    before, after = [BOS] * bos, [EOS] * eos
+    assert train_tokens(source) == [*before, 97, 98, *after, *before, 99, *after]
+    assert source.folder != both.folder
+
+
+def test_any_number_of_processes_gives_the_same_bytes(corpus, tmp_path_factory):
+    one = Prepared(make_args(corpus), processes=1, unit_bytes=20_000).source
+    other_cache = str(tmp_path_factory.mktemp("cache"))
+    args = make_args(corpus, cache_dir=other_cache)
+    two = Prepared(args, processes=2, unit_bytes=20_000).source
+    assert len(one.manifest.shards) == 3
+    assert contents(one.folder) == contents(two.folder)
+
+
+def test_the_fingerprint_is_of_the_tokens_not_of_the_machine(corpus, tmp_path):
+    first = Prepared(make_args(corpus)).source
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(corpus / "a", copy / "a")
+    assert Prepared(make_args(copy)).source.fingerprint == first.fingerprint
+    write_jsonl(copy / "a" / "z.jsonl", [*TEXTS[500:-1], "other"], key="content")
+    assert Prepared(make_args(copy)).source.fingerprint != first.fingerprint
+
+
+def test_the_standard_library_is_there_without_a_download(tmp_path):
+    args = make_args(tmp_path, sources={"stdlib": 1.0})
+    source = Prepared(args, "stdlib").source
+    paths = [file.path for file in source.manifest.files]
+    assert "json/decoder.py" in paths and paths == sorted(paths)
+    assert not any("test" in path.split("/") or "site-packages" in path for path in paths)
+    assert source.n_tokens > 5_000_000
+    decoder = Path(json.decoder.__file__).read_bytes()
+    tokens = np.fromfile(source.folder / f"{source.manifest.shards[0].name}.train.tokens", "<u2")
+    assert bytes([*decoder]) in tokens.astype(np.uint8).tobytes() or is_held_out(decoder.decode())
+
+
+def test_open_sources_reads_what_was_prepared(corpus):
+    args = make_args(corpus, sources={"a": 1.0, "unused": 0.0})
+    tokenizer = build_tokenizer(args.tokenizer)
+    prepared = prepare_sources(args, tokenizer, lambda line: None)
+    opened = open_sources(args, tokenizer)
+    assert list(opened) == list(prepared) == ["a"]
+    assert train_tokens(opened["a"]) == train_tokens(prepared["a"])
+
+
+# ---- is it up to date
+
+
+def test_an_unchanged_source_is_not_built_again(corpus):
+    first = Prepared(make_args(corpus))
+    before = {p: p.stat().st_mtime_ns for p in first.source.folder.iterdir()}
+    again = Prepared(make_args(corpus))
+    assert first.built and not again.built
+    assert {p: p.stat().st_mtime_ns for p in first.source.folder.iterdir()} == before
+
+
+def test_a_touched_file_is_read_once_and_kept(corpus):
+    Prepared(make_args(corpus))
+    os.utime(corpus / "a" / "a.jsonl", (1, 1))
+    again = Prepared(make_args(corpus))
+    assert not again.built
+    recorded = {
+        file.path: file.mtime_ns for file in Source.open(again.source.folder).manifest.files
+    }
+    assert recorded["a.jsonl"] == 10**9
+
+
+def test_a_changed_added_or_removed_file_is_seen(corpus):
+    Prepared(make_args(corpus), unit_bytes=20_000)
+    same_size = [TEXTS[0].replace("Dokument", "dokument"), *TEXTS[1:300]]
+    write_jsonl(corpus / "a" / "a.jsonl", same_size)
+    changed = Prepared(make_args(corpus), unit_bytes=20_000)
+    assert changed.built and "2 of 3 parts are there already" in changed.lines[0]
+    assert "a.jsonl has changed" in changed.lines[0]
+    assert train_tokens(changed.source) == expected_tokens(same_size + TEXTS[300:])
+
+    (corpus / "a" / "m.txt").write_text("neu\r\n", encoding="utf-8", newline="")
+    added = Prepared(make_args(corpus), unit_bytes=20_000)
+    assert "m.txt was added" in added.lines[0]
+    expected = [*same_size, *TEXTS[300:500], "neu\r\n", *TEXTS[500:]]
+    assert train_tokens(added.source) == expected_tokens(expected)
+
+    (corpus / "a" / "a.jsonl").unlink()
+    removed = Prepared(make_args(corpus), unit_bytes=20_000)
+    assert "a.jsonl is gone" in removed.lines[0]
+    assert train_tokens(removed.source) == expected_tokens(expected[300:])
+    left = {path.name.split(".")[0] for path in removed.source.folder.glob("*.tokens")}
+    assert left == {shard.name for shard in removed.source.manifest.shards}
+
+
+def test_a_run_in_progress_never_reads_tokens_of_changed_text(corpus):
+    running = Prepared(make_args(corpus), unit_bytes=20_000).source
+    write_jsonl(corpus / "a" / "a.jsonl", ["other"] * 300)
+    Prepared(make_args(corpus), unit_bytes=20_000)
+    with pytest.raises(FileNotFoundError):
+        train_tokens(running)
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed", "manifest"])
+def test_damaged_shards_are_built_again(corpus, damage):
+    first = Prepared(make_args(corpus)).source
+    before = contents(first.folder)
+    tokens = first.folder / f"{first.manifest.shards[0].name}.train.tokens"
+    if damage == "cut":
+        tokens.write_bytes(tokens.read_bytes()[:-2])
+    elif damage == "removed":
+        tokens.unlink()
+    else:
+        (first.folder / "manifest.json").write_text("{", encoding="utf-8")
+    again = Prepared(make_args(corpus))
+    assert again.built
+    assert contents(again.source.folder) == before
+
+
+def test_a_cache_that_cannot_be_written_is_enough_when_it_is_up_to_date(corpus):
+    """As root nothing is read-only; a cache whose lock file cannot be made stands for it."""
+    first = Prepared(make_args(corpus)).source
+    lock = first.folder.with_name(f"{first.folder.name}.lock")
+    lock.mkdir()
+    again = Prepared(make_args(corpus))
+    assert not again.built
+
+
+# ---- stopped and started
+
+
+BUILD = """
+import sys
+from lingua.data.args import DataArgs
+from lingua.data.prepare import prepare_source
+from lingua.tokenizer import build_tokenizer
+
+if __name__ == "__main__":
+    root, processes = sys.argv[1], int(sys.argv[2])
+    args = DataArgs(root_dir=root, sources={"a": 1.0})
+    say = lambda line: print(line, flush=True)
+    tokenizer = build_tokenizer(args.tokenizer)
+    prepare_source("a", args, tokenizer, say, processes=processes, unit_bytes=2_000_000)
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def big_corpus(tmp_path):
+    for i in range(8):
+        write_jsonl(tmp_path / "a" / f"{i}.jsonl", [f"{i} {text}" * 40 for text in TEXTS[:400]])
+    return tmp_path
+
+
+def start(script: Path, root: Path, processes: int) -> subprocess.Popen:
+    script.write_text(BUILD, encoding="utf-8")
+    command = [sys.executable, str(script), str(root), str(processes)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return [int(child) for child in listed.split()]
+
+
+def wait_for(condition, timeout_s: float = 20):
+    end = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.002)
+    return value
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_kill_9_loses_only_the_parts_under_way(big_corpus, tmp_path_factory, processes):
+    work = tmp_path_factory.mktemp("work")
+    cache = big_corpus / ".tokens"
+    process = start(work / "build.py", big_corpus, processes)
+    wait_for(lambda: list(cache.glob("a-*/????????????????.json")))
+    children = children_of(process.pid)
+    process.kill()
+    process.wait()
+    finished = {p: p.stat().st_mtime_ns for p in cache.glob("a-*/????????????????.json")}
+    assert 1 <= len(finished) < 8
+    wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    args = make_args(big_corpus)
+    begin = time.monotonic()
+    again = Prepared(args, unit_bytes=2_000_000, processes=1)
+    assert time.monotonic() - begin < 15, "waited for a lock whose owner is dead"
+    assert "of 8 parts are there already" in "".join(again.lines)
+    for path, mtime in finished.items():
+        assert path.stat().st_mtime_ns == mtime
+    untouched = make_args(big_corpus, cache_dir=str(work / "cache"))
+    fresh = Prepared(untouched, unit_bytes=2_000_000, processes=1)
+    assert contents(again.source.folder) == contents(fresh.source.folder)
+
+
+def test_two_that_start_at_once_build_once(big_corpus, tmp_path_factory):
+    work = tmp_path_factory.mktemp("work")
+    both = [start(work / f"build{i}.py", big_corpus, 1) for i in range(2)]
+    outputs = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sum("tokenizing" in out for out, _ in outputs) == 1
+    again = Prepared(make_args(big_corpus), unit_bytes=2_000_000)
+    assert not again.built
+
+
+def test_one_that_waits_says_for_whom(corpus):
+    args = make_args(corpus)
+    folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
+    folder.mkdir(parents=True)
+    lock = f"{folder}.lock"
+    hold = (
+        "import sys, time\nfrom datetime import timedelta\nfrom flufl.lock import Lock\n"
+        "with Lock(sys.argv[1], lifetime=timedelta(seconds=60)):\n"
+        "    print('held', flush=True); time.sleep(4)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", hold, lock], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    waited = Prepared(args)
+    process.wait()
+    assert f"waiting for process {process.pid}" in waited.lines[0] and lock in waited.lines[0]
+    assert len([line for line in waited.lines if "waiting" in line]) == 1
+    assert waited.built
+
+
+def test_a_worker_that_is_killed_is_an_error_not_a_hang(big_corpus, tmp_path_factory):
+    work = tmp_path_factory.mktemp("work")
+    process = start(work / "build.py", big_corpus, 2)
+
+    def workers() -> list[int]:
+        found = [
+            pid
+            for pid in children_of(process.pid)
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        return found if list((big_corpus / ".tokens").glob("a-*/*.tmp-*")) else []
+
+    os.kill(wait_for(workers)[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "data.sources.a: a process that tokenized it was killed" in errors
+
+
+def test_a_workers_error_is_the_real_one(corpus):
+    with open(corpus / "a" / "b" / "2.jsonl", "a", encoding="utf-8") as file:
+        file.write("not json\n")
+    with pytest.raises(UserError, match=r"2\.jsonl:201: not JSON"):
+        Prepared(make_args(corpus), processes=2, unit_bytes=20_000)
+
+
+# ---- mistakes
+
+
+def error_of(args: DataArgs, name: str = "a") -> str:
+    with pytest.raises(UserError) as error:
+        Prepared(args, name)
+    return str(error.value)
+
+
+def test_a_missing_source_names_the_nearest(tmp_path):
+    write_jsonl(tmp_path / "fineweb.jsonl", ["x"])
+    message = error_of(make_args(tmp_path), "fineweeb")
+    assert "data.sources.fineweeb" in message and str(tmp_path / "fineweeb") in message
+    assert 'did you mean "fineweb"?' in message
+    assert 'did you mean "stdlib"?' in error_of(make_args(tmp_path / "nowhere"), "stdlb")
+
+
+def test_all_missing_sources_are_named_at_once(tmp_path):
+    args = make_args(tmp_path, sources={"one": 1.0, "two": 1.0})
+    with pytest.raises(UserError) as error:
+        prepare_sources(args, build_tokenizer(args.tokenizer), print)
+    assert "data.sources.one" in str(error.value) and "data.sources.two" in str(error.value)
+
+
+def test_an_ambiguous_or_empty_source_is_refused(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    (tmp_path / "a").mkdir()
+    assert "both exist" in error_of(make_args(tmp_path))
+    (tmp_path / "b").mkdir()
+    assert "holds no files" in error_of(make_args(tmp_path), "b")
+
+
+@pytest.mark.parametrize("name", ["../a", "x/y", "..", ".a", ""])
+def test_a_name_with_a_path_in_it_is_refused(tmp_path, name):
+    assert [key for key, _ in make_args(tmp_path, sources={name: 1.0}).problems()] == [
+        f"sources.{name}"
+    ]
+
+
+def test_a_cache_that_cannot_be_made_is_named(corpus):
+    (corpus / "file").write_text("", encoding="utf-8")
+    message = error_of(make_args(corpus, cache_dir=str(corpus / "file" / "cache")))
+    assert str(corpus / "file") in message and os.strerror(errno.ENOTDIR) in message
+
+
+def test_a_full_disk_is_one_clear_error(corpus):
+    """A file size limit of the operating system stops a write as a full disk does."""
+    script = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "from tests.data.test_prepare import make_args, error_of\n"
+        "from pathlib import Path\n"
+        "sys.stdout.write(error_of(make_args(Path(sys.argv[1]))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(corpus)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "data.sources.a: cannot be prepared" in done.stdout
+    assert os.strerror(errno.EFBIG) in done.stdout and ".tokens" in done.stdout
+    assert not list((corpus / ".tokens").glob("a-*/*.tmp-*"))
