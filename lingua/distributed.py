@@ -280,7 +280,7 @@ def parallelize_model(
     """
     plan = plan or ParallelPlan()
     if mesh["tp"].size() > 1:
-        _apply_tensor_parallel(model, mesh["tp"], plan, args)
+        _apply_tensor_parallel(model, mesh["tp"], plan)
     _wrap_blocks(model, plan, args)
     replicas = mesh["dp_replicate"].size() > 1
     policy = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
@@ -319,9 +319,7 @@ def _matching(names: dict[str, nn.Module], patterns: tuple[str, ...]) -> list[st
     ]
 
 
-def _apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, args: DistributedArgs
-) -> None:
+def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     if plan.tp is None:
         raise UserError(
             f"distributed.tp_size = {mesh.size()}: this model gives no tensor-parallel layout; "
@@ -332,13 +330,23 @@ def _apply_tensor_parallel(
             raise UserError(f"distributed.tp_size = {mesh.size()}: must divide {key} = {size}")
     with ties_kept(model):
         parallelize_module(model, mesh, plan.tp)
-    if args.compile:
-        # An asynchronous collective's result that enters a compiled block loses its gradient
-        # (torch 2.13): the modules outside the blocks hand on a copy.
-        inside = tuple(plan.blocks)
-        names = {name: module for name, module in model.named_modules() if name}
-        for name in _matching(names, tuple(k for k in plan.tp if not k.startswith(inside))):
-            names[name].register_forward_hook(lambda module, args, out: out.clone())
+    # An asynchronous collective's result that enters a compiled block loses its gradient (torch
+    # 2.13): the modules outside the blocks hand on a copy of theirs.
+    modules = _named_modules(model)
+    blocks = tuple(f"{block}." for block in _matching(modules, plan.blocks))
+    for name in _matching(modules, tuple(plan.tp)):
+        if not f"{name}.".startswith(blocks):
+            modules[name].register_forward_hook(
+                lambda module, args, out: out if isinstance(out, DTensor) else out.clone()
+            )
+    # The loss over a split vocabulary is a DTensor, equal on all tp ranks: callers get it plain.
+    model.register_forward_hook(
+        lambda module, args, out: tuple(_whole(t) for t in out) if isinstance(out, tuple) else out
+    )
+
+
+def _whole(t: Tensor) -> Tensor:
+    return t.full_tensor().clone() if isinstance(t, DTensor) else t
 
 
 # Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
