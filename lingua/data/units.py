@@ -32,7 +32,7 @@ from lingua.tokenizer import Tokenizer, TokenizerArgs
 
 UNIT_BYTES = 32 * 2**20  # small files are grouped up to this size
 BATCH_BYTES = 2**20  # text tokenized at once
-HELD_OUT_BELOW = 2**64 // 100  # of the documents' 64-bit hashes: one document in a hundred
+HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
 
 
 @dataclass(frozen=True)
