@@ -15,7 +15,7 @@ import shutil
 import uuid
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PosixPath
@@ -380,7 +380,9 @@ class Change:
     resume_class: str  # "announced" or "guarded"
 
 
-def changes(saved: dict[str, Any], now: dict[str, Any], classes: dict[str, str]) -> list[Change]:
+def changes(
+    saved: Mapping[str, Any], now: Mapping[str, Any], classes: Mapping[str, str]
+) -> list[Change]:
     """Keys, flattened, that differ and are not free."""
     return [
         Change(key, saved.get(key, "(absent)"), now[key], classes[key])

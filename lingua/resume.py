@@ -78,25 +78,35 @@ def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None
     return Saved(checkpoint, config, state)
 
 
-def check_against(
-    saved: Saved,
-    config: dict[str, Any],
-    classes: Mapping[str, str],
-    data: dict[str, str],
-    allowed: list[str],
+def check_config(
+    saved: Saved | None, config: dict[str, Any], classes: Mapping[str, str], allowed: list[str]
 ) -> list[Change]:
-    """What differs from the checkpoint, after refusing what must not.
-
-    Args:
-        config: flat, of this start.
-        data: fingerprint of each source's content and of the tokenizer, by config key.
+    """Config keys that differ from the checkpoint's and are not free.
 
     Raises:
-        UserError: a guarded key, the text behind a source's name or the tokenizer behind its name
-            is not what it was, and `checkpoint.allow_change` does not name it.
+        UserError: a guarded one differs and `checkpoint.allow_change` does not name it.
     """
-    found = changes(saved.config, config, dict(classes))
-    found += changes(saved.state["data"], data, dict.fromkeys(data, "guarded"))
+    return [] if saved is None else _check(saved.config, config, classes, allowed)
+
+
+def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) -> list[Change]:
+    """Sources and tokenizer whose content is not what it was behind the same name.
+
+    Args:
+        data: fingerprint of each source's content and of the tokenizer.
+
+    Raises:
+        UserError: there is one that `checkpoint.allow_change` does not name.
+    """
+    if saved is None:
+        return []
+    return _check(saved.state["data"], data, dict.fromkeys(data, "guarded"), allowed)
+
+
+def _check(
+    saved: dict[str, Any], now: dict[str, Any], classes: Mapping[str, str], allowed: list[str]
+) -> list[Change]:
+    found = changes(saved, now, classes)
     check_changes(found, allowed)
     return found
 

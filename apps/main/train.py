@@ -52,7 +52,7 @@ from lingua.errors import UserError
 from lingua.hashing import batch_hash
 from lingua.init import init_parameters
 from lingua.launch import run_program
-from lingua.logger import init_logger
+from lingua.logger import init_logger, short_time
 from lingua.meta_lingua import META_LINGUA
 from lingua.metrics import LoggingArgs
 from lingua.optim import (
@@ -68,7 +68,8 @@ from lingua.reporter import Reporter
 from lingua.resume import (
     Progress,
     Saved,
-    check_against,
+    check_config,
+    check_data,
     find_saved,
     flat_config,
     state_to_save,
@@ -129,87 +130,6 @@ def build(args: TrainArgs) -> Built:
     )
 
 
-def train(args: TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
-    """Train until `steps`, `stop_at` or a signal, going on from the newest checkpoint if any."""
-    stop = StopRequest()
-    run = set_up(args, build)
-    if run is None:  # finished by a former start
-        return
-    model, mesh, report, progress = run.model, run.mesh, run.report, run.progress
-    parameters = list(model.parameters())
-    guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
-    profiler = Profiler(args.profiling, run.dump_dir, mesh)
-    saved_at = validated_at = progress.step if progress.step else None
-    while progress.step < run.end:
-        with report.waiting_for_data():
-            batch = next(run.loader)  # this rank's micro-batches of the step
-        # Every step's one message between hosts: targets of the whole global batch, and who stops.
-        valid, stopping = count_targets(batch, stop.signal is not None, mesh)
-        if stopping:
-            break
-        step = progress.step + 1
-        loss = torch.zeros((), device=run.device)
-        hashed = torch.zeros((), dtype=torch.int64, device=run.device)
-        with profiler.step(step):
-            for i, micro in enumerate(batch):
-                ids, tokens, targets = (
-                    t.to(run.device, non_blocking=True)
-                    for t in (micro.row_ids, micro.tokens, micro.targets)
-                )
-                set_gradient_sync(model, args.distributed.grad_sync, last=i == len(batch) - 1)
-                with loss_context(mesh):
-                    sums, _ = model(tokens, targets)
-                    part = (sums / valid.to(run.device)).sum()
-                    part.backward()
-                loss += part.detach()
-                hashed += batch_hash(ids, tokens, targets)
-            norm = clip_grad_norm_(parameters, args.optim.clip)
-            lr = lr_at(step - 1, args.optim, args.steps)
-            update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
-            run.optimizer.zero_grad()
-        progress.step = step
-        if report.due(step) or args.checkpoint.due(step) or step == run.end:
-            progress.skipped_steps = guard.skipped(args.data.global_batch_size)
-        if report.due(step):
-            report.log(step, loss, norm, lr, hashed, progress.skipped_steps)
-        if args.checkpoint.due(step):
-            saved_at = save_checkpoint(args, run)
-        if args.validation.every and step % args.validation.every == 0:
-            validated_at = measure(args, run)
-
-    run.loader.close()
-    profiler.close()
-    if saved_at != progress.step and progress.step:
-        save_checkpoint(args, run)
-    if progress.step == args.steps:
-        if validated_at != progress.step:
-            measure(args, run)
-        write_samples(args, run)
-        logger.info(f"done: {run.dump_dir} holds config.yaml, checkpoints/, metrics.jsonl, ...")
-    else:
-        why = f"by {stop.signal or 'a signal to another rank'}" if stopping else "as stop_at says"
-        logger.info(
-            f"stopped {why} after step {progress.step}, which is saved: "
-            "the same command goes on from there"
-        )
-    report.close()
-    stop.close()
-
-
-def count_targets(
-    batch: list[MicroBatch], stopping: bool, mesh: DeviceMesh
-) -> tuple[torch.Tensor, bool]:
-    """Valid targets of the whole global batch, int64 of each view, and whether any rank stops."""
-    counts = sum((micro.targets != IGNORE).sum((1, 2)) for micro in batch)
-    if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
-        counts = torch.zeros_like(counts)
-    total = world_sum_(torch.cat((counts, torch.tensor([int(stopping)]))))
-    if not total[:-1].all():
-        ids = [i for micro in batch for i in micro.row_ids.tolist() if i >= 0]
-        raise UserError(f"no target of the global batch counts (rows {ids} are among it)")
-    return total[:-1], bool(total[-1])
-
-
 @dataclass
 class Run:
     """What set_up made: the parts of one start of a run."""
@@ -228,6 +148,101 @@ class Run:
     progress: Progress
     report: Reporter
     end: int  # the step this start goes up to
+    saved_step: int = 0
+    measured_step: int = 0
+
+
+def train(args: TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
+    """Train until `steps`, `stop_at` or a signal, going on from the newest checkpoint if any."""
+    stop = StopRequest()
+    run = set_up(args, build)
+    if run is not None:  # else a former start finished it
+        try:
+            stopping = take_steps(args, run, stop)
+        finally:
+            run.loader.close()
+        finish(args, run, stop, stopping)
+    stop.close()
+
+
+def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
+    """The loop. Returns True when a signal ended it before its last step."""
+    report, progress, global_batch_size = run.report, run.progress, args.data.global_batch_size
+    parameters = list(run.model.parameters())
+    guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
+    profiler = Profiler(args.profiling, run.dump_dir, run.mesh)
+    stopping = False
+    while progress.step < run.end:
+        with report.waiting_for_data():
+            batch = next(run.loader)  # this rank's micro-batches of the step
+        # Every step's one message between hosts: targets of the whole global batch, and who stops.
+        valid, stopping = count_targets(batch, stop.signal is not None, run.mesh)
+        if stopping:
+            break
+        step = progress.step + 1
+        if not valid.all():
+            rows = f"{progress.step * global_batch_size} to {step * global_batch_size - 1}"
+            raise UserError(
+                f"step {step}: all targets are ignored in its global batch (rows {rows})"
+            )
+        with profiler.step(step):
+            loss, hashed = accumulate(run, batch, valid, args.distributed.grad_sync)
+            norm = clip_grad_norm_(parameters, args.optim.clip)
+            lr = lr_at(progress.step, args.optim, args.steps)
+            update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
+            run.optimizer.zero_grad()
+        progress.step = step
+
+        log_due, save_due = report.due(step), args.checkpoint.due(step) or step == run.end
+        if log_due or save_due:
+            progress.skipped_steps = guard.skipped(global_batch_size)
+        if log_due:
+            report.log(step, loss, norm, lr, hashed, progress.skipped_steps)
+        if save_due:
+            save_checkpoint(args, run)
+        if args.validation.every and step % args.validation.every == 0:
+            measure(args, run)
+    profiler.close()
+    if stopping and progress.step:
+        progress.skipped_steps = guard.skipped(global_batch_size)
+        save_checkpoint(args, run)
+    return stopping
+
+
+def count_targets(
+    batch: list[MicroBatch], stopping: bool, mesh: DeviceMesh
+) -> tuple[torch.Tensor, bool]:
+    """Valid targets of the whole global batch, int64 of each view, and whether any rank stops."""
+    counts = sum((micro.targets != IGNORE).sum((1, 2)) for micro in batch)
+    if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
+        counts = torch.zeros_like(counts)
+    total = world_sum_(torch.cat((counts, torch.tensor([int(stopping)]))))
+    return total[:-1], bool(total[-1])
+
+
+def accumulate(
+    run: Run, batch: list[MicroBatch], valid: torch.Tensor, grad_sync: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of (sum of token losses / valid targets) over the global batch, in `.grad`.
+
+    Returns this rank's share of that loss, float32, and the hash of the rows it used, int64.
+    """
+    valid = valid.to(run.device)
+    loss = torch.zeros((), device=run.device)
+    hashed = torch.zeros((), dtype=torch.int64, device=run.device)
+    for i, micro in enumerate(batch):
+        ids, tokens, targets = (
+            t.to(run.device, non_blocking=True)
+            for t in (micro.row_ids, micro.tokens, micro.targets)
+        )
+        set_gradient_sync(run.model, grad_sync, last=i == len(batch) - 1)
+        with loss_context(run.mesh):
+            sums, _ = run.model(tokens, targets)
+            part = (sums / valid).sum()  # over the views
+            part.backward()
+        loss += part.detach()
+        hashed += batch_hash(ids, tokens, targets)
+    return loss, hashed
 
 
 def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
@@ -248,62 +263,35 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         logger.info(f"the run is finished: {where}. To go on, raise steps or stop_at")
         return None
 
-    # ---- config and data
+    # ---- config and data, each checked against the checkpoint as soon as it is known
     tokenizer = build_tokenizer(args.data.tokenizer)
     resolve(args, mesh, tokenizer, saved, dump_dir)
+    found = check_config(saved, flatten(args), classes, args.checkpoint.allow_change)
     global_batch_size, degree = args.data.global_batch_size, dp_degree(mesh)
     n_micro, rows = micro_steps(
         global_batch_size, degree, args.data.batch_size, args.grad_acc_steps
     )
-
-    def prepare() -> dict[str, Path]:
-        prepared = prepare_sources(args.data, tokenizer, logger.info, progress=True)
-        return {name: source.folder for name, source in prepared.items()}
-
-    sources = {name: Source.open(folder) for name, folder in on_rank_0(prepare).items()}
-    stream = RowStream(sources, args.data.sources, args.data.seq_len, args.data.n_views, args.seed)
-    held_out = {}
-    for name, source in sources.items():
-        windows = held_out_windows(source, args.data.seq_len, args.validation.tokens)
-        if windows.n_documents:
-            held_out[name] = windows
-        else:
-            logger.warning(
-                f"{name} has too few documents to hold one out: its loss is not measured"
-            )
+    sources, held_out = open_data(args, tokenizer)
     data = {f"data.content.{name}": source.fingerprint for name, source in sources.items()}
     data["data.tokenizer.content"] = tokenizer.fingerprint()
+    found += check_data(saved, data, args.checkpoint.allow_change)
 
     # ---- model and optimizer, then what the checkpoint has for them
     built = build(args)
     model = parallelize_model(built.module, mesh, built.plan, args.distributed)
     init_parameters(model, args.seed, device)
     optimizer = build_optimizer(model, args.optim)
-    progress, topology = Progress(), tuple(mesh.shape)
+    progress = Progress()
     if saved is not None:
-        found = check_against(saved, flatten(args), classes, data, args.checkpoint.allow_change)
         load_tensors(saved.checkpoint, tensors_of(model, optimizer))
         progress = saved.progress
-        tell(saved, found, topology)
+        tell(saved, found, tuple(mesh.shape))
     on_rank_0(lambda: (dump_dir / "config.yaml").write_text(to_yaml(args), encoding="utf-8"))
     for line in description(args, mesh, model, n_micro, rows):
         logger.info(line)
-    tokens_per_step = global_batch_size * args.data.seq_len
-    report = Reporter(
-        args.logging,
-        dump_dir,
-        mesh,
-        name=args.name,
-        config=flatten(args),
-        step=progress.step,
-        steps=end,
-        tokens_per_step=tokens_per_step,
-        flops_per_token=built.flops_per_token,
-        dtype=args.distributed.dtype,
-        trained_s=progress.trained_s,
-    )
-    if saved is not None and saved.topology != topology:
-        report.event("topology", progress.step, old=saved.topology, new=topology)
+
+    # ---- rows from where the run is, and a place to report to
+    stream = RowStream(sources, args.data.sources, args.data.seq_len, args.data.n_views, args.seed)
     loader = Loader(
         stream,
         global_batch_size,
@@ -315,10 +303,45 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         workers=args.data.workers,
         device=device,
     )
+    report = Reporter(
+        args.logging,
+        dump_dir,
+        mesh,
+        name=args.name,
+        config=flatten(args),
+        step=progress.step,
+        steps=end,
+        tokens_per_step=global_batch_size * args.data.seq_len,
+        flops_per_token=built.flops_per_token,
+        dtype=args.distributed.dtype,
+        trained_s=progress.trained_s,
+    )
+    if saved is not None and saved.topology != tuple(mesh.shape):
+        report.event("topology", progress.step, old=saved.topology, new=tuple(mesh.shape))
     return Run(
         dump_dir, checkpoints, mesh, device, tokenizer, model, optimizer, loader, held_out, rows,
-        data, progress, report, end,
+        data, progress, report, end, progress.step,
     )  # fmt: skip
+
+
+def open_data(
+    args: TrainArgs, tokenizer: Tokenizer
+) -> tuple[dict[str, Source], dict[str, HeldOut]]:
+    """The sources by name, tokenized first where they are not yet, and their held-out windows."""
+
+    def prepare() -> dict[str, Path]:
+        prepared = prepare_sources(args.data, tokenizer, logger.info, progress=True)
+        return {name: source.folder for name, source in prepared.items()}
+
+    sources = {name: Source.open(folder) for name, folder in on_rank_0(prepare).items()}
+    held_out = {}
+    for name, source in sources.items():
+        windows = held_out_windows(source, args.data.seq_len, args.validation.tokens)
+        if windows.n_documents:
+            held_out[name] = windows
+        else:
+            logger.info(f"{name} has too few documents to hold one out: its loss is not measured")
+    return sources, held_out
 
 
 def resolve(
@@ -365,9 +388,11 @@ def description(
     yield from schedule_warnings(args.optim, args.steps)
 
 
-def save_checkpoint(args: TrainArgs, run: Run) -> int:
-    """Save the completed step and let retention do its work; returns the step."""
+def save_checkpoint(args: TrainArgs, run: Run) -> None:
+    """Save the completed step, then remove what is not kept."""
     progress, report = run.progress, run.report
+    if run.saved_step == progress.step:
+        return
     with report.paused():
         progress.trained_s = report.trained_s
         position = progress.step * args.data.global_batch_size
@@ -385,16 +410,16 @@ def save_checkpoint(args: TrainArgs, run: Run) -> int:
         path = save(run.checkpoints, progress.step, tensors, state, to_yaml(args))
         on_rank_0(lambda: prune(run.checkpoints, args.checkpoint))
         logger.info(f"saved {path}")
-    return progress.step
+    run.saved_step = progress.step
 
 
-def measure(args: TrainArgs, run: Run) -> int:
-    """Measure and write the held-out loss of every source; returns the step it is of."""
+def measure(args: TrainArgs, run: Run) -> None:
+    """Measure and write the held-out loss of every source."""
     with run.report.paused():
         for name, windows in run.held_out.items():
             result = validate(run.model, windows, run.rows, args.data.n_views - 1, run.mesh)
             run.report.validation(run.progress.step, name, result)
-    return run.progress.step
+    run.measured_step = run.progress.step
 
 
 def write_samples(args: TrainArgs, run: Run) -> Path:
@@ -413,6 +438,32 @@ def write_samples(args: TrainArgs, run: Run) -> Path:
         shown = "\n".join(f"  | {row}" for row in (text[0] + "[...]" + text[1]).splitlines())
         logger.info(f"the model continues a held-out document of {name} after [...]:\n{shown}")
     return path
+
+
+def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None:
+    """The last words: of a finished run its held-out loss, some text and where everything lies."""
+    step = run.progress.step
+    if stopping:
+        by = stop.signal or "a signal to another rank"
+        where = f"after step {step}, which is saved" if step else "before the first step"
+        logger.info(f"stopped by {by} {where}. The same command goes on from there")
+    elif step < args.steps:
+        logger.info(f"stopped after step {step}, as stop_at says. Without it the run goes on")
+    else:
+        if run.measured_step != step:
+            measure(args, run)
+        write_samples(args, run)
+        newest = run.checkpoints / f"{step:010d}"
+        lines = [
+            f"done: {step} steps in {short_time(run.report.trained_s)}. {run.dump_dir} has",
+            "  config.yaml               the whole configuration",
+            "  metrics.jsonl             loss, speed and more, a line every logging.freq steps",
+            "  metrics.validation.jsonl  held-out loss",
+            "  samples.jsonl             text the model wrote",
+            f"and the newest checkpoint is {newest}",
+        ]
+        logger.info("\n".join(lines))
+    run.report.close()
 
 
 def main() -> None:
