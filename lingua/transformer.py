@@ -7,6 +7,7 @@ that its checkpoints fit. Shapes in comments: B rows, S positions, H heads, D fe
 E features of the residual stream.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -45,9 +46,12 @@ class TransformerArgs:
             if (value := getattr(self, key)) is not None and value < 1:
                 yield key, "must be at least 1"
                 return
-        for key in ("ffn_dim_multiplier", "norm_eps", "rope_theta", "init_base_std"):
-            if (value := getattr(self, key)) is not None and value <= 0:
-                yield key, "must be above 0"
+        for key in ("norm_eps", "rope_theta", "init_base_std"):
+            if (value := getattr(self, key)) is not None and not 0 < value < math.inf:
+                yield key, "must be above 0 and finite"
+        scale = self.ffn_dim_multiplier
+        if scale is not None and not 1 <= scale * int(8 * self.dim / 3) < math.inf:
+            yield "ffn_dim_multiplier", "must be finite and leave at least one hidden feature"
         if self.sliding_window is not None and self.sliding_window < 1:
             yield "sliding_window", "must be at least 1, or null for all positions"
         if self.n_heads is None and self.head_dim is None:
@@ -58,7 +62,8 @@ class TransformerArgs:
         elif self.head_dim is None and self.dim % self.n_heads:
             yield "n_heads", f"must divide model.dim = {self.dim} when model.head_dim is null"
         elif self.heads()[2] % 2:
-            yield "dim", f"gives heads of {self.heads()[2]} features: rotary embedding needs pairs"
+            key = "n_heads" if self.head_dim is None else "head_dim"
+            yield key, f"gives heads of {self.heads()[2]} features: rotary embedding needs pairs"
         elif self.heads()[0] % self.heads()[1]:
             yield "n_kv_heads", f"must divide model.n_heads = {self.heads()[0]}"
 

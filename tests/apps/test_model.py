@@ -1,0 +1,312 @@
+"""The model of apps/main against transformers' Llama and Mistral on the same weights, against
+published parameter counts, and against the deviations its initialisation promises."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from apps.main.transformer import ModelArgs, Transformer, build_transformer, parallel_plan
+from lingua.data import IGNORE
+from lingua.distributed import DistributedArgs, Launch, parallelize_model, start
+from lingua.init import init_parameters
+
+CPU = torch.device("cpu")
+SEQ = 17
+# model names -> transformers' (also of the gradients)
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+CASES = {
+    "multi-head": {},
+    "grouped-query": {"n_kv_heads": 2},
+    "multi-query": {"n_kv_heads": 1},
+    "tied": {"weight_tying": True},
+    "rope_theta": {"rope_theta": 500.0},
+    "norm_eps": {"norm_eps": 0.1},
+    "odd sizes": {"dim": 42, "n_heads": 3, "vocab_size": 37, "multiple_of": 5, "n_layers": 3},
+    "head_dim not dim / n_heads": {"dim": 36, "n_heads": 6, "head_dim": 10, "n_kv_heads": 3},
+    "narrow heads": {"n_heads": 2, "head_dim": 6},
+    "ffn_dim_multiplier": {"ffn_dim_multiplier": 1.3},
+}
+
+
+def model_args(**changed) -> ModelArgs:
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 61, "multiple_of": 8}
+    return ModelArgs(**(sizes | changed))
+
+
+def initialised(args: ModelArgs, seed: int = 1) -> Transformer:
+    model = build_transformer(args)
+    init_parameters(model, seed, CPU)
+    with torch.no_grad():  # norms that are all ones would hide a norm left out
+        for name, p in model.named_parameters():
+            if name.endswith("norm.weight"):
+                p.copy_(torch.linspace(0.5, 1.5, len(p)))
+    return model
+
+
+def theirs(name: str) -> str:
+    if name.startswith("layers."):
+        _, depth, rest = name.split(".", 2)
+        return f"model.layers.{depth}.{NAMES[rest]}"
+    return NAMES[name]
+
+
+def half_split(name: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """wq and wk with the features of a head in transformers' order: all first members of the pairs
+    that are turned, then all second ones."""
+    if not name.endswith(("wq.weight", "wk.weight")):
+        return weight
+    heads = weight.unflatten(0, (-1, head_dim // 2, 2))  # H D/2 2 E
+    return heads.transpose(1, 2).flatten(0, 2)
+
+
+def reference(model: Transformer, permute: bool = True) -> nn.Module:
+    """transformers' model with the weights of ours."""
+    args = model.args
+    n_heads, n_kv_heads, head_dim = args.heads()
+    kind, config = LlamaForCausalLM, LlamaConfig
+    window = {}
+    if args.sliding_window is not None:
+        kind, config = MistralForCausalLM, MistralConfig
+        window = {"sliding_window": args.sliding_window}
+    other = kind(
+        config(
+            vocab_size=args.vocab_size,
+            hidden_size=args.dim,
+            intermediate_size=args.hidden_dim(),
+            num_hidden_layers=args.n_layers,
+            num_attention_heads=n_heads,
+            num_key_value_heads=n_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=args.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+            tie_word_embeddings=args.weight_tying,
+            attn_implementation="eager",
+            **window,
+        )
+    )
+    own = dict(other.named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            own.pop(theirs(name)).copy_(half_split(name, p, head_dim) if permute else p)
+    assert not own, f"not set: {own.keys()}"
+    return other
+
+
+def tokens_and_targets(args: ModelArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the next ones as targets, some of which do not count; the last has no next."""
+    tokens = torch.randint(0, args.vocab_size, (3, SEQ), generator=torch.Generator().manual_seed(5))
+    targets = torch.full_like(tokens, IGNORE)
+    targets[:, :-1] = tokens[:, 1:]
+    targets[0, 3:7] = targets[2, 0] = IGNORE
+    return tokens, targets
+
+
+def compare(model: Transformer, other: nn.Module) -> dict[str, float]:
+    """Largest differences, relative to the largest value: of logits, loss and each gradient."""
+    tokens, targets = tokens_and_targets(model.args)
+    sums, counts = model(tokens, targets[None])
+    (sums / counts).sum().backward()
+    # transformers shifts the labels itself and takes the mean over those that are not -100
+    labels = torch.cat((torch.full_like(tokens[:, :1], IGNORE), targets[:, :-1]), 1)
+    expected = other(input_ids=tokens, labels=labels)
+    expected.loss.backward()
+
+    def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+        return ((a - b).abs().max() / b.abs().max()).item()
+
+    head_dim = model.args.heads()[2]
+    grads = {name: p.grad for name, p in other.named_parameters()}
+    differences = {
+        "logits": apart(model(tokens), expected.logits),
+        "loss": apart(sums / counts, expected.loss),
+    }
+    for name, p in model.named_parameters():
+        differences[name] = apart(half_split(name, p.grad, head_dim), grads[theirs(name)])
+    return differences
+
+
+# ------------------------------------------------------------------- against other implementations
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients_equal_those_of_transformers(case):
+    model = initialised(model_args(**CASES[case]))
+    differences = compare(model, reference(model))
+    assert len(differences) == 2 + len(list(model.parameters()))
+    assert max(differences.values()) < 1e-5, differences
+
+
+@pytest.mark.parametrize("window", [2, 5, SEQ - 1, SEQ, 100])
+def test_a_sliding_window_is_mistrals(window):
+    model = initialised(model_args(sliding_window=window, n_kv_heads=2))
+    differences = compare(model, reference(model))
+    assert max(differences.values()) < 1e-5, differences
+
+
+@pytest.mark.parametrize(
+    "control",
+    ["rotary layout", "rope_theta", "norm_eps", "window", "a norm's weight", "kv heads"],
+)
+def test_the_comparison_sees_a_mistake(control):
+    model = initialised(model_args(n_kv_heads=2, sliding_window=6 if control == "window" else None))
+    other = reference(model, permute=control != "rotary layout")
+    if control == "rope_theta":
+        model.args.rope_theta *= 1.01
+    elif control == "norm_eps":
+        model.norm.eps *= 100
+    elif control == "window":
+        model.args.sliding_window = 7
+    elif control == "a norm's weight":
+        with torch.no_grad():
+            model.layers[1].ffn_norm.weight[3] += 0.01
+    elif control == "kv heads":  # head h attends with kv head h % 2 in place of h // 2
+        for layer in model.layers:
+            for w in (layer.attention.wq, layer.attention.wo):
+                w.weight.data = w.weight.detach().clone()
+            order = torch.tensor([0, 2, 1, 3])
+            wq = layer.attention.wq.weight.data.unflatten(0, (4, 8))
+            layer.attention.wq.weight.data = wq[order].flatten(0, 1)
+            wo = layer.attention.wo.weight.data.unflatten(1, (4, 8))
+            layer.attention.wo.weight.data = wo[:, order].flatten(1, 2)
+    differences = compare(model, other)
+    assert differences["logits"] > 1e-4 and max(differences.values()) > 1e-4, differences
+
+
+# ------------------------------------------------------------------------------- names and sizes
+
+
+def test_parameter_names_and_shapes_are_meta_linguas():
+    model = build_transformer(model_args(n_layers=1, n_kv_heads=2, vocab_size=100))
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
+        "tok_embeddings.weight": (100, 32),
+        "layers.0.attention.wq.weight": (32, 32),
+        "layers.0.attention.wk.weight": (16, 32),
+        "layers.0.attention.wv.weight": (16, 32),
+        "layers.0.attention.wo.weight": (32, 32),
+        "layers.0.feed_forward.w1.weight": (88, 32),
+        "layers.0.feed_forward.w3.weight": (88, 32),
+        "layers.0.feed_forward.w2.weight": (32, 88),
+        "layers.0.attention_norm.weight": (32,),
+        "layers.0.ffn_norm.weight": (32,),
+        "norm.weight": (32,),
+        "output.weight": (100, 32),
+    }
+    assert not list(model.buffers())
+    tied = build_transformer(model_args(weight_tying=True))
+    assert tied.output.weight is tied.tok_embeddings.weight
+
+
+PUBLISHED = {  # dim, layers, heads, kv heads, vocabulary, multiple_of, multiplier, tied; parameters
+    "Llama 2 7B": (4096, 32, 32, 32, 32000, 256, None, False, 6_738_415_616),
+    "Llama 2 13B": (5120, 40, 40, 40, 32000, 256, None, False, 13_015_864_320),
+    "TinyLlama 1.1B": (2048, 22, 32, 4, 32000, 256, None, False, 1_100_048_384),
+    "Llama 3 8B": (4096, 32, 32, 8, 128256, 1024, 1.3, False, 8_030_261_248),
+    "Llama 3 70B": (8192, 80, 64, 8, 128256, 4096, 1.3, False, 70_553_706_496),
+    "Llama 3.2 1B": (2048, 16, 32, 8, 128256, 256, 1.5, True, 1_235_814_400),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_of_a_published_model_are_as_many_as_published(name):
+    dim, layers, heads, kv_heads, vocabulary, multiple, multiplier, tied, published = PUBLISHED[
+        name
+    ]
+    args = ModelArgs(
+        dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, vocab_size=vocabulary,
+        multiple_of=multiple, ffn_dim_multiplier=multiplier, weight_tying=tied,
+    )  # fmt: skip
+    model = build_transformer(args)
+    assert all(p.is_meta for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == published
+
+
+# --------------------------------------------------------------------------------- initial weights
+
+
+def cut_off(std: float) -> float:
+    """Deviation of a normal of deviation `std` that is cut off at three deviations."""
+    density = math.exp(-4.5) / math.sqrt(2 * math.pi)
+    return std * math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
+
+
+@pytest.mark.parametrize("base", [None, 0.05])
+@pytest.mark.parametrize("factor", ["disabled", "global_depth", "current_depth", "dim_ratio"])
+def test_every_weight_has_the_deviation_that_the_options_say(factor, base):
+    args = ModelArgs(
+        dim=128, n_layers=3, n_heads=4, head_dim=16, vocab_size=200, multiple_of=8,
+        init_std_factor=factor, init_base_std=base,
+    )  # fmt: skip
+    model = build_transformer(args)
+    init_parameters(model, 3, CPU)
+    hidden = args.hidden_dim()
+    for name, p in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert torch.equal(p, torch.ones(128)), name
+            continue
+        inputs = {"wo": 64, "w2": hidden}.get(name.split(".")[-2], 128)
+        std = base or inputs**-0.5
+        if name.endswith(("wo.weight", "w2.weight")):
+            depth = int(name.split(".")[1])
+            std /= {
+                "disabled": 1.0,
+                "global_depth": math.sqrt(2 * 4),
+                "current_depth": math.sqrt(2 * (depth + 1)),
+                "dim_ratio": 128 / 4096,
+            }[factor]
+        spread = p.numel() ** -0.5
+        assert p.std().item() == pytest.approx(cut_off(std), rel=4 * spread), name
+        assert abs(p.mean().item()) < 5 * std * spread, name
+        # of 8,192 draws at least, some come close to the cut and none beyond
+        assert 2.7 * std < p.abs().max().item() <= 3 * std * (1 + 1e-6), name
+
+
+# ---------------------------------------------------------------------------------------- bfloat16
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    tokens, targets = tokens_and_targets(model_args())
+    sums, _ = model(tokens, targets[None])
+    return sums
+
+
+def parallelised_bf16() -> float:
+    """The loss sum under FSDP's mixed precision, on one rank."""
+    settings = DistributedArgs(model_dtype="bf16")
+    mesh = start(CPU, Launch(), settings)
+    args = model_args()
+    model = parallelize_model(build_transformer(args), mesh, parallel_plan(args), settings)
+    init_parameters(model, 1, CPU)
+    return loss_of(model).item()
+
+
+def test_in_bfloat16_the_loss_is_float32_and_mixed_precision_changes_nothing_else(ranks):
+    """FSDP computes in bfloat16 just what the plain model cast to it does: the rotary angles, which
+    no parameter holds, stay float32 in both."""
+    model = build_transformer(model_args())
+    init_parameters(model, 1, CPU)
+    in_float32 = loss_of(model)
+    model.bfloat16()
+    tokens, targets = tokens_and_targets(model.args)
+    logits, sums = model(tokens), loss_of(model)
+    assert logits.dtype == torch.bfloat16 and sums.dtype == torch.float32
+    exact = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
+    assert sums.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert sums.item() == pytest.approx(in_float32.item(), rel=0.01)
+    assert ranks.run(1, parallelised_bf16) == [sums.item()]
