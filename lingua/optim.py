@@ -243,17 +243,19 @@ class NonFiniteGuard:
         self.count = self.count + bad
         return self.first == 0 if self.stops else ~bad
 
-    def skipped(self, global_batch_size: int) -> int:
-        """Updates suppressed over the whole run. Waits for the device.
+    def skipped(self, step: int, position: int, global_batch_size: int) -> int:
+        """Updates suppressed over the whole run, asked after `step`, which used the rows up to
+        `position`. Waits for the device.
 
         Raises:
             UserError: there was one and `on_nonfinite` is `stop`; names its step and rows.
         """
-        step = int(self.first)
-        if self.stops and step:
-            rows = f"{(step - 1) * global_batch_size} to {step * global_batch_size - 1}"
+        first = int(self.first)
+        if self.stops and first:
+            end = position - (step - first) * global_batch_size
             raise UserError(
-                f"step {step}: the gradient is not finite (rows {rows}). The run stops before this "
-                "update; optim.on_nonfinite = skip counts such steps and goes on"
+                f"step {first}: the gradient is not finite (rows {end - global_batch_size} to "
+                f"{end - 1}). The run stops before this update; optim.on_nonfinite = skip counts "
+                "such steps and goes on"
             )
         return int(self.count)

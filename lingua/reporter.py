@@ -26,6 +26,7 @@ from lingua.metrics import (
     peak_mem_gib,
     start_wandb,
 )
+from lingua.resume import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,15 @@ class Reporter:
         config: dict[str, Any],
         step: int,
         steps: int,
-        tokens_per_step: int,
+        global_batch_size: int,
+        seq_len: int,
         flops_per_token: float,
         dtype: torch.dtype,
         trained_s: float,
     ) -> None:
         self.freq, self.mesh, self.steps = args.freq, mesh, steps
-        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.global_batch_size, self.seq_len = global_batch_size, seq_len
+        self.flops_per_token = flops_per_token
         self.device = torch.device(mesh.device_type)
         device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         self.peak = peak_flops(device_name, dtype)
@@ -101,9 +104,9 @@ class Reporter:
         return step % self.freq == 0 or step == self.steps
 
     def log(
-        self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, hashed: Tensor, skipped: int
+        self, progress: Progress, loss: Tensor, grad_norm: Tensor, lr: float, hashed: Tensor
     ) -> None:
-        """Write the line of `step`. Called by every rank, with its own part of loss and hash.
+        """Write the line of the last step. Called by every rank, with its own part of both sums.
 
         Args:
             loss: float32 scalar, this data-parallel rank's share of the global batch's loss.
@@ -112,12 +115,12 @@ class Reporter:
         loss, hashed = dp_sum_(loss.clone(), self.mesh), dp_sum_(hashed.clone(), self.mesh)
         loss_nats, norm, bits = loss.item(), grad_norm.item(), hashed.item() % 2**64
         self._take_time()  # after the numbers above have waited for the device
-        n = step - self._logged_step
-        rate = n * self.tokens_per_step / self._window_s
+        step, n = progress.step, progress.step - self._logged_step
+        rate = n * self.global_batch_size * self.seq_len / self._window_s
         rate_per_device = rate / dist.get_world_size()
         line = {
             "step": step,
-            "tokens": step * self.tokens_per_step,
+            "tokens": progress.position * self.seq_len,
             "loss": loss_nats,
             "grad_norm": norm,
             "lr": lr,
@@ -128,7 +131,7 @@ class Reporter:
             "data_time_s": self._data_s / n,
             "peak_mem_gib": peak_mem_gib(self.device),
             "batch_hash": f"{bits:016x}",
-            "skipped_steps": skipped,
+            "skipped_steps": progress.skipped_steps,
         }
         if dist.get_rank() == 0:
             self._write("metrics", line)

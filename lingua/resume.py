@@ -36,6 +36,7 @@ class Progress:
     """How far a run is: everything that is state besides tensors and config."""
 
     step: int = 0  # completed updates, those that were skipped for a bad gradient included
+    position: int = 0  # rows consumed: where the row stream goes on
     skipped_steps: int = 0  # updates suppressed since their gradient was not finite
     trained_s: float = 0.0  # seconds of training, over all starts
 
@@ -128,7 +129,6 @@ def state_to_save(
     progress: Progress,
     optimizer: Optimizer,
     *,
-    position: int,
     tokens: int,
     schedule: dict[str, float],
     topology: tuple[int, ...],
@@ -139,7 +139,6 @@ def state_to_save(
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {
         "progress": asdict(progress),
-        "position": position,
         "tokens": tokens,
         "schedule": schedule,
         "param_groups": groups,

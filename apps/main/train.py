@@ -181,7 +181,7 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
             break
         step = progress.step + 1
         if not valid.all():
-            rows = f"{progress.step * global_batch_size} to {step * global_batch_size - 1}"
+            rows = f"{progress.position} to {progress.position + global_batch_size - 1}"
             raise UserError(
                 f"step {step}: all targets are ignored in its global batch (rows {rows})"
             )
@@ -191,20 +191,20 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
             lr = lr_at(progress.step, args.optim, args.steps)
             update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
             run.optimizer.zero_grad()
-        progress.step = step
+        progress.step, progress.position = step, progress.position + global_batch_size
 
         log_due, save_due = report.due(step), args.checkpoint.due(step) or step == run.end
         if log_due or save_due:
-            progress.skipped_steps = guard.skipped(global_batch_size)
+            progress.skipped_steps = guard.skipped(step, progress.position, global_batch_size)
         if log_due:
-            report.log(step, loss, norm, lr, hashed, progress.skipped_steps)
+            report.log(progress, loss, norm, lr, hashed)
         if save_due:
             save_checkpoint(args, run)
         if args.validation.every and step % args.validation.every == 0:
             measure(args, run)
     profiler.close()
     if stopping and progress.step:
-        progress.skipped_steps = guard.skipped(global_batch_size)
+        progress.skipped_steps = guard.skipped(progress.step, progress.position, global_batch_size)
         save_checkpoint(args, run)
     return stopping
 
@@ -299,7 +299,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         degree,
         n_micro,
         rows,
-        position=progress.step * global_batch_size,
+        position=progress.position,
         workers=args.data.workers,
         device=device,
     )
@@ -311,7 +311,8 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         config=flatten(args),
         step=progress.step,
         steps=end,
-        tokens_per_step=global_batch_size * args.data.seq_len,
+        global_batch_size=global_batch_size,
+        seq_len=args.data.seq_len,
         flops_per_token=built.flops_per_token,
         dtype=args.distributed.dtype,
         trained_s=progress.trained_s,
@@ -395,13 +396,11 @@ def save_checkpoint(args: TrainArgs, run: Run) -> None:
         return
     with report.paused():
         progress.trained_s = report.trained_s
-        position = progress.step * args.data.global_batch_size
         rate = lr_at(progress.step, args.optim, args.steps)
         state = state_to_save(
             progress,
             run.optimizer,
-            position=position,
-            tokens=position * args.data.seq_len,
+            tokens=progress.position * args.data.seq_len,
             schedule={"step": progress.step, "lr": rate},
             topology=tuple(run.mesh.shape),
             data=run.data,
