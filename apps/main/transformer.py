@@ -97,8 +97,9 @@ def parallel_plan(args: ModelArgs) -> ParallelPlan:
             "layers.*.feed_forward": PrepareModuleInput(
                 input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
             ),
-            "layers.*.feed_forward.w1": colwise(),
-            "layers.*.feed_forward.w3": colwise(),
+            # DTensors know the hidden size as a whole, which tp then need not divide.
+            "layers.*.feed_forward.w1": colwise(use_local_output=False),
+            "layers.*.feed_forward.w3": colwise(use_local_output=False),
             "layers.*.feed_forward.w2": rowwise(output_layouts=Shard(1)),
             "norm": SequenceParallel(),
             "output": colwise(
