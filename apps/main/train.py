@@ -465,12 +465,13 @@ def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None
     run.report.close()
 
 
-def main() -> None:
-    args, notices = load(TrainArgs, foreign=META_LINGUA)
+def main(config: type[TrainArgs] = TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
+    """The program of this app, or of a fork with its own config and model."""
+    args, notices = load(config, foreign=META_LINGUA)
     if detect_launch().rank == 0:
         for line in notices:
             print(line)
-    train(args)
+    train(args, build)
 
 
 if __name__ == "__main__":
