@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatch
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -24,7 +25,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lingua.args import Announced, Free
@@ -325,11 +331,13 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
             f"distributed.tp_size = {mesh.size()}: this model gives no tensor-parallel layout; "
             "set it to 1"
         )
-    for key, size in plan.tp_divides.items():
-        if size % mesh.size():
-            raise UserError(f"distributed.tp_size = {mesh.size()}: must divide {key} = {size}")
+    uneven = [f"{key} = {size}" for key, size in plan.tp_divides.items() if size % mesh.size()]
+    if uneven:
+        raise UserError(f"distributed.tp_size = {mesh.size()}: must divide {', '.join(uneven)}")
     with ties_kept(model):
         parallelize_module(model, mesh, plan.tp)
+    if any(isinstance(style, SequenceParallel) for style in plan.tp.values()):
+        model.register_forward_pre_hook(partial(_check_positions, size=mesh.size()))
     # An asynchronous collective's result that enters a compiled block loses its gradient (torch
     # 2.13): the modules outside the blocks hand on a copy of theirs.
     modules = _named_modules(model)
@@ -343,6 +351,15 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
     model.register_forward_hook(
         lambda module, args, out: tuple(_whole(t) for t in out) if isinstance(out, tuple) else out
     )
+
+
+def _check_positions(module: nn.Module, args: tuple[Tensor, ...], size: int) -> None:
+    """Unequal parts of a sequence would reach a collective, which ends the process or hangs."""
+    if args[0].shape[1] % size:
+        raise UserError(
+            f"distributed.tp_size = {size}: must divide the length of the sequences, "
+            f"{args[0].shape[1]} (data.seq_len in training): tp ranks share their positions"
+        )
 
 
 def _whole(t: Tensor) -> Tensor:
