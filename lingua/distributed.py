@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatch
-from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -25,12 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lingua.args import Announced, Free
@@ -336,8 +330,6 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
         raise UserError(f"distributed.tp_size = {mesh.size()}: must divide {', '.join(uneven)}")
     with ties_kept(model):
         parallelize_module(model, mesh, plan.tp)
-    if any(isinstance(style, SequenceParallel) for style in plan.tp.values()):
-        model.register_forward_pre_hook(partial(_check_positions, size=mesh.size()))
     # An asynchronous collective's result that enters a compiled block loses its gradient (torch
     # 2.13): the modules outside the blocks hand on a copy of theirs.
     modules = _named_modules(model)
@@ -351,15 +343,6 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
     model.register_forward_hook(
         lambda module, args, out: tuple(_whole(t) for t in out) if isinstance(out, tuple) else out
     )
-
-
-def _check_positions(module: nn.Module, args: tuple[Tensor, ...], size: int) -> None:
-    """Unequal parts of a sequence would reach a collective, which ends the process or hangs."""
-    if args[0].shape[1] % size:
-        raise UserError(
-            f"distributed.tp_size = {size}: must divide the length of the sequences, "
-            f"{args[0].shape[1]} (data.seq_len in training): tp ranks share their positions"
-        )
 
 
 def _whole(t: Tensor) -> Tensor:
