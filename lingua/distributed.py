@@ -32,7 +32,6 @@ from lingua.errors import UserError
 from lingua.init import ties_kept
 
 T = TypeVar("T")
-_shared = 0  # results that rank 0 has shared so far: numbers their keys in the store
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 
@@ -222,10 +221,11 @@ def on_rank_0(work: Callable[[], T]) -> T:
     The others wait at the store, without a limit: the work may be hours of tokenizing, which no
     collective's timeout should have to cover.
     """
-    global _shared
-    _shared += 1
-    store, key = dist.distributed_c10d._get_default_store(), f"lingua/on_rank_0/{_shared}"
-    if dist.get_rank() == 0:
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    # The number of this rank's call, counted in the store: a process may outlive its group.
+    number = store.add(f"lingua/on_rank_0/calls_of_{rank}", 1)
+    key = f"lingua/on_rank_0/{number}"
+    if rank == 0:
         result, error = None, None
         try:
             result = work()

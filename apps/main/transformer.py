@@ -71,7 +71,7 @@ class Transformer(nn.Module):
             trunc_normal_(self.output.weight, std)
 
 
-def parallel_plan(args: ModelArgs) -> ParallelPlan:
+def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
     """Blocks are FSDP units; tensor parallelism splits heads, hidden features and vocabulary.
 
     Between the split products the residual stream is split over positions (sequence parallelism,
@@ -97,15 +97,20 @@ def parallel_plan(args: ModelArgs) -> ParallelPlan:
             "layers.*.feed_forward": PrepareModuleInput(
                 input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
             ),
-            "layers.*.feed_forward.w1": colwise(),
-            "layers.*.feed_forward.w3": colwise(),
+            # DTensors know the hidden size as a whole, which tp then need not divide.
+            "layers.*.feed_forward.w1": colwise(use_local_output=False),
+            "layers.*.feed_forward.w3": colwise(use_local_output=False),
             "layers.*.feed_forward.w2": rowwise(output_layouts=Shard(1)),
             "norm": SequenceParallel(),
             "output": colwise(
                 input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
             ),
         },
-        tp_divides={"model.n_heads": n_heads, "model.n_kv_heads": n_kv_heads},
+        tp_divides={
+            "model.n_heads": n_heads,
+            "model.n_kv_heads": n_kv_heads,
+            "data.seq_len": seq_len,  # positions that do not divide would end in gloo's abort
+        },
     )
 
 
