@@ -83,8 +83,9 @@ class TransformerArgs:
 class Context:
     """What the blocks of one forward share.
 
-    cos, sin: float32 S D/2, of the rotary angle of each position.
-    mask: bool S S, True where a query (row) sees a key (column); None: plain causal attention.
+    cos, sin: float32 S D/2, or B S D/2 with documents, of the rotary angle of each position.
+    mask: bool S S, or B 1 S S with documents, True where a query (row) sees a key (column); None:
+        plain causal attention.
 
     Not a dataclass: FSDP casts what it finds in those to the dtype of the parameters, and angles
     in bfloat16 are off by up to 0.4 %.
@@ -94,23 +95,37 @@ class Context:
         self.cos, self.sin, self.mask = cos, sin, mask
 
 
-def make_context(args: TransformerArgs, seq_len: int, device: torch.device) -> Context:
-    """The rotary angles (Su et al., 2021) and attention mask for positions 0 ... seq_len - 1."""
-    head_dim = args.heads()[2]
-    position = torch.arange(seq_len, device=device)
+def make_context(
+    args: TransformerArgs,
+    seq_len: int,
+    device: torch.device,
+    documents: Tensor | None = None,
+) -> Context:
+    """The rotary angles (Su et al., 2021) and the attention mask of a batch.
+
+    Args:
+        documents: int64 B S, not falling along S: positions start again at 0 in each document, and
+            a token sees only its own. None: a row is one document.
+    """
+    head_dim, place = args.heads()[2], torch.arange(seq_len, device=device)
     pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
-    angle = torch.outer(position.float(), args.rope_theta ** (-pair / head_dim))  # S D/2
-    mask = None
-    if args.sliding_window is not None and args.sliding_window < seq_len:
-        back = position[:, None] - position[None, :]
-        mask = (back >= 0) & (back < args.sliding_window)
+    window = args.sliding_window if args.sliding_window is not None else seq_len
+    position, mask = place, None
+    if documents is not None or window < seq_len:
+        back = place[:, None] - place[None, :]  # S S, from query to key
+        mask = (back >= 0) & (back < window)
+    if documents is not None:
+        begins = documents != documents.roll(1, dims=1)
+        position = place - torch.where(begins, place, 0).cummax(dim=1).values  # B S
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])  # B 1 S S
+    angle = position[..., None].float() * args.rope_theta ** (-pair / head_dim)
     return Context(angle.cos(), angle.sin(), mask)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of features (2i, 2i + 1) of x (B S H D) by the angle of its position."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # B S H D/2 each
-    cos, sin = cos[:, None], sin[:, None]  # S 1 D/2
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # S 1 D/2, or B S 1 D/2
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).type_as(x)
 
@@ -118,7 +133,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal softmax attention by torch's scaled_dot_product_attention.
 
-    q is B H S D; k and v are B H' S D with H' dividing H; mask is bool S S or None. B H S D.
+    q is B H S D; k and v are B H' S D with H' dividing H; mask is bool S S or B 1 S S, or None.
+    Returns B H S D.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.args import Free
 from lingua.data import IGNORE
+from lingua.data.documents import DocumentMarks
 from lingua.data.heldout import HeldOut
 from lingua.distributed import dp_degree, dp_rank, dp_sum_, loss_context
 
@@ -27,13 +28,20 @@ class ValidationArgs:
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, held_out: HeldOut, rows: int, n_targets: int, mesh: DeviceMesh
+    model: nn.Module,
+    held_out: HeldOut,
+    rows: int,
+    n_targets: int,
+    mesh: DeviceMesh,
+    marks: DocumentMarks | None = None,
 ) -> dict[str, float]:
     """Loss over every target of the windows. Called by every rank.
 
     Args:
         rows: windows of one forward on each data-parallel rank; the last ones are padded.
         n_targets: views the model predicts; the loss is that of the first.
+        marks: with document masks. Where these ignore the token that begins a document, it is not
+            measured either; it is no text.
 
     Returns:
         nats_per_token, nats_per_byte, bits_per_byte, and the tokens and bytes measured.
@@ -47,11 +55,17 @@ def validate(
         mine = range(start + rank * rows, min(start + (rank + 1) * rows, n))
         tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
         targets = torch.full((n_targets, rows, seq_len), IGNORE)
-        if len(mine):
-            tokens[: len(mine)] = torch.as_tensor(held_out.tokens[mine.start : mine.stop])
-            targets[0, : len(mine)] = torch.as_tensor(held_out.targets[mine.start : mine.stop])
+        tokens[: len(mine)] = torch.as_tensor(held_out.tokens[mine.start : mine.stop])
+        targets[0, : len(mine)] = torch.as_tensor(held_out.targets[mine.start : mine.stop])
+        batch = [tokens, targets]
+        if marks is not None:
+            whole = torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy()
+            index = marks.index(whole)
+            if marks.bos_id is not None:
+                marks.drop_targets(targets[0].numpy(), index, view=1)
+            batch.append(torch.from_numpy(index[:, :seq_len].copy()))
         with loss_context(mesh):
-            sums, counts = model(tokens.to(total.device), targets.to(total.device))
+            sums, counts = model(*(t.to(total.device) for t in batch))
         total += torch.stack((sums[0].double(), counts[0].double()))
     model.train(training)
     nats, count = dp_sum_(total, mesh).tolist()

@@ -26,6 +26,7 @@ from lingua.checkpoint import CheckpointArgs, prune, save, tensors_of
 from lingua.checkpoint import load as load_tensors
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
+from lingua.data.documents import DocumentMarks, document_marks
 from lingua.data.heldout import HeldOut, held_out_windows
 from lingua.data.loader import Loader, MicroBatch, micro_steps
 from lingua.data.prepare import prepare_sources
@@ -115,7 +116,8 @@ class TrainArgs:
 class Built:
     """What a builder gives. forward(tokens int64 B S, targets int64 V-1 B S) returns the sums of
     the token losses of each view, float32 V-1, and the targets they cover, int64 V-1; without
-    targets it returns the next token's logits, B S vocabulary."""
+    targets it returns the next token's logits, B S vocabulary. With data.document_mask it is called
+    with a third argument, documents int64 B S: the index of each token's document in its row."""
 
     module: nn.Module  # on the meta device, unless it is small
     plan: ParallelPlan | None  # None: data parallel as one unit
@@ -144,6 +146,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     loader: Loader
     held_out: dict[str, HeldOut]
+    marks: DocumentMarks | None
     rows: int  # of a micro-batch
     data: dict[str, str]  # fingerprints
     progress: Progress
@@ -232,13 +235,12 @@ def accumulate(
     loss = torch.zeros((), device=run.device)
     hashed = torch.zeros((), dtype=torch.int64, device=run.device)
     for i, micro in enumerate(batch):
-        ids, tokens, targets = (
-            t.to(run.device, non_blocking=True)
-            for t in (micro.row_ids, micro.tokens, micro.targets)
+        ids, tokens, targets, *documents = (
+            t.to(run.device, non_blocking=True) for t in micro.tensors()
         )
         set_gradient_sync(run.model, grad_sync, last=i == len(batch) - 1)
         with loss_context(run.mesh):
-            sums, _ = run.model(tokens, targets)
+            sums, _ = run.model(tokens, targets, *documents)
             part = (sums / valid).sum()  # over the views
             part.backward()
         loss += part.detach()
@@ -272,6 +274,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     n_micro, rows = micro_steps(
         global_batch_size, degree, args.data.batch_size, args.grad_acc_steps
     )
+    marks = document_marks(args.data, tokenizer)
     sources, held_out = open_data(args, tokenizer)
     data = data_content(sources, tokenizer)
     found += check_data(saved, data, args.checkpoint.allow_change)
@@ -302,6 +305,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         position=progress.position,
         workers=args.data.workers,
         device=device,
+        marks=marks,
     )
     report = Reporter(
         args.logging,
@@ -320,8 +324,8 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     if saved is not None and saved.topology != tuple(mesh.shape):
         report.event("topology", progress.step, old=saved.topology, new=tuple(mesh.shape))
     return Run(
-        dump_dir, checkpoints, mesh, device, tokenizer, model, optimizer, loader, held_out, rows,
-        data, progress, report, end, progress.step,
+        dump_dir, checkpoints, mesh, device, tokenizer, model, optimizer, loader, held_out, marks,
+        rows, data, progress, report, end, progress.step,
     )  # fmt: skip
 
 
@@ -417,7 +421,9 @@ def measure(args: TrainArgs, run: Run) -> None:
     """Measure and write the held-out loss of every source."""
     with run.report.paused():
         for name, windows in run.held_out.items():
-            result = validate(run.model, windows, run.rows, args.data.n_views - 1, run.mesh)
+            result = validate(
+                run.model, windows, run.rows, args.data.n_views - 1, run.mesh, run.marks
+            )
             run.report.validation(run.progress.step, name, result)
     run.measured_step = run.progress.step
 

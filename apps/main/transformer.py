@@ -48,17 +48,19 @@ class Transformer(nn.Module):
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
         """The normalised residual stream after the last block: B S -> B S E."""
         h = self.tok_embeddings(tokens)
-        ctx = make_context(self.args, tokens.shape[1], tokens.device)
+        ctx = make_context(self.args, tokens.shape[1], tokens.device, documents)
         for layer in self.layers:
             h = layer(h, ctx)
         return self.norm(h)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | tuple:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor | tuple:
         """Loss sums float32 [1] and counts int64 [1] for targets [1, B, S]; logits without them."""
-        logits = self.output(self.hidden(tokens))  # B S vocabulary
+        logits = self.output(self.hidden(tokens, documents))  # B S vocabulary
         if targets is None:
             return logits
         losses, count = sum_token_losses(logits, targets[0])

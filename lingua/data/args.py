@@ -37,6 +37,9 @@ class DataArgs:
     add_bos: Guarded[bool] = True  # begin every document with the tokenizer's bos
     add_eos: Guarded[bool] = True  # end every document with the tokenizer's eos
     tokenizer: TokenizerArgs = field(default_factory=TokenizerArgs)
+    # documents of a row: `none`, they see each other; `ignore` and `keep`, attention and positions
+    # start anew with each, and its first token is no target (ignore) or is one (keep)
+    document_mask: Guarded[Literal["none", "ignore", "keep"]] = "none"
     workers: Free[int] = 1  # threads that read rows ahead; 0: the training thread reads them
     # a record that is no JSON, has no text, is not UTF-8 or is empty: stop there, or skip and count
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"

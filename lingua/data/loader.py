@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lingua.data import IGNORE
+from lingua.data.documents import DocumentMarks
 from lingua.data.stream import RowStream
 from lingua.errors import UserError
 
@@ -29,6 +30,13 @@ class MicroBatch:
     row_ids: torch.Tensor  # int64 [R], the row's position in the stream
     tokens: torch.Tensor  # int64 [R, S], view 0
     targets: torch.Tensor  # int64 [V-1, R, S], IGNORE where there is no loss
+    # int64 [R, S], which document of its row each input token belongs to; None without such masks
+    documents: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Row ids, tokens, targets and, where there are some, documents."""
+        tensors = [self.row_ids, self.tokens, self.targets]
+        return tensors if self.documents is None else [*tensors, self.documents]
 
 
 def micro_steps(
@@ -62,7 +70,8 @@ class Loader:
     `workers` threads read ahead of it, a bounded number of steps; with 0 rows are read by the
     calling thread when asked for. The order does not depend on it. An exception of a worker is
     raised by next() as it is. Tensors are pinned when `device` is a CUDA device. `position` is
-    the rows consumed by all ranks after the batches handed out so far.
+    the rows consumed by all ranks after the batches handed out so far. With `marks`, batches tell
+    which document each token belongs to.
     """
 
     def __init__(
@@ -76,12 +85,14 @@ class Loader:
         position: int = 0,
         workers: int = 0,
         device: torch.device | str = "cpu",
+        marks: DocumentMarks | None = None,
     ):
         self.position = position
         self._stream, self._global_batch_size = stream, global_batch_size
         self._begin = dp_rank * global_batch_size // dp_size
         self._end = (dp_rank + 1) * global_batch_size // dp_size
         self._n_micro, self._rows = n_micro, rows
+        self._marks = marks
         self._pin = torch.device(device).type == "cuda"
         rows_per_fetch = min(ROWS_PER_FETCH, TOKENS_PER_FETCH // stream.seq_len)
         self._steps_per_fetch = max(1, rows_per_fetch // max(1, self._end - self._begin))
@@ -161,7 +172,21 @@ class Loader:
             to_tokens[:filled], to_tokens[filled:] = block[part, :seq_len], 0
             for v, to_view in enumerate(to_targets, start=1):
                 to_view[:filled], to_view[filled:] = block[part, v : v + seq_len], IGNORE
-        return [MicroBatch(row_ids[m], tokens[m], targets[m]) for m in range(n_micro)]
+        batch = [MicroBatch(row_ids[m], tokens[m], targets[m]) for m in range(n_micro)]
+        if self._marks is not None:
+            self._tell_documents(batch, block)
+        return batch
+
+    def _tell_documents(self, batch: list[MicroBatch], block: np.ndarray) -> None:
+        """Fill in `documents`, and ignore the targets that the document mask ignores."""
+        index, n = self._marks.index(block), len(block)
+        for m, micro in enumerate(batch):
+            part = slice(m * n // len(batch), (m + 1) * n // len(batch))
+            filled = part.stop - part.start
+            micro.documents = torch.zeros_like(micro.tokens, pin_memory=self._pin)
+            micro.documents[:filled] = torch.from_numpy(index[part, : self._stream.seq_len])
+            for v, targets in enumerate(micro.targets.numpy(), start=1):
+                self._marks.drop_targets(targets[:filled], index[part], v)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
