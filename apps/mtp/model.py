@@ -41,10 +41,12 @@ class MultiToken(Transformer):
             for _ in range(n_heads - 1)
         )
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | tuple:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor | tuple:
         """Loss sums float32 [V] and counts int64 [V] for targets [V, B, S], of which view v is the
         token v + 1 positions ahead; the next token's logits without targets."""
-        ctx = make_context(self.args, tokens.shape[1], tokens.device)
+        ctx = make_context(self.args, tokens.shape[1], tokens.device, documents)
         h = self.tok_embeddings(tokens)
         trunk = len(self.layers) - self.args.head_layers
         for layer in self.layers[:trunk]:
