@@ -241,6 +241,11 @@ def accumulate(
         set_gradient_sync(run.model, grad_sync, last=i == len(batch) - 1)
         with loss_context(run.mesh):
             sums, _ = run.model(tokens, targets, *documents)
+            if sums.shape != valid.shape:  # else the division would broadcast
+                raise UserError(
+                    f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
+                    f"{len(valid)} views after the first; must be {len(sums) + 1}"
+                )
             part = (sums / valid).sum()  # over the views
             part.backward()
         loss += part.detach()
