@@ -16,7 +16,7 @@ from omegaconf import MISSING, OmegaConf
 
 from lingua.args_build import build, error_line, place, together
 from lingua.args_schema import Announced, Free, Guarded, Key, is_mapping, schema, spread
-from lingua.args_yaml import Given, parse_argument, read_files, show
+from lingua.args_yaml import COMMAND_LINE, Given, parse_argument, read_files, show
 from lingua.errors import UserError
 
 __all__ = [
@@ -51,13 +51,18 @@ class Foreign:
 
 
 def load(
-    cls: type[C], argv: list[str] | None = None, foreign: Foreign | None = None
+    cls: type[C],
+    argv: list[str] | None = None,
+    foreign: Foreign | None = None,
+    partial: bool = False,
 ) -> tuple[C, list[str]]:
     """The configuration, and one line for every given key that was accepted without effect.
 
     `argv` (default: sys.argv[1:]) holds `config=FILE` at most once, and `a.b=c`. The last word on a
     key wins; a whole list or mapping replaces the one below, default included, while
-    `data.sources.a=1` sets one entry. `--help` prints all keys and exits. Raises UserError.
+    `data.sources.a=1` sets one entry. With `partial`, `cls` is a part of an app's configuration:
+    what the file says of the app's other groups is left out. `--help` prints all keys and exits.
+    Raises UserError.
     """
     argv = sys.argv[1:] if argv is None else argv
     if any(arg in ("-h", "--help") for arg in argv):
@@ -80,6 +85,8 @@ def load(
         _translate(layer, merged, foreign, keys, errors)
         for key, given in layer.items():
             _set(merged, key, given, keys, defaults)
+    if partial:
+        merged = {k: v for k, v in merged.items() if _top(k) in keys or v.where == COMMAND_LINE}
     _drop_foreign(merged, foreign, keys, defaults, errors, notices)
     args = build(cls, merged, keys, errors)
     if errors:
@@ -176,6 +183,10 @@ def _mapping_of(path: str, keys: Mapping[str, Key]) -> str | None:
     parts = path.split(".")
     above = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
     return next((p for p in above if p in keys and is_mapping(keys[p].type)), None)
+
+
+def _top(path: str) -> str:
+    return path.partition(".")[0]
 
 
 def _default(defaults: Any, path: str) -> Any:

@@ -378,6 +378,7 @@ class Change:
     saved: Any
     now: Any
     resume_class: str  # "announced" or "guarded"
+    note: str = ""  # what of it may change, where some may
 
 
 def changes(
@@ -395,7 +396,7 @@ def check_changes(found: list[Change], allowed: list[str]) -> None:
     """Refuse guarded changes that `checkpoint.allow_change` does not name."""
     refused = [c for c in found if c.resume_class == "guarded" and c.key not in allowed]
     if refused:
-        lines = [f"{c.key}: {c.saved} in the checkpoint, {c.now} now" for c in refused]
+        lines = [f"{c.key}: {c.saved} in the checkpoint, {c.now} now{c.note}" for c in refused]
         raise UserError(
             "these keys define the run and differ from the checkpoint's:\n  "
             + "\n  ".join(lines)

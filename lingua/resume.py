@@ -7,7 +7,8 @@ Rank 0 decides and all ranks follow. Tensors are loaded in place; everything els
 import logging
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,14 @@ from lingua.checkpoint import (
     newest,
     read_state,
 )
+from lingua.data.shards import Source
+from lingua.data.stream import shares
 from lingua.distributed import on_rank_0
+from lingua.errors import UserError
+from lingua.tokenizer import Tokenizer
+
+MIXTURE = ("data.sources", "data.stages")
+CONTENT = "data.content."  # and a source's name: the fingerprint of its tokens
 
 logger = logging.getLogger(__name__)
 
@@ -84,30 +92,65 @@ def check_config(
 ) -> list[Change]:
     """Config keys that differ from the checkpoint's and are not free.
 
+    The mixture is compared by what it gave the steps up to the checkpoint: equal shares in other
+    words, and stages that begin later, are announced.
+
     Raises:
         UserError: a guarded one differs and `checkpoint.allow_change` does not name it.
     """
-    return [] if saved is None else _check(saved.config, config, classes, allowed)
+    if saved is None:
+        return []
+    step, position = saved.progress.step, saved.progress.position
+    note = ""
+    if _mixture_before(saved.config, step) == _mixture_before(config, step):
+        classes = {**classes, **dict.fromkeys(MIXTURE, "announced")}
+    else:
+        note = f"; {step} steps are done, so only stages from_step {step} on may be edited"
+    found = changes(saved.config, config, classes)
+    found = [replace(c, note=note) if c.key in MIXTURE else c for c in found]
+    check_changes(found, allowed)
+    if config.get("data.stages") and position != step * config["data.global_batch_size"]:
+        raise UserError(
+            f"data.stages: begin at from_step * data.global_batch_size rows, but this run, whose "
+            f"global batch size was changed, has used {position} rows in {step} steps; set "
+            "data.global_batch_size back, or leave out data.stages"
+        )
+    return found
+
+
+def _mixture_before(config: Mapping[str, Any], step: int) -> list[tuple[int, dict[str, Fraction]]]:
+    """(from step, shares) of the stages that the first `step` steps drew their rows from."""
+    stages = config.get("data.stages")
+    begun = [(0, config.get("data.sources", {}))]
+    if isinstance(stages, list):  # a checkpoint may be older than the key
+        begun += [(s["from_step"], s["sources"]) for s in stages if s["from_step"] < step]
+    return [(start, shares(weights)) for start, weights in begun]
+
+
+def data_content(sources: Mapping[str, Source], tokenizer: Tokenizer) -> dict[str, str]:
+    """Fingerprints of what stands behind the names in the config, for `check_data`."""
+    content = {f"{CONTENT}{name}": source.fingerprint for name, source in sources.items()}
+    return {**content, "data.tokenizer.content": tokenizer.fingerprint()}
 
 
 def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) -> list[Change]:
     """Sources and tokenizer whose content is not what it was behind the same name.
 
+    A source that gave no row before the checkpoint may be new or another: it is announced.
+
     Args:
-        data: fingerprint of each source's content and of the tokenizer.
+        data: of `data_content`.
 
     Raises:
         UserError: there is one that `checkpoint.allow_change` does not name.
     """
     if saved is None:
         return []
-    return _check(saved.state["data"], data, dict.fromkeys(data, "guarded"), allowed)
-
-
-def _check(
-    saved: dict[str, Any], now: dict[str, Any], classes: Mapping[str, str], allowed: list[str]
-) -> list[Change]:
-    found = changes(saved, now, classes)
+    past = _mixture_before(saved.config, saved.progress.step)
+    read = {f"{CONTENT}{name}" for _, of_stage in past for name in of_stage}
+    unread = {key for key in data if key.startswith(CONTENT)} - read
+    classes = {key: "announced" if key in unread else "guarded" for key in data}
+    found = changes(saved.state["data"], data, classes)
     check_changes(found, allowed)
     return found
 

@@ -30,7 +30,6 @@ from lingua.data.heldout import HeldOut, held_out_windows
 from lingua.data.loader import Loader, MicroBatch, micro_steps
 from lingua.data.prepare import prepare_sources
 from lingua.data.shards import Source
-from lingua.data.stream import RowStream
 from lingua.distributed import (
     AXES,
     DistributedArgs,
@@ -70,6 +69,7 @@ from lingua.resume import (
     Saved,
     check_config,
     check_data,
+    data_content,
     find_saved,
     flat_config,
     state_to_save,
@@ -272,8 +272,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         global_batch_size, degree, args.data.batch_size, args.grad_acc_steps
     )
     sources, held_out = open_data(args, tokenizer)
-    data = {f"data.content.{name}": source.fingerprint for name, source in sources.items()}
-    data["data.tokenizer.content"] = tokenizer.fingerprint()
+    data = data_content(sources, tokenizer)
     found += check_data(saved, data, args.checkpoint.allow_change)
 
     # ---- model and optimizer, then what the checkpoint has for them
@@ -291,7 +290,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         logger.info(line)
 
     # ---- rows from where the run is, and a place to report to
-    stream = RowStream(sources, args.data.sources, args.data.seq_len, args.data.n_views, args.seed)
+    stream = args.data.row_stream(sources, args.seed)
     loader = Loader(
         stream,
         global_batch_size,
@@ -331,7 +330,8 @@ def open_data(
     """The sources by name, tokenized first where they are not yet, and their held-out windows."""
 
     def prepare() -> dict[str, Path]:
-        prepared = prepare_sources(args.data, tokenizer, logger.info, progress=True)
+        data = args.data.with_all_sources()
+        prepared = prepare_sources(data, tokenizer, logger.info, progress=True)
         return {name: source.folder for name, source in prepared.items()}
 
     sources = {name: Source.open(folder) for name, folder in on_rank_0(prepare).items()}

@@ -1,13 +1,22 @@
 """What the user says about data."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from lingua.args import Announced, Free, Guarded
-from lingua.data.stream import weight_problems
+from lingua.data.shards import Source
+from lingua.data.stream import RowStream, weight_problems
 from lingua.tokenizer import TokenizerArgs
+
+
+@dataclass
+class Stage:
+    """Other weights from a step on, until the next stage."""
+
+    from_step: int  # completed steps before it: with 1000, step 1001 is the first to use them
+    sources: dict[str, float]
 
 
 @dataclass
@@ -17,6 +26,8 @@ class DataArgs:
     # {name: weight}: a folder, .jsonl or .txt file of root_dir, or stdlib, the modules of the
     # running Python; the weights are shares of rows
     sources: Guarded[dict[str, float]] = field(default_factory=dict)
+    # other weights on the way, each from its step on: [{from_step: 1000, sources: {name: weight}}]
+    stages: Guarded[list[Stage]] = field(default_factory=list)
     seq_len: Guarded[int] = 2048  # tokens of one view of a row
     # a row is seq_len + n_views - 1 tokens: view 0 the input, the others targets, one token on each
     n_views: Guarded[int] = 2
@@ -37,13 +48,43 @@ class DataArgs:
                 yield name, f"must be at least {least}"
         if self.global_batch_size is not None and self.global_batch_size < 1:
             yield "global_batch_size", "must be at least 1, or null"
-        for name in self.sources:
-            if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
-                need = "the name must be that of a file or folder in data.root_dir, without a path"
-                yield f"sources.{name}", need
-        for key, _, need in weight_problems(self.sources):
-            yield key, need
+        yield from _weight_problems(self.sources)
+        before = 0
+        for i, stage in enumerate(self.stages):
+            if stage.from_step < 1:
+                need = "must be at least 1; the weights from the first step on are data.sources"
+                yield f"stages[{i}].from_step", need
+            elif stage.from_step <= before:
+                need = f"must be above that of the stage before it, {before}"
+                yield f"stages[{i}].from_step", need
+            before = max(before, stage.from_step)
+            for key, need in _weight_problems(stage.sources):
+                yield f"stages[{i}].{key}", need
+
+    def used_sources(self) -> list[str]:
+        """Every source that has a weight above 0 at some step, sorted."""
+        weights = [self.sources, *(stage.sources for stage in self.stages)]
+        return sorted({name for w in weights for name, weight in w.items() if weight > 0})
+
+    def with_all_sources(self) -> "DataArgs":
+        """These arguments with the sources of all stages among `sources`."""
+        return replace(self, sources=dict.fromkeys(self.used_sources(), 1.0))
+
+    def row_stream(self, sources: dict[str, Source], seed: int) -> RowStream:
+        """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""
+        rows = self.global_batch_size
+        stages = [(stage.from_step * rows, stage.sources) for stage in self.stages]
+        return RowStream(sources, self.sources, self.seq_len, self.n_views, seed, stages)
 
     def cache_path(self) -> Path:
         """The folder that holds the folders of token shards."""
         return Path(self.root_dir) / ".tokens" if self.cache_dir is None else Path(self.cache_dir)
+
+
+def _weight_problems(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
+    for name in weights:
+        if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
+            need = "the name must be that of a file or folder in data.root_dir, without a path"
+            yield f"sources.{name}", need
+    for key, _, need in weight_problems(weights):
+        yield key, need

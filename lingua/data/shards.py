@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,17 @@ def shard_files(shard: Shard, dtype: str) -> dict[str, int]:
     return sizes
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one train document: first ... end - 1 of its n_tokens."""
+
+    shard: int
+    document: int  # its number in the shard's train split, from 0
+    first: int
+    end: int
+    n_tokens: int
+
+
 class Source:
     """A prepared source. Its train tokens are one virtual array: the shards in order."""
 
@@ -188,13 +200,40 @@ class Source:
         # A plain view: slicing an np.memmap costs ten times as much as slicing an array.
         return np.memmap(path, self.dtype, "r", shape=(int(self._sizes[s]),)).view(np.ndarray)
 
+    def documents(self, shard: int, split: str) -> np.ndarray:
+        """int64 [documents, DOCUMENT_COLUMNS] of a split of a shard, in the order of its tokens."""
+        path = self.folder / f"{self.manifest.shards[shard].name}.{split}.documents"
+        return np.fromfile(path, "<i8").reshape(-1, DOCUMENT_COLUMNS)
+
+    def shard_inputs(self, shard: int) -> list[InputFile]:
+        """The files whose text a shard holds."""
+        begin = sum(before.files for before in self.manifest.shards[:shard])
+        return self.manifest.files[begin : begin + self.manifest.shards[shard].files]
+
+    def pieces(self, start: int, n: int) -> Iterator[Piece]:
+        """The documents that train tokens start ... start + n - 1 are of, in order."""
+        end = start + n
+        for shard in range(int(np.searchsorted(self._ends, start, side="right")), len(self._ends)):
+            shard_start = int(self._ends[shard] - self._sizes[shard])
+            if shard_start >= end:
+                return
+            lengths = self.documents(shard, "train")[:, 0]
+            ends = shard_start + np.cumsum(lengths)
+            for i in range(int(np.searchsorted(ends, start, side="right")), len(ends)):
+                document_start = int(ends[i] - lengths[i])
+                if document_start >= end:
+                    return
+                first, last = max(start, document_start), min(end, int(ends[i]))
+                if first < last:
+                    inside = first - document_start, last - document_start
+                    yield Piece(shard, i, *inside, n_tokens=int(lengths[i]))
+
     def heldout_documents(self) -> np.ndarray:
         """int64 [documents, 4]: shard, first token in the shard's file, tokens, bytes of text; in
         the order of the text's hash, which depends on nothing but the documents themselves."""
         tables = []
-        for s, shard in enumerate(self.manifest.shards):
-            path = self.folder / f"{shard.name}.heldout.documents"
-            table = np.fromfile(path, "<i8").reshape(-1, DOCUMENT_COLUMNS)
+        for s in range(len(self.manifest.shards)):
+            table = self.documents(s, "heldout")
             first = np.cumsum(table[:, 0]) - table[:, 0]
             shard_column = np.full(len(table), s)
             tables.append(np.column_stack([shard_column, first, table]))

@@ -1,14 +1,15 @@
 """The order of training rows, as a pure function of (seed, weights, position).
 
 A position says which source its row comes from and how many rows that source gave before
-(`Mixture`), and a permutation keyed by (seed, source, epoch) says which row of the source that
-is (`permute`). Neither keeps state, so any position costs the same and nothing has to be replayed.
+(`Mixture`, and `Stages` where the weights change on the way), and a permutation keyed by (seed,
+source, epoch) says which row of the source that is (`permute`). None of them keeps state, so any
+position costs the same and nothing has to be replayed.
 """
 
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import ceil, isfinite, lcm
 
@@ -29,8 +30,9 @@ _ONE = np.uint64(1)
 class RowStream:
     """All rows of a run: position -> tokens.
 
-    `sources` are the prepared sources by name, `weights` their shares of rows. A source of
-    weight 0 is not read. `names` is the order that `locate`'s source index refers to.
+    `sources` are the prepared sources by name, `weights` their shares of rows, and `stages` say
+    (from position, weights) where others follow. A source of weight 0 is not read. `names` is the
+    order that `locate`'s source index refers to.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class RowStream:
         seq_len: int,
         n_views: int,
         seed: int,
+        stages: Sequence[tuple[int, dict[str, float]]] = (),
     ):
-        self.mixture = Mixture(weights)
-        self.names = self.mixture.names
+        self.stages = Stages([(0, weights), *stages])
+        self.names = self.stages.names
         self.seq_len, self.n_views, self.seed = seq_len, n_views, seed
         self._sources = [sources[name] for name in self.names]
         self._n_rows = np.array([s.n_rows(seq_len, n_views) for s in self._sources], np.int64)
@@ -50,11 +53,11 @@ class RowStream:
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source index int64 [n], rows that source gave before int64 [n]) of `positions` [n]."""
-        return self.mixture.locate(positions)
+        return self.stages.locate(positions)
 
     def counts(self, position: int) -> dict[str, int]:
         """How many rows each source gave before `position`."""
-        return dict(zip(self.names, self.mixture.counts(position), strict=True))
+        return dict(zip(self.names, self.stages.counts(position), strict=True))
 
     def source_rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source index int64 [n], row of that source int64 [n]): what `rows` will read."""
@@ -76,6 +79,53 @@ class RowStream:
             where = np.flatnonzero(index == s)
             self._sources[s].read(row[where] * self.seq_len, out, where)
         return out
+
+
+class Stages:
+    """Mixtures that follow each other, each from a position on, at O(sources + stages).
+
+    `mixtures` are [(from position, weights)], in order, the first from 0. A mixture begins its
+    blocks where it begins, and each of its sources goes on with the row after its last one: the
+    rows that the stages before took of it are exact numbers, so they are counted, not walked.
+    """
+
+    def __init__(self, mixtures: Sequence[tuple[int, dict[str, float]]]):
+        self.starts = np.array([start for start, _ in mixtures], np.int64)
+        self._mixtures = [Mixture(weights) for _, weights in mixtures]
+        self.names = tuple(sorted({name for m in self._mixtures for name in m.names}))
+        # Of each stage: where its sources stand in `names`, and the rows every source gave before.
+        self._columns = [np.searchsorted(self.names, m.names) for m in self._mixtures]
+        self._before = [np.zeros(len(self.names), np.int64)]
+        for stage, length in enumerate(np.diff(self.starts).tolist()):
+            self._before.append(self._count(stage, length))
+
+    def stage_of(self, positions: np.ndarray) -> np.ndarray:
+        """The number of the stage, from 0, that each of `positions` [n] lies in: int64 [n]."""
+        return np.searchsorted(self.starts, positions, side="right") - 1
+
+    def counts(self, position: int) -> list[int]:
+        """How many rows each source, in the order of `names`, gave before `position`."""
+        stage = int(self.stage_of(position))
+        return self._count(stage, int(position - self.starts[stage])).tolist()
+
+    def _count(self, stage: int, n: int) -> np.ndarray:
+        """The rows each source gave before place `n` of a stage."""
+        counts = self._before[stage].copy()
+        counts[self._columns[stage]] += self._mixtures[stage].counts(n)
+        return counts
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source index int64 [n], rows that source gave before int64 [n]) of `positions` [n]."""
+        positions = np.asarray(positions, np.int64)
+        index, given = np.empty_like(positions), np.empty_like(positions)
+        stage_of = self.stage_of(positions)
+        for stage in np.unique(stage_of).tolist():
+            where = np.flatnonzero(stage_of == stage)
+            inside = positions[where] - self.starts[stage]
+            column, given_inside = self._mixtures[stage].locate(inside)
+            index[where] = self._columns[stage][column]
+            given[where] = self._before[stage][index[where]] + given_inside
+        return index, given
 
 
 class Mixture:
@@ -100,11 +150,10 @@ class Mixture:
         ]
         if problems:
             raise UserError("\n".join(problems))
-        exact = {name: Fraction(weights[name]) for name in sorted(weights) if weights[name] > 0}
-        scale = lcm(*(w.denominator for w in exact.values()))
-        parts = [int(w * scale) for w in exact.values()]
+        exact = shares(weights)
         self.names = tuple(exact)
-        self._total = sum(parts)
+        self._total = lcm(*(share.denominator for share in exact.values()))
+        parts = [int(share * self._total) for share in exact.values()]
         self._prefix = [sum(parts[: s + 1]) for s in range(len(parts))]
         self.block = max(MIN_BLOCK, ceil(Fraction(self._total, min(parts))))
         self._block_start = functools.lru_cache(maxsize=64)(self._quotas)
@@ -156,6 +205,13 @@ class Mixture:
     def _count_at(self, n: int) -> list[int]:
         floors = [0] + [n * part // self._total for part in self._prefix]
         return [floors[s + 1] - floors[s] for s in range(len(self._prefix))]
+
+
+def shares(weights: dict[str, float]) -> dict[str, Fraction]:
+    """The exact share of rows of each source that has one: all that a mixture depends on."""
+    exact = {name: Fraction(weights[name]) for name in sorted(weights) if weights[name] > 0}
+    total = sum(exact.values())
+    return {name: weight / total for name, weight in exact.items()}
 
 
 def weight_problems(weights: dict[str, float]) -> Iterator[tuple[str, object, str]]:

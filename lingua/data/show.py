@@ -1,0 +1,174 @@
+"""What a run reads, without training:
+
+    python -m lingua.data.show config=FILE [key=value ...]                 the mixture
+    python -m lingua.data.show config=FILE step=1000 row=3 [key=value ...] one row as text
+
+FILE is the config of a training run; best the resolved one, <dump_dir>/config.yaml. Keys of it that
+say nothing about data are left out. Sources that are not tokenized yet are.
+"""
+
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from lingua.args import Announced, Free, Guarded, load
+from lingua.data.args import DataArgs
+from lingua.data.files import find_files, read_records
+from lingua.data.prepare import prepare_sources
+from lingua.data.shards import Piece, Source
+from lingua.data.stream import RowStream, shares
+from lingua.launch import run_program
+from lingua.meta_lingua import META_LINGUA
+from lingua.tokenizer import Tokenizer, build_tokenizer
+
+
+@dataclass
+class ShowArgs:
+    step: Free[int | None] = None  # the step, as metrics.jsonl counts them; null: the mixture
+    row: Free[int] = 0  # of the step's global batch, the first is 0
+    seed: Guarded[int] = 42  # of the run
+    steps: Announced[int] = 1000  # of the whole run
+    data: DataArgs = field(default_factory=DataArgs)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        rows = self.data.global_batch_size
+        if rows is None:
+            need = "must be given here: a training run takes it from its number of devices, and "
+            yield "data.global_batch_size", need + "writes it to <dump_dir>/config.yaml"
+        elif not 0 <= self.row < rows:
+            yield "row", f"must be 0 to {rows - 1}, as data.global_batch_size = {rows}"
+        if self.step is None and self.row:
+            yield "row", "must be given together with step"
+        for key in ("step", "steps"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                yield key, "must be at least 1"
+
+
+def main() -> None:
+    args, notices = load(ShowArgs, foreign=META_LINGUA, partial=True)
+    for line in notices:
+        _report(line)
+    tokenizer = build_tokenizer(args.data.tokenizer)
+    sources = prepare_sources(args.data.with_all_sources(), tokenizer, _report, progress=True)
+    stream = args.data.row_stream(sources, args.seed)
+    if args.step is None:
+        lines = describe_mixture(args, stream, sources)
+    else:
+        lines = describe_row(args, stream, sources, tokenizer)
+    for line in lines:
+        print(line)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# ---- one row
+
+
+def describe_row(
+    args: ShowArgs, stream: RowStream, sources: dict[str, Source], tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Where the row comes from, then its text, a header before each document's part of it."""
+    position = np.array([(args.step - 1) * args.data.global_batch_size + args.row])
+    (stage,), (index,), (row,) = stream.stages.stage_of(position), *stream.source_rows(position)
+    name = stream.names[index]
+    source = sources[name]
+    tokens = stream.rows(position)[0]
+    start, n_rows = (
+        int(row) * args.data.seq_len,
+        source.n_rows(args.data.seq_len, args.data.n_views),
+    )
+    epoch, given = divmod(stream.counts(int(position[0]))[name], n_rows)
+    begun = args.data.stages[stage - 1].from_step if stage else 0
+    yield (
+        f"step {args.step}, row {args.row}: position {position[0]:,} of the run, "
+        f"in the stage from step {begun}"
+    )
+    yield (
+        f"{name}: row {row:,} of {n_rows:,}, number {given:,} of epoch {epoch}: tokens {start:,} "
+        f"to {start + len(tokens) - 1:,} of {source.n_tokens:,}"
+    )
+    full = {file.path: file.full for file in find_files(name, Path(args.data.root_dir))}
+    at = 0
+    for piece in source.pieces(start, len(tokens)):
+        n = piece.end - piece.first
+        number = sum(s.train.documents for s in source.manifest.shards[: piece.shard])
+        yield (
+            f"--- tokens {at:,} to {at + n - 1:,} of the row: document {number + piece.document:,} "
+            f"({find_record(source, piece, full)}), its tokens {piece.first:,} to "
+            f"{piece.end - 1:,} of {piece.n_tokens:,}"
+        )
+        yield tokenizer.decode(tokens[at : at + n])
+        at += n
+
+
+def find_record(source: Source, piece: Piece, full: dict[str, str]) -> str:
+    """`file:line` of the document that `piece` is of. `full` gives the paths of the source's files.
+
+    The shard's text is read again up to the record with the document's hash: a few seconds at most,
+    and nothing has to be stored about every document for it.
+    """
+    hashes = source.documents(piece.shard, "train")[:, 2]
+    same_before = int((hashes[: piece.document] == hashes[piece.document]).sum())  # equal texts
+    wanted = int(hashes[piece.document]) % 2**64
+    for file in source.shard_inputs(piece.shard):
+        with open(full[file.path], "rb") as opened:
+            for record in read_records(opened, file.path, source.name, len):
+                if record.wrong or xxhash.xxh3_64_intdigest(record.data) != wanted:
+                    continue
+                if same_before == 0:
+                    return f"{full[file.path]}:{record.line}"
+                same_before -= 1
+    return "no longer in its files"
+
+
+# ---- the mixture
+
+
+def describe_mixture(
+    args: ShowArgs, stream: RowStream, sources: dict[str, Source]
+) -> Iterator[str]:
+    """What each source has and how much of it the run reads, the shares, and warnings."""
+    data, n = args.data, args.steps * args.data.global_batch_size
+    yield (
+        f"{args.steps:,} steps of {data.global_batch_size:,} rows of {data.seq_len:,} tokens: "
+        f"{n:,} rows, {n * data.seq_len:,} tokens"
+    )
+    table = [("source", "documents", "tokens", "rows an epoch", "rows read", "epochs")]
+    warnings = []
+    for name, read in stream.counts(n).items():
+        source = sources[name]
+        n_rows = source.n_rows(data.seq_len, data.n_views)
+        documents, epochs = source.manifest.total("train", "documents"), read / n_rows
+        counts = (documents, source.n_tokens, n_rows, read)
+        table.append((name, *(f"{count:,}" for count in counts), f"{epochs:.3f}"))
+        if read > n_rows:
+            read_after = partial(_read_after, name, stream, data.global_batch_size)
+            whole = bisect_left(range(args.steps), n_rows, key=read_after)
+            warnings.append(
+                f"warning: {name} is seen {epochs:.2f} times: after step {whole:,} each of its "
+                f"{n_rows:,} rows has been read, and they come again in another order"
+            )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for first, *others in table:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells])
+    for from_step, weights in [(0, data.sources), *((s.from_step, s.sources) for s in data.stages)]:
+        parts = (f"{name} {float(share):.4%}" for name, share in shares(weights).items())
+        yield f"shares of the rows from step {from_step}: {', '.join(parts)}"
+    yield from warnings
+
+
+def _read_after(name: str, stream: RowStream, global_batch_size: int, step: int) -> int:
+    return stream.counts(step * global_batch_size)[name]
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,150 @@
+"""Stages across a resume: what is past stays, what is to come may be edited."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from apps.main.train import TrainArgs
+from lingua.args import flatten, resume_classes
+from lingua.checkpoint import Change
+from lingua.data.args import Stage
+from lingua.errors import UserError
+from lingua.resume import Saved, check_config, check_data
+
+CLASSES = resume_classes(TrainArgs)
+EARLY, LATE = Stage(4, {"b": 1.0}), Stage(8, {"a": 1.0, "c": 1.0})
+
+
+def config(
+    sources: dict[str, float], *stages: Stage, global_batch_size: int = 10
+) -> dict[str, Any]:
+    args = TrainArgs()
+    args.data.sources, args.data.stages = sources, list(stages)
+    args.data.global_batch_size = global_batch_size
+    return flatten(args)
+
+
+def saved_at(step: int, config: dict[str, Any], position: int | None = None, **content) -> Saved:
+    progress = {"step": step, "position": step * 10 if position is None else position}
+    data = {f"data.content.{name}": value for name, value in content.items()}
+    return Saved(SimpleNamespace(), config, {"progress": progress, "data": data})
+
+
+def classes_of(found: list[Change]) -> dict[str, str]:
+    return {change.key: change.resume_class for change in found}
+
+
+BEFORE = config({"a": 1.0, "b": 3.0}, EARLY, LATE)
+
+
+@pytest.mark.parametrize(
+    "step, now, key",
+    [
+        (6, config({"a": 1.0, "b": 3.0}, EARLY), "data.stages"),
+        (6, config({"a": 1.0, "b": 3.0}, EARLY, Stage(6, {"d": 1.0})), "data.stages"),
+        (8, config({"a": 1.0, "b": 3.0}, EARLY, Stage(8, {"d": 1.0})), "data.stages"),
+        (3, config({"a": 1.0, "b": 3.0}), "data.stages"),
+        # The same shares in other words.
+        (9, config({"a": 2.0, "b": 6.0, "z": 0.0}, EARLY, LATE), "data.sources"),
+        (9, config({"a": 1.0, "b": 3.0}, Stage(4, {"b": 7.0}), LATE), "data.stages"),
+    ],
+)
+def test_an_edit_of_the_future_is_announced(step, now, key):
+    assert classes_of(check_config(saved_at(step, BEFORE), now, CLASSES, [])) == {key: "announced"}
+
+
+@pytest.mark.parametrize(
+    "step, now, key",
+    [
+        (9, config({"a": 1.0, "b": 3.0}, EARLY), "data.stages"),
+        (5, config({"a": 1.0, "b": 3.0}, LATE), "data.stages"),
+        (5, config({"a": 1.0, "b": 3.0}, Stage(3, {"b": 1.0}), LATE), "data.stages"),
+        (5, config({"a": 1.0, "b": 3.0}, Stage(5, {"b": 1.0}), LATE), "data.stages"),
+        (5, config({"a": 1.0, "b": 3.0}, Stage(2, {"a": 1.0}), EARLY, LATE), "data.stages"),
+        (5, config({"a": 1.0, "b": 3.0}, Stage(4, {"a": 1.0}), LATE), "data.stages"),
+        (1, config({"a": 1.0, "b": 2.0}, EARLY, LATE), "data.sources"),
+    ],
+)
+def test_an_edit_of_the_past_is_refused_unless_allowed(step, now, key):
+    with pytest.raises(UserError) as error:
+        check_config(saved_at(step, BEFORE), now, CLASSES, [])
+    assert key in str(error.value) and f"only stages from_step {step} on" in str(error.value)
+    found = check_config(saved_at(step, BEFORE), now, CLASSES, [key])
+    assert classes_of(found) == {key: "guarded"}
+
+
+def test_a_checkpoint_older_than_stages_has_none():
+    older = {**config({"a": 1.0}), "data.stages": "(absent)"}
+    now = config({"a": 1.0}, LATE)
+    found = check_config(saved_at(8, older), now, CLASSES, [])
+    assert classes_of(found) == {"data.stages": "announced"}
+
+
+def test_stages_and_a_changed_global_batch_size_are_refused():
+    now = config({"a": 1.0}, LATE, global_batch_size=20)
+    with pytest.raises(UserError, match="has used 60 rows in 6 steps"):
+        check_config(
+            saved_at(6, config({"a": 1.0}, LATE)), now, CLASSES, ["data.global_batch_size"]
+        )
+    without = config({"a": 1.0}, global_batch_size=20)
+    check_config(saved_at(6, config({"a": 1.0})), without, CLASSES, ["data.global_batch_size"])
+
+
+def test_only_sources_that_gave_rows_must_have_the_same_content():
+    saved = saved_at(8, BEFORE, a="1", b="2", c="3")
+    data = {f"data.content.{name}": value for name, value in zip("abcd", "1234", strict=True)}
+    assert classes_of(check_data(saved, data, [])) == {"data.content.d": "announced"}
+    data["data.content.c"] = "other"  # of a stage to come
+    assert set(classes_of(check_data(saved, data, []))) == {"data.content.c", "data.content.d"}
+    for name in "ab":
+        with pytest.raises(UserError, match=f"data.content.{name}"):
+            check_data(saved, {**data, f"data.content.{name}": "other"}, [])
+    with pytest.raises(UserError, match=r"data\.content\.c"):
+        check_data(saved_at(9, BEFORE, a="1", b="2", c="3"), data, [])
+
+
+# ---- a run
+
+
+def train(folder: Path, dump_dir: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable, "-m", "apps.main.train", f"dump_dir={folder / dump_dir}", "steps=8",
+        f"data.root_dir={folder}", "data.seq_len=16", "data.global_batch_size=4",
+        "data.batch_size=4", "model.dim=16", "model.n_layers=1", "model.n_heads=2",
+        "model.multiple_of=8", "optim.warmup=0", "distributed.model_dtype=fp32", "device=cpu",
+        "logging.freq=1", "validation.tokens=50", "data.sources={a: 1.0}", *words,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def batch_hashes(folder: Path, dump_dir: str) -> list[str]:
+    lines = (folder / dump_dir / "metrics.jsonl").read_text().splitlines()
+    return [line["batch_hash"] for line in map(json.loads, lines) if "loss" in line]
+
+
+def test_a_resumed_run_reads_the_edited_stages_and_the_rows_of_one_that_had_them_at_once(tmp_path):
+    for name in "ab":
+        text = "".join(f'{{"text": "{name} {i} {name * 40}"}}\n' for i in range(400))
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    stages = "data.stages=[{from_step: 5, sources: {a: 1, b: 3}}]"
+
+    whole = train(tmp_path, "whole", stages)
+    assert whole.returncode == 0, whole.stderr
+    first = train(tmp_path, "cut", "stop_at=3")
+    assert first.returncode == 0, first.stderr
+    rest = train(tmp_path, "cut", stages)
+    assert rest.returncode == 0, rest.stderr
+    assert "data.stages" in rest.stdout + rest.stderr and "announced" in rest.stdout + rest.stderr
+    hashes = batch_hashes(tmp_path, "whole")
+    assert batch_hashes(tmp_path, "cut") == hashes and len(set(hashes)) == 8
+
+    edited = train(tmp_path, "cut", "steps=9", "data.stages=[{from_step: 4, sources: {b: 1}}]")
+    assert edited.returncode == 2 and "Traceback" not in edited.stderr
+    assert "only stages from_step 8 on may be edited" in edited.stderr

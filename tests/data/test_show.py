@@ -1,0 +1,176 @@
+"""`python -m lingua.data.show`: a row's text and where it comes from, and sums of a mixture."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from apps.main.train import TrainArgs
+from lingua.args import load
+from lingua.data.args import DataArgs, Stage
+from lingua.data.prepare import prepare_sources
+from lingua.data.show import ShowArgs, describe_mixture, describe_row
+from lingua.data.units import HELD_OUT_BELOW
+from lingua.errors import UserError
+from lingua.meta_lingua import META_LINGUA
+from lingua.tokenizer import build_tokenizer
+
+HEADER = re.compile(
+    r"--- tokens (\d+) to (\d+) of the row: document (\d+) \((.*)\), "
+    r"its tokens (\d+) to (\d+) of (\d+)"
+)
+
+
+class Corpus:
+    """Two sources, and for every train token of them where it stands, found without the shards."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        (root / "b").mkdir(parents=True)
+        # In the order of their names. Texts repeat, in a file and across files.
+        self.texts = {
+            root / "a.jsonl": [f"{i}: größer {'東京' * (i % 7)}\n" for i in range(400)],
+            root / "b" / "1.jsonl": [f"line {i % 50}\r\n" for i in range(300)],
+            root / "b" / "2.txt": ["One document.\n\nNo lines of JSON. " * 20],
+            root / "b" / "3.jsonl": [f"line {i % 70}\r\n" for i in range(200)],
+        }
+        for path, texts in self.texts.items():
+            if path.suffix == ".txt":
+                path.write_bytes(texts[0].encode())
+                continue
+            lines = [json.dumps({"text": text}) for text in texts]
+            lines.insert(10, "not JSON")  # left out, yet a line of the file
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self.data = DataArgs(
+            root_dir=str(root), sources={"a": 3.0, "b": 1.0}, seq_len=48, n_views=3,
+            global_batch_size=8, stages=[Stage(20, {"b": 1.0})], on_bad_record="skip",
+        )  # fmt: skip
+
+    def documents(self, source: str) -> list[tuple[str, list[int]]]:
+        """(file:line, tokens) of every train document."""
+        found = []
+        for path, texts in self.texts.items():
+            if path.relative_to(self.root).parts[0].removesuffix(".jsonl") != source:
+                continue
+            for i, text in enumerate(texts):
+                if xxhash.xxh3_64_intdigest(text.encode()) >= HELD_OUT_BELOW:
+                    line = i + 1 + (i >= 10)
+                    found.append((f"{path}:{line}", [256, *text.encode(), 257]))
+        return found
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def opened(corpus):
+    tokenizer = build_tokenizer(corpus.data.tokenizer)
+    sources = prepare_sources(corpus.data, tokenizer, lambda line: None)
+    return tokenizer, sources, corpus.data.row_stream(sources, seed=5)
+
+
+def test_a_row_is_shown_with_the_text_files_lines_and_documents_it_is_made_of(corpus, opened):
+    tokenizer, sources, stream = opened
+    documents = {name: corpus.documents(name) for name in "ab"}
+    of_token = {
+        name: [(i, j) for i, (_, tokens) in enumerate(documents[name]) for j in range(len(tokens))]
+        for name in "ab"
+    }
+    seen = set()
+    for step, row in ((1, 0), (2, 7), (20, 3), (21, 0), (21, 1), (30, 5), (10**9, 2)):
+        args = ShowArgs(step=step, row=row, seed=5, data=corpus.data)
+        first, second, *rest = describe_row(args, stream, sources, tokenizer)
+        position = (step - 1) * 8 + row
+        assert f"step {step}, row {row}: position {position:,} of the run" in first
+        assert f"the stage from step {20 if step > 20 else 0}" in first
+        name = second[0]
+        seen.add(name)
+        start = int(re.search(r"tokens ([\d,]+) to", second)[1].replace(",", ""))
+        assert start % 48 == 0 and f"tokens {start:,} to {start + 49:,} of" in second
+
+        where = of_token[name][start : start + 50]
+        text = []
+        for i, (header, shown) in enumerate(zip(rest[::2], rest[1::2], strict=True)):
+            begin, end, number, record, inside, inside_end, length = HEADER.fullmatch(
+                header
+            ).groups()
+            pieces = where[int(begin) : int(end) + 1]
+            assert pieces[0] == (int(number), int(inside))
+            assert pieces[-1] == (int(number), int(inside_end))
+            expected_record, tokens = documents[name][int(number)]
+            assert record == expected_record and int(length) == len(tokens)
+            part = bytes(tokens[j] for _, j in pieces if tokens[j] < 256)
+            assert shown == part.decode("utf-8", errors="replace")
+            text.append(shown)
+            assert i or begin == "0"
+        assert int(end) == 49
+        (row_tokens,) = stream.rows([position])
+        assert [documents[name][i][1][j] for i, j in where] == row_tokens.tolist()
+    assert seen == {"a", "b"}
+
+
+def test_the_summary_is_what_counting_by_hand_gives(corpus, opened):
+    _, sources, stream = opened
+    args = ShowArgs(seed=5, steps=300, data=corpus.data)
+    first, _, a, b, *rest = describe_mixture(args, stream, sources)
+    assert first == "300 steps of 8 rows of 48 tokens: 2,400 rows, 115,200 tokens"
+    read = {"a": 120, "b": 40 + 280 * 8}  # 160 rows at 3 to 1, then b alone
+    for name, line in (("a", a), ("b", b)):
+        documents = corpus.documents(name)
+        tokens = sum(len(tokens) for _, tokens in documents)
+        n_rows = (tokens - 2) // 48
+        numbers = [len(documents), tokens, n_rows, read[name]]
+        expected = [name, *(f"{n:,}" for n in numbers), f"{read[name] / n_rows:.3f}"]
+        assert line.split() == expected
+        if read[name] > n_rows:
+            warning = next(line for line in rest if line.startswith(f"warning: {name} "))
+            step = int(re.search(r"after step ([\d,]+)", warning)[1].replace(",", ""))
+            assert stream.counts(step * 8)[name] >= n_rows > stream.counts(step * 8 - 8)[name]
+        else:
+            assert not any(line.startswith(f"warning: {name} ") for line in rest)
+    assert sum("warning" in line for line in rest) == 1
+    assert "shares of the rows from step 0: a 75.0000%, b 25.0000%" in rest
+    assert "shares of the rows from step 20: b 100.0000%" in rest
+
+
+def test_it_runs_on_a_training_config_and_prepares_what_is_missing(corpus, tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        f"model: {{dim: 8}}\noptim: {{lr: 1}}\nmyapp: {{x: 1}}\nsteps: 40\nseed: 5\n"
+        f"data:\n  root_dir: {corpus.root}\n  cache_dir: {tmp_path / 'cache'}\n"
+        "  sources: {a: 3, b: 1}\n  stages: [{from_step: 20, sources: {b: 1}}]\n"
+        "  seq_len: 48\n  n_views: 3\n  on_bad_record: skip\n  prefetch_size: 4\n"
+    )
+    command = [sys.executable, "-m", "lingua.data.show", f"config={tmp_path / 'c.yaml'}"]
+    options = {"capture_output": True, "encoding": "utf-8", "timeout": 120}
+    done = subprocess.run([*command, "data.global_batch_size=8", "step=2", "row=7"], **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step 2, row 7: position 15 of the run")
+    assert "tokenizing" in done.stderr and "data.prefetch_size has no effect" in done.stderr
+    with pytest.raises(UserError) as error:  # a device count would be needed
+        load(ShowArgs, command[3:], META_LINGUA, partial=True)
+    assert "data.global_batch_size" in str(error.value) and "config.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["step=0"], "step = 0: must be at least 1"),
+        (["step=1", "row=8"], "row = 8: must be 0 to 7, as data.global_batch_size = 8"),
+        (["optim.lr=1"], "optim.lr: unknown key (command line)"),
+        (["row=3"], "row = 3: must be given together with step"),
+    ],
+)
+def test_a_row_that_does_not_exist_says_which_do(words, message):
+    with pytest.raises(UserError) as error:
+        load(ShowArgs, ["data.sources={a: 1}", "data.global_batch_size=8", *words], partial=True)
+    assert message in str(error.value)
+
+
+def test_what_a_config_leaves_out_is_what_training_takes():
+    assert (ShowArgs.seed, ShowArgs.steps) == (TrainArgs.seed, TrainArgs.steps)
