@@ -218,8 +218,11 @@ class _Tiktoken:
         self.n_ranks = len(ranks)
         self.vocab_size = self.n_ranks + N_SPECIAL
         self.bos_id, self.eos_id = self.n_ranks, self.n_ranks + 1
+        # With no special token at all the library looks for one at every character. This one is
+        # never allowed in a text, where its name is text.
+        special = {"<|begin_of_text|>": self.bos_id}
         self.encoding = library.Encoding(
-            "lingua", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={}
+            "lingua", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special
         )
 
     @cached_property

@@ -25,7 +25,8 @@ from lingua.data.units import Job, Unit, UnitRecord, record_path
 from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer
 
-BATCH_BYTES = 2**20  # text tokenized at once
+BATCH_BYTES = 2**18  # text tokenized at once
+SAMPLE_BYTES = 2**17  # text tokenized to see how much space shards take
 HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
 
 
@@ -69,10 +70,10 @@ def bytes_per_byte(unit: Unit, job: Job, tokenizer: Tokenizer) -> float:
                 ids = tokenizer.encode(record.text[:PIECE])
                 n_written += len(ids) * np.dtype(job.dtype).itemsize
                 n_text += record.n_bytes
-                if n_text >= BATCH_BYTES:
+                if n_text >= SAMPLE_BYTES:
                     break
         n_read += sum(sizes)
-        if n_text >= BATCH_BYTES:
+        if n_text >= SAMPLE_BYTES:
             break
     return n_written / max(1, n_read)
 

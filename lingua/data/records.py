@@ -25,7 +25,7 @@ import xxhash
 from lingua.data.files import TextFile
 from lingua.data.long_text import LongText, elided_json, gathered, split_lines
 
-BLOCK = 2**20  # bytes read at once
+BLOCK = 2**18  # bytes read at once
 ROWS = 1024  # most parquet rows read at once
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BOM = b"\xef\xbb\xbf"
