@@ -213,7 +213,8 @@ LONGEST_SPACE = re.compile(r"\s{100000}")
 class _Tiktoken:
     def __init__(self, args: TokenizerArgs) -> None:
         library = _library("tiktoken", args)
-        self.content = _read(args) + SPLIT.encode()
+        pattern = _pattern(args)
+        self.content = _read(args) + pattern.encode()
         ranks = _read_ranks(args)
         self.n_ranks = len(ranks)
         self.vocab_size = self.n_ranks + N_SPECIAL
@@ -221,9 +222,12 @@ class _Tiktoken:
         # With no special token at all the library looks for one at every character. This one is
         # never allowed in a text, where its name is text.
         special = {"<|begin_of_text|>": self.bos_id}
-        self.encoding = library.Encoding(
-            "lingua", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special
-        )
+        try:
+            self.encoding = library.Encoding(
+                "lingua", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+            )
+        except ValueError as e:
+            raise UserError(_about_path(args, f"the pattern beside it is wrong: {e}")) from None
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -246,6 +250,13 @@ class _Tiktoken:
     def byte_offsets(self, text: str) -> np.ndarray:
         lengths = self.lengths[self._encode(text)]
         return np.cumsum(lengths) - lengths
+
+
+def _pattern(args: TokenizerArgs) -> str:
+    """How text is cut before merging: Llama 3's way, unless a file .pattern beside the ranks, named
+    as they are, gives another regular expression."""
+    path = _file(args).with_suffix(".pattern")
+    return path.read_text(encoding="utf-8") if path.is_file() else SPLIT
 
 
 def _read_ranks(args: TokenizerArgs) -> dict[bytes, int]:

@@ -19,10 +19,12 @@ def continue_tokens(
     device: torch.device,
     seed: int,
     temperature: float = 0.8,
+    tp: int = 1,
 ) -> list[int]:
     """Up to `n_tokens` tokens that the model samples after `prompt`. Called by every rank.
 
-    It runs the whole sequence again for each token, at most the last `context` tokens of it.
+    It runs the whole sequence again for each token, at most the last `context` tokens of it, padded
+    to a length that `tp` divides, as it must divide `context`: tp ranks share out the positions.
     Rank 0 samples, so that all ranks continue the same text.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -32,7 +34,7 @@ def continue_tokens(
     for _ in range(n_tokens):
         window = tokens[-context:]
         # What follows the last token cannot reach it: attention is causal.
-        length = min(-(-len(window) // LENGTHS) * LENGTHS, context)
+        length = min(-(-len(window) // (LENGTHS * tp)) * LENGTHS * tp, context)
         padded = torch.zeros(1, length, dtype=torch.int64)
         padded[0, : len(window)] = torch.tensor(window)
         logits = model(padded.to(device))

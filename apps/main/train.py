@@ -125,7 +125,7 @@ def build(args: TrainArgs) -> Built:
     """The model of this app."""
     return Built(
         build_transformer(args.model),
-        parallel_plan(args.model),
+        parallel_plan(args.model, args.data.seq_len),
         flops_per_token(args.model, args.model.vocab_size, args.data.seq_len),
     )
 
@@ -427,8 +427,9 @@ def write_samples(args: TrainArgs, run: Run) -> Path:
     for name, windows in run.held_out.items():
         prompt = windows.tokens[0, :PROMPT_TOKENS].tolist()
         tokens = continue_tokens(
-            run.model, prompt, SAMPLE_TOKENS, args.data.seq_len, run.device, args.seed
-        )
+            run.model, prompt, SAMPLE_TOKENS, args.data.seq_len, run.device, args.seed,
+            tp=run.mesh["tp"].size(),
+        )  # fmt: skip
         text = [run.tokenizer.decode(part) for part in (prompt, tokens)]
         line = {"step": run.progress.step, "source": name, "prompt": text[0], "text": text[1]}
         if dist.get_rank() == 0:
@@ -465,12 +466,13 @@ def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None
     run.report.close()
 
 
-def main() -> None:
-    args, notices = load(TrainArgs, foreign=META_LINGUA)
+def main(config: type[TrainArgs] = TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
+    """The program of this app, or of a fork with its own config and model."""
+    args, notices = load(config, foreign=META_LINGUA)
     if detect_launch().rank == 0:
         for line in notices:
             print(line)
-    train(args)
+    train(args, build)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Transformer(nn.Module):
             trunc_normal_(self.output.weight, std)
 
 
-def parallel_plan(args: ModelArgs) -> ParallelPlan:
+def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
     """Blocks are FSDP units; tensor parallelism splits heads, hidden features and vocabulary.
 
     Between the split products the residual stream is split over positions (sequence parallelism,
@@ -106,7 +106,11 @@ def parallel_plan(args: ModelArgs) -> ParallelPlan:
                 input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
             ),
         },
-        tp_divides={"model.n_heads": n_heads, "model.n_kv_heads": n_kv_heads},
+        tp_divides={
+            "model.n_heads": n_heads,
+            "model.n_kv_heads": n_kv_heads,
+            "data.seq_len": seq_len,  # positions that do not divide would end in gloo's abort
+        },
     )
 
 

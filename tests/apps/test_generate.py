@@ -1,5 +1,7 @@
 """Sampled continuations: what the model itself ranks first, the same text on every topology."""
 
+from dataclasses import replace
+
 import torch
 
 from apps.main.generate import continue_tokens
@@ -17,9 +19,9 @@ def generate(sizes: tuple[int, int, int], temperature: float, seed: int) -> list
     replicate, shard, tp = sizes
     args = DistributedArgs(dp_replicate=replicate, dp_shard=shard, tp_size=tp, model_dtype="fp32")
     mesh = start(CPU, detect_launch(), args)
-    model = parallelize_model(build_transformer(ARGS), mesh, parallel_plan(ARGS), args)
+    model = parallelize_model(build_transformer(ARGS), mesh, parallel_plan(ARGS, CONTEXT), args)
     init_parameters(model, 3, CPU)
-    return continue_tokens(model, PROMPT, 24, CONTEXT, CPU, seed, temperature)
+    return continue_tokens(model, PROMPT, 24, CONTEXT, CPU, seed, temperature, tp)
 
 
 def most_likely() -> list[int]:
@@ -45,3 +47,20 @@ def test_a_sample_depends_on_the_seed_and_not_on_the_topology(ranks: Ranks) -> N
     [alone] = ranks.run(1, generate, (1, 1, 1), 1.0, 0)
     assert ranks.run(4, generate, (1, 2, 2), 1.0, 0) == [alone] * 4
     assert ranks.run(1, generate, (1, 1, 1), 1.0, 1) != [alone]
+
+
+def test_the_positions_of_a_padded_sequence_divide_over_any_number_of_tp_ranks(
+    ranks: Ranks,
+) -> None:
+    """64 and 128, which sequences are padded to on one process, do not divide by 3."""
+    [alone] = ranks.run(1, generate_over_three, 1)
+    assert ranks.run(3, generate_over_three, 3) == [alone] * 3
+
+
+def generate_over_three(tp: int) -> list[int]:
+    wide = replace(ARGS, dim=36, n_heads=3, n_kv_heads=3)
+    args = DistributedArgs(tp_size=tp, model_dtype="fp32")
+    mesh = start(CPU, detect_launch(), args)
+    model = parallelize_model(build_transformer(wide), mesh, parallel_plan(wide, 300), args)
+    init_parameters(model, 3, CPU)
+    return continue_tokens(model, [*PROMPT] * 12, 10, 300, CPU, 0, 1.0, tp)

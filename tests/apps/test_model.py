@@ -291,7 +291,7 @@ def parallelised_bf16() -> float:
     settings = DistributedArgs(model_dtype="bf16")
     mesh = start(CPU, Launch(), settings)
     args = model_args()
-    model = parallelize_model(build_transformer(args), mesh, parallel_plan(args), settings)
+    model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, SEQ), settings)
     init_parameters(model, 1, CPU)
     return loss_of(model).item()
 

@@ -1,0 +1,81 @@
+"""Multi-token prediction (Gloeckle et al., 2024, arXiv 2404.19737): at every position one head for
+each of the next tokens, over a shared trunk, with a shared norm and output matrix.
+
+The head of the next token is the last blocks of the plain transformer, so without `extra_heads`
+this is that transformer, with the same parameter names; the others only shape the trunk.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from apps.main.transformer import ModelArgs as PlainArgs
+from apps.main.transformer import Transformer
+from apps.main.transformer import parallel_plan as plain_plan
+from lingua.args import Guarded
+from lingua.distributed import ParallelPlan
+from lingua.transformer import TransformerBlock, make_context, sum_token_losses
+
+
+@dataclass
+class ModelArgs(PlainArgs):
+    # how many of the n_layers blocks each predicted token has for itself; the others are the trunk
+    head_layers: Guarded[int] = 1
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if not 1 <= self.head_layers <= self.n_layers:
+            yield "head_layers", f"must be between 1 and model.n_layers = {self.n_layers}"
+
+
+class MultiToken(Transformer):
+    """Tokens in, summed losses of the next `n_heads` tokens out."""
+
+    def __init__(self, args: ModelArgs, n_heads: int) -> None:
+        super().__init__(args)
+        depths = range(args.n_layers - args.head_layers, args.n_layers)
+        self.extra_heads = nn.ModuleList(
+            nn.ModuleList(TransformerBlock(args, depth) for depth in depths)
+            for _ in range(n_heads - 1)
+        )
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | tuple:
+        """Loss sums float32 [V] and counts int64 [V] for targets [V, B, S], of which view v is the
+        token v + 1 positions ahead; the next token's logits without targets."""
+        ctx = make_context(self.args, tokens.shape[1], tokens.device)
+        h = self.tok_embeddings(tokens)
+        trunk = len(self.layers) - self.args.head_layers
+        for layer in self.layers[:trunk]:
+            h = layer(h, ctx)
+        heads = [self.layers[trunk:], *(self.extra_heads if targets is not None else ())]
+        ahead = []
+        for head in heads:
+            x = h
+            for layer in head:
+                x = layer(x, ctx)
+            ahead.append(x)
+        logits = self.output(self.norm(torch.cat(ahead)))  # V*B S vocabulary
+        if targets is None:
+            return logits
+        views = logits.unflatten(0, (len(heads), -1))
+        sums, counts = zip(*map(sum_token_losses, views, targets), strict=True)
+        return torch.stack(sums), torch.stack(counts)
+
+
+def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
+    """A block of a head is laid out as a block of the trunk."""
+    plan = plain_plan(args, seq_len)
+    heads = {
+        name.replace("layers.*", "extra_heads.*.*"): style
+        for name, style in plan.tp.items()
+        if name.startswith("layers.*")
+    }
+    return replace(plan, blocks=(*plan.blocks, "extra_heads.*.*"), tp=plan.tp | heads)
+
+
+def build_multi_token(args: ModelArgs, n_heads: int) -> MultiToken:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return MultiToken(args, n_heads)

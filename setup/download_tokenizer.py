@@ -1,0 +1,87 @@
+"""Download a tokenizer, and check that it loads.
+
+    python setup/download_tokenizer.py llama3 [--dir tokenizers]
+    python setup/download_tokenizer.py o200k_base [--dir tokenizers]
+
+Llama and Gemma are gated: ask for access on the hub, then set HF_TOKEN to a token of that account.
+"""
+
+import argparse
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+
+from hub import fetch, retry, run_script
+
+from lingua.errors import UserError, nearest
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+
+# name -> (repository, file, data.tokenizer.name)
+OF_THE_HUB = {
+    "llama2": ("meta-llama/Llama-2-7b", "tokenizer.model", "sp"),
+    "llama3": ("meta-llama/Meta-Llama-3-8B", "original/tokenizer.model", "tiktoken"),
+    "gemma": ("google/gemma-2-9b", "tokenizer.model", "sp"),
+}
+SAMPLE = "It's 10 o'clock in Köln, 東京 is asleep 😀\n\tdef f(x): return x\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", help=f"{', '.join(OF_THE_HUB)}, or an encoding of tiktoken")
+    parser.add_argument("--dir", type=Path, default=Path("tokenizers"), help="folder to put it in")
+    args = parser.parse_args()
+
+    if args.name in OF_THE_HUB:
+        repo, file, kind = OF_THE_HUB[args.name]
+        fetch(repo, [file], args.dir / args.name, "model")
+        path = args.dir / args.name / file
+    else:
+        kind, path = "tiktoken", fetch_encoding(args.name, args.dir)
+    tokenizer = build_tokenizer(TokenizerArgs(kind, str(path)))
+    if tokenizer.decode(tokenizer.encode(SAMPLE)) != SAMPLE:
+        raise UserError(f"{path}: loses text: {tokenizer.decode(tokenizer.encode(SAMPLE))!r}")
+    print(f"{path} loads: {tokenizer.vocab_size:,} tokens")
+    print(f"use it with data.tokenizer.name={kind} data.tokenizer.path={path}")
+
+
+def fetch_encoding(name: str, folder: Path) -> Path:
+    """Write the ranks and the pattern of one of tiktoken's encodings; returns the ranks' file."""
+    try:
+        import tiktoken
+    except ImportError:
+        raise UserError(
+            f"{name}: needs the Python package tiktoken, which is not installed "
+            "(pip install tiktoken)"
+        ) from None
+    allowed = [*OF_THE_HUB, *tiktoken.list_encoding_names()]
+    if name not in allowed:
+        raise UserError(f'"{name}": must be one of {", ".join(allowed)}{nearest(name, allowed)}')
+    # ValueError: what arrived is not what the library expects by its hash.
+    errors = (OSError, ValueError)
+    encoding = retry(name, lambda: tiktoken.get_encoding(name), _explain_tiktoken, errors)
+    # These two attributes are how tiktoken's README has an encoding extended.
+    ranks, pattern = encoding._mergeable_ranks, encoding._pat_str
+    path = folder / f"{name}.tiktoken"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(_lines(ranks)), encoding="ascii")
+        path.with_suffix(".pattern").write_text(pattern, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    return path
+
+
+def _lines(ranks: dict[bytes, int]) -> Iterator[str]:
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        yield f"{base64.b64encode(token).decode()} {rank}\n"
+
+
+def _explain_tiktoken(error: Exception) -> str:
+    response = getattr(error, "response", None)  # of the requests library
+    if response is not None and 400 <= response.status_code < 500:
+        return f"the encoding cannot be downloaded: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,184 @@
+"""Files of the Hugging Face hub, for the two download scripts beside this file.
+
+A download is retried as long as waiting may help, and one that was stopped goes on with the files
+that are not there yet. The only token used is the environment's HF_TOKEN.
+"""
+
+import errno
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts run without install
+
+from lingua.errors import UserError
+
+T = TypeVar("T")
+
+PAUSES_S = (1, 2, 4, 8, 16, 32, 64)  # before each new attempt
+RETRIED_STATUS = {408, 425, 429}  # of the client errors; of the server's all are
+WORKERS = 8  # files downloaded at the same time
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """The outermost frame: a UserError is one message and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, int]:
+    """Download the files of `repo` that match a pattern into `folder`, at their paths in it.
+
+    `kind` is "model" or "dataset". Returns the size in bytes of each by its path, all of them
+    checked against what the hub lists. Raises UserError.
+    """
+    hub = _library()
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import filter_repo_objects
+
+    token = os.environ.get("HF_TOKEN") or False  # False: nor one that a login has stored
+    api = hub.HfApi(token=token)
+
+    def listed() -> tuple[str, dict[str, int]]:
+        revision = api.repo_info(repo, repo_type=kind).sha
+        tree = api.list_repo_tree(repo, repo_type=kind, revision=revision, recursive=True)
+        return revision, {f.path: f.size for f in tree if isinstance(f, hub.RepoFile)}
+
+    def explain(error: Exception) -> str:
+        return _explain(error, repo, kind, folder)
+
+    revision, sizes = retry(repo, listed, explain, (OSError, HTTPError))
+    wanted = {path: sizes[path] for path in filter_repo_objects(sizes, allow_patterns=patterns)}
+    if not wanted:
+        some = ", ".join(sorted(sizes)[:5])
+        raise UserError(
+            f"no file of {repo} matches {' or '.join(patterns)}: it has {len(sizes):,} files, "
+            f"as {some}"
+        )
+    _check_space(wanted, folder)
+
+    def downloaded() -> None:
+        hub.snapshot_download(
+            repo,
+            repo_type=kind,
+            revision=revision,
+            local_dir=folder,
+            allow_patterns=patterns,
+            token=token,
+            max_workers=WORKERS,
+        )
+        # Where it cannot reach the hub, the library is content with what the folder has.
+        if missing := _missing(wanted, folder):
+            raise OSError(f"{len(missing):,} of {len(wanted):,} files are not there yet")
+
+    print(f"{repo}: {len(wanted):,} files, {sum(wanted.values()) / 1e9:,.2f} GB, into {folder}")
+    retry(repo, downloaded, explain, (OSError, HTTPError))
+    for part in (folder / ".cache").rglob("*.incomplete"):  # of processes that were killed
+        part.unlink(missing_ok=True)
+    return wanted
+
+
+def retry(
+    what: str,
+    action: Callable[[], T],
+    explain: Callable[[Exception], str],
+    errors: tuple[type[Exception], ...],
+) -> T:
+    """The result of `action`, tried again after each of PAUSES_S where `errors` come up.
+
+    `explain` says what is missing where another attempt cannot help, which ends it at once.
+    """
+    for pause in (*PAUSES_S, None):
+        try:
+            return action()
+        except errors as error:
+            if need := explain(error):
+                raise UserError(need) from None
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            if pause is None:
+                raise UserError(
+                    f"{what}: gave up after {len(PAUSES_S) + 1} attempts: {reason}. Is there a "
+                    "connection to the network? The same command goes on from here"
+                ) from None
+        print(f"{what}: {reason}; trying again in {pause} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _library() -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(
+            "downloads need the Python package huggingface_hub, which is not installed "
+            "(pip install huggingface_hub)"
+        ) from None
+    return huggingface_hub
+
+
+def _explain(error: Exception, repo: str, kind: str, folder: Path) -> str:
+    """What is missing, or nothing where another attempt may help."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repo}"
+    token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{repo} is gated: ask for access at {page}, then set the environment variable "
+            f"HF_TOKEN to a token of that account ({token})"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"{repo}: there is no such {kind}, or it is private and needs the environment variable "
+            f"HF_TOKEN ({token}); see {page}"
+        )
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return f"{repo}: a file is gone: {error}"
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return f"{repo}: access is refused ({status}; {token}); see {page}"
+        if 400 <= status < 500 and status not in RETRIED_STATUS:
+            return f"{repo}: the hub answered {status}: {error.server_message or error}"
+        return ""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{folder}: the disk is full; the same command goes on once there is space"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error.filename or folder}: cannot be written: {error.strerror}"
+    return ""
+
+
+def _missing(wanted: dict[str, int], folder: Path) -> dict[str, int]:
+    """Those files that are not in `folder` in full."""
+
+    def size(path: str) -> int:
+        return (folder / path).stat().st_size if (folder / path).is_file() else -1
+
+    return {path: expected for path, expected in wanted.items() if size(path) != expected}
+
+
+def _check_space(wanted: dict[str, int], folder: Path) -> None:
+    needed = sum(_missing(wanted, folder).values())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            f"{folder}: needs {needed / 1e9:,.2f} GB more, but only {free / 1e9:,.2f} GB are free"
+        )

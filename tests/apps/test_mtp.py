@@ -1,0 +1,269 @@
+"""apps/mtp: each head against a plain model of its own, training on meshes against one process."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import apps.mtp.train as program
+from apps.main.train import Built, set_up, train
+from apps.main.transformer import ModelArgs as PlainArgs
+from apps.main.transformer import build_transformer
+from apps.mtp.model import ModelArgs, MultiToken, build_multi_token
+from apps.mtp.train import TrainArgs, build
+from lingua.args import load
+from lingua.data import IGNORE
+from lingua.init import canonical_name, init_parameters
+from tests.apps.runs import TINY, write_text
+
+CPU = torch.device("cpu")
+SMALL = ModelArgs(dim=24, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=50, multiple_of=8)
+ROWS, SEQ, HEADS = 2, 11, 3
+
+
+def multi_token(args: ModelArgs, n_heads: int = HEADS) -> MultiToken:
+    model = build_multi_token(args, n_heads)
+    init_parameters(model, 1, CPU)
+    return model
+
+
+def tokens_and_targets(n_heads: int = HEADS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as the loader cuts them: view v + 1 is the input moved on by v + 1 tokens."""
+    row = torch.randint(0, 50, (ROWS, SEQ + n_heads), generator=torch.Generator().manual_seed(3))
+    targets = torch.stack([row[:, v + 1 : v + 1 + SEQ] for v in range(n_heads)])
+    targets[0, 0, 2] = targets[-1, 1, -1] = IGNORE
+    return row[:, :SEQ], targets
+
+
+def plain_model_of(model: MultiToken, head: int):
+    """apps.main's model that has the trunk and the blocks of one head as its layers, and the name
+    that each of its parameters has in `model`."""
+    args = model.args
+    trunk = args.n_layers - args.head_layers
+    fields = {k: v for k, v in asdict(args).items() if k != "head_layers"}
+    plain = build_transformer(PlainArgs(**fields)).to_empty(device="cpu")
+    if args.weight_tying:
+        plain.output.weight = plain.tok_embeddings.weight
+    names = {}
+    for name, _ in plain.named_parameters():
+        names[name] = name
+        if head and name.startswith("layers.") and int(name.split(".")[1]) >= trunk:
+            _, depth, rest = name.split(".", 2)
+            names[name] = f"extra_heads.{head - 1}.{int(depth) - trunk}.{rest}"
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            p.copy_(own[names[name]])
+    return plain, names
+
+
+# --------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        SMALL,
+        replace(SMALL, head_layers=2),
+        replace(SMALL, head_layers=3),  # no trunk: the heads share the embedding alone
+        replace(SMALL, weight_tying=True, sliding_window=4),
+    ],
+)
+def test_each_head_is_a_plain_model_trained_on_its_own_tokens(args):
+    model = multi_token(args)
+    tokens, targets = tokens_and_targets()
+    sums, counts = model(tokens, targets)
+    sums.sum().backward()
+    assert counts.tolist() == [21, 22, 21]
+    grads = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for head in range(HEADS):
+        plain, names = plain_model_of(model, head)
+        expected, count = plain(tokens, targets[head : head + 1])
+        assert count.item() == counts[head].item()
+        torch.testing.assert_close(sums[head], expected[0], rtol=1e-6, atol=0)
+        expected.sum().backward()
+        for name, p in plain.named_parameters():
+            grads[names[name]] += p.grad
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert len({round(s.item(), 3) for s in sums}) == HEADS  # the heads are told apart
+
+
+def test_the_next_token_needs_no_further_head():
+    model = multi_token(SMALL)
+    tokens, _ = tokens_and_targets()
+    plain, _ = plain_model_of(model, 0)
+    assert torch.equal(model(tokens), plain(tokens))
+    del model.extra_heads[:]
+    assert {n for n, _ in model.named_parameters()} == {n for n, _ in plain.named_parameters()}
+
+
+def test_with_one_target_it_is_the_plain_model_bit_for_bit():
+    model = multi_token(SMALL, n_heads=1)
+    plain, _ = plain_model_of(model, 0)
+    init_parameters(plain, 1, CPU)
+    tokens, targets = tokens_and_targets(1)
+    assert torch.equal(model(tokens, targets)[0], plain(tokens, targets)[0])
+
+
+@pytest.mark.parametrize("head_layers", [0, 4])
+def test_a_head_has_at_least_one_layer_and_at_most_all(head_layers):
+    problems = list(replace(SMALL, head_layers=head_layers).problems())
+    assert problems == [("head_layers", "must be between 1 and model.n_layers = 3")]
+
+
+def test_flops_are_what_torch_counts():
+    args = TrainArgs(model=replace(SMALL, head_layers=2))
+    args.data.n_views, args.data.seq_len = HEADS + 1, SEQ
+    built = build(args)
+    model = built.module.to_empty(device="cpu")
+    tokens, targets = tokens_and_targets()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, targets)[0].sum().backward()
+    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("aten.bmm")
+    (products,) = counts.values()
+    needed = products + attention * (SEQ + 1) / (2 * SEQ)  # of the keys it sees a query needs half
+    assert built.flops_per_token == pytest.approx(needed / (ROWS * SEQ), rel=1e-12)
+
+
+def test_the_fork_is_a_model_a_config_and_at_most_sixty_lines():
+    lines = Path(program.__file__).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    args, _ = load(TrainArgs, ["config=apps/mtp/configs/debug.yaml"])
+    assert (args.data.n_views, args.model.head_layers) == (4, 1)
+
+
+# --------------------------------------------------------------------------------------- training
+
+# The last has heads of two blocks on a trunk of one.
+MODEL = {"data.n_views": 4, "model.n_layers": 3, "model.head_layers": 2}
+SINGLE = (1, 1, 1)
+MESHES = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2)]
+
+
+def arguments(overrides: dict[str, Any]) -> TrainArgs:
+    given = TINY | MODEL | overrides
+    return load(TrainArgs, [f"{key}={value}" for key, value in given.items()])[0]
+
+
+def on_mesh(mesh: tuple[int, int, int], rows: int = 7) -> dict[str, Any]:
+    keys = ("dp_replicate", "dp_shard", "tp_size")
+    sizes = {f"distributed.{key}": size for key, size in zip(keys, mesh, strict=True)}
+    return sizes | {"data.batch_size": rows}
+
+
+def train_here(overrides: dict[str, Any]) -> None:
+    train(arguments(overrides), build)
+
+
+def build_shifted(args: TrainArgs) -> Built:
+    """The control: the second head learns the token after the one it should."""
+    built = build(args)
+    forward = built.module.forward
+
+    def shifted(tokens, targets=None):
+        if targets is not None:
+            targets = targets[torch.tensor([0, 2, 2])]
+        return forward(tokens, targets)
+
+    built.module.forward = shifted
+    return built
+
+
+def train_shifted_here(overrides: dict[str, Any]) -> None:
+    train(arguments(overrides), build_shifted)
+
+
+def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], list]:
+    """Whether tensor parallelism splits each parameter, and the logits without targets."""
+    run = set_up(arguments(overrides), build)
+    run.loader.close()
+    run.report.close()
+    split = {
+        canonical_name(name): any(isinstance(place, Shard) for place in p.placements[1:])
+        for name, p in run.model.named_parameters()
+    }
+    logits = run.model(torch.arange(32).view(2, 16)).detach()
+    return split, (logits.full_tensor() if isinstance(logits, DTensor) else logits).tolist()
+
+
+def lines_of(dump: Path) -> dict[int, dict[str, Any]]:
+    lines = map(json.loads, (dump / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line for line in lines if "loss" in line}
+
+
+def held_out_of(dump: Path) -> list[tuple[int, str, float]]:
+    lines = map(json.loads, (dump / "metrics.validation.jsonl").read_text().splitlines())
+    return [(line["step"], line["source"], line["nats_per_token"]) for line in lines]
+
+
+def same_run(lines: dict[int, dict], expected: dict[int, dict]) -> bool:
+    return lines.keys() == expected.keys() and all(
+        line["batch_hash"] == expected[step]["batch_hash"]
+        and line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5)
+        and line["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=1e-4)
+        for step, line in lines.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, Any]:
+    text = write_text(tmp_path_factory.mktemp("mtp") / "text")
+    return {"data.root_dir": str(text), "stop_at": 6, "validation.every": 6}
+
+
+@pytest.fixture(scope="module")
+def single(ranks, data, tmp_path_factory) -> Path:
+    """Six steps in one process."""
+    dump = tmp_path_factory.mktemp("single")
+    ranks.run(1, train_here, data | on_mesh(SINGLE) | {"dump_dir": str(dump)})
+    return dump
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_a_mesh_it_is_the_run_of_one_process(ranks, data, single, tmp_path, mesh):
+    n = mesh[0] * mesh[1] * mesh[2]
+    ranks.run(n, train_here, data | on_mesh(mesh, rows=2) | {"dump_dir": str(tmp_path)})
+    assert len(lines_of(single)) == 6
+    assert same_run(lines_of(tmp_path), lines_of(single))
+    assert held_out_of(single)
+    for line, expected in zip(held_out_of(tmp_path), held_out_of(single), strict=True):
+        assert line == (expected[0], expected[1], pytest.approx(expected[2], rel=1e-5))
+
+
+def test_the_comparison_sees_a_head_that_learns_the_wrong_token(ranks, data, single, tmp_path):
+    ranks.run(1, train_shifted_here, data | on_mesh(SINGLE) | {"dump_dir": str(tmp_path)})
+    assert not same_run(lines_of(tmp_path), lines_of(single))
+
+
+def test_it_goes_on_with_a_run_on_another_mesh(ranks, data, single, tmp_path):
+    overrides = data | {"dump_dir": str(tmp_path)}
+    ranks.run(2, train_here, overrides | on_mesh((1, 2, 1)) | {"stop_at": 2})
+    ranks.run(2, train_here, overrides | on_mesh((1, 1, 2), rows=3) | {"stop_at": 4})
+    ranks.run(1, train_here, overrides | on_mesh(SINGLE, rows=4))
+    assert same_run(lines_of(tmp_path), lines_of(single))
+
+
+def test_under_tensor_parallelism_heads_are_split_as_the_trunk_is(ranks, data, tmp_path):
+    [(_, expected)] = ranks.run(
+        1, look_here, data | on_mesh(SINGLE) | {"dump_dir": str(tmp_path / "1")}
+    )
+    for split, logits in ranks.run(
+        2, look_here, data | on_mesh((1, 1, 2)) | {"dump_dir": str(tmp_path / "2")}
+    ):
+        torch.testing.assert_close(torch.tensor(logits), torch.tensor(expected))
+
+        def block(prefix: str, split=split) -> dict[str, bool]:
+            return {n.removeprefix(prefix): v for n, v in split.items() if n.startswith(prefix)}
+
+        assert sum(block("layers.0.").values()) == 7  # the matrices; norms are whole
+        for head in (0, 1):
+            for depth in (0, 1):
+                assert block(f"extra_heads.{head}.{depth}.") == block("layers.0.")

@@ -1,0 +1,262 @@
+"""setup/download_*.py, run for real against a server on this machine that stands in for the hub."""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tiktoken
+
+from lingua.data.args import DataArgs
+from lingua.data.prepare import prepare_source
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from tests.hub_server import TOKEN, Hub
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = [f"Text {i}: Köln, 東京" for i in range(50)]
+# Short pauses; otherwise the script as it is.
+RUN = (
+    "import sys; sys.path.insert(0, 'setup'); import hub; hub.PAUSES_S = (0.01, 0.01, 0.01)\n"
+    "import {script} as script; hub.run_script(script.main)"
+)
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    yield server
+    server.close()
+
+
+def start(
+    script: str, hub: Hub, home: Path, *words: str, before: str = "", **env: str
+) -> subprocess.Popen[str]:
+    clean = {key: value for key, value in os.environ.items() if key != "HF_TOKEN"}
+    clean |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-c", before + RUN.format(script=script), *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+    return subprocess.Popen(command, cwd=ROOT, env=clean | env, **pipes)
+
+
+def run(*words: Any, **options: str) -> subprocess.CompletedProcess[str]:
+    process = start(*words, **options)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def data(hub: Hub, home: Path, *words: str, **options: str) -> subprocess.CompletedProcess[str]:
+    return run("download_prepare_hf_data", hub, home, *words, "--dir", home / "data", **options)
+
+
+def tokenizer(hub: Hub, home: Path, *words: str, **options: str):
+    return run("download_tokenizer", hub, home, *words, "--dir", home / "tok", **options)
+
+
+def test_a_data_set_is_downloaded_through_kills_and_failures_and_is_a_source(hub, tmp_path):
+    large = jsonl([text * 10**4 for text in TEXTS])  # more than the client writes at once
+    files = {"en/a.jsonl": jsonl(TEXTS), "en/b.jsonl": large, "README.md": b"# corpus"}
+    hub.repos["datasets/some/corpus"] = {**files, "de/a.jsonl": b"no"}
+    words = ("some/corpus", "--pattern", "en/*.jsonl", "--name", "english")
+    folder = tmp_path / "data" / "english"
+    hub.cut["en/b.jsonl"] = len(large) - 1000
+    hub.go_on.clear()
+    process = start("download_prepare_hf_data", hub, tmp_path, *words, "--dir", folder.parent)
+    while not (folder / "en" / "a.jsonl").exists() or not list(folder.rglob("*.incomplete")):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    hub.go_on.set()
+
+    hub.failures = 1
+    hub.cut["en/b.jsonl"] = len(large) - 1000
+    done = data(hub, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "data.sources={english: 1.0}" in done.stdout and "has all 2 files" in done.stdout
+    assert [p.name for p in folder.iterdir() if p.name[0] != "."] == ["en"]
+    for name in ("en/a.jsonl", "en/b.jsonl"):
+        assert (folder / name).read_bytes() == files[name]
+    assert not list(folder.rglob("*.incomplete"))
+    reads = [(path[-7], asked) for method, path, asked, _ in hub.log if method == "GET"]
+    assert reads.count(("a", "")) == 1  # not again what was there
+    (asked,) = (asked for file, asked in reads if file == "b" and asked)
+    assert int(asked.removeprefix("bytes=")[:-1]) > 2**20  # nor what came before the cut
+
+    args = DataArgs(root_dir=str(tmp_path / "data"), sources={"english": 1.0})
+    source = prepare_source("english", args, build_tokenizer(args.tokenizer), print, processes=1)
+    assert sum(source.manifest.total(s, "documents") for s in ("train", "heldout")) == 2 * len(
+        TEXTS
+    )
+
+    # Again: nothing is downloaded twice; a damaged file is.
+    (folder / "en" / "a.jsonl").write_bytes(b"short")
+    hub.log.clear()
+    assert data(hub, tmp_path, *words).returncode == 0
+    assert (folder / "en" / "a.jsonl").read_bytes() == files["en/a.jsonl"]
+    assert not [path for method, path, *_ in hub.log if method == "GET" and "b.jsonl" in path]
+
+
+def test_the_named_data_sets_take_what_their_repository_has_once(hub, tmp_path):
+    content = jsonl(TEXTS)
+    hub.repos["datasets/mlfoundations/dclm-baseline-1.0"] = {
+        "README.md": b"x",
+        "global-shard_01_of_10/local-shard_0_of_10/shard_0.jsonl.zst": content,
+        "global-shard_02_of_10/local-shard_0_of_10/shard_0.jsonl.zst": content,
+    }
+    hub.repos["datasets/HuggingFaceFW/fineweb-edu"] = {
+        "README.md": b"x",
+        "data/CC-MAIN-2024-10/000_00000.parquet": content,
+        "sample/10BT/000_00000.parquet": content,
+        "sample/100BT/000_00000.parquet": content,
+    }
+    expected = {
+        "fineweb_edu": ["data/CC-MAIN-2024-10/000_00000.parquet"],
+        "fineweb_edu_10bt": ["sample/10BT/000_00000.parquet"],
+        "dclm_baseline_1.0": [
+            f"global-shard_0{i}_of_10/local-shard_0_of_10/shard_0.jsonl.zst" for i in (1, 2)
+        ],
+        "dclm_baseline_1.0_10prct": ["global-shard_01_of_10/local-shard_0_of_10/shard_0.jsonl.zst"],
+    }
+    for name, paths in expected.items():
+        data(hub, tmp_path, name)
+        folder = tmp_path / "data" / name
+        found = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
+        assert sorted(path for path in found if path[0] != ".") == paths
+
+
+def test_what_is_missing_is_one_clear_message(hub, tmp_path):
+    hub.repos["datasets/some/corpus"] = {"a.jsonl": b"{}"}
+    hub.repos["datasets/some/gated"] = {"a.jsonl": jsonl(TEXTS)}
+    hub.gated.add("datasets/some/gated")
+    pattern = ("--pattern", "*.jsonl")
+    for words, options, message in [
+        (["fineweb"], {}, "fineweb_edu, fineweb_edu_10bt"),
+        (["some/corpus"], {}, "--pattern: must be given"),
+        (["fineweb_edu", *pattern], {}, "--pattern: fineweb_edu has its own"),
+        (["some/corpus", *pattern, "--name", "../x"], {}, '--name "../x"'),
+        (["some/corpus", "--pattern", "*.gz"], {}, "no file of some/corpus matches *.gz"),
+        (["some/absent", *pattern], {}, "some/absent: there is no such dataset, or it is private"),
+        (["some/gated", *pattern], {}, "https://huggingface.co/datasets/some/gated"),
+        (
+            ["some/gated", *pattern],
+            {"HF_TOKEN": "hf_of_another"},
+            "is gated: ask for access at https://huggingface.co/datasets/some/gated",
+        ),
+        (
+            ["some/corpus", *pattern],
+            {"before": "import sys; sys.modules['huggingface_hub'] = None\n"},
+            "pip install huggingface_hub",
+        ),
+        (
+            ["some/corpus", *pattern],
+            {
+                "before": "import shutil; from types import SimpleNamespace as N\n"
+                "shutil.disk_usage = lambda path: N(free=1)\n"
+            },
+            "needs 0.00 GB more, but only 0.00 GB are free",
+        ),
+    ]:
+        done = data(hub, tmp_path, *words, **options)
+        assert done.returncode == 2, (words, done.stderr)
+        assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.stderr.count("error:") == 1 and "hf_of" not in done.stdout + done.stderr
+    assert not (tmp_path / "data").exists()
+
+    done = data(hub, tmp_path, "some/gated", *pattern, HF_TOKEN=TOKEN)
+    assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
+
+
+def test_a_network_that_stays_away_is_told_after_some_attempts(hub, tmp_path):
+    hub.repos["datasets/some/corpus"] = {"a.jsonl": jsonl(TEXTS)}
+    hub.close()
+    done = data(hub, tmp_path, "some/corpus", "--pattern", "*")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("trying again") == 3
+    assert "gave up after 4 attempts" in done.stderr and "network" in done.stderr
+
+
+def sentencepiece_model() -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 3), model_writer=model, vocab_size=285, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def ranks_file() -> bytes:
+    ranks = [bytes([i]) for i in range(256)] + [b"th", b"  ", b"12", b"1234", b" x", b"x\n", b"aB"]
+    return b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
+
+
+def test_tokenizers_of_the_hub_load(hub, tmp_path):
+    hub.repos["meta-llama/Llama-2-7b"] = {"tokenizer.model": sentencepiece_model(), "w": b"0" * 9}
+    hub.repos["meta-llama/Meta-Llama-3-8B"] = {"original/tokenizer.model": ranks_file()}
+    hub.repos["google/gemma-2-9b"] = {"tokenizer.model": sentencepiece_model()}
+    hub.gated.update(hub.repos)
+    for name in ("llama2", "llama3", "gemma"):
+        done = tokenizer(hub, tmp_path, name, HF_TOKEN=TOKEN)
+        assert done.returncode == 0, done.stderr
+        kind, path = (
+            word.rpartition("=")[2] for word in done.stdout.split() if word.startswith("data.tok")
+        )
+        built = build_tokenizer(TokenizerArgs(kind, path))
+        assert built.decode(built.encode(TEXTS[3])) == TEXTS[3]
+        assert f"{built.vocab_size:,} tokens" in done.stdout
+    assert not list(tmp_path.rglob("w"))
+    refused = tokenizer(hub, tmp_path / "other", "gemma")
+    assert refused.returncode == 2
+    assert "https://huggingface.co/google/gemma-2-9b" in refused.stderr
+    assert "HF_TOKEN is not set" in refused.stderr
+
+    hub.repos["google/gemma-2-9b"] = {"tokenizer.model": b"something else"}
+    wrong = tokenizer(hub, tmp_path / "other", "gemma", HF_TOKEN=TOKEN)
+    assert wrong.returncode == 2 and "must be a sentencepiece .model file" in wrong.stderr
+
+
+def test_an_encoding_of_tiktoken_keeps_its_ids(hub, tmp_path):
+    """An encoding whose text is cut in another way than Llama 3's, as that of o200k_base is."""
+    content, pattern = ranks_file(), r"\p{N}{1,4}|\p{Lu}?\p{Ll}+|\s+|[^\s\p{L}\p{N}]+|\p{L}"
+    hub.files["/tiny.tiktoken"] = content
+    hub.failures = 2
+    plugin = tmp_path / "plugin" / "tiktoken_ext" / "tiny.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text(
+        "from tiktoken.load import load_tiktoken_bpe\n"
+        "def tiny():\n"
+        f"    ranks = load_tiktoken_bpe('{hub.url}/tiny.tiktoken', "
+        f"'{hashlib.sha256(content).hexdigest()}')\n"
+        f"    return dict(name='tiny', pat_str={pattern!r}, mergeable_ranks=ranks,\n"
+        "                special_tokens={})\n"
+        "ENCODING_CONSTRUCTORS = {'tiny': tiny}\n"
+    )
+    env = {"PYTHONPATH": str(plugin.parent.parent), "TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
+    done = tokenizer(hub, tmp_path, "tiny", **env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("trying again") == 2
+    path = tmp_path / "tok" / "tiny.tiktoken"
+    built = build_tokenizer(TokenizerArgs("tiktoken", str(path)))
+    ranks = {base64.b64decode(t): int(i) for t, i in map(bytes.split, content.splitlines())}
+    reference = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    for text in ("12345", "aBth  x", *TEXTS[:5]):
+        assert built.encode(text).tolist() == reference.encode_ordinary(text)
+    path.with_suffix(".pattern").unlink()
+    llama = build_tokenizer(TokenizerArgs("tiktoken", str(path)))
+    assert llama.encode("12345").tolist() != built.encode("12345").tolist()
+    assert llama.fingerprint() != built.fingerprint()
+
+    unknown = tokenizer(hub, tmp_path, "cl200k_base")
+    assert unknown.returncode == 2 and 'did you mean "' in unknown.stderr
