@@ -35,10 +35,12 @@ def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
     """Whether the lock file `path` was free, and is held now."""
-    # To break a dead owner's lock takes another round, which begins after up to 2 s.
-    patience = timedelta(seconds=5 if path.exists() else 0)
     lock = _lock(path)
-    if not is_free(path) or not _try(lock, patience):
+    if not is_free(path):
+        yield False
+        return
+    # To break a dead owner's lock takes another round, which begins after up to 2 s.
+    if not _try(lock, timedelta(seconds=5 if path.exists() else 0)):
         yield False
         return
     with _held(lock):
@@ -48,12 +50,11 @@ def claimed(path: Path) -> Iterator[bool]:
 def is_free(path: Path) -> bool:
     """Whether nobody holds the lock; of an owner on another machine it is known by its silence."""
     lock = _lock(path)
-    state = lock.state
-    if state is LockState.unknown:
-        with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # given back meanwhile
+        if lock.state is LockState.unknown:
             return lock.expiration + CLOCK_SLOP < datetime.now()
-        return True
-    return state in (LockState.unlocked, LockState.stale)
+        return lock.state in (LockState.unlocked, LockState.stale)
+    return True
 
 
 def holder(path: Path) -> str | None:
@@ -69,8 +70,8 @@ def _lock(path: Path) -> Lock:
 
 
 def _try(lock: Lock, patience: timedelta) -> bool:
-    if lock.state is LockState.stale:  # its owner, a process of this machine, has died
-        with suppress(OSError):
+    with suppress(OSError):
+        if lock.state is LockState.stale:  # its owner, a process of this machine, has died
             os.utime(lock.lockfile, (0, 0))  # expired long ago: lock() may break it
     try:
         lock.lock(timeout=patience)
