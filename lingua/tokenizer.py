@@ -219,9 +219,12 @@ class _Tiktoken:
         self.n_ranks = len(ranks)
         self.vocab_size = self.n_ranks + N_SPECIAL
         self.bos_id, self.eos_id = self.n_ranks, self.n_ranks + 1
+        # With no special token at all the library looks for one at every character. This one is
+        # never allowed in a text, where its name is text.
+        special = {"<|begin_of_text|>": self.bos_id}
         try:
             self.encoding = library.Encoding(
-                "lingua", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+                "lingua", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
             )
         except ValueError as e:
             raise UserError(_about_path(args, f"the pattern beside it is wrong: {e}")) from None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from lingua.args import Announced, Free, Guarded
+from lingua.data.files import SourceFiles
 from lingua.data.shards import Source
 from lingua.data.stream import RowStream, weight_problems
 from lingua.tokenizer import TokenizerArgs
@@ -23,9 +24,13 @@ class Stage:
 class DataArgs:
     root_dir: Free[str] = "data"  # folder of the sources' text
     cache_dir: Free[str | None] = None  # folder of the token shards; null: <root_dir>/.tokens
-    # {name: weight}: a folder, .jsonl or .txt file of root_dir, or stdlib, the modules of the
-    # running Python; the weights are shares of rows
+    # {name: weight}: a file or folder of root_dir with .jsonl, .parquet or text files, which may be
+    # compressed as .gz or .zst, or stdlib, the modules of the running Python; the weights are
+    # shares of rows
     sources: Guarded[dict[str, float]] = field(default_factory=dict)
+    # {name: {files: [patterns], text_key: key}} for sources that lie elsewhere (files such as
+    # web/**/*.jsonl.zst) or whose text is not called text or content
+    source_files: Free[dict[str, SourceFiles]] = field(default_factory=dict)
     # other weights on the way, each from its step on: [{from_step: 1000, sources: {name: weight}}]
     stages: Guarded[list[Stage]] = field(default_factory=list)
     seq_len: Guarded[int] = 2048  # tokens of one view of a row

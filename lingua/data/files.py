@@ -1,101 +1,120 @@
-"""The text of a source: which files it consists of, and the documents in them.
+"""Which files a source consists of: the same ones in the same order on every machine.
 
-A source `name` is `<root_dir>/<name>`, a folder or a file, or `<name>.jsonl` or `<name>.txt` there.
-Of a folder every file counts, at any depth, in the byte order of the relative paths; names that
-begin with a dot and __pycache__ do not. A .jsonl file gives a document per line (key `text`, or
-else `content`), every other file is one document. `stdlib` is the running Python's standard
-library: every .py file that is not empty, except tests and installed packages.
-
-Documents are UTF-8 and taken as they are, carriage returns included; only a byte order mark at the
-start of a file is left out. Lines of .jsonl may end with carriage return and newline.
+A source `name` is `<root_dir>/<name>`, a folder or a file, or `<name>` with one of SUFFIXES; or it
+is what the patterns of `data.source_files` find. Of a folder every file counts, at any depth;
+names that begin with a dot and __pycache__ do not. The order is that of the paths' bytes. `stdlib`
+is the running Python's standard library: every .py file that is not empty, except tests and
+installed packages.
 """
 
-import io
-import json
+import glob
 import os
 import stat
 import sysconfig
-import tokenize
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
 
 from lingua.errors import UserError, nearest
 
 STDLIB = "stdlib"
+# What a source's name may leave out. Files with other names are text, one document each.
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_NOT_TEXT = {".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow"}
-_BOM = b"\xef\xbb\xbf"
+_NOT_TEXT = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".arrow"}
+
+
+@dataclass
+class SourceFiles:
+    """Where a source lies if not in the file or folder of its name, and how its text is called."""
+
+    # patterns such as web/**/*.jsonl.zst, from data.root_dir on; a folder stands for all in it
+    files: list[str] = field(default_factory=list)
+    text_key: str | None = None  # key or column of the text; null: text, or else content
 
 
 @dataclass(frozen=True)
 class TextFile:
     """A file of a source as it was found."""
 
-    path: str  # relative to the source's folder, with "/"
+    path: str  # relative to the source's folder (patterns: to root_dir), with "/"
     full: str
     size: int
     mtime_ns: int
 
 
-class Record(NamedTuple):
-    """A document of a file, or what is wrong with it."""
-
-    line: int
-    n_read: int  # bytes of the file
-    data: bytes  # the text in UTF-8, empty where something is wrong
-    text: str
-    wrong: str = ""  # the kind of fault
-    detail: str = ""
-
-
-def find_files(name: str, root_dir: Path) -> list[TextFile]:
-    """The files of source `name`, in the same order on every machine. Raises UserError."""
-    if name == STDLIB:
-        folder = Path(sysconfig.get_path("stdlib"))
-        if (root_dir / STDLIB).exists():
-            raise UserError(
-                f"data.sources.{STDLIB}: means the standard library of Python; rename "
-                f"{root_dir / STDLIB} to use it"
-            )
-        files = _walk(folder, _NOT_MODULES)
-        files = [file for file in files if file.path.endswith(".py") and file.size]
+def find_files(name: str, root_dir: Path, patterns: Iterable[str] = ()) -> list[TextFile]:
+    """The files of source `name` in order. Raises UserError."""
+    if patterns:
+        files = _match(name, root_dir, patterns)
+    elif name == STDLIB:
+        files = _stdlib(root_dir)
     else:
-        folder = _find_source(name, root_dir)
-        files = _walk(folder, set()) if folder.is_dir() else [_text_file(folder, folder.name)]
-    if not files:
-        raise UserError(f"data.sources.{name}: {folder} holds no files")
+        place = _find_source(name, root_dir)
+        files = _files_at(place, Path(place.name) if place.is_file() else Path())
+        if not files:
+            raise UserError(f"data.sources.{name}: {place} holds no files")
     for file in files:
         if Path(file.path).suffix.lower() in _NOT_TEXT:
             raise UserError(
-                f"data.sources.{name}: {file.full} cannot be read; must be .jsonl, or text"
+                f"data.sources.{name}: {file.full} cannot be read; must be .jsonl, .parquet or "
+                "text, which may be compressed as .gz or .zst"
             )
     return sorted(files, key=lambda file: os.fsencode(file.path))
 
 
+def _stdlib(root_dir: Path) -> list[TextFile]:
+    if (root_dir / STDLIB).exists():
+        raise UserError(
+            f"data.sources.{STDLIB}: means the standard library of Python; rename "
+            f"{root_dir / STDLIB} to use it, or name it in data.source_files"
+        )
+    files = _files_at(Path(sysconfig.get_path("stdlib")), Path(), _NOT_MODULES)
+    return [file for file in files if file.path.endswith(".py") and file.size]
+
+
+def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[TextFile]:
+    found: dict[str, TextFile] = {}  # patterns may overlap
+    for pattern in patterns:
+        hits: list[TextFile] = []
+        for match in glob.glob(pattern, root_dir=root_dir, recursive=True):
+            path = Path(os.path.normpath(match))
+            hits += _files_at(root_dir / path, path)
+        if not hits:
+            raise UserError(
+                f"data.source_files.{name}.files: {pattern} matches no file "
+                f"(from {root_dir.absolute()} on)"
+            )
+        found |= {file.path: file for file in hits}
+    return list(found.values())
+
+
 def _find_source(name: str, root_dir: Path) -> Path:
-    tried = [root_dir / f"{name}{suffix}" for suffix in ("", ".jsonl", ".txt")]
+    tried = [root_dir / f"{name}{suffix}" for suffix in ("", *SUFFIXES)]
     found = [path for path in tried if path.exists()]
     if len(found) == 1:
         return found[0]
     if found:
-        both = " and ".join(map(str, found))
-        raise UserError(f"data.sources.{name}: {both} both exist; must be one of them")
+        several = " and ".join(map(str, found))
+        raise UserError(f"data.sources.{name}: {several} exist; must be one of them")
     known = [STDLIB]
     if root_dir.is_dir():
-        entries = [path.name for path in root_dir.iterdir() if not path.name.startswith(".")]
-        known += [entry.removesuffix(".jsonl").removesuffix(".txt") for entry in entries]
+        for path in root_dir.iterdir():
+            suffix = next((s for s in SUFFIXES if path.name.endswith(s)), "")
+            known += [path.name.removesuffix(suffix)] if path.name[0] != "." else []
     raise UserError(
-        f"data.sources.{name}: there is no {tried[0]}, nor with .jsonl or .txt"
-        f"{nearest(name, known)}"
+        f"data.sources.{name}: there is no {tried[0]}, nor with {', '.join(SUFFIXES)}"
+        f"{nearest(name, known)}; data.source_files.{name} may say where its files are"
     )
 
 
-def _walk(folder: Path, without: set[str]) -> list[TextFile]:
+def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[TextFile]:
+    """The file `place`, to be called `path`, or all files in that folder."""
+    if place.is_file():
+        return [_text_file(place, path)]
     files = []
     visited = set()  # links may lead in a circle
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
+    for parent, folders, names in os.walk(place, followlinks=True, onerror=_raise):
         here = os.stat(parent)
         if (here.st_dev, here.st_ino) in visited:
             folders.clear()
@@ -107,7 +126,7 @@ def _walk(folder: Path, without: set[str]) -> list[TextFile]:
         for name in names:
             full = Path(parent, name)
             if not name.startswith(".") and stat.S_ISREG(full.stat().st_mode):
-                files.append(_text_file(full, full.relative_to(folder).as_posix()))
+                files.append(_text_file(full, path / full.relative_to(place)))
     return files
 
 
@@ -115,80 +134,6 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _text_file(full: Path, path: str) -> TextFile:
+def _text_file(full: Path, path: Path) -> TextFile:
     found = full.stat()
-    return TextFile(path, str(full), found.st_size, found.st_mtime_ns)
-
-
-def read_records(
-    file: BinaryIO, path: str, source: str, on_bytes: Callable[[bytes], Any]
-) -> Iterator[Record]:
-    """Every record of the open `file` whose name is `path`. `on_bytes` sees all bytes in order."""
-    if path.lower().endswith(".jsonl"):
-        return _json_lines(file, on_bytes)
-    return _whole_file(file, source == STDLIB, on_bytes)
-
-
-def _whole_file(
-    file: BinaryIO, is_python: bool, on_bytes: Callable[[bytes], Any]
-) -> Iterator[Record]:
-    read = file.read()
-    on_bytes(read)
-    data = read.removeprefix(_BOM)
-    try:
-        if is_python:  # a module may declare another encoding
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(read).readline)
-            text = read.decode(encoding)
-            data = text.encode()
-        else:
-            text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        detail = f"{error.reason} 0x{error.object[error.start]:02x}"
-        yield Record(line, len(read), b"", "", "not UTF-8", detail)
-        return
-    yield Record(1, len(read), data, text, "" if data else "empty document")
-
-
-def _json_lines(file: BinaryIO, on_bytes: Callable[[bytes], Any]) -> Iterator[Record]:
-    for number, line in enumerate(file, start=1):
-        on_bytes(line)
-        record = line.removeprefix(_BOM) if number == 1 else line
-        text, wrong, detail = _text_of(record)
-        data = b""
-        if not wrong:
-            try:
-                data = text.encode()
-            except UnicodeEncodeError as error:  # "\ud800" is JSON, but no text
-                lone = f"\\u{ord(text[error.start]):04x} alone"
-                text, wrong, detail = "", "not UTF-8", lone
-        yield Record(number, len(line), data, text, wrong, detail)
-
-
-def _text_of(line: bytes) -> tuple[str, str, str]:
-    """(text, what is wrong, details) of one line of JSON."""
-    try:
-        decoded = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return "", "not UTF-8", f"byte {error.start + 1} is 0x{line[error.start]:02x}"
-    if not decoded.strip():
-        return "", "blank line", ""
-    try:
-        record = json.loads(decoded)
-    except (ValueError, RecursionError) as error:
-        return "", "not JSON", str(error)
-    if not isinstance(record, dict):
-        return (
-            "",
-            "no text",
-            f"a {type(record).__name__}, not an object with a text",
-        )
-    key = next((key for key in ("text", "content") if key in record), None)
-    if key is None:
-        return "", "no text", f"neither key text nor content, but {', '.join(record) or 'none'}"
-    text = record[key]
-    if text is None:
-        return "", "null text", f"key {key}"
-    if not isinstance(text, str):
-        return "", "text is not a string", f"key {key} is {json.dumps(text)[:40]}"
-    return text, "" if text else "empty document", ""
+    return TextFile(path.as_posix(), str(full), found.st_size, found.st_mtime_ns)

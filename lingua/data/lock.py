@@ -1,11 +1,11 @@
-"""A lock on a folder for one builder at a time, also between machines on a shared file system."""
+"""Locks between processes, also of several machines that share a file system."""
 
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from flufl.lock import Lock, LockError, LockState, NotLockedError, TimeOutError
@@ -13,6 +13,7 @@ from flufl.lock import Lock, LockError, LockState, NotLockedError, TimeOutError
 # A holder renews its claim four times in this time; one that died on another machine is waited for
 # this long. Losing a lock while alive (a suspended machine) costs double work, never wrong data.
 LIFETIME = timedelta(seconds=60)
+CLOCK_SLOP = timedelta(seconds=10)  # that clocks of machines may differ, flufl.lock's own
 
 # It logs every wait that times out as an error; waiting is reported here.
 logging.getLogger("flufl.lock").setLevel(logging.CRITICAL)
@@ -21,8 +22,67 @@ logging.getLogger("flufl.lock").setLevel(logging.CRITICAL)
 @contextmanager
 def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock file `path`; `report` gets one line if it has to be waited for."""
-    lock = Lock(str(path), lifetime=LIFETIME)
-    _acquire(lock, report)
+    lock = _lock(path)
+    told = False
+    while not _try(lock, timedelta(seconds=1)):
+        if not told and (owner := holder(path)):
+            report(f"waiting for {owner}, which holds {path}")
+            told = True
+    with _held(lock):
+        yield
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether the lock file `path` was free, and is held now."""
+    lock = _lock(path)
+    if not is_free(path):
+        yield False
+        return
+    # To break a dead owner's lock takes another round, which begins after up to 2 s.
+    if not _try(lock, timedelta(seconds=5 if path.exists() else 0)):
+        yield False
+        return
+    with _held(lock):
+        yield True
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds the lock; of an owner on another machine it is known by its silence."""
+    lock = _lock(path)
+    with suppress(FileNotFoundError):  # given back meanwhile
+        if lock.state is LockState.unknown:
+            return lock.expiration + CLOCK_SLOP < datetime.now()
+        return lock.state in (LockState.unlocked, LockState.stale)
+    return True
+
+
+def holder(path: Path) -> str | None:
+    """Whose lock it is: `process 17 on node-3`."""
+    with suppress(NotLockedError):
+        host, pid, _ = _lock(path).details
+        return f"process {pid} on {host}"
+    return None
+
+
+def _lock(path: Path) -> Lock:
+    return Lock(str(path), lifetime=LIFETIME)
+
+
+def _try(lock: Lock, patience: timedelta) -> bool:
+    with suppress(OSError):
+        if lock.state is LockState.stale:  # its owner, a process of this machine, has died
+            os.utime(lock.lockfile, (0, 0))  # expired long ago: lock() may break it
+    try:
+        lock.lock(timeout=patience)
+        return True
+    except TimeOutError:
+        return False
+
+
+@contextmanager
+def _held(lock: Lock) -> Iterator[None]:
+    """Renew the lock in the background, and give it back in the end."""
     done = threading.Event()
 
     def renew() -> None:
@@ -39,20 +99,3 @@ def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
         thread.join()
         with suppress(LockError, OSError):
             lock.unlock()
-
-
-def _acquire(lock: Lock, report: Callable[[str], None]) -> None:
-    told = False
-    while True:
-        if lock.state is LockState.stale:  # its owner, a process of this machine, has died
-            with suppress(OSError):
-                os.utime(lock.lockfile, (0, 0))  # expired long ago: lock() may break it
-        try:
-            lock.lock(timeout=timedelta(seconds=1))
-            return
-        except TimeOutError:
-            with suppress(NotLockedError):
-                host, pid, _ = lock.details
-                if not told:
-                    report(f"waiting for process {pid} on {host}, which holds {lock.lockfile}")
-                    told = True

@@ -1,57 +1,121 @@
 """Text -> token shards, once: builds what is missing or stale, opens what is there.
 
-    sources = prepare_sources(args.data, tokenizer, report=print)
+    python -m lingua.data.prepare config=FILE [key=value ...]
 
-The shards of a source lie in `<cache_dir>/<source>-<key>`, the key standing for the tokenizer and
-how documents begin and end. Any number of processes may call this at the same time: one builds,
-the others wait. A cache that is up to date is only read.
+takes the config of a training run and does what training does first. Any number of processes, on
+any number of machines that share the folders, may run it at the same time, or training itself:
+they share the work. Each may be killed; what it had finished stays.
+
+The shards of a source lie in `<cache_dir>/<source>-<key>`, the key standing for the tokenizer, how
+documents begin and end, and `data.source_files`. A cache that is up to date is only read.
 """
 
 import hashlib
 import json
 import os
 import platform
-import sys
+import shutil
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
+from lingua.args import Free, load
 from lingua.data.args import DataArgs
-from lingua.data.files import STDLIB, TextFile, find_files
-from lingua.data.lock import locked
+from lingua.data.build import bytes_per_byte
+from lingua.data.files import STDLIB, SourceFiles, TextFile, find_files
+from lingua.data.lock import claimed, holder, is_free, locked
+from lingua.data.progress import Progress
+from lingua.data.records import TextOptions
 from lingua.data.shards import (
     FORMAT_VERSION,
     MANIFEST,
+    InputPart,
     Manifest,
     Source,
     shard_files,
     write_atomically,
 )
 from lingua.data.units import (
+    THREADS,
     UNIT_BYTES,
     Job,
     Unit,
     UnitRecord,
     finished,
+    is_recorded,
+    lock_path,
     plan_units,
-    record_files,
+    record_path,
     unchanged,
+    unit_files,
     with_stat_of,
 )
 from lingua.data.workers import build_units
 from lingua.errors import UserError
-from lingua.tokenizer import Tokenizer
+from lingua.meta_lingua import META_LINGUA
+from lingua.tokenizer import Tokenizer, build_tokenizer
 
-HASH_THREADS = 8
+WAIT_S = 2.0  # between two looks at the units that others build
+
+
+@dataclass
+class PrepareArgs:
+    processes: Free[int | None] = None  # that tokenize on this machine; null: one per core
+    data: DataArgs = field(default_factory=DataArgs)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.processes is not None and self.processes < 1:
+            yield "processes", "must be at least 1, or null"
+
+
+def main() -> None:
+    args, notices = load(PrepareArgs, foreign=META_LINGUA, partial=True)
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+
+    for line in notices:
+        report(line)
+    tokenizer = build_tokenizer(args.data.tokenizer)
+    data = args.data.with_all_sources()
+    for source in prepare_sources(data, tokenizer, report, True, args.processes).values():
+        for line in describe(source):
+            report(line)
+
+
+def describe(source: Source) -> Iterator[str]:
+    """What a prepared source holds."""
+    manifest = source.manifest
+    n = {
+        what: [manifest.total(split, what) for split in ("train", "heldout")]
+        for what in ("documents", "tokens", "bytes")
+    }
+    documents, tokens, n_bytes = (sum(counts) for counts in n.values())
+    yield (
+        f"data.sources.{source.name}: {documents:,} documents, {tokens:,} tokens, "
+        f"{n_bytes / max(1, tokens):.3f} bytes a token; held out "
+        f"{n['documents'][1]:,} documents ({n['documents'][1] / max(1, documents):.2%}), "
+        f"{n['tokens'][1]:,} tokens ({n['tokens'][1] / max(1, tokens):.2%}); in {source.folder}"
+    )
+    skipped = ", ".join(f"{count:,} {kind}" for kind, count in manifest.skipped.items())
+    yield (
+        f"data.sources.{source.name}: {sum(manifest.skipped.values()):,} bad records left out"
+        f"{f' ({skipped})' if skipped else ''}"
+    )
 
 
 def prepare_sources(
-    args: DataArgs, tokenizer: Tokenizer, report: Callable[[str], None], progress: bool = False
+    args: DataArgs,
+    tokenizer: Tokenizer,
+    report: Callable[[str], None],
+    progress: bool = False,
+    processes: int | None = None,
 ) -> dict[str, Source]:
     """Every source with a weight above 0, built where needed.
 
@@ -70,12 +134,14 @@ def prepare_sources(
             )
     for name in names:
         try:
-            find_files(name, Path(args.root_dir))
+            source_files(name, args)
         except UserError as error:
             wrong.append(str(error))
     if wrong:  # all of them before the first is tokenized, which may take hours
         raise UserError("\n".join(wrong))
-    return {name: prepare_source(name, args, tokenizer, report, progress) for name in names}
+    return {
+        name: prepare_source(name, args, tokenizer, report, progress, processes) for name in names
+    }
 
 
 def open_sources(args: DataArgs, tokenizer: Tokenizer) -> dict[str, Source]:
@@ -87,9 +153,34 @@ def used_sources(args: DataArgs) -> list[str]:
     return sorted(name for name, weight in args.sources.items() if weight > 0)
 
 
+def source_files(name: str, args: DataArgs) -> list[TextFile]:
+    """The files of a source. Raises UserError."""
+    try:
+        return find_files(name, Path(args.root_dir), _spec(name, args).files)
+    except OSError as error:
+        raise _cannot(name, error, args.root_dir) from error
+
+
+def text_options(name: str, args: DataArgs, scratch: Path) -> TextOptions:
+    """How the files of a source are read."""
+    key = _spec(name, args).text_key
+    is_python = name == STDLIB and not _spec(name, args).files
+    return TextOptions((key,) if key else ("text", "content"), is_python, scratch)
+
+
+def _spec(name: str, args: DataArgs) -> SourceFiles:
+    return args.source_files.get(name, SourceFiles())
+
+
+def _cannot(name: str, error: OSError, place: str | Path) -> UserError:
+    reason = f"{error.filename or place}: {error.strerror or error}"
+    return UserError(f"data.sources.{name}: cannot be prepared: {reason}")
+
+
 def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
     """Where the shards of source `name` lie."""
     key = [FORMAT_VERSION, tokenizer.fingerprint(), args.add_bos, args.add_eos]
+    key.append(asdict(_spec(name, args)))
     if name == STDLIB:  # machines that share the folder may have different ones
         key.append(platform.python_version())
     digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()
@@ -110,25 +201,27 @@ def prepare_source(
     `processes` (default: one per core) does not change the result; `unit_bytes` does, and is the
     same for all who share the folder.
     """
-    files = find_files(name, Path(args.root_dir))
     folder = shard_folder(name, args, tokenizer)
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<").str
     skip = args.on_bad_record == "skip"
-    manifest, _ = _valid_manifest(folder, files, skip)
-    if manifest is None:
-        try:
+    text = text_options(name, args, folder)
+    job = Job(name, folder, text, args.tokenizer, args.add_bos, args.add_eos, dtype, skip)
+    processes = processes or len(os.sched_getaffinity(0))
+    try:
+        while True:
+            files = source_files(name, args)
+            manifest, why = _valid_manifest(folder, files, skip)
+            if manifest is not None:
+                break
             folder.mkdir(parents=True, exist_ok=True)
+            units = plan_units(files, unit_bytes)
+            _build(units, job, tokenizer, report, why, progress, processes)
             with locked(folder.with_name(f"{folder.name}.lock"), report):
-                # Whoever held the lock may have built it, and the text may have changed since.
-                files = find_files(name, Path(args.root_dir))
-                manifest, why = _valid_manifest(folder, files, skip)
-                if manifest is None:
-                    dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<").str
-                    job = Job(name, folder, args.tokenizer, args.add_bos, args.add_eos, dtype, skip)
-                    units = plan_units(files, unit_bytes)
-                    manifest = _build(units, job, tokenizer, report, why, progress, processes)
-        except OSError as error:
-            reason = f"{error.filename or folder}: {error.strerror or error}"
-            raise UserError(f"data.sources.{name}: cannot be prepared: {reason}") from error
+                # Whoever held the lock before has written it, or the text has changed meanwhile.
+                if _valid_manifest(folder, files, skip)[0] is None:
+                    _write_manifest(units, job, tokenizer)
+    except OSError as error:
+        raise _cannot(name, error, folder) from error
     if manifest.skipped:
         kinds = ", ".join(f"{n} {kind}" for kind, n in manifest.skipped.items())
         total = sum(manifest.skipped.values())
@@ -148,19 +241,23 @@ def _valid_manifest(folder: Path, files: list[TextFile], skip: bool) -> tuple[Ma
         return None, "shards were made with data.on_bad_record: skip"
     if why := _missing_shard(folder, manifest):
         return None, why
-    known = {file.path: file for file in manifest.files}
     found = {file.path: file for file in files}
-    for changed, what in ((found.keys() - known, "was added"), (known.keys() - found, "is gone")):
+    known = {part.path for part in manifest.parts}
+    for changed, what in ((found.keys() - known, "was added"), (known - found.keys(), "is gone")):
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             return None, f"{min(changed)}{more} {what}"
-    with ThreadPoolExecutor(HASH_THREADS) as threads:
-        same = list(threads.map(lambda file: unchanged(file, known[file.path]), files))
+
+    def is_same(part: InputPart) -> bool:
+        return unchanged(found[part.path], part)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        same = list(threads.map(is_same, manifest.parts))
     if not all(same):
-        return None, f"{files[same.index(False)].path} has changed"
-    fresh = [with_stat_of(known[file.path], file) for file in files]
-    if fresh != manifest.files:
-        manifest.files = fresh
+        return None, f"{manifest.parts[same.index(False)].path} has changed"
+    fresh = [with_stat_of(found[part.path], part) for part in manifest.parts]
+    if fresh != manifest.parts:
+        manifest.parts = fresh
         with suppress(OSError):  # only saves reading the files again; the cache may be read-only
             write_atomically(folder / MANIFEST, manifest.to_json())
     return manifest, ""
@@ -188,37 +285,65 @@ def _build(
     report: Callable[[str], None],
     why: str,
     progress: bool,
-    processes: int | None,
-) -> Manifest:
-    todo = [unit for unit in units if finished(unit, job) is None]
-    size = sum(unit.size for unit in todo)
+    processes: int,
+) -> None:
+    """Build the units together with all other processes that do. All are finished in the end."""
+    todo = _unfinished(units, job)
     report(
-        f"data.sources.{job.source}: tokenizing {size / 1e6:,.1f} MB into {job.folder} ({why}; "
-        f"{len(units) - len(todo)} of {len(units)} parts are there already)"
+        f"data.sources.{job.source}: tokenizing {sum(unit.size for unit in todo) / 1e6:,.1f} MB "
+        f"into {job.folder} ({why}; {len(units) - len(todo)} of {len(units)} parts are there "
+        "already)"
     )
-    processes = processes or len(os.sched_getaffinity(0))
-    with tqdm(
-        total=size,
-        desc=f"tokenizing {job.source}",
-        unit="B",
-        unit_scale=True,
-        file=sys.stderr,
-        disable=not progress,
-    ) as bar:
-        build_units(todo, job, tokenizer, processes, bar.update)
-    records = [finished(unit, job) for unit in units]
-    if any(record is None for record in records):
-        raise UserError(f"data.sources.{job.source}: its files changed meanwhile; start again")
-    manifest = _manifest(records, job, tokenizer)
-    write_atomically(job.folder / MANIFEST, manifest.to_json())
-    _remove_others(units, records, job)
-    tokens, n_bytes = manifest.total("train", "tokens"), manifest.total("train", "bytes")
-    report(
-        f"data.sources.{job.source}: {manifest.total('train', 'documents'):,} documents, "
-        f"{tokens:,} tokens to train on ({n_bytes / max(tokens, 1):.2f} bytes a token), "
-        f"{manifest.total('heldout', 'documents'):,} documents held out"
-    )
-    return manifest
+    if todo:
+        _check_space(todo, job, tokenizer)
+    n_built, told = 0, False
+    with Progress(units, job, progress) as bar:
+        while todo:
+            free = [unit for unit in todo if is_free(lock_path(unit, job))]
+            if free:
+                n_built += build_units(free, job, tokenizer, processes, bar.show)
+            else:
+                if not told and (owner := holder(lock_path(todo[0], job))):
+                    report(f"waiting for {len(todo)} parts of other processes, such as {owner}")
+                    told = True
+                time.sleep(WAIT_S)
+            bar.show(0)
+            todo = _unfinished(todo, job)
+    report(f"data.sources.{job.source}: all {len(units)} parts are there, {n_built} made here")
+
+
+def _unfinished(units: list[Unit], job: Job) -> list[Unit]:
+    """Those without a record; records that hold no longer are removed."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        done = list(threads.map(lambda unit: finished(unit, job), units))
+    todo = [unit for unit, record in zip(units, done, strict=True) if record is None]
+    for unit in todo:
+        if is_recorded(unit, job):
+            with claimed(lock_path(unit, job)) as mine:
+                if mine and finished(unit, job) is None:
+                    record_path(unit, job).unlink(missing_ok=True)
+    return todo
+
+
+def _check_space(units: list[Unit], job: Job, tokenizer: Tokenizer) -> None:
+    """Refuse to begin what the disk clearly cannot hold, judging by the first text."""
+    size = sum(unit.size for unit in units)
+    needed = size * bytes_per_byte(units[0], job, tokenizer)
+    free = shutil.disk_usage(job.folder).free
+    if free < 0.9 * needed:
+        raise UserError(
+            f"data.sources.{job.source}: the token shards of {size / 1e9:,.1f} GB of files take "
+            f"about {needed / 1e9:,.1f} GB, but {job.folder} has {free / 1e9:,.1f} GB left; "
+            "data.cache_dir may name another place"
+        )
+
+
+def _write_manifest(units: list[Unit], job: Job, tokenizer: Tokenizer) -> None:
+    """Write the manifest of finished units; nothing where one is no longer finished."""
+    records = [record for unit in units if (record := finished(unit, job)) is not None]
+    if len(records) == len(units):
+        write_atomically(job.folder / MANIFEST, _manifest(records, job, tokenizer).to_json())
+        _remove_others(units, records, job)
 
 
 def _manifest(records: list[UnitRecord], job: Job, tokenizer: Tokenizer) -> Manifest:
@@ -240,18 +365,27 @@ def _manifest(records: list[UnitRecord], job: Job, tokenizer: Tokenizer) -> Mani
         add_bos=job.add_bos,
         add_eos=job.add_eos,
         dtype=job.dtype,
-        files=[file for record in records for file in record.files],
+        parts=[part for record in records for part in record.parts],
         shards=shards,
         skipped=dict(sorted(skipped.items())),
+        rough_cuts=sum(record.rough_cuts for record in records),
         fingerprint=hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
     )
 
 
 def _remove_others(units: list[Unit], records: list[UnitRecord], job: Job) -> None:
-    """Remove what killed or earlier builds left in the folder."""
+    """Remove what killed or earlier builds left in the folder, but nothing that one is writing."""
     keep = {MANIFEST}
     for unit, record in zip(units, records, strict=True):
-        keep |= record_files(unit, record, job)
+        keep |= unit_files(unit, record, job)
     for path in job.folder.iterdir():
-        if path.name not in keep and path.is_file():
+        lock = job.folder / f"{path.name[:16]}.lock"
+        if path.name not in keep and path.is_file() and is_free(lock):
             path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    # Imported here: the worker processes import this module too, and need no torch.
+    from lingua.launch import run_program
+
+    run_program(main)

@@ -18,7 +18,7 @@ import numpy as np
 
 from lingua.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
@@ -26,13 +26,15 @@ OPEN_SHARDS = 256  # memory maps a source keeps open: each holds a file descript
 
 
 @dataclass
-class InputFile:
-    """One file of the source's text, its path relative to the source's folder."""
+class InputPart:
+    """Bytes `begin` to `end` of a file of the source's text: of most files, all there are."""
 
-    path: str
-    size: int
+    path: str  # as lingua.data.files gives it
+    begin: int
+    end: int
+    size: int  # of the file
     mtime_ns: int
-    hash: str
+    hash: str  # of these bytes
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Split:
 @dataclass
 class Shard:
     name: str
-    files: int  # how many of the manifest's files it holds, going on after the shard before
+    parts: int  # how many of the manifest's parts it holds, going on after the shard before
     train: Split
     heldout: Split
 
@@ -59,9 +61,10 @@ class Manifest:
     add_bos: bool
     add_eos: bool
     dtype: str  # of the token files, as "<u2"
-    files: list[InputFile]
+    parts: list[InputPart]
     shards: list[Shard]
     skipped: dict[str, int]  # bad records by kind
+    rough_cuts: int  # of long documents, see lingua.data.pieces
     fingerprint: str  # of the tokens of all shards: equal only for the same rows
 
     def total(self, split: str, field: str) -> int:
@@ -82,7 +85,7 @@ class Manifest:
             if fields.pop("version") != FORMAT_VERSION:
                 return None
             del fields["totals"]
-            fields["files"] = [InputFile(**file) for file in fields["files"]]
+            fields["parts"] = [InputPart(**part) for part in fields["parts"]]
             fields["shards"] = [shard_from_json(shard) for shard in fields["shards"]]
             return cls(version=FORMAT_VERSION, **fields)
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
@@ -106,7 +109,7 @@ def temporary_suffix() -> str:
 
 def shard_from_json(fields: dict[str, Any]) -> Shard:
     splits = {split: Split(**fields[split]) for split in SPLITS}
-    return Shard(fields["name"], fields["files"], **splits)
+    return Shard(fields["name"], fields["parts"], **splits)
 
 
 def shard_files(shard: Shard, dtype: str) -> dict[str, int]:
@@ -205,10 +208,10 @@ class Source:
         path = self.folder / f"{self.manifest.shards[shard].name}.{split}.documents"
         return np.fromfile(path, "<i8").reshape(-1, DOCUMENT_COLUMNS)
 
-    def shard_inputs(self, shard: int) -> list[InputFile]:
-        """The files whose text a shard holds."""
-        begin = sum(before.files for before in self.manifest.shards[:shard])
-        return self.manifest.files[begin : begin + self.manifest.shards[shard].files]
+    def shard_inputs(self, shard: int) -> list[InputPart]:
+        """The parts of files whose text a shard holds."""
+        begin = sum(before.parts for before in self.manifest.shards[:shard])
+        return self.manifest.parts[begin : begin + self.manifest.shards[shard].parts]
 
     def pieces(self, start: int, n: int) -> Iterator[Piece]:
         """The documents that train tokens start ... start + n - 1 are of, in order."""

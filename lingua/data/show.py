@@ -8,6 +8,7 @@ say nothing about data are left out. Sources that are not tokenized yet are.
 """
 
 import sys
+import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,12 +16,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from lingua.args import Announced, Free, Guarded, load
 from lingua.data.args import DataArgs
-from lingua.data.files import find_files, read_records
-from lingua.data.prepare import prepare_sources
+from lingua.data.files import TextFile
+from lingua.data.prepare import prepare_sources, source_files, text_options
+from lingua.data.records import Part, TextOptions, read_records, records_before
 from lingua.data.shards import Piece, Source
 from lingua.data.stream import RowStream, shares
 from lingua.launch import run_program
@@ -95,22 +96,25 @@ def describe_row(
         f"{name}: row {row:,} of {n_rows:,}, number {given:,} of epoch {epoch}: tokens {start:,} "
         f"to {start + len(tokens) - 1:,} of {source.n_tokens:,}"
     )
-    full = {file.path: file.full for file in find_files(name, Path(args.data.root_dir))}
+    files = {file.path: file for file in source_files(name, args.data)}
+    options = text_options(name, args.data, Path(tempfile.gettempdir()))
     at = 0
     for piece in source.pieces(start, len(tokens)):
         n = piece.end - piece.first
         number = sum(s.train.documents for s in source.manifest.shards[: piece.shard])
         yield (
             f"--- tokens {at:,} to {at + n - 1:,} of the row: document {number + piece.document:,} "
-            f"({find_record(source, piece, full)}), its tokens {piece.first:,} to "
+            f"({find_record(source, piece, files, options)}), its tokens {piece.first:,} to "
             f"{piece.end - 1:,} of {piece.n_tokens:,}"
         )
         yield tokenizer.decode(tokens[at : at + n])
         at += n
 
 
-def find_record(source: Source, piece: Piece, full: dict[str, str]) -> str:
-    """`file:line` of the document that `piece` is of. `full` gives the paths of the source's files.
+def find_record(
+    source: Source, piece: Piece, files: dict[str, TextFile], options: TextOptions
+) -> str:
+    """`file:line`, or of parquet `file:row`, of the document that `piece` is of.
 
     The shard's text is read again up to the record with the document's hash: a few seconds at most,
     and nothing has to be stored about every document for it.
@@ -118,13 +122,14 @@ def find_record(source: Source, piece: Piece, full: dict[str, str]) -> str:
     hashes = source.documents(piece.shard, "train")[:, 2]
     same_before = int((hashes[: piece.document] == hashes[piece.document]).sum())  # equal texts
     wanted = int(hashes[piece.document]) % 2**64
-    for file in source.shard_inputs(piece.shard):
-        with open(full[file.path], "rb") as opened:
-            for record in read_records(opened, file.path, source.name, len):
-                if record.wrong or xxhash.xxh3_64_intdigest(record.data) != wanted:
+    for known in source.shard_inputs(piece.shard):
+        part = Part(files[known.path], known.begin, known.end)
+        with open(part.file.full, "rb") as handle:
+            for record in read_records(handle, part, options, len):
+                if record.wrong or record.hash != wanted:
                     continue
                 if same_before == 0:
-                    return f"{full[file.path]}:{record.line}"
+                    return f"{part.file.full}:{records_before(part) + record.number}"
                 same_before -= 1
     return "no longer in its files"
 

@@ -1,8 +1,13 @@
-"""Builds units in worker processes."""
+"""Builds what is left of a source's units, in worker processes that claim them one by one.
+
+The processes of one machine share the work as those of several do: by the lock that the builder of
+a unit holds, and the record that a finished one leaves. Nobody hands out work.
+"""
 
 import functools
 import multiprocessing
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable
@@ -10,7 +15,9 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from lingua.data.units import Job, Unit, build_unit
+from lingua.data.build import build_unit
+from lingua.data.lock import claimed
+from lingua.data.units import Job, Unit, is_recorded, lock_path
 from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
@@ -22,32 +29,31 @@ def build_units(
     job: Job,
     tokenizer: Tokenizer,
     processes: int,
-    advance: Callable[[int], None],
-) -> None:
-    """Build all units; the result does not depend on `processes`. One process is this one.
+    show: Callable[[int], None],
+) -> int:
+    """Build all units that nobody else builds, and return their number. What they are does not
+    depend on `processes`; one is this one. `show` gets the bytes read for unfinished units.
 
     The first error of a worker is raised here; units that were finished stay.
     """
     if min(processes, len(units)) <= 1:
-        for unit in units:
-            build_unit(unit, job, tokenizer, advance)
-        return
+        return _build_each(units, job, tokenizer, show)
+    processes = min(processes, len(units))
     # Not forked: this process may have threads, and a CUDA context.
     context = multiprocessing.get_context("spawn")
-    n_read, stop = context.Value("q", 0), context.Event()
+    n_read, started = context.Array("q", processes), context.Value("q", 0)
+    stop = context.Event()
     pool = ProcessPoolExecutor(
-        min(processes, len(units)), context, initializer=_start_worker, initargs=(n_read, stop)
+        processes, context, initializer=_start_worker, initargs=(n_read, started, stop)
     )
     try:
-        shown = 0
-        waiting = {pool.submit(_build_in_worker, unit, job) for unit in units}
+        n_built = 0
+        waiting = {pool.submit(_work, units, job) for _ in range(processes)}
         while waiting:
             done, waiting = wait(waiting, POLL_S, FIRST_COMPLETED)
-            for future in done:
-                future.result()
-            now = n_read.value
-            advance(now - shown)
-            shown = now
+            n_built += sum(future.result() for future in done)
+            show(sum(n_read))
+        return n_built
     except BrokenProcessPool:
         raise UserError(
             f"data.sources.{job.source}: a process that tokenized it was killed (out of memory?); "
@@ -58,13 +64,31 @@ def build_units(
         pool.shutdown(cancel_futures=True)
 
 
+def _build_each(
+    units: list[Unit], job: Job, tokenizer: Tokenizer, show: Callable[[int], None]
+) -> int:
+    n_built = 0
+    start = random.randrange(len(units))  # so that processes seldom meet
+    for unit in units[start:] + units[:start]:
+        if is_recorded(unit, job):
+            continue
+        with claimed(lock_path(unit, job)) as mine:
+            if mine and not is_recorded(unit, job):
+                build_unit(unit, job, tokenizer, show)
+                n_built += 1
+        show(0)
+    return n_built
+
+
 # ---- in a worker process
 
 _state: dict[str, Any] = {}
 
 
-def _start_worker(n_read: Any, stop: Any) -> None:
-    _state.update(n_read=n_read, stop=stop)
+def _start_worker(n_read: Any, started: Any, stop: Any) -> None:
+    with started.get_lock():
+        _state.update(n_read=n_read, number=started.value, stop=stop)
+        started.value += 1
     # Signals to the whole group are for the parent, which stops its workers.
     for number in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -78,9 +102,8 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _build_in_worker(unit: Unit, job: Job) -> None:
-    tokenizer = _tokenizer(job.tokenizer.name, job.tokenizer.path)
-    build_unit(unit, job, tokenizer, _advance)
+def _work(units: list[Unit], job: Job) -> int:
+    return _build_each(units, job, _tokenizer(job.tokenizer.name, job.tokenizer.path), _show)
 
 
 @functools.cache
@@ -88,8 +111,7 @@ def _tokenizer(name: str, path: str | None) -> Tokenizer:
     return build_tokenizer(TokenizerArgs(name=name, path=path))
 
 
-def _advance(n_bytes: int) -> None:
-    with _state["n_read"].get_lock():
-        _state["n_read"].value += n_bytes
+def _show(n_bytes: int) -> None:
+    _state["n_read"][_state["number"]] = n_bytes
     if _state["stop"].is_set():
         raise SystemExit("stopped by the parent process")

@@ -16,4 +16,4 @@ def make_source(folder: Path, name: str, shards: list[np.ndarray]) -> Source:
         tokens.tofile(folder / f"{i}.train.tokens")
         records.append(Shard(str(i), 1, Split(len(tokens), 1, len(tokens), ""), Split(0, 0, 0, "")))
     dtype = shards[0].dtype.str
-    return Source(folder, Manifest(1, name, {}, True, True, dtype, [], records, {}, ""))
+    return Source(folder, Manifest(2, name, {}, True, True, dtype, [], records, {}, 0, ""))

@@ -12,9 +12,9 @@ import xxhash
 from apps.main.train import TrainArgs
 from lingua.args import load
 from lingua.data.args import DataArgs, Stage
+from lingua.data.build import HELD_OUT_BELOW
 from lingua.data.prepare import prepare_sources
 from lingua.data.show import ShowArgs, describe_mixture, describe_row
-from lingua.data.units import HELD_OUT_BELOW
 from lingua.errors import UserError
 from lingua.meta_lingua import META_LINGUA
 from lingua.tokenizer import build_tokenizer

@@ -227,7 +227,7 @@ def test_any_position_of_a_sparse_corpus_of_ten_billion_tokens_is_there_at_once(
             f.truncate(2 * 2 * 10**9)
         shards.append(Shard(str(i), 1, Split(2 * 10**9, 1, 1, ""), Split(0, 0, 0, "")))
     begin = time.perf_counter()
-    source = Source(tmp_path, Manifest(1, "a", {}, True, True, "<u2", [], shards, {}, ""))
+    source = Source(tmp_path, Manifest(2, "a", {}, True, True, "<u2", [], shards, {}, 0, ""))
     stream = RowStream({"a": source}, {"a": 1.0}, 2048, 2, seed=1)
     rows = stream.rows(np.arange(10**15, 10**15 + 32))
     assert time.perf_counter() - begin < 0.5

@@ -1,0 +1,70 @@
+"""Tokens of a document of any length, in memory that does not grow with it.
+
+A long document is cut into pieces of about PIECE characters, at places that depend on nothing but
+its text. Each piece is tokenized with the end of the one before in front, and those tokens dropped.
+
+A cut is made where a word or line begins. The tokens of a whole document always have a boundary
+there if the tokenizer never joins the end of a word with the space after it: so bytes and tiktoken
+give the tokens of the whole, and sentencepiece BPE whose pieces have spaces nowhere but in front.
+(A unigram model adds up scores over a document in float32 and breaks ties by what was rounded: of a
+long document it may give other tokens for the same words.) For any tokenizer a cut has to show that
+it is one: the tokens of the text on its left must begin those of both sides together. Where none of
+the places tried does, it is a rough cut, and counted.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from lingua.tokenizer import Tokenizer
+
+PIECE = 2**20  # characters
+CONTEXT = 512  # characters beside a cut that are looked at
+WINDOW = 2**16  # characters in which a place is looked for
+TRIES = 16
+_WORD_OR_LINE = re.compile(r"(?<=\S)(?= \S)|(?<=\n)(?=\S)")
+
+
+class Pieces:
+    """Tokenizes long documents; `rough_cuts` are counted over all of them."""
+
+    def __init__(self, tokenizer: Tokenizer, piece: int = PIECE):
+        self._encode, self._piece = tokenizer.encode, piece
+        self.rough_cuts = 0
+
+    def encode(self, blocks: Iterable[str]) -> Iterator[np.ndarray]:
+        """The document's ids, piece by piece, without bos and eos."""
+        blocks = iter(blocks)
+        text, begin = "", 0  # the piece begins at text[begin], after some context
+        before = np.empty(0)  # the tokens of that context
+        while True:
+            limit = begin + self._piece
+            while len(text) < limit + CONTEXT and (block := next(blocks, None)) is not None:
+                text += block
+            if len(text) <= limit:
+                yield self._tokens(text, begin, before)
+                return
+            cut, before_cut = self._find_cut(text, limit)
+            yield self._tokens(text[:cut], begin, before)
+            text, begin, before = text[cut - CONTEXT :], CONTEXT, before_cut
+
+    def _tokens(self, text: str, begin: int, before: np.ndarray) -> np.ndarray:
+        """The ids of text[begin:], in the context of what stands before it."""
+        ids = self._encode(text)
+        if np.array_equal(ids[: len(before)], before):
+            return ids[len(before) :]
+        self.rough_cuts += 1
+        return self._encode(text[begin:])
+
+    def _find_cut(self, text: str, limit: int) -> tuple[int, np.ndarray]:
+        """(where to cut, ids of the context before it): at `limit` or a little before."""
+        starts = _WORD_OR_LINE.finditer(text, max(CONTEXT, limit - WINDOW), limit)
+        places = [found.start() for found in starts][: -TRIES - 1 : -1]
+        for cut in [*places, *range(limit, limit - TRIES, -1)]:
+            left = self._encode(text[cut - CONTEXT : cut])
+            both = self._encode(text[cut - CONTEXT : cut + CONTEXT])
+            if np.array_equal(both[: len(left)], left):
+                return cut, left
+        self.rough_cuts += 1
+        return limit, self._encode(text[limit - CONTEXT : limit])
