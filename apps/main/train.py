@@ -340,8 +340,7 @@ def open_data(
     """The sources by name, tokenized first where they are not yet, and their held-out windows."""
 
     def prepare() -> dict[str, Path]:
-        data = args.data.with_all_sources()
-        prepared = prepare_sources(data, tokenizer, logger.info, progress=True)
+        prepared = prepare_sources(args.data, tokenizer, logger.info, progress=True)
         return {name: source.folder for name, source in prepared.items()}
 
     sources = {name: Source.open(folder) for name, folder in on_rank_0(prepare).items()}

@@ -1,7 +1,7 @@
 """What the user says about data."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -73,10 +73,6 @@ class DataArgs:
         """Every source that has a weight above 0 at some step, sorted."""
         weights = [self.sources, *(stage.sources for stage in self.stages)]
         return sorted({name for w in weights for name, weight in w.items() if weight > 0})
-
-    def with_all_sources(self) -> "DataArgs":
-        """These arguments with the sources of all stages among `sources`."""
-        return replace(self, sources=dict.fromkeys(self.used_sources(), 1.0))
 
     def row_stream(self, sources: dict[str, Source], seed: int) -> RowStream:
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""

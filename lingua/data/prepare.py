@@ -83,8 +83,7 @@ def main() -> None:
     for line in notices:
         report(line)
     tokenizer = build_tokenizer(args.data.tokenizer)
-    data = args.data.with_all_sources()
-    for source in prepare_sources(data, tokenizer, report, True, args.processes).values():
+    for source in prepare_sources(args.data, tokenizer, report, True, args.processes).values():
         for line in describe(source):
             report(line)
 
@@ -117,11 +116,11 @@ def prepare_sources(
     progress: bool = False,
     processes: int | None = None,
 ) -> dict[str, Source]:
-    """Every source with a weight above 0, built where needed.
+    """Every source with a weight above 0 at some step, built where needed.
 
     `report` gets lines for the user, `progress` shows a bar on stderr. Raises UserError.
     """
-    names = used_sources(args)
+    names = args.used_sources()
     wrong: list[str] = []
     for what, wanted, token in (
         ("bos", args.add_bos, tokenizer.bos_id),
@@ -146,11 +145,7 @@ def prepare_sources(
 
 def open_sources(args: DataArgs, tokenizer: Tokenizer) -> dict[str, Source]:
     """The sources that another process has prepared, without looking at the text again."""
-    return {name: Source.open(shard_folder(name, args, tokenizer)) for name in used_sources(args)}
-
-
-def used_sources(args: DataArgs) -> list[str]:
-    return sorted(name for name, weight in args.sources.items() if weight > 0)
+    return {name: Source.open(shard_folder(name, args, tokenizer)) for name in args.used_sources()}
 
 
 def source_files(name: str, args: DataArgs) -> list[TextFile]:

@@ -56,7 +56,7 @@ def main() -> None:
     for line in notices:
         _report(line)
     tokenizer = build_tokenizer(args.data.tokenizer)
-    sources = prepare_sources(args.data.with_all_sources(), tokenizer, _report, progress=True)
+    sources = prepare_sources(args.data, tokenizer, _report, progress=True)
     stream = args.data.row_stream(sources, args.seed)
     if args.step is None:
         lines = describe_mixture(args, stream, sources)

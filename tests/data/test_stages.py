@@ -166,4 +166,3 @@ def test_the_sources_of_all_stages_are_used():
     stages = [Stage(5, {"b": 1.0, "c": 0.0}), Stage(7, {"d": 1.0, "a": 1.0})]
     args = DataArgs(sources={"a": 1.0, "e": 0.0}, stages=stages)
     assert args.used_sources() == ["a", "b", "d"]
-    assert set(args.with_all_sources().sources) == {"a", "b", "d"}
