@@ -29,7 +29,7 @@ from lingua.data.args import DataArgs
 from lingua.data.documents import DocumentMarks, document_marks
 from lingua.data.heldout import HeldOut, held_out_windows
 from lingua.data.loader import Loader, MicroBatch, micro_steps
-from lingua.data.prepare import prepare_sources
+from lingua.data.prepare import open_sources, prepare_sources
 from lingua.data.shards import Source
 from lingua.distributed import (
     AXES,
@@ -339,11 +339,11 @@ def open_data(
 ) -> tuple[dict[str, Source], dict[str, HeldOut]]:
     """The sources by name, tokenized first where they are not yet, and their held-out windows."""
 
-    def prepare() -> dict[str, Path]:
-        prepared = prepare_sources(args.data, tokenizer, logger.info, progress=True)
-        return {name: source.folder for name, source in prepared.items()}
+    def prepare() -> None:
+        prepare_sources(args.data, tokenizer, logger.info, progress=True)
 
-    sources = {name: Source.open(folder) for name, folder in on_rank_0(prepare).items()}
+    on_rank_0(prepare)
+    sources = open_sources(args.data, tokenizer)
     held_out = {}
     for name, source in sources.items():
         windows = held_out_windows(source, args.data.seq_len, args.validation.tokens)
