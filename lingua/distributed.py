@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, para
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lingua.args import Announced, Free
+from lingua.collectives import human_bytes
 from lingua.errors import UserError
 from lingua.init import ties_kept
 
@@ -417,8 +418,8 @@ def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) 
     reduces = local if replicas > 1 and mode != "every" else 0
     saved = (n_micro - 1) * (scatters + reduces)
     yield (
-        f"distributed.grad_sync = {mode}: keeps {kept / 2**20:,.1f} MiB of gradients between "
-        f"micro-steps and saves {saved / 2**20:,.1f} MiB of gradient traffic a step"
+        f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "
+        f"micro-steps and saves {human_bytes(saved)} of gradient traffic a step"
     )
 
 

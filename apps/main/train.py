@@ -440,7 +440,14 @@ def write_samples(args: TrainArgs, run: Run) -> None:
         for i in range(n // (2 * SAMPLES), n, -(-n // SAMPLES)):
             prompt = windows.tokens[i, :PROMPT_TOKENS].tolist()
             tokens = continue_tokens(
-                run.model, prompt, SAMPLE_TOKENS, args.data.seq_len, run.device, args.seed
+                run.model,
+                prompt,
+                SAMPLE_TOKENS,
+                args.data.seq_len,
+                run.device,
+                args.seed,
+                tp=run.mesh["tp"].size(),
+                vocab_size=run.tokenizer.vocab_size,
             )
             before, after = run.tokenizer.decode(prompt), run.tokenizer.decode(tokens)
             if dist.get_rank() == 0:

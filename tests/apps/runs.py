@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,11 +115,12 @@ class Twist:
     shift: int = 0  # the position that rows are read from is off by this
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
     lose_moments: bool = False  # on resume
+    sample_tokens: int = 8  # that a finished run shows
 
     def apply(self) -> Any:
         """A context in which the program of this process is twisted."""
         twist, rank = self, int(os.environ["RANK"])
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {"SAMPLE_TOKENS": self.sample_tokens}
 
         class TwistedLoader(Loader):
             def __init__(self, *args: Any, position: int, **kwargs: Any) -> None:
@@ -300,6 +300,10 @@ class Outcome:
         return self._lines("metrics.validation.jsonl")
 
     @property
+    def samples(self) -> list[dict[str, Any]]:
+        return self._lines("samples.jsonl")
+
+    @property
     def log(self) -> str:
         return (self.dump_dir / "train.log").read_text()
 
@@ -385,6 +389,3 @@ def differs(run: Outcome, other: Outcome) -> list[str]:
     if first > 1e-5 or max(later, default=0.0) > 1e-4:
         found.append("grad_norm")
     return found
-
-
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
