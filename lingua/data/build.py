@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from itertools import chain
 
 import numpy as np
 import xxhash
@@ -175,9 +176,13 @@ class _SplitWriter:
         self._describe((record, len(ids) + extra) for record, ids in documents)
 
     def add_long(self, record: Record, pieces: Pieces) -> None:
-        blocks = [record.text] if isinstance(record.text, str) else record.text
+        text = record.text
+        if isinstance(text, str):
+            blocks = (text[i : i + PIECE] for i in range(0, len(text), PIECE))
+        else:
+            blocks = iter(text)
         n_tokens = 0
-        for part in (self._bos, *pieces.encode(blocks), self._eos):
+        for part in chain([self._bos], pieces.encode(blocks), [self._eos]):
             self._write(part)
             n_tokens += len(part)
         self._describe([(record, n_tokens)])

@@ -37,7 +37,7 @@ def split_lines(blocks: Iterator[bytes], scratch: Path) -> Iterator[bytes | Bina
         *lines, rest = (rest + block).split(b"\n")
         yield from lines
         if len(rest) > LONG:
-            long, rest = _file_of(rest, scratch), b""
+            long, rest = file_of(rest, scratch), b""
     if long is not None:
         yield long
     elif rest:
@@ -52,7 +52,7 @@ def gathered(blocks: Iterator[bytes], scratch: Path) -> bytes | BinaryIO:
         data.append(block)
         size += len(block)
         if size > LONG:
-            file = _file_of(b"".join(data), scratch)
+            file = file_of(b"".join(data), scratch)
             for more in blocks:
                 file.write(more)
             file.seek(0)
@@ -60,7 +60,7 @@ def gathered(blocks: Iterator[bytes], scratch: Path) -> bytes | BinaryIO:
     return b"".join(data)
 
 
-def _file_of(data: bytes, scratch: Path) -> BinaryIO:
+def file_of(data: bytes, scratch: Path) -> BinaryIO:
     file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - closed with its last text
     file.write(data)
     return file
@@ -122,7 +122,7 @@ def _blocks(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 # ---- JSON
 
-_QUOTE_OR_ESCAPE = re.compile(rb'"|\\(?:.|\Z)', re.DOTALL)
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 # Characters and whole escapes. A high surrogate is whole with what follows it, if that is one.
 _WHOLE_ESCAPES = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB]).{4}|\\u[dD][89abAB].{2}(?:\\u.{4}|(?!\\).|\\[^u]))*+",
@@ -148,19 +148,26 @@ def elided_json(file: BinaryIO) -> tuple[bytes, dict[str, LongText]]:
 def _strings(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
     """(begin, end) of what stands between the quotes of every string."""
     opened: int | None = None
-    at, escaped = 0, False
+    at, here = 0, 0  # where the block begins, and what of it comes next
     for block in _blocks(file, 0, size):
-        start = int(escaped)  # the escaped character itself
-        escaped = False
-        for found in _QUOTE_OR_ESCAPE.finditer(block, start):
-            if found[0] == b"\\":
-                escaped = True
-            elif found[0] == b'"':
-                if opened is None:
-                    opened = at + found.end()
+        while here < len(block):
+            if opened is None:
+                quote = block.find(b'"', here)
+                if quote < 0:
+                    here = len(block)
                 else:
-                    yield opened, at + found.start()
-                    opened = None
+                    here = quote + 1
+                    opened = at + here
+                continue
+            end = _IN_STRING.match(block, here).end()
+            if end == len(block):
+                here = end
+            elif block[end : end + 1] == b'"':
+                yield opened, at + end
+                opened, here = None, end + 1
+            else:  # a backslash ends the block: past it and what it escapes
+                here = end + 2
+        here -= len(block)
         at += len(block)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from lingua.tokenizer import Tokenizer
 
-PIECE = 2**20  # characters
+PIECE = 2**18  # characters; some libraries take longer for each of a longer text
 CONTEXT = 512  # characters beside a cut that are looked at
 WINDOW = 2**16  # characters in which a place is looked for
 TRIES = 16

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from lingua.data.files import TextFile
-from lingua.data.long_text import LongText, elided_json, gathered, split_lines
+from lingua.data.long_text import LONG, LongText, elided_json, file_of, gathered, split_lines
 
 BLOCK = 2**18  # bytes read at once
 ROWS = 1024  # most parquet rows read at once
@@ -39,6 +39,10 @@ class Part:
     file: TextFile
     begin: int
     end: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.end - self.begin == self.file.size
 
 
 class Record(NamedTuple):
@@ -150,7 +154,7 @@ def read_records(
     """Every record of a part of the open file. `on_bytes` sees the part's bytes in order."""
     form, codec = _form(part.file.path)
     if form == "parquet":
-        return _parquet(handle, part, options.keys, on_bytes)
+        return _parquet(handle, part, options, on_bytes)
     blocks = _tapped(read_part(handle, part), on_bytes)
     if codec:
         blocks = _decompressed(blocks, codec)
@@ -322,7 +326,7 @@ def _without(keys: tuple[str, ...], what: str, names: Iterable[str]) -> str:
 
 
 def _parquet(
-    handle: BinaryIO, part: Part, keys: tuple[str, ...], on_bytes: Callable[[bytes], Any]
+    handle: BinaryIO, part: Part, options: TextOptions, on_bytes: Callable[[bytes], Any]
 ) -> Iterator[Record]:
     number = 0
     try:
@@ -333,7 +337,7 @@ def _parquet(
         file = pq.ParquetFile(
             handle, pre_buffer=False, buffer_size=BLOCK, page_checksum_verification=True
         )
-        for record in _rows(file, part, keys):
+        for record in _rows(file, part, options):
             number = record.number
             yield record
     except (pa.ArrowException, OSError) as error:
@@ -342,8 +346,8 @@ def _parquet(
         yield Record(number + 1, wrong=DAMAGED, detail=f"as parquet: {error}")
 
 
-def _rows(file: pq.ParquetFile, part: Part, keys: tuple[str, ...]) -> Iterator[Record]:
-    metadata, schema = file.metadata, file.schema_arrow
+def _rows(file: pq.ParquetFile, part: Part, options: TextOptions) -> Iterator[Record]:
+    metadata, schema, keys = file.metadata, file.schema_arrow, options.keys
     starts = [_group_start(metadata, i) for i in range(metadata.num_row_groups)]
     groups = [i for i, start in enumerate(starts) if part.begin <= start < part.end]
     n_rows = sum(metadata.row_group(i).num_rows for i in groups)
@@ -363,7 +367,7 @@ def _rows(file: pq.ParquetFile, part: Part, keys: tuple[str, ...]) -> Iterator[R
     number = 0
     for batch in batches:
         column = batch.column(0)
-        for text in _texts(column):
+        for text in _texts(column, options.scratch):
             number += 1
             yield _parquet_record(number, text, key)
 
@@ -376,17 +380,22 @@ def _is_text(kind: pa.DataType) -> bool:
     )
 
 
-def _texts(column: pa.Array) -> list[str | bytes | None]:
-    """The values; bytes where they are not UTF-8, which pyarrow does not check."""
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        return column.cast(pa.large_binary()).to_pylist()
+def _texts(column: pa.Array, scratch: Path) -> Iterable[str | bytes | LongText | None]:
+    """The values; bytes where they may not be UTF-8, which pyarrow does not check."""
+    if column.nbytes <= LONG:
+        with suppress(UnicodeDecodeError):
+            return column.to_pylist()
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    values = column.cast(pa.large_binary())
+    return (_long_value(value.as_buffer(), scratch) if value.is_valid else None for value in values)
 
 
-def _parquet_record(number: int, text: str | bytes | None, key: str) -> Record:
+def _long_value(buffer: pa.Buffer, scratch: Path) -> bytes | LongText:
+    return LongText(file_of(buffer, scratch)) if buffer.size > LONG else buffer.to_pybytes()
+
+
+def _parquet_record(number: int, text: str | bytes | LongText | None, key: str) -> Record:
     if text is None:
         return Record(number, wrong="null text", detail=f"column {key}")
     if isinstance(text, bytes):

@@ -59,18 +59,19 @@ class UnitRecord:
 
 
 def plan_units(files: list[TextFile], unit_bytes: int) -> list[Unit]:
-    """Neighbouring parts together while they are at most `unit_bytes`."""
+    """Neighbouring files together while they are at most `unit_bytes`; what a file was cut into is
+    a unit each, since its size on disk need not be that of its text."""
     with ThreadPoolExecutor(THREADS) as threads:
         parts = chain.from_iterable(threads.map(partial(split, most=unit_bytes), files))
     groups: list[list[Part]] = []
     size = 0
     for part in parts:
-        part_size = part.end - part.begin
-        if not groups or size + part_size > unit_bytes:
+        size += part.end - part.begin
+        alone = not (part.is_whole and groups and groups[-1][-1].is_whole)
+        if alone or size > unit_bytes:
             groups.append([])
-            size = 0
+            size = part.end - part.begin
         groups[-1].append(part)
-        size += part_size
     return [Unit(_unit_id(group), tuple(group)) for group in groups]
 
 

@@ -1,0 +1,315 @@
+"""The same text in any form gives the same documents; a fault is named with its line or row."""
+
+import gzip
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lingua.args import load
+from lingua.data.args import DataArgs
+from lingua.data.files import SourceFiles, find_files
+from lingua.errors import UserError
+from tests.data.test_prepare import (
+    TEXTS,
+    Prepared,
+    contents,
+    error_of,
+    expected_tokens,
+    make_args,
+    train_tokens,
+    write_jsonl,
+)
+
+ODD = ["\x00 nul", 'quo"te \\ back', "\u2028 line\r\nends\n", "\U0001f600" * 50, "x" * 5000]
+
+
+def json_lines(texts: list[str], **more: object) -> bytes:
+    return b"".join(json.dumps({"text": t, **more}).encode() + b"\n" for t in texts)
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+def write_form(folder: Path, form: str, texts: list[str], key: str = "text") -> Path:
+    """A file that holds the texts, written by libraries other than those that read it where there
+    are any."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"f.{form}"
+    half = len(texts) // 2  # compressed files may consist of several
+    lines = [json.dumps({"n": None, key: text}).encode() + b"\n" for text in texts]
+    halves = b"".join(lines[:half]), b"".join(lines[half:])
+    if form == "parquet":
+        table = pa.table({"n": list(range(len(texts))), key: texts})
+        pq.write_table(table, path, row_group_size=100, compression="zstd")
+    elif form.endswith(".gz"):
+        path.write_bytes(b"".join(map(gzip.compress, halves)))
+    elif form.endswith(".zst"):
+        path.write_bytes(b"".join(map(zstd, halves)))
+    else:
+        path.write_bytes(b"".join(halves))
+    return path
+
+
+LINE_FORMS = ["jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst", "parquet"]
+
+
+@pytest.mark.parametrize("form", LINE_FORMS)
+@pytest.mark.parametrize("unit_bytes", [3000, 10**9])
+def test_every_form_gives_the_same_documents(tmp_path, form, unit_bytes):
+    write_form(tmp_path / "a", form, [*TEXTS, *ODD])
+    source = Prepared(make_args(tmp_path), processes=1, unit_bytes=unit_bytes).source
+    assert train_tokens(source) == expected_tokens([*TEXTS, *ODD])
+    is_cut = unit_bytes == 3000 and form in ("jsonl", "parquet")
+    assert (len(source.manifest.shards) > 5) == is_cut
+
+
+@pytest.mark.parametrize("codec", ["gz", "zst"])
+def test_other_compressed_files_are_one_document(tmp_path, codec):
+    text = "# source\n" * 1000
+    compress = gzip.compress if codec == "gz" else zstd
+    (tmp_path / f"a.py.{codec}").write_bytes(compress(text.encode()))
+    args = make_args(tmp_path, sources={f"a.py.{codec}": 1.0})
+    assert train_tokens(Prepared(args, f"a.py.{codec}").source) == expected_tokens([text])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+)
+def test_every_kind_of_text_column_is_read(tmp_path, kind):
+    column = pa.array(TEXTS[:50]).cast(kind)
+    pq.write_table(pa.table({"content": column}), tmp_path / "a.parquet")
+    source = Prepared(make_args(tmp_path)).source
+    assert train_tokens(source) == expected_tokens(TEXTS[:50])
+
+
+def test_forms_mix_in_one_source_in_the_order_of_their_paths(tmp_path):
+    for i, form in enumerate(LINE_FORMS):
+        write_form(tmp_path / "a" / str(i), form, TEXTS[i * 50 : i * 50 + 50])
+    (tmp_path / "a" / "9.c").write_text("int main;", encoding="utf-8")
+    source = Prepared(make_args(tmp_path), unit_bytes=2000).source
+    assert train_tokens(source) == expected_tokens([*TEXTS[:300], "int main;"])
+
+
+@pytest.mark.parametrize("form", LINE_FORMS)
+def test_the_texts_key_can_be_given(tmp_path, form):
+    write_form(tmp_path / "a", form, TEXTS[:20], key="body")
+    files = {"a": SourceFiles(text_key="body")}
+    source = Prepared(make_args(tmp_path, source_files=files)).source
+    assert train_tokens(source) == expected_tokens(TEXTS[:20])
+    message = error_of(make_args(tmp_path))
+    what = "column" if form == "parquet" else "key"
+    assert f":1: no text (neither {what} text nor content, but n, body)" in message
+    message = error_of(make_args(tmp_path, source_files={"a": SourceFiles(text_key="txt")}))
+    assert f":1: no text (no {what} txt, but n, body)" in message
+
+
+# ---- patterns
+
+
+def test_patterns_say_which_files_a_source_has(tmp_path):
+    for path in ("web/1/x.jsonl", "web/2/x.jsonl", "web/2/README.md", "books/b.jsonl"):
+        write_jsonl(tmp_path / path, [path])
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-else"
+    write_jsonl(elsewhere / "far.jsonl", ["far"])
+
+    def found(*patterns: str) -> list[str]:
+        return [file.path for file in find_files("a", tmp_path, patterns)]
+
+    assert found("web/**/*.jsonl") == ["web/1/x.jsonl", "web/2/x.jsonl"]
+    assert found("web/*/x.jsonl", "books", "./web/1/*") == [
+        "books/b.jsonl",
+        "web/1/x.jsonl",
+        "web/2/x.jsonl",
+    ]
+    assert found("web/2") == ["web/2/README.md", "web/2/x.jsonl"]
+    assert found(f"{elsewhere}/*.jsonl") == [f"{elsewhere}/far.jsonl"]
+    with pytest.raises(UserError, match=r"source_files\.a\.files: web/\*\.parquet matches no file"):
+        found("books", "web/*.parquet")
+
+
+def test_source_files_come_from_the_config_and_have_shards_of_their_own(tmp_path):
+    write_jsonl(tmp_path / "web" / "x.jsonl", ["x"], key="body")
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "sources: {a: 1}\nsource_files:\n  a: {files: [web/*.jsonl], text_key: body}\n"
+    )
+    args, _ = load(DataArgs, [f"config={config}", f"root_dir={tmp_path}"])
+    assert args.source_files == {"a": SourceFiles(["web/*.jsonl"], "body")}
+    by_pattern, by_name = Prepared(args).source, Prepared(make_args(tmp_path)).source
+    assert train_tokens(by_pattern) == expected_tokens(["x"])
+    assert train_tokens(by_name) == expected_tokens(["a"])
+    assert by_pattern.folder != by_name.folder
+    with pytest.raises(UserError, match=r"source_files\.a\.file: unknown key .did you mean"):
+        load(DataArgs, ["source_files={a: {file: [x]}}"])
+
+
+def test_a_file_added_to_a_pattern_is_seen(tmp_path):
+    args = make_args(tmp_path, source_files={"a": SourceFiles(["w/*.jsonl"])})
+    write_jsonl(tmp_path / "w" / "1.jsonl", ["x"])
+    Prepared(args)
+    write_jsonl(tmp_path / "w" / "0.jsonl", ["y"])
+    again = Prepared(args)
+    assert "w/0.jsonl was added" in again.lines[0]
+    assert train_tokens(again.source) == expected_tokens(["y", "x"])
+
+
+# ---- large files in parts
+
+
+def test_a_change_in_one_part_builds_that_part_again(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = Prepared(make_args(tmp_path), unit_bytes=10_000).source
+    n = len(first.manifest.shards)
+    assert n > 5
+    changed = [*TEXTS[:650], TEXTS[650].replace("Dokument", "dokument"), *TEXTS[651:]]
+    write_jsonl(tmp_path / "a.jsonl", changed)
+    again = Prepared(make_args(tmp_path), unit_bytes=10_000)
+    assert f"{n - 1} of {n} parts are there already" in again.lines[0]
+    assert train_tokens(again.source) == expected_tokens(changed)
+    removed = [*TEXTS[:400], *TEXTS[401:]]
+    write_jsonl(tmp_path / "a.jsonl", removed)
+    assert train_tokens(Prepared(make_args(tmp_path), unit_bytes=10_000).source) == expected_tokens(
+        removed
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cutting_a_file_anywhere_loses_and_repeats_nothing(tmp_path, seed):
+    rng = random.Random(seed)
+    texts = ["y" * int(rng.expovariate(0.01)) + "z" for _ in range(rng.randrange(1, 60))]
+    data = json_lines(texts, id=seed)
+    (tmp_path / "a.jsonl").write_bytes(data.removesuffix(b"\n") if seed % 2 else data)
+    unit_bytes = rng.randrange(1, 2000)
+    source = Prepared(make_args(tmp_path), processes=1, unit_bytes=unit_bytes).source
+    assert train_tokens(source) == expected_tokens(texts)
+    assert source.manifest.total("train", "documents") + source.manifest.total(
+        "heldout", "documents"
+    ) == len(texts)
+
+
+def test_an_error_in_a_later_part_has_the_line_of_the_file(tmp_path):
+    lines = json_lines(TEXTS).splitlines(keepends=True)
+    lines[567] = b'{"text": 5}\n'
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=r"a\.jsonl:568: text is not a string"):
+        Prepared(make_args(tmp_path), processes=1, unit_bytes=4000)
+    table = pa.table({"text": [*TEXTS[:567], None, *TEXTS[568:]]})
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=50)
+    with pytest.raises(UserError, match=r"b\.parquet:568: null text \(column text\)"):
+        Prepared(make_args(tmp_path), "b", processes=1, unit_bytes=4000)
+
+
+# ---- faults
+
+
+def damaged(data: bytes, how: str) -> bytes:
+    if how == "cut":
+        return data[: len(data) * 2 // 3]
+    if how == "last byte":
+        return data[:-1]
+    if how == "overwritten":
+        middle = len(data) // 2
+        return data[:middle] + bytes(b ^ (i % 5 == 0) for i, b in enumerate(data[middle:]))
+    return b"not what the name says, at all. " * 20
+
+
+@pytest.mark.parametrize("form", ["jsonl.gz", "jsonl.zst", "parquet", "txt.gz", "txt.zst"])
+@pytest.mark.parametrize("how", ["cut", "last byte", "overwritten", "something else"])
+def test_a_damaged_file_is_named_with_line_or_row(tmp_path, form, how):
+    rng = np.random.default_rng(0)
+    texts = [f"{i} {rng.bytes(40).hex()}" for i in range(3000)]
+    if form.startswith("txt"):
+        compress = gzip.compress if form.endswith(".gz") else zstd
+        path = tmp_path / f"f.{form}"
+        path.write_bytes(compress("\n".join(texts).encode()))
+    elif form == "parquet":
+        path = tmp_path / "f.parquet"
+        table = pa.table({"text": texts})
+        pq.write_table(table, path, row_group_size=100, write_page_checksum=True)
+    else:
+        path = write_form(tmp_path, form, texts)
+    path.write_bytes(damaged(path.read_bytes(), how))
+    files = {"a": SourceFiles([path.name])}
+    message = error_of(make_args(tmp_path, source_files=files))
+    where = re.escape(str(path))
+    line = re.search(rf"{where}:(\d+): damaged file \(as (gzip|zstd|parquet): .+\)", message)
+    assert line, message
+    skipping = Prepared(make_args(tmp_path, source_files=files, on_bad_record="skip"))
+    assert skipping.source.manifest.skipped == {"damaged file": 1}
+    n_good = sum(skipping.source.manifest.total(s, "documents") for s in ("train", "heldout"))
+    assert n_good == int(line[1]) - 1 < len(texts)
+    assert train_tokens(skipping.source) == expected_tokens(texts[:n_good])
+
+
+@pytest.mark.parametrize(
+    "column, kind",
+    [
+        (pa.array([1, 2]), "text is not a string (column text is int64)"),
+        (pa.array([["x"], ["y"]]), "text is not a string (column text is list<"),
+        (pa.array([b"x", b"y"]), "text is not a string (column text is binary)"),
+        (pa.array([None, None], pa.string()), "null text (column text)"),
+        (pa.array(["", ""]), "empty document"),
+        (pa.array([b"\xff", b"\xff"]).view(pa.string()), "not UTF-8 (invalid start byte 0xff)"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_column_or_value_of_parquet_is_named(tmp_path, column, kind):
+    good = pa.table({"text": ["good"]})
+    (tmp_path / "a").mkdir()
+    pq.write_table(good, tmp_path / "a" / "0.parquet")
+    pq.write_table(pa.table({"text": column}), tmp_path / "a" / "1.parquet")
+    assert f"{tmp_path}/a/1.parquet:1: {kind}" in error_of(make_args(tmp_path))
+    skipping = Prepared(make_args(tmp_path, on_bad_record="skip")).source
+    assert skipping.manifest.skipped == {kind.split(" (")[0]: 2}
+    assert train_tokens(skipping) == expected_tokens(["good"])
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("seed", range(5))
+def test_any_mixture_of_bad_lines_is_counted_by_kind_and_the_rest_kept(tmp_path, form, seed):
+    from tests.data.test_files import BAD_RECORDS
+
+    rng = random.Random(seed)
+    lines, good, expected = [], [], {}
+    for i in range(300):
+        if rng.random() < 0.3:
+            record, kind = rng.choice(BAD_RECORDS)
+            lines.append(record)
+            expected[kind] = expected.get(kind, 0) + 1
+        else:
+            good.append(f"{i} {TEXTS[i]}")
+            lines.append(json_lines([good[-1]]))
+    data = b"".join(lines)
+    compress = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstd}[form]
+    (tmp_path / f"a.{form}").write_bytes(compress(data))
+    args = make_args(tmp_path, on_bad_record="skip")
+    source = Prepared(args, processes=1, unit_bytes=5000).source
+    assert train_tokens(source) == expected_tokens(good)
+    assert source.manifest.skipped == dict(sorted(expected.items()))
+
+
+def test_numbers_and_strings_that_only_the_lenient_parser_takes_do_no_harm(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"score": NaN, "text": "one"}\n{"n": "\\ud800", "text": "two"}\n{"text": "\\u0000"}\n'
+    )
+    source = Prepared(make_args(tmp_path)).source
+    assert train_tokens(source) == expected_tokens(["one", "two", "\x00"])
+
+
+@pytest.mark.parametrize("form", LINE_FORMS)
+def test_any_number_of_processes_gives_the_same_bytes_in_every_form(tmp_path, form):
+    for i in range(3):
+        write_form(tmp_path / "a" / str(i), form, TEXTS[i * 200 : i * 200 + 200])
+    one = Prepared(make_args(tmp_path), processes=1, unit_bytes=3000).source
+    two_args = make_args(tmp_path, cache_dir=str(tmp_path / "two"))
+    two = Prepared(two_args, processes=2, unit_bytes=3000).source
+    assert contents(one.folder) == contents(two.folder)
