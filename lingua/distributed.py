@@ -248,6 +248,19 @@ def on_rank_0(work: Callable[[], T]) -> T:
     return result
 
 
+def leave(patience_s: float) -> None:
+    """End the process group. Rank 0 first waits for the others to come here too, but no longer than
+    it is told: its process may hold the store, where they still look for what it shared last."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("lingua/left", 1)
+    deadline = time.monotonic() + patience_s
+    while dist.get_rank() == 0 and store.add("lingua/left", 0) < dist.get_world_size():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    dist.destroy_process_group()
+
+
 # ------------------------------------------------------------------------------------ parallel
 
 

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from lingua.distributed import detect_launch
+from lingua.distributed import detect_launch, leave
 from lingua.errors import UserError
 
 
@@ -16,14 +16,13 @@ def run_program(program: Callable[[], None]) -> NoReturn:
     Ranks meet the same mistake together, so rank 0 tells it; a mistake of one machine alone
     (`UserError(..., local=True)`) is told by the rank that met it.
     """
-    code = 0
+    code, patience_s = 0, 30.0
     try:
         program()
     except UserError as error:
         if error.local or detect_launch().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        code = 2
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        code, patience_s = 2, 0.0 if error.local else patience_s
+    if dist.is_initialized():
+        leave(patience_s)
     sys.exit(code)

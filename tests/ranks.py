@@ -23,12 +23,16 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from lingua.distributed import leave
+
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
         env, work, args, kwargs = job
         os.environ.update(env)
         try:
             answer = (True, work(*args, **kwargs))
+            if dist.is_initialized():
+                leave(patience_s=30)
         except BaseException as error:
             answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         if dist.is_initialized():

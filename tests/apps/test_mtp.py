@@ -20,7 +20,8 @@ from apps.mtp.train import TrainArgs, build
 from lingua.args import load
 from lingua.data import IGNORE
 from lingua.init import canonical_name, init_parameters
-from tests.apps.runs import TINY, write_text
+from tests.apps.runs import SMALL as RUN
+from tests.apps.runs import write_text
 
 CPU = torch.device("cpu")
 SMALL = ModelArgs(dim=24, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=50, multiple_of=8)
@@ -149,7 +150,7 @@ MESHES = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2)]
 
 
 def arguments(overrides: dict[str, Any]) -> TrainArgs:
-    given = TINY | MODEL | overrides
+    given = RUN | MODEL | overrides
     return load(TrainArgs, [f"{key}={value}" for key, value in given.items()])[0]
 
 
@@ -215,7 +216,9 @@ def same_run(lines: dict[int, dict], expected: dict[int, dict]) -> bool:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, Any]:
-    text = write_text(tmp_path_factory.mktemp("mtp") / "text")
+    text = tmp_path_factory.mktemp("mtp") / "text"
+    text.mkdir()
+    write_text(text)
     return {"data.root_dir": str(text), "stop_at": 6, "validation.every": 6}
 
 

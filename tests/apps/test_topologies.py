@@ -1,6 +1,7 @@
 """The same run on every topology: weights, rows, losses and gradients against one process."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -188,39 +189,48 @@ def test_the_factor_of_the_gradient_does_not_depend_on_precision(
 # -------------------------------------------------------------------------------- collectives
 
 
-def collectives(runs: Runs, sizes: Sizes, **settings: Any) -> list[dict[str, Any]]:
-    """Those of the second step: kind, axis, backward, count."""
+def counted(runs: Runs, sizes: Sizes, **settings: Any) -> tuple[Outcome, list[dict[str, Any]]]:
+    """A run, and the collectives of its second step: kind, axis, backward, count, bytes."""
     count = {"profiling.run": True, "profiling.profile_warmup": 2, "stop_at": 2}
     run = runs.train(sizes, count | settings)
     path = run.dump_dir / "profiling" / "collectives_step2.json"
-    return json.loads(path.read_text())["collectives"]
-
-
-def reductions(found: list[dict[str, Any]]) -> dict[str, int]:
-    """How many gradient reduce-scatters and all-reduces over data-parallel axes there were."""
-    counts = {"reduce_scatter": 0, "all_reduce": 0}
-    for row in found:
-        if row["backward"] and row["kind"] in counts and row["axis"] != "tp":
-            counts[row["kind"]] += row["count"]
-    return counts
+    return run, json.loads(path.read_text())["collectives"]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=name_of)
 def test_gradients_travel_once_a_step_or_with_every_micro_step(runs: Runs, sizes: Sizes) -> None:
     degree = sizes[0] * sizes[1]
+    n_bytes: dict[str, int] = {}
 
     def of(mode: str, n_micro: int) -> dict[str, int]:
+        """Gradient reduce-scatters and all-reduces over data-parallel axes."""
         rows = {"data.global_batch_size": 8 * degree, "data.batch_size": 8 // n_micro}
         model = {"model.n_layers": 1, "distributed.grad_sync": mode}
-        return reductions(collectives(runs, sizes, **rows, **model))
+        run, found = counted(runs, sizes, **rows, **model)
+        kinds = {"reduce_scatter": 0, "all_reduce": 0}
+        reduced = [r for r in found if r["backward"] and r["kind"] in kinds and r["axis"] != "tp"]
+        n_bytes[mode] = sum(row["bytes"] for row in reduced)
+        logs[mode] = run.log
+        return {kind: sum(r["count"] for r in reduced if r["kind"] == kind) for kind in kinds}
 
+    logs: dict[str, str] = {}
     units = 3  # the block, the embedding, and norm with head
     once = {"reduce_scatter": units, "all_reduce": units if sizes[0] > 1 else 0}
     assert of("last", 1) == once
     assert of("last", 8) == once
     assert of("every", 8) == {kind: 8 * n for kind, n in once.items()}
+    assert n_bytes["every"] == 8 * n_bytes["last"]
+    assert saved_bytes(logs["last"]) == pytest.approx(7 * n_bytes["last"], rel=0.1)  # no padding
     if sizes[0] > 1:
         assert of("replica_last", 8) == {"reduce_scatter": 8 * units, "all_reduce": units}
+        saved = n_bytes["every"] - n_bytes["replica_last"]
+        assert saved_bytes(logs["replica_last"]) == pytest.approx(saved, rel=0.1)
+
+
+def saved_bytes(log: str) -> float:
+    """What the log says that the chosen sync saves a step."""
+    number, unit = re.search(r"saves ([\d.]+) (KiB|MiB) of gradient traffic a step", log).groups()
+    return float(number) * {"KiB": 2**10, "MiB": 2**20}[unit]
 
 
 # ------------------------------------------------------------------------------ other models
@@ -298,6 +308,11 @@ def test_a_model_with_a_tensor_parallel_plan_only_trains_on_any_mesh(
     assert differs(run, plain) == []
 
 
+def test_views_that_the_model_does_not_predict_are_refused(runs: Runs) -> None:
+    run = runs.train((1, 1, 2), {"data.n_views": 3}, refused=True)
+    assert run.error.startswith("data.n_views = 3: the model predicts 1 of the 2 views")
+
+
 # ------------------------------------------------------------------ compilation, checkpointing
 
 
@@ -322,7 +337,7 @@ def test_activation_checkpointing_trains_the_same_run(
 def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs: Runs) -> None:
     counts = {}
     for kind in ("none", "full", "selective"):
-        found = collectives(runs, (1, 1, 2), **{CHECKPOINTING: kind})
+        _, found = counted(runs, (1, 1, 2), **{CHECKPOINTING: kind})
         counts[kind] = {
             name: sum(r["count"] for r in found if r["backward"] and r["kind"] == name)
             for name in ("all_gather", "reduce_scatter")
