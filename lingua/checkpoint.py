@@ -110,33 +110,37 @@ def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict, config:
         config: text of `config.yaml`.
 
     Returns:
-        The folder. A step that is already published is left as it is.
+        The folder. A step that is already published, and not damaged since, is left as it is.
 
     Raises:
-        OSError, CheckpointException: a write failed on some rank; nothing was published.
+        Exception: a write failed on some rank. All ranks raise and nothing is published.
     """
     final = root / f"{step:010d}"
+    published = on_rank_0(lambda: read_checkpoint(final)[0])
+    if published is not None and not damaged_files(published):
+        return final
 
-    def begin() -> str | None:
-        if final.is_dir() and read_checkpoint(final)[0]:
-            return None
+    def begin() -> Path:
         temporary = root / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
         temporary.mkdir(parents=True)
-        return str(temporary)
+        return temporary
 
-    begun = on_rank_0(begin)
-    if begun is None:
-        return final
-    folder = Path(begun)
+    folder = on_rank_0(begin)
     dcp.save(
         tensors,
         storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True),
         planner=DefaultSavePlanner(),
     )
-    mine = {p.name: _describe(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
-    everyone: list[dict | None] = [None] * dist.get_world_size()
+    try:
+        mine = {p.name: _describe(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
+    except OSError as error:
+        mine = error
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    files = {name: entry for part in everyone for name, entry in (part or {}).items()}
+    for part in everyone:
+        if isinstance(part, OSError):
+            raise part
+    files = {name: entry for part in everyone for name, entry in part.items()}
     on_rank_0(lambda: _publish(folder, final, step, files, state, config))
     return final
 
@@ -158,6 +162,9 @@ def _publish(
     }
     manifest["crc32"] = _checksum_of(manifest)
     _write(folder / MANIFEST, json.dumps(manifest, indent=1))
+    whole, why = read_checkpoint(folder)
+    if whole is None:
+        raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
     _sync(folder)
     if final.exists():  # a damaged one of the same step: out of the way, never modified
         final.rename(final.parent / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
@@ -250,6 +257,8 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
             report(f"{path} is not a checkpoint: skipped")
             continue
         checkpoint, why = read_checkpoint(path)
+        if checkpoint is not None and checkpoint.step != int(path.name):
+            checkpoint, why = None, f"its manifest is of step {checkpoint.step}"
         if checkpoint is None:
             report(f"{path} is not a whole checkpoint ({why}): skipped")
         else:
@@ -258,25 +267,25 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
 
 
 def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
-    """The last published checkpoint that verifies. Called by every rank; rank 0 chooses.
-
-    With `verify = "full"` each file's checksum is computed by one rank and the verdicts shared.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """The last published checkpoint that verifies. Called by every rank; rank 0 chooses."""
     for checkpoint in on_rank_0(lambda: find(root, report)):
-        bad = []
-        if verify == "full":
-            for i, (name, entry) in enumerate(sorted(checkpoint.files.items())):
-                if i % world == rank and not _holds(checkpoint.path / name, entry):
-                    bad.append(name)
-        verdicts: list[list[str]] = [[]] * world
-        dist.all_gather_object(verdicts, bad)
-        damaged = sorted(name for part in verdicts for name in part)
+        damaged = damaged_files(checkpoint) if verify == "full" else []
         if not damaged:
             return checkpoint
-        if rank == 0:
+        if dist.get_rank() == 0:
             report(f"{checkpoint.path} is damaged ({', '.join(damaged)}: checksum): skipped")
     return None
+
+
+def damaged_files(checkpoint: Checkpoint) -> list[str]:
+    """Files whose checksum is not the manifest's. Called by every rank: each file is read by one,
+    and the verdicts are shared."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = sorted(checkpoint.files.items())[rank::world]
+    bad = [name for name, entry in mine if not _holds(checkpoint.path / name, entry)]
+    verdicts: list[list[str]] = [[]] * world
+    dist.all_gather_object(verdicts, bad)
+    return sorted(name for part in verdicts for name in part)
 
 
 def _holds(path: Path, entry: dict) -> bool:
@@ -329,8 +338,14 @@ class _Reader(FileSystemReader):
     """DCP's reader, without trust in what it reads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as f:
-            metadata = _MetadataUnpickler(f).load()
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as f:
+                metadata = _MetadataUnpickler(f).load()
+        except UserError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise UserError(f"{path} cannot be read: {error}") from error
         for info in (metadata.storage_data or {}).values():
             if Path(info.relative_path).name != info.relative_path:
                 raise UserError(f"a checkpoint's .metadata refers to the file {info.relative_path}")

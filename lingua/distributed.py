@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, para
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lingua.args import Announced, Free
+from lingua.collectives import human_bytes
 from lingua.errors import UserError
 from lingua.init import ties_kept
 
@@ -325,9 +326,9 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
             f"distributed.tp_size = {mesh.size()}: this model gives no tensor-parallel layout; "
             "set it to 1"
         )
-    for key, size in plan.tp_divides.items():
-        if size % mesh.size():
-            raise UserError(f"distributed.tp_size = {mesh.size()}: must divide {key} = {size}")
+    uneven = [f"{key} = {size}" for key, size in plan.tp_divides.items() if size % mesh.size()]
+    if uneven:
+        raise UserError(f"distributed.tp_size = {mesh.size()}: must divide {', '.join(uneven)}")
     with ties_kept(model):
         parallelize_module(model, mesh, plan.tp)
     # An asynchronous collective's result that enters a compiled block loses its gradient (torch
@@ -417,8 +418,8 @@ def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) 
     reduces = local if replicas > 1 and mode != "every" else 0
     saved = (n_micro - 1) * (scatters + reduces)
     yield (
-        f"distributed.grad_sync = {mode}: keeps {kept / 2**20:,.1f} MiB of gradients between "
-        f"micro-steps and saves {saved / 2**20:,.1f} MiB of gradient traffic a step"
+        f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "
+        f"micro-steps and saves {human_bytes(saved)} of gradient traffic a step"
     )
 
 

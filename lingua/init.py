@@ -40,7 +40,7 @@ def _global_index(t: Tensor, start: int, stop: int) -> Tensor:
 
 def _draw(t: Tensor, key: int, kind: str, a: float, b: float) -> None:
     """Fill the local part of `t`: uniform in [a, b), or normal with mean a and deviation b."""
-    local = t.to_local() if isinstance(t, DTensor) else t
+    local = _local(t)
     values = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
     for start in range(0, local.numel(), CHUNK):
         stop = min(start + CHUNK, local.numel())
@@ -90,6 +90,10 @@ class _SeededDraws(TorchDispatchMode):
         return t
 
 
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
 def canonical_name(name: str) -> str:
     """The name a parameter has in the plain model, without what wrappers put in between."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
@@ -126,25 +130,33 @@ def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
     its linears do by default.
 
     Raises:
-        UserError: names the parameters and buffers that no `reset_parameters` filled.
+        UserError: names the parameters and buffers that no `reset_parameters` filled, and those
+            that one filled without regard for their being sharded.
     """
     with ties_kept(model):
         model.to_empty(device=device)
-    versions = {}
+    versions, shapes = {}, {}
     for name, t in named_tensors(model):
         if t.is_floating_point():
-            (t.to_local() if isinstance(t, DTensor) else t).fill_(math.nan)
-        versions[name] = t._version
+            _local(t).fill_(math.nan)
+        versions[name], shapes[name] = t._version, _local(t).shape
     with _SeededDraws(model, seed):
         for module in reversed(list(model.modules())):
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
+    resized = [name for name, t in named_tensors(model) if _local(t).shape != shapes[name]]
+    if resized:  # by an `out=`, which replaces a rank's part by the whole
+        raise UserError(
+            f"a reset_parameters of the model fills {', '.join(resized)} in a way that does not "
+            "work for sharded parameters (nn.init.eye_ is one): copy_ the values instead"
+        )
     missing = []
     for name, t in named_tensors(model):
-        local = t.to_local() if isinstance(t, DTensor) else t
-        untouched = local.isnan().any() if t.is_floating_point() else t._version == versions[name]
-        missing.append(bool(untouched))
+        whole = t._version != versions[name]
+        if t.is_floating_point():
+            whole = not _local(t).isnan().any()
+        missing.append(not whole)
     # A rank whose shard is empty cannot see a hole, so ranks compare before anyone leaves.
     flags = torch.tensor(missing, dtype=torch.int32)
     if dist.is_initialized() and len(missing):

@@ -110,9 +110,10 @@ class Reporter:
 
         Args:
             loss: float32 scalar, this data-parallel rank's share of the global batch's loss.
-            hashed: int64 scalar, the sum of this data-parallel rank's row hashes.
+            hashed: int64 scalar, the sum of the hashes of the rows this rank put through forward.
         """
         loss, hashed = dp_sum_(loss.clone(), self.mesh), dp_sum_(hashed.clone(), self.mesh)
+        hashed = _agreed(hashed, self.mesh)
         loss_nats, norm, bits = loss.item(), grad_norm.item(), hashed.item() % 2**64
         self._take_time()  # after the numbers above have waited for the device
         step, n = progress.step, progress.step - self._logged_step
@@ -166,3 +167,14 @@ class Reporter:
             file.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def _agreed(hashed: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The hash as it is where all tp ranks of a group have the same; another where one differs."""
+    size = mesh["tp"].size()
+    if size == 1:
+        return hashed
+    total = hashed.clone()
+    dist.all_reduce(total, group=mesh.get_group("tp"))
+    # Of one that is off by d, 2d stays; of this rank's own, an odd multiple of d.
+    return hashed + 2 * (total - size * hashed)

@@ -20,12 +20,14 @@ def continue_tokens(
     seed: int,
     temperature: float = 0.8,
     tp: int = 1,
+    vocab_size: int | None = None,
 ) -> list[int]:
     """Up to `n_tokens` tokens that the model samples after `prompt`. Called by every rank.
 
     It runs the whole sequence again for each token, at most the last `context` tokens of it, padded
     to a length that `tp` divides, as it must divide `context`: tp ranks share out the positions.
-    Rank 0 samples, so that all ranks continue the same text.
+    Rank 0 samples, so that all ranks continue the same text, among the first `vocab_size` tokens:
+    the model may have more than its tokenizer.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -40,7 +42,7 @@ def continue_tokens(
         logits = model(padded.to(device))
         if isinstance(logits, DTensor):  # the vocabulary is split over tp ranks
             logits = logits.full_tensor()
-        scores = logits[0, len(window) - 1].float().cpu() / temperature
+        scores = logits[0, len(window) - 1, :vocab_size].float().cpu() / temperature
         token = torch.multinomial(scores.softmax(0), 1, generator=generator).to(device)
         dist.broadcast(token, 0)
         tokens.append(int(token))

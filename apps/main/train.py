@@ -82,7 +82,8 @@ from lingua.validation import ValidationArgs, validate
 
 logger = logging.getLogger(__name__)
 
-PROMPT_TOKENS, SAMPLE_TOKENS = 64, 200  # of the text a finished run shows
+# Of the text a finished run shows: pieces a source, their tokens, the tokens they begin with.
+SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
 
 
 @dataclass
@@ -238,6 +239,11 @@ def accumulate(
         set_gradient_sync(run.model, grad_sync, last=i == len(batch) - 1)
         with loss_context(run.mesh):
             sums, _ = run.model(tokens, targets)
+            if sums.shape != valid.shape:  # else the division would broadcast
+                raise UserError(
+                    f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
+                    f"{len(valid)} views after the first; must be {len(sums) + 1}"
+                )
             part = (sums / valid).sum()  # over the views
             part.backward()
         loss += part.detach()
@@ -421,23 +427,30 @@ def measure(args: TrainArgs, run: Run) -> None:
     run.measured_step = run.progress.step
 
 
-def write_samples(args: TrainArgs, run: Run) -> Path:
-    """Let the model continue the beginning of a held-out document of every source."""
-    path = run.dump_dir / "samples.jsonl"
+def write_samples(args: TrainArgs, run: Run) -> None:
+    """Let the model continue held-out text of every source, from a few places of it."""
+    path, step = run.dump_dir / "samples.jsonl", run.progress.step
     for name, windows in run.held_out.items():
-        prompt = windows.tokens[0, :PROMPT_TOKENS].tolist()
-        tokens = continue_tokens(
-            run.model, prompt, SAMPLE_TOKENS, args.data.seq_len, run.device, args.seed,
-            tp=run.mesh["tp"].size(),
-        )  # fmt: skip
-        text = [run.tokenizer.decode(part) for part in (prompt, tokens)]
-        line = {"step": run.progress.step, "source": name, "prompt": text[0], "text": text[1]}
-        if dist.get_rank() == 0:
-            with path.open("a", encoding="utf-8") as f:
-                f.write(json.dumps(line, ensure_ascii=False) + "\n")
-        shown = "\n".join(f"  | {row}" for row in (text[0] + "[...]" + text[1]).splitlines())
-        logger.info(f"the model continues a held-out document of {name} after [...]:\n{shown}")
-    return path
+        n = len(windows.tokens)
+        for i in range(n // (2 * SAMPLES), n, -(-n // SAMPLES)):
+            prompt = windows.tokens[i, :PROMPT_TOKENS].tolist()
+            tokens = continue_tokens(
+                run.model,
+                prompt,
+                SAMPLE_TOKENS,
+                args.data.seq_len,
+                run.device,
+                args.seed,
+                tp=run.mesh["tp"].size(),
+                vocab_size=run.tokenizer.vocab_size,
+            )
+            before, after = run.tokenizer.decode(prompt), run.tokenizer.decode(tokens)
+            if dist.get_rank() == 0:
+                line = {"step": step, "source": name, "prompt": before, "text": after}
+                with path.open("a", encoding="utf-8") as f:
+                    f.write(json.dumps(line, ensure_ascii=False) + "\n")
+            shown = "\n".join(f"  | {row}" for row in f"{before} >>> {after}".splitlines())
+            logger.info(f"held-out text of {name} >>> as the model goes on:\n{shown}")
 
 
 def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None:

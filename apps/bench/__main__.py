@@ -1,0 +1,55 @@
+"""The measurements that the README quotes, each by one command.
+
+    python -m apps.bench loop      what the loop costs over a bare forward, backward and step
+    python -m apps.bench startup   seconds to the first step, and what they go into
+    python -m apps.bench sync      gradient traffic of the three modes of distributed.grad_sync
+    python -m apps.bench debug     time and held-out loss of the debug run, from nothing to its end
+
+`key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
+names another.
+"""
+
+import argparse
+import inspect
+import shlex
+import sys
+from pathlib import Path
+
+from apps.bench import debug, loop, startup, sync
+from apps.bench.report import show
+from lingua.launch import run_program
+
+MEASUREMENTS = {
+    "loop": loop.measure,
+    "startup": startup.measure,
+    "sync": sync.measure,
+    "debug": debug.measure,
+}
+CONFIG = Path(__file__).parents[1] / "main" / "configs" / "debug.yaml"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m apps.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("measurement", choices=MEASUREMENTS)
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="of the configuration")
+    parser.add_argument("--repeats", type=int, help="rounds of loop (8), starts of startup (5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
+    options = parser.parse_intermixed_args()
+    measure, keys = MEASUREMENTS[options.measurement], options.keys
+    given = {}
+    if options.repeats is not None:
+        if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
+            parser.error("--repeats is a number from 1 on, for loop and startup")
+        given["repeats"] = options.repeats
+    if not any(key.startswith("config=") for key in keys):
+        keys = [f"config={CONFIG}", *keys]
+    command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])
+    show(measure(keys, **given), command, options.json)
+
+
+if __name__ == "__main__":
+    run_program(main)

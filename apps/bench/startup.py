@@ -1,0 +1,68 @@
+"""Seconds from the start of the program to its first completed step, and what they go into.
+
+Real processes, each the training program as it is, stamped from outside (`startup_probe.py`). Each
+repeat starts twice on a new cache folder: once with token shards to build, once with them built.
+"""
+
+import json
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from apps.bench.launch import run
+from apps.bench.report import Report, Spread, columns, spread
+
+# What each part ends with is a stamp of the probe, the last one the line of step 1.
+PARTS = {
+    "torch": "Python and import torch",
+    "imports": "the other imports",
+    "config": "config",
+    "process group": "process group and mesh",
+    "data": "data: shards, held-out rows",
+    "model": "model, optimizer, first rows",
+    "first step": "first step, and its line",
+}
+CASES = {"built": "shards built", "to build": "shards to build"}
+
+
+def measure(keys: list[str], repeats: int = 5) -> Report:
+    """`keys` is the command line of the training program."""
+    seconds: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+    for repeat in range(repeats):
+        with TemporaryDirectory() as folder:
+            for case in ("to build", "built"):
+                print(f"start {repeat + 1} of {repeats}, {CASES[case]}", file=sys.stderr)
+                seconds[case].append(start_once(keys, Path(folder), case))
+    results = {
+        case: {part: spread([parts[part] for parts in runs]) for part in (*PARTS, "all")}
+        for case, runs in seconds.items()
+    }
+    rows = [("seconds: median (range)", *CASES.values())]
+    for part, name in {**PARTS, "all": "to the first completed step"}.items():
+        rows.append((name, *(_cell(results[case][part]) for case in CASES)))
+    lines = [*columns(rows), "", f"{repeats} starts of each"]
+    return Report(lines, {"seconds": results, "repeats": repeats})
+
+
+def start_once(keys: list[str], folder: Path, name: str) -> dict[str, float]:
+    """Seconds of every part, and of all, of one start with token shards in `folder`/cache."""
+    dump_dir = folder / name.replace(" ", "_")
+    stamps_file = folder / f"{dump_dir.name}.json"
+    ours = [f"dump_dir={dump_dir}", f"data.cache_dir={folder}/cache", "stop_at=1", "logging.freq=1"]
+    command = [sys.executable, "-m", "apps.bench.startup_probe", str(stamps_file), *keys, *ours]
+    before = time.time()
+    run(command)
+    stamps = json.loads(stamps_file.read_text(encoding="utf-8"))
+    line = json.loads((dump_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    stamps["first step"] = datetime.fromisoformat(line["created_at"]).timestamp()
+    parts = {}
+    since = before
+    for part in PARTS:
+        parts[part], since = stamps[part] - since, stamps[part]
+    return {**parts, "all": since - before}
+
+
+def _cell(s: Spread) -> str:
+    return f"{s.median:.2f} ({s.low:.2f} to {s.high:.2f})"

@@ -1,0 +1,77 @@
+"""One rank of the training program, which counts its second step; see sync.py.
+
+torchrun --nproc-per-node 4 -m apps.bench.sync_rank COUNTS.json config=... key=value ...
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from apps.main.train import Built, TrainArgs, build, train
+from lingua.args import load
+from lingua.launch import run_program
+from lingua.meta_lingua import META_LINGUA
+
+STEP = 2  # the one that is counted: in the first, FSDP and the allocator settle
+
+
+def count(args: TrainArgs) -> dict[str, Any]:
+    """Gradient collectives of a step as this rank issued them, and the bytes of gradients that it
+    holds when the last micro-step begins. Called by every rank; rank 0's counts are returned."""
+    args.stop_at = STEP + 1
+    args.profiling.run, args.profiling.profile_warmup, args.profiling.profile_steps = True, STEP, 1
+    live: list[int] = []  # bytes of all tensors as each micro-step of the step begins
+    parameters = 0
+
+    def watched(args: TrainArgs) -> Built:
+        nonlocal parameters
+        built = build(args)
+        parameters = sum(p.numel() for p in built.module.parameters())
+        built.module.register_forward_pre_hook(lambda module, inputs: live.append(tensor_bytes()))
+        return built
+
+    train(args, watched)
+    n_micro = len(live) // args.stop_at
+    live = live[(STEP - 1) * n_micro : STEP * n_micro]
+    if dist.get_rank() != 0:
+        return {}
+    path = Path(args.dump_dir) / "profiling" / f"collectives_step{STEP}.json"
+    collectives = json.loads(path.read_text(encoding="utf-8"))["collectives"]
+    counts: dict[str, Any] = {"mode": args.distributed.grad_sync, "parameters": parameters}
+    for kind, axis in (("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")):
+        # Those of the backward pass: others are of metrics, of clipping and of who stops.
+        found = [c for c in collectives if c["backward"] and (c["kind"], c["axis"]) == (kind, axis)]
+        counts[kind] = {key: sum(c[key] for c in found) for key in ("count", "bytes")}
+    return {**counts, "kept_bytes": live[-1] - live[0]}
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors of this process that Python knows, shared memory counted once."""
+    gc.collect()  # what is only kept by a cycle is not kept
+    storages = {}
+    for thing in gc.get_objects():
+        # By type: isinstance would ask every lazy object for its class. Neither a DTensor nor a
+        # tensor on the meta device has memory of its own.
+        kind = type(thing)
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def main() -> None:
+    path, *keys = sys.argv[1:]
+    args, _ = load(TrainArgs, keys, foreign=META_LINGUA)
+    counts = count(args)
+    if counts:
+        Path(path).write_text(json.dumps(counts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,154 @@
+"""The measurements measure what they say: every promised number is there, the counts obey
+arithmetic, and the loop's reference does the loop's work. No test looks at how long anything took.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from apps.bench.debug import measure as measure_debug
+from apps.bench.loop import Reference
+from apps.bench.report import columns, spread
+from apps.bench.startup import PARTS, start_once
+from apps.bench.sync import table
+from apps.bench.sync_rank import count
+from apps.main.train import TrainArgs, build
+from lingua.args import load
+from tests.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+DIM, LAYERS, HIDDEN, VOCAB = 16, 2, 48, 258
+PARAMETERS = 2 * VOCAB * DIM + DIM + LAYERS * (4 * DIM * DIM + 3 * DIM * HIDDEN + 2 * DIM)
+UNITS = LAYERS + 2  # of FSDP: the blocks, the embedding, the norm with the head
+FLOAT = 4  # bytes
+SPREAD = {"median", "q1", "q3", "low", "high", "n"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes started here have little to do: two threads each would only wait for a core."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[str]:
+    """A run that takes no time, on text of its own."""
+    text = "\n".join(f"def f{i}(x):\n    return x + {i * i}\n" for i in range(3000))
+    (tmp_path / "text").mkdir()
+    for part in range(200):  # documents, so that some are held out
+        (tmp_path / "text" / f"{part}.txt").write_text(f"# {part}\n{text[part::200]}")
+    return [
+        f"config={ROOT / 'apps/main/configs/debug.yaml'}",
+        f"data.root_dir={tmp_path}",
+        "data.sources={text: 1.0}",
+        "data.seq_len=16",
+        "data.global_batch_size=8",
+        "data.batch_size=4",
+        "steps=100",
+        f"model.dim={DIM}",
+        f"model.n_layers={LAYERS}",
+        "model.n_heads=2",
+        "model.multiple_of=16",
+        "logging.freq=3",
+        "validation.tokens=64",
+        "device=cpu",
+    ]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "apps.bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_loop_reports_its_overhead_and_that_both_did_the_same_work(tmp_path, keys):
+    done = bench("loop", "--repeats", "2", "--json", str(tmp_path / "loop.json"), *keys)
+    assert done.returncode == 0, done.stderr
+    assert "overhead, % of time" in done.stdout
+    content = json.loads((tmp_path / "loop.json").read_text())
+    assert content["command"].startswith("python -m apps.bench loop --repeats 2")
+    assert {"cpu", "cores", "threads", "torch", "python", "device"} <= content["machine"].keys()
+    results = content["results"]
+    for key in ("overhead", "control", "overhead_cpu", "control_cpu"):
+        assert results[f"{key}_percent"].keys() == SPREAD
+        assert results[f"{key}_percent"]["n"] == 2
+    seconds = torch.tensor(results["rounds_s"])
+    assert seconds.shape == (2, 3, 2)
+    assert (seconds > 0).all()
+    loop, first, second = seconds[..., 0].T
+    overhead = (200 * loop / (first + second) - 100).tolist()
+    assert results["overhead_percent"]["low"] == pytest.approx(min(overhead), abs=1e-3)
+    assert results["steps_per_round"] == 3
+    assert results["loss_difference"] < 1e-5
+
+
+def test_a_reference_on_other_rows_has_other_losses(keys):
+    """The control of the loss difference above: what it compares tells a row shifted by one."""
+    args, _ = load(TrainArgs, [*keys, f"model.vocab_size={VOCAB}"])
+    rows = torch.randint(256, (9, 17), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for first in (0, 0, 1):
+        reference = Reference(build(args).module, args, torch.device("cpu"))
+        part = rows[first : first + 8]
+        batch = [(part[i : i + 4, :-1], part[None, i : i + 4, 1:]) for i in (0, 4)]
+        reference.run(1, [batch, batch])
+        losses.append(torch.stack([reference.losses[1], reference.losses[2]]))
+    assert (losses[1] / losses[0] - 1).abs().max() < 1e-5
+    assert (losses[2] / losses[0] - 1).abs().min() > 1e-4
+
+
+def test_gradient_traffic_is_what_arithmetic_says(ranks: Ranks, tmp_path, keys):
+    mesh = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "data.batch_size=1"]
+    keys = [*keys, *mesh, "data.global_batch_size=16"]  # 4 micro-steps of a row
+    found = {}
+    for mode in ("last", "replica_last", "every"):
+        ours = [f"distributed.grad_sync={mode}", f"dump_dir={tmp_path / mode}"]
+        args, _ = load(TrainArgs, [*keys, *ours])
+        found[mode] = ranks.run(4, count, args)[0]
+    for mode, scatters, reduces in (("last", 1, 1), ("replica_last", 4, 1), ("every", 4, 4)):
+        scatter = {"count": UNITS * scatters, "bytes": PARAMETERS * FLOAT * scatters}
+        reduce = {"count": UNITS * reduces, "bytes": PARAMETERS * FLOAT // 2 * reduces}
+        assert found[mode]["mode"] == mode
+        assert found[mode]["parameters"] == PARAMETERS
+        assert found[mode]["reduce_scatter"] == scatter
+        assert found[mode]["all_reduce"] == reduce
+    whole, part = PARAMETERS * FLOAT, PARAMETERS * FLOAT // 2
+    few = 1024  # bytes of the loop's own scalars
+    assert whole <= found["last"]["kept_bytes"] <= whole + few
+    assert part <= found["replica_last"]["kept_bytes"] <= part + few
+    assert part <= found["every"]["kept_bytes"] <= part + few
+    assert len(table(list(found.values()))) == 4
+
+
+def test_a_start_is_the_sum_of_its_parts(tmp_path, keys):
+    seconds = start_once(keys, tmp_path, "to build")
+    assert seconds.keys() == {*PARTS, "all"}
+    assert all(value > 0 for value in seconds.values())
+    assert sum(seconds[part] for part in PARTS) == pytest.approx(seconds["all"])
+
+
+def test_debug_reports_time_and_held_out_loss(keys):
+    report = measure_debug([*keys, "steps=4"])
+    assert report.results["steps"] == 4
+    assert report.results["tokens"] == 4 * 8 * 16
+    assert 0 < report.results["training_s"] < report.results["wall_s"]
+    assert report.results["held_out"][-1]["step"] == 4
+    assert any("held-out text after step 4" in line for line in report.lines)
+
+
+def test_a_mistake_is_told_without_a_traceback(keys):
+    done = bench("loop", *keys, "modle.dim=3")
+    assert done.returncode == 2
+    assert "error: modle" in done.stderr
+    assert "model" in done.stderr  # the nearest name
+    assert "Traceback" not in done.stderr
+
+
+def test_spread_and_columns():
+    s = spread([3.0, 1.0, 2.0, 5.0, 4.0])
+    assert (s.median, s.q1, s.q3, s.low, s.high, s.n) == (3.0, 2.0, 4.0, 1.0, 5.0, 5)
+    assert spread([2.5]).median == 2.5
+    assert columns([("a", "b"), ("long", "10")]) == ["a      b", "long  10"]

@@ -1,0 +1,407 @@
+"""A run that stops goes on as the same run, on any topology; and what is said when it cannot."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from apps.main.train import Built, TrainArgs, build
+from tests.apps.runs import (
+    SMALL,
+    TOPOLOGIES,
+    Interrupt,
+    Outcome,
+    Runs,
+    Sizes,
+    Twist,
+    differs,
+    digests,
+    name_of,
+    relative,
+)
+
+K, END = 4, 7  # where the run stops first, and then
+HERE: Sizes = (1, 2, 2)  # the topology it starts on
+STOP = {"stop_at": K}
+GO_ON = {"stop_at": END}
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def through(runs: Runs) -> Outcome:
+    """The run that never stopped before END, in one process."""
+    return runs.train((1, 1, 1), GO_ON)
+
+
+@pytest.fixture(scope="module")
+def stopped(runs: Runs) -> Outcome:
+    return runs.train(HERE, STOP)
+
+
+def copy_of(run: Outcome, folder: Path) -> Path:
+    shutil.copytree(run.dump_dir, folder / "run")
+    return folder / "run"
+
+
+def saved_digests(run: Outcome, step: int) -> dict[str, str]:
+    """Of a checkpoint as torch's own converter reads it, which knows nothing of topologies."""
+    tensors = run.tensors(step)
+    kinds = {name.split(".")[0] for name in tensors}
+    kinds |= {".".join(n.split(".")[:2]) for n in tensors if n.startswith("optim.")}
+    assert kinds == {"model", "optim", "optim.exp_avg", "optim.exp_avg_sq", "optim.step"}
+    return digests(tensors)
+
+
+# --------------------------------------------------------------------------- on any topology
+
+
+@pytest.mark.parametrize("sizes", TOPOLOGIES, ids=name_of)
+def test_a_stopped_run_goes_on_as_the_same_run_on_any_topology(
+    runs: Runs, stopped: Outcome, through: Outcome, tmp_path: Path, sizes: Sizes
+) -> None:
+    state = stopped.state(K)
+    restored = runs.restore(sizes, copy_of(stopped, tmp_path / "looked at"))
+    assert restored["tensors"] == saved_digests(stopped, K)
+    assert restored["progress"] == state["progress"]
+    assert restored["position"] == restored["progress"]["position"] == K * 7
+    assert state["schedule"]["step"] == K
+
+    batch_size, grad_sync = TOPOLOGIES[sizes]
+    settings = GO_ON | {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
+    run = runs.train(sizes, settings, dump_dir=copy_of(stopped, tmp_path))
+    assert run.column("step") == list(range(1, END + 1))
+    assert run.lines[K]["lr"] == state["schedule"]["lr"]
+    assert differs(run, through) == []
+    moved = [line for line in run.events if line["event"] == "topology"]
+    assert [(line["old"], line["new"]) for line in moved] == (
+        [] if sizes == HERE else [(list(HERE), list(sizes))]
+    )
+    # What this topology saves, one process restores.
+    restored = runs.restore((1, 1, 1), run.dump_dir, {"stop_at": 20})
+    assert restored["tensors"] == saved_digests(run, END)
+
+
+def test_a_resume_that_loses_the_moments_is_seen_to_differ(
+    runs: Runs, stopped: Outcome, through: Outcome, tmp_path: Path
+) -> None:
+    dump_dir = copy_of(stopped, tmp_path)
+    run = runs.train((1, 1, 1), GO_ON, dump_dir=dump_dir, twist=Twist(lose_moments=True))
+    assert run.column("batch_hash") == through.column("batch_hash")
+    assert {"loss", "grad_norm"} <= set(differs(run, through))
+
+
+def test_a_stop_changes_no_bit_on_the_same_topology_with_deterministic(
+    runs: Runs, tmp_path: Path
+) -> None:
+    same = {"deterministic": True, "model.weight_tying": True}
+    whole = runs.train((2, 1, 2), same | GO_ON)
+    first = runs.train((2, 1, 2), same | STOP)
+    second = runs.train((2, 1, 2), same | GO_ON, dump_dir=first.dump_dir)
+    for key in ("loss", "grad_norm", "lr", "batch_hash"):
+        assert second.column(key) == whole.column(key)
+    assert digests(second.tensors(END)) == digests(whole.tensors(END))
+
+
+def test_a_global_batch_size_left_open_is_decided_once(runs: Runs, tmp_path: Path) -> None:
+    """By the first start: a later one, on other ranks, takes over what that wrote."""
+    left_open = {"data.global_batch_size": "null", "data.batch_size": 2}
+    run = runs.train((2, 1, 1), left_open | {"stop_at": 2})
+    assert "global_batch_size: 4" in (run.dump_dir / "config.yaml").read_text()
+    run = runs.train((1, 3, 1), left_open | {"stop_at": 4}, dump_dir=run.dump_dir)
+    four = runs.train((1, 1, 1), {"data.global_batch_size": 4, "stop_at": 4})
+    assert differs(run, four) == []
+    shutil.rmtree(run.dump_dir / "checkpoints")  # as if killed before the first save
+    run = runs.train((1, 1, 1), left_open | {"stop_at": 4}, dump_dir=run.dump_dir)
+    assert differs(run, four) == []
+
+
+# ----------------------------------------------------------------------------- what may change
+
+
+def test_a_guarded_change_is_refused_by_name_and_can_be_allowed(
+    runs: Runs, stopped: Outcome, tmp_path: Path
+) -> None:
+    dump_dir = copy_of(stopped, tmp_path)
+    change = GO_ON | {"seed": 7, "data.sources": "{one: 1, two: 1}"}
+    error = runs.train((2, 1, 1), change, dump_dir=dump_dir, refused=True).error
+    assert "seed: 42 in the checkpoint, 7 now" in error
+    assert "data.sources: {'one': 2.0, 'two': 1.0} in the checkpoint" in error
+    assert "checkpoint.allow_change: [seed, data.sources]" in error
+
+    allowed = change | {"checkpoint.allow_change": "[seed, data.sources]"}
+    run = runs.train((2, 1, 1), allowed, dump_dir=dump_dir)
+    assert run.column("step") == list(range(1, END + 1))
+    assert "seed" in run.log and "guarded" in run.log
+
+
+def test_text_that_changed_behind_its_name_is_refused(
+    runs: Runs, stopped: Outcome, tmp_path: Path
+) -> None:
+    dump_dir, text = copy_of(stopped, tmp_path), tmp_path / "text"
+    shutil.copytree(runs.text, text)
+    (text / "one.jsonl").unlink()
+    (text / "two.jsonl").rename(text / "one.jsonl")
+    shutil.copy(runs.text / "two.jsonl", text)
+    other = GO_ON | {"data.root_dir": text, "data.workers": 0}
+    subprocess.run(
+        [sys.executable, "-c", PREPARE, *(f"{k}={v}" for k, v in (SMALL | other).items())],
+        check=True, cwd=REPO,
+    )  # fmt: skip
+    error = runs.train((1, 1, 1), other, dump_dir=dump_dir, refused=True).error
+    assert "data.content.one" in error and "data.content.two" not in error
+
+
+PREPARE = """
+from apps.main.train import TrainArgs
+from lingua.args import load
+from lingua.data.prepare import prepare_sources
+from lingua.tokenizer import build_tokenizer
+args, _ = load(TrainArgs)
+prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=print)
+"""
+
+
+def test_an_announced_change_is_printed_and_holds(
+    runs: Runs, stopped: Outcome, tmp_path: Path
+) -> None:
+    dump_dir = copy_of(stopped, tmp_path)
+    change = GO_ON | {"optim.weight_decay": 0.5, "optim.lr": 1e-3, "optim.beta2": 0.9}
+    before = runs.restore((1, 1, 1), copy_of(stopped, tmp_path / "before"))["groups"]
+    after = runs.restore((1, 1, 1), dump_dir, change)["groups"]
+    matrix, gain = "layers.0.attention.wq.weight", "norm.weight"
+    assert (before[matrix]["weight_decay"], after[matrix]["weight_decay"]) == (0.1, 0.5)
+    assert (before[gain]["weight_decay"], after[gain]["weight_decay"]) == (0.0, 0.0)
+    assert after[matrix]["betas"] == (0.9, 0.9)
+
+    run = runs.train((1, 1, 1), change, dump_dir=dump_dir)
+    table = [line.split()[1:] for line in run.log.splitlines()]
+    assert ["optim.weight_decay", "0.1", "0.5", "announced"] in table
+    assert ["optim.lr", "0.004", "0.001", "announced"] in table
+    assert run.lines[K]["lr"] == pytest.approx(1e-3, rel=0.1)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(
+    runs: Runs, stopped: Outcome, tmp_path: Path
+) -> None:
+    allow = {"model.n_layers": 3, "checkpoint.allow_change": "[model.n_layers]"}
+    error = runs.train(
+        (1, 2, 1), GO_ON | allow, dump_dir=copy_of(stopped, tmp_path), refused=True
+    ).error
+    assert "does not fit this model" in error
+    assert "layers.2.attention.wq.weight: (24, 22) here, not in the checkpoint" in error
+
+
+def test_a_finished_run_shows_text_whatever_positions_tp_shares(runs: Runs) -> None:
+    """A prompt of 64 tokens does not divide by 3 ranks; the head has a token more than bytes."""
+    heads = {"model.n_heads": 3, "model.n_kv_heads": 3, "model.n_layers": 1, "data.seq_len": 96}
+    run = runs.train((1, 1, 3), heads | {"steps": 1, "stop_at": "null"})
+    assert len(run.samples[0]["prompt"]) > 50
+
+
+def test_a_finished_run_says_so_and_can_be_extended(runs: Runs) -> None:
+    short = {"steps": 3, "stop_at": "null", "data.seq_len": 32}
+    run = runs.train((1, 2, 1), short)
+    assert [line["step"] for line in run.held_out] == [3]
+    assert {sample["step"] for sample in run.samples} == {3}
+    assert all(sample["prompt"] and sample["text"] for sample in run.samples)
+    assert f"the newest checkpoint is {run.checkpoint(3)}" in run.log
+    lines, files = run.lines, sorted(run.dump_dir.rglob("*"))
+
+    again = runs.train((2, 1, 1), short, dump_dir=run.dump_dir)
+    assert f"the run is finished: {run.checkpoint(3)} is step 3 of 3" in again.log
+    assert again.lines == lines and sorted(run.dump_dir.rglob("*")) == files
+
+    longer = runs.train((1, 1, 1), short | {"steps": 5}, dump_dir=run.dump_dir)
+    assert longer.column("step") == [1, 2, 3, 4, 5]
+    assert longer.lines[:3] == lines
+
+
+# --------------------------------------------------------------------------- folders and lines
+
+
+def test_what_is_no_checkpoint_is_skipped_with_a_line_and_lines_are_cut_back(
+    runs: Runs, through: Outcome, tmp_path: Path
+) -> None:
+    often = {"checkpoint.dump.every": 2}
+    run = runs.train((1, 2, 1), often | {"stop_at": 8})
+    damaged, newest = run.checkpoint(6), run.checkpoint(8)
+    leftover = newest.with_name("0000000010.tmp-0123abcd")
+    shutil.copytree(newest, leftover)
+    foreign = newest.with_name("0000000004_bak")
+    shutil.copytree(run.checkpoint(4), foreign)
+    with next(newest.glob("__1_*")).open("r+b") as shard:
+        shard.truncate(100)
+    shard = next(damaged.glob("__0_*"))  # of the size that it should have, but for one bit right
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with (run.dump_dir / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 9, "lo')  # torn by a kill
+
+    run = runs.train((2, 1, 1), often | GO_ON, dump_dir=run.dump_dir)
+    assert f"resuming {run.checkpoint(4)} (step 4)" in run.log
+    for folder, why in (
+        (newest, "is not a whole checkpoint (__1_0.distcp has 100 bytes"),
+        (damaged, "is damaged (__0_0.distcp: checksum): skipped"),
+        (leftover, "is not a checkpoint: skipped"),
+        (foreign, "is not a checkpoint: skipped"),
+    ):
+        [line] = [line for line in run.log.splitlines() if f"{folder} " in line]
+        assert why in line
+    assert run.column("step") == list(range(1, END + 1))
+    assert differs(run, through) == []
+    assert foreign.is_dir() and not leftover.exists()
+    assert runs.restore((1, 1, 1), run.dump_dir, {"stop_at": 9})["progress"]["step"] == END
+
+
+def test_the_newest_are_kept_and_what_falls_on_eval_besides(runs: Runs) -> None:
+    run = runs.train(
+        (2, 1, 1),
+        {
+            "stop_at": 9,
+            "checkpoint.dump.every": 2,
+            "checkpoint.dump.keep": 2,
+            "checkpoint.eval.every": 3,
+        },
+    )
+    names = sorted(int(path.name) for path in run.checkpoint(0).parent.iterdir())
+    assert names == [3, 6, 8, 9]
+
+
+# ------------------------------------------------------------------------------ bad gradients
+
+
+@dataclass
+class NanAt:
+    """A builder of the model whose loss of one row is not a number."""
+
+    row: list[int]  # its inputs
+
+    def __call__(self, args: TrainArgs) -> Built:
+        built = build(args)
+        row = torch.tensor(self.row)
+
+        def spoil(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+            if not isinstance(output, tuple):
+                return output
+            sums, counts = output
+            bad = (inputs[0] == row).all(1).any()
+            return sums * torch.where(bad, float("nan"), 1.0), counts
+
+        built.module.register_forward_hook(spoil)
+        return built
+
+
+@pytest.fixture(scope="module")
+def nan_at_step_3(runs: Runs) -> NanAt:
+    position = 2 * 7 + 4
+    return NanAt(runs.stream().rows([position])[0, :16].tolist())
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)], ids=name_of)
+def test_a_bad_step_changes_nothing_and_is_counted(
+    runs: Runs, nan_at_step_3: NanAt, sizes: Sizes
+) -> None:
+    settings = {"optim.on_nonfinite": "skip", "checkpoint.dump.every": 1, "stop_at": 4}
+    run = runs.train(sizes, settings, build=nan_at_step_3)
+    clean = runs.train((1, 1, 1), {"stop_at": 4})
+    assert run.column("skipped_steps") == [0, 0, 1, 1]
+    assert run.lines[2]["loss"] is None and run.lines[2]["grad_norm"] is None
+    assert digests(run.tensors(3)) == digests(run.tensors(2))
+    assert digests(run.tensors(4)) != digests(run.tensors(3))
+    # It consumed its rows and its rate.
+    assert run.column("batch_hash") == clean.column("batch_hash")
+    assert run.column("lr") == clean.column("lr")
+    assert max(relative(run.column("loss")[:2], clean.column("loss")[:2])) < 1e-5
+    again = runs.train(sizes, settings | {"stop_at": 5}, dump_dir=run.dump_dir)
+    assert again.column("skipped_steps") == [0, 0, 1, 1, 1]
+
+
+def test_a_bad_step_stops_the_run_and_is_named(runs: Runs, nan_at_step_3: NanAt) -> None:
+    settings = {"checkpoint.dump.every": 2, "logging.freq": 5}
+    run = runs.train((2, 1, 1), settings, build=nan_at_step_3, refused=True)
+    assert "step 3: the gradient is not finite (rows 14 to 20)" in run.error
+    assert [path.name for path in run.checkpoint(0).parent.iterdir()] == ["0000000002"]
+
+
+# --------------------------------------------------------------------------------- being asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_to_one_rank_stops_and_saves_all(
+    runs: Runs, through: Outcome, number: signal.Signals
+) -> None:
+    run = runs.train((1, 2, 1), build=Interrupt(number, step=3, rank=1))
+    assert run.column("step") == [1, 2, 3]
+    assert "stopped by a signal to another rank after step 3, which is saved" in run.log
+    assert run.checkpoint(3).is_dir()
+    run = runs.train((1, 1, 1), GO_ON, dump_dir=run.dump_dir)
+    assert differs(run, through) == []
+
+
+def start(module: list[str], **overrides: Any) -> subprocess.Popen[str]:
+    settings = [f"{k}={v}" for k, v in (SMALL | overrides).items()]
+    return subprocess.Popen(
+        [sys.executable, "-m", *module, *settings],
+        cwd=REPO,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def process_of_rank(launcher: int, rank: int) -> int:
+    """The child of torchrun that has this rank."""
+    for task in Path(f"/proc/{launcher}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                return int(child)
+    raise AssertionError(f"torchrun has no child of rank {rank}")
+
+
+def test_torchrun_ends_well_when_one_of_its_ranks_is_asked_to_stop(
+    runs: Runs, through: Outcome, tmp_path: Path
+) -> None:
+    where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
+    endless = {"steps": 20, "stop_at": "null", "checkpoint.dump.every": 1}
+    job = start(
+        ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "apps.main.train"],
+        **where, **endless, **{"distributed.tp_size": 2},
+    )  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert job.poll() is None, job.stdout.read()
+        time.sleep(0.02)
+    os.kill(process_of_rank(job.pid, 1), signal.SIGTERM)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, said
+    run = Outcome(tmp_path / "run", [])
+    step = run.column("step")[-1]
+    assert step < 20
+    assert f"stopped by a signal to another rank after step {step}, which is saved" in said
+    assert "Traceback" not in said
+
+    resumed = runs.train((1, 1, 1), GO_ON | {"stop_at": 20}, dump_dir=run.dump_dir)
+    assert resumed.column("step") == list(range(1, 21))
+    assert resumed.column("batch_hash")[:END] == through.column("batch_hash")
+
+
+def test_a_refused_change_ends_the_program_with_code_2_and_one_message(
+    runs: Runs, stopped: Outcome, tmp_path: Path
+) -> None:
+    where = {"data.root_dir": runs.text, "dump_dir": copy_of(stopped, tmp_path)}
+    job = start(["apps.main.train"], **where, **GO_ON, **{"optim.name": "adamw", "seed": 1})
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert said.count("error: ") == 1 and "Traceback" not in said
+    assert "seed: 42 in the checkpoint, 1 now" in said

@@ -1,0 +1,372 @@
+"""The same run on every topology: weights, rows, losses and gradients against one process."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from apps.main.train import Built, TrainArgs
+from apps.main.transformer import Transformer
+from lingua.data import IGNORE
+from lingua.distributed import ParallelPlan
+from lingua.init import init_parameters
+from tests.apps.runs import (
+    GLOBAL_BATCH,
+    TOPOLOGIES,
+    Outcome,
+    Runs,
+    Sizes,
+    Twist,
+    arguments,
+    differs,
+    masked,
+    name_of,
+    one_wrong_token,
+    relative,
+    some_targets,
+)
+
+MESHES = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
+MEASURED = {"validation.every": 5}
+
+
+def on_its_own(sizes: Sizes) -> dict[str, Any]:
+    """Settings that may differ from topology to topology."""
+    batch_size, grad_sync = TOPOLOGIES[sizes]
+    return {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
+
+
+@pytest.fixture(scope="module")
+def alone(runs: Runs) -> Outcome:
+    """The run in one process, its global batch in one piece."""
+    return runs.train((1, 1, 1), MEASURED)
+
+
+# ------------------------------------------------------------------------------- the same run
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=name_of)
+def test_every_topology_trains_the_same_run(runs: Runs, alone: Outcome, sizes: Sizes) -> None:
+    run = runs.train(sizes, on_its_own(sizes) | MEASURED)
+    assert run.weights == alone.weights
+    assert len(run.lines) == 10
+    assert differs(run, alone) == []
+    assert run.column("lr") == alone.column("lr")
+    assert [line["step"] for line in run.held_out] == [line["step"] for line in alone.held_out]
+    for found, expected in zip(run.held_out, alone.held_out, strict=True):
+        assert max(relative([found["nats_per_byte"]], [expected["nats_per_byte"]])) < 1e-5
+        assert found["tokens"] == expected["tokens"]
+
+
+def test_micro_batches_do_not_change_the_run(runs: Runs, alone: Outcome) -> None:
+    assert differs(runs.train((1, 1, 1), {"data.batch_size": 2}), alone) == []
+    assert differs(runs.train((1, 1, 1), {"grad_acc_steps": 7, "data.workers": 0}), alone) == []
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2), (1, 2, 2)], ids=name_of)
+def test_tied_weights_train_the_same_run(runs: Runs, tied: Outcome, sizes: Sizes) -> None:
+    run = runs.train(sizes, on_its_own(sizes) | {"model.weight_tying": True})
+    assert "output.weight" not in run.weights
+    assert run.weights == tied.weights
+    assert differs(run, tied) == []
+
+
+@pytest.fixture(scope="module")
+def tied(runs: Runs) -> Outcome:
+    return runs.train((1, 1, 1), {"model.weight_tying": True})
+
+
+def test_more_ranks_than_rows_train_the_same_run(runs: Runs) -> None:
+    two_rows = {"data.global_batch_size": 2, "stop_at": 5}
+    assert differs(runs.train((3, 1, 2), two_rows), runs.train((1, 1, 1), two_rows)) == []
+
+
+def test_a_run_on_the_same_topology_is_bitwise_the_same_with_deterministic(runs: Runs) -> None:
+    settings = on_its_own((2, 2, 1)) | {"deterministic": True, "stop_at": 5}
+    one, two = (runs.train((2, 2, 1), settings) for _ in range(2))
+    for key in ("loss", "grad_norm", "batch_hash"):
+        assert one.column(key) == two.column(key)
+    tensors = two.tensors(5)
+    assert all(torch.equal(t, tensors[name]) for name, t in one.tensors(5).items())
+
+
+# ------------------------------------------------------------- what the equality tests can see
+
+
+@pytest.mark.parametrize(
+    ("twist", "seen"),
+    [
+        (Twist(), []),
+        (Twist(shift=1), ["batch_hash", "loss", "grad_norm"]),
+        (Twist(rows=one_wrong_token), ["batch_hash", "loss", "grad_norm"]),
+        # The loss that is logged has the divisor of its gradient.
+        (Twist(own_divisor=True), ["loss", "grad_norm"]),
+    ],
+    ids=["nothing", "rows shifted by one", "a wrong row", "a wrong divisor"],
+)
+def test_a_run_that_differs_is_seen_to_differ(
+    runs: Runs, alone: Outcome, twist: Twist, seen: list[str]
+) -> None:
+    assert differs(runs.train((1, 2, 1), twist=twist), alone) == seen
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank"), [((2, 1, 1), 1), ((1, 1, 2), 0), ((1, 1, 2), 1), ((1, 2, 2), 3)]
+)
+def test_one_wrong_row_on_any_rank_changes_the_hash_of_its_step(
+    runs: Runs, alone: Outcome, sizes: Sizes, rank: int
+) -> None:
+    run = runs.train(sizes, {"stop_at": 4}, twist=Twist(rows=one_wrong_token, rank=rank))
+    pairs = zip(run.column("batch_hash"), alone.column("batch_hash")[:4], strict=True)
+    assert [found == expected for found, expected in pairs] == [True, True, False, True]
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+@pytest.fixture(scope="module")
+def plain_gradients(runs: Runs) -> dict[str, Tensor]:
+    """Of the mean loss over the first global batch with uneven masks, by plain torch."""
+    args = arguments({})
+    model = Transformer(args.model)
+    init_parameters(model, args.seed, torch.device("cpu"))
+    ids = torch.arange(GLOBAL_BATCH)
+    rows = torch.from_numpy(runs.stream().rows(ids.numpy()).astype("int64"))
+    targets = rows[None, :, 1:].clone()
+    masked(ids, targets)
+    logits = model(rows[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def first_gradients(run: Outcome) -> dict[str, Tensor]:
+    """With beta1 = 0 the first moment is the gradient of the last step."""
+    prefix = "optim.exp_avg."
+    tensors = run.tensors(1).items()
+    return {name.removeprefix(prefix): t for name, t in tensors if name.startswith(prefix)}
+
+
+ONE_STEP = {"stop_at": 1, "optim.beta1": 0, "optim.clip": ".inf"}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a parameter's gradient, as a share of its norm."""
+    assert found.keys() == expected.keys()
+    return max(float((found[k] - g).norm() / g.norm()) for k, g in expected.items())
+
+
+@pytest.mark.parametrize("mode", ["last", "replica_last", "every"])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (2, 2, 2)], ids=name_of)
+def test_the_gradient_of_uneven_masks_is_that_of_plain_torch(
+    runs: Runs, plain_gradients: dict[str, Tensor], sizes: Sizes, mode: str
+) -> None:
+    settings = ONE_STEP | {"data.batch_size": 1, "distributed.grad_sync": mode}
+    run = runs.train(sizes, settings, twist=Twist(rows=some_targets))
+    assert worst(first_gradients(run), plain_gradients) < 1e-5
+
+
+def test_a_gradient_with_a_wrong_divisor_is_seen(
+    runs: Runs, plain_gradients: dict[str, Tensor]
+) -> None:
+    twist = Twist(rows=some_targets, own_divisor=True)
+    run = runs.train((1, 2, 2), ONE_STEP, twist=twist)
+    assert worst(first_gradients(run), plain_gradients) > 1e-2
+
+
+def test_the_factor_of_the_gradient_does_not_depend_on_precision(
+    runs: Runs, plain_gradients: dict[str, Tensor]
+) -> None:
+    settings = ONE_STEP | {"data.batch_size": 1, "distributed.model_dtype": "bf16"}
+    run = runs.train((2, 1, 2), settings, twist=Twist(rows=some_targets))
+    assert worst(first_gradients(run), plain_gradients) < 0.05
+
+
+# -------------------------------------------------------------------------------- collectives
+
+
+def counted(runs: Runs, sizes: Sizes, **settings: Any) -> tuple[Outcome, list[dict[str, Any]]]:
+    """A run, and the collectives of its second step: kind, axis, backward, count, bytes."""
+    count = {"profiling.run": True, "profiling.profile_warmup": 2, "stop_at": 2}
+    run = runs.train(sizes, count | settings)
+    path = run.dump_dir / "profiling" / "collectives_step2.json"
+    return run, json.loads(path.read_text())["collectives"]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=name_of)
+def test_gradients_travel_once_a_step_or_with_every_micro_step(runs: Runs, sizes: Sizes) -> None:
+    degree = sizes[0] * sizes[1]
+    n_bytes: dict[str, int] = {}
+
+    def of(mode: str, n_micro: int) -> dict[str, int]:
+        """Gradient reduce-scatters and all-reduces over data-parallel axes."""
+        rows = {"data.global_batch_size": 8 * degree, "data.batch_size": 8 // n_micro}
+        model = {"model.n_layers": 1, "distributed.grad_sync": mode}
+        run, found = counted(runs, sizes, **rows, **model)
+        kinds = {"reduce_scatter": 0, "all_reduce": 0}
+        reduced = [r for r in found if r["backward"] and r["kind"] in kinds and r["axis"] != "tp"]
+        n_bytes[mode] = sum(row["bytes"] for row in reduced)
+        logs[mode] = run.log
+        return {kind: sum(r["count"] for r in reduced if r["kind"] == kind) for kind in kinds}
+
+    logs: dict[str, str] = {}
+    units = 3  # the block, the embedding, and norm with head
+    once = {"reduce_scatter": units, "all_reduce": units if sizes[0] > 1 else 0}
+    assert of("last", 1) == once
+    assert of("last", 8) == once
+    assert of("every", 8) == {kind: 8 * n for kind, n in once.items()}
+    assert n_bytes["every"] == 8 * n_bytes["last"]
+    assert saved_bytes(logs["last"]) == pytest.approx(7 * n_bytes["last"], rel=0.1)  # no padding
+    if sizes[0] > 1:
+        assert of("replica_last", 8) == {"reduce_scatter": 8 * units, "all_reduce": units}
+        saved = n_bytes["every"] - n_bytes["replica_last"]
+        assert saved_bytes(logs["replica_last"]) == pytest.approx(saved, rel=0.1)
+
+
+def saved_bytes(log: str) -> float:
+    """What the log says that the chosen sync saves a step."""
+    number, unit = re.search(r"saves ([\d.]+) (KiB|MiB) of gradient traffic a step", log).groups()
+    return float(number) * {"KiB": 2**10, "MiB": 2**20}[unit]
+
+
+# ------------------------------------------------------------------------------ other models
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 31), nn.Linear(31, dim)
+        self.register_buffer("scale", torch.empty(dim))
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.scale, 0.5, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+
+
+class Plain(nn.Sequential):
+    """Embedding, two blocks, head: torch's own modules, initialised as torch does it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(
+            nn.Embedding(vocab_size, 13), Block(13), Block(13), nn.Linear(13, vocab_size)
+        )
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        logits = super().forward(tokens)
+        if targets is None:
+            return logits
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        return torch.stack([losses]), (targets != IGNORE).sum((1, 2))
+
+
+def build_plain(args: TrainArgs) -> Built:
+    return Built(Plain(args.model.vocab_size), None, flops_per_token=1.0)
+
+
+def build_split(args: TrainArgs) -> Built:
+    """With a tensor-parallel plan only; ends, norms and buffers stay on every tp rank."""
+    plan = {f"{i}.up": ColwiseParallel(use_local_output=False) for i in (1, 2)}
+    plan |= {f"{i}.down": RowwiseParallel() for i in (1, 2)}
+    return Built(Plain(args.model.vocab_size), ParallelPlan(tp=plan), flops_per_token=1.0)
+
+
+CLIPPED = {"optim.clip": 0.3}
+
+
+@pytest.fixture(scope="module")
+def plain(runs: Runs) -> Outcome:
+    run = runs.train((1, 1, 1), CLIPPED, build=build_plain)
+    assert min(run.column("grad_norm")) > CLIPPED["optim.clip"]  # so that clipping matters
+    return run
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 3, 1), (2, 2, 1)], ids=name_of)
+def test_a_model_without_a_plan_trains_data_parallel(
+    runs: Runs, plain: Outcome, sizes: Sizes
+) -> None:
+    run = runs.train(sizes, on_its_own(sizes) | CLIPPED, build=build_plain)
+    assert run.weights == plain.weights
+    assert differs(run, plain) == []
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2), (2, 1, 2)], ids=name_of)
+def test_a_model_with_a_tensor_parallel_plan_only_trains_on_any_mesh(
+    runs: Runs, plain: Outcome, sizes: Sizes
+) -> None:
+    # Its parameters lie on two meshes: a norm that counts the shared ones twice would differ.
+    run = runs.train(sizes, on_its_own(sizes) | CLIPPED, build=build_split)
+    assert run.weights == plain.weights
+    assert differs(run, plain) == []
+
+
+def test_views_that_the_model_does_not_predict_are_refused(runs: Runs) -> None:
+    run = runs.train((1, 1, 2), {"data.n_views": 3}, refused=True)
+    assert run.error.startswith("data.n_views = 3: the model predicts 1 of the 2 views")
+
+
+# ------------------------------------------------------------------ compilation, checkpointing
+
+
+@pytest.fixture(scope="module")
+def short(runs: Runs) -> Outcome:
+    return runs.train((1, 1, 1), {"stop_at": 3})
+
+
+CHECKPOINTING = "distributed.activation_checkpointing"
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (1, 2, 2)], ids=name_of)
+def test_activation_checkpointing_trains_the_same_run(
+    runs: Runs, short: Outcome, sizes: Sizes, kind: str
+) -> None:
+    run = runs.train(sizes, on_its_own(sizes) | {"stop_at": 3, CHECKPOINTING: kind})
+    assert run.weights == short.weights
+    assert differs(run, short) == []
+
+
+def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs: Runs) -> None:
+    counts = {}
+    for kind in ("none", "full", "selective"):
+        _, found = counted(runs, (1, 1, 2), **{CHECKPOINTING: kind})
+        counts[kind] = {
+            name: sum(r["count"] for r in found if r["backward"] and r["kind"] == name)
+            for name in ("all_gather", "reduce_scatter")
+        }
+    # Each of 2 layers gathers the positions twice, and scatters the sum of the heads again unless
+    # it is kept; what comes last in a block is not needed again.
+    none, full, selective = counts["none"], counts["full"], counts["selective"]
+    assert full["all_gather"] - none["all_gather"] == 4
+    assert full["reduce_scatter"] - none["reduce_scatter"] == 2
+    assert selective["all_gather"] - none["all_gather"] == 4
+    assert selective["reduce_scatter"] == none["reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        ((1, 2, 2), "none"),
+        ((1, 2, 2), "full"),
+        ((1, 2, 2), "selective"),
+        ((2, 1, 1), "none"),
+        ((2, 1, 1), "selective"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
+def test_compiled_blocks_train_the_same_run(
+    runs: Runs, short: Outcome, sizes: Sizes, kind: str
+) -> None:
+    settings = {"stop_at": 3, "data.batch_size": 4, "distributed.compile": True}
+    run = runs.train(sizes, settings | {CHECKPOINTING: kind})
+    assert all(rank["compiled"] > 0 for rank in run.ranks)
+    assert run.weights == short.weights
+    assert differs(run, short) == []

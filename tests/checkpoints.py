@@ -1,0 +1,91 @@
+"""Small checkpoints for tests: tensors in place of a model, saved by real ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lingua.checkpoint import load, read_checkpoint, save
+from lingua.distributed import DistributedArgs, detect_launch, start
+from lingua.errors import UserError
+
+STATE, CONFIG = {"progress": {"step": 7}, "loss": 0.1}, "name: test\n"
+CPU = torch.device("cpu")
+ANY = (Exception, CheckpointException)  # the latter is a BaseException
+
+
+def join(sizes: tuple[int, int, int] | None = None) -> DeviceMesh:
+    """The mesh of these ranks; by default one axis of data parallelism."""
+    args = DistributedArgs()
+    if sizes is not None:
+        args.dp_replicate, args.dp_shard, args.tp_size = sizes
+    return start(CPU, detect_launch(), args)
+
+
+def whole_values(fill: float = 0.0) -> dict[str, Tensor]:
+    """Of several dtypes and sizes, most of which divide by no number of ranks."""
+    draw = torch.Generator().manual_seed(1)
+    return {
+        "model.matrix": torch.randn(7, 3, generator=draw) + fill,
+        "model.split twice": torch.randn(5, 9, generator=draw) + fill,
+        "model.small": torch.randn(1, 4, generator=draw) + fill,  # empty on all ranks but one
+        "model.bf16": (torch.randn(8, 2, generator=draw) + fill).bfloat16(),
+        "model.buffer": torch.arange(6) + int(fill),  # plain, equal on every rank
+        "model.flag": torch.tensor([True, fill > 0]),
+        "optim.step.matrix": torch.tensor(12.0 + fill),
+    }
+
+
+def tensors_on(mesh: DeviceMesh, fill: float = 0.0) -> dict[str, Tensor]:
+    """The same, laid out as FSDP and tensor parallelism lay parameters out."""
+    tensors = {}
+    for name, t in whole_values(fill).items():
+        if name in ("model.buffer", "model.flag", "optim.step.matrix"):
+            tensors[name] = t
+            continue
+        places = [Replicate(), Shard(0), Replicate()]
+        if name == "model.split twice":
+            places[2] = Shard(1)
+        tensors[name] = distribute_tensor(t, mesh, places, src_data_rank=None)
+    return tensors
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def equal(tensors: dict[str, Tensor], fill: float = 0.0) -> bool:
+    expected = whole_values(fill)
+    same = [torch.equal(whole(tensors[name]), expected[name]) for name in expected]
+    return tensors.keys() == expected.keys() and all(same)
+
+
+def save_here(root: Path, steps: list[int], sizes=None) -> None:
+    mesh = join(sizes)
+    for step in steps:
+        path = save(root, step, tensors_on(mesh, fill=step), STATE, CONFIG)
+        assert path == root / f"{step:010d}"
+
+
+def load_here(path: Path, fill: float, sizes=None) -> bool:
+    """Whether every tensor is, on this mesh, what it was when it was saved."""
+    mesh = join(sizes)
+    checkpoint, why = read_checkpoint(path)
+    assert checkpoint is not None, why
+    tensors = tensors_on(mesh, fill=-99)
+    assert not equal(tensors, fill)
+    load(checkpoint, tensors)
+    return equal(tensors, fill)
+
+
+def refusal(work: Callable[[], Any], kinds: Any = UserError) -> str:
+    try:
+        work()
+    except kinds as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
