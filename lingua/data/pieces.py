@@ -8,8 +8,9 @@ there if the tokenizer never joins the end of a word with the space after it: so
 give the tokens of the whole, and sentencepiece BPE whose pieces have spaces nowhere but in front.
 (A unigram model adds up scores over a document in float32 and breaks ties by what was rounded: of a
 long document it may give other tokens for the same words.) For any tokenizer a cut has to show that
-it is one: the tokens of the text on its left must begin those of both sides together. Where none of
-the places tried does, it is a rough cut, and counted.
+it is one: the tokens of the text on its left must begin those of both sides together. Where no word
+or line begins in WINDOW characters, or none of the last TRIES shows it, the cut is a rough one: at
+a character that passes for one, if there is any. Rough cuts are counted.
 """
 
 import re
@@ -59,12 +60,14 @@ class Pieces:
 
     def _find_cut(self, text: str, limit: int) -> tuple[int, np.ndarray]:
         """(where to cut, ids of the context before it): at `limit` or a little before."""
-        starts = _WORD_OR_LINE.finditer(text, max(CONTEXT, limit - WINDOW), limit)
-        places = [found.start() for found in starts][: -TRIES - 1 : -1]
-        for cut in [*places, *range(limit, limit - TRIES, -1)]:
+        starts = _WORD_OR_LINE.finditer(text, limit - min(WINDOW, self._piece // 2), limit)
+        words = [found.start() for found in starts][: -TRIES - 1 : -1]
+        anywhere = range(limit, limit - TRIES, -1)
+        for cut in [*words, *anywhere]:
             left = self._encode(text[cut - CONTEXT : cut])
             both = self._encode(text[cut - CONTEXT : cut + CONTEXT])
             if np.array_equal(both[: len(left)], left):
+                self.rough_cuts += cut not in words
                 return cut, left
         self.rough_cuts += 1
         return limit, self._encode(text[limit - CONTEXT : limit])

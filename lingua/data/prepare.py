@@ -107,6 +107,12 @@ def describe(source: Source) -> Iterator[str]:
         f"data.sources.{source.name}: {sum(manifest.skipped.values()):,} bad records left out"
         f"{f' ({skipped})' if skipped else ''}"
     )
+    if manifest.rough_cuts:
+        yield (
+            f"data.sources.{source.name}: long documents were tokenized in pieces, and at "
+            f"{manifest.rough_cuts:,} places, where no word begins, their tokens may not be those "
+            "of the whole"
+        )
 
 
 def prepare_sources(
