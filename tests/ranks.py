@@ -7,10 +7,14 @@ sets, so what is tested is what torchrun starts; only the seconds of importing t
 import multiprocessing as mp
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
+
+ANSWER_S = 240.0  # compiling on eight ranks of two busy cores takes a minute or two
+GRACE_S = 5.0  # for the others once a rank has failed: they may wait for it in a collective
 
 
 def free_port() -> int:
@@ -65,15 +69,24 @@ class Ranks:
         for rank in range(n):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             self.pipes[rank].send((env | place, work, args, kwargs))
-        results, failures = [], []
-        for rank in range(n):
-            if not self.pipes[rank].poll(180):
-                failures.append(f"rank {rank}: no answer in 180 s")
-                continue
-            fine, value = self.pipes[rank].recv()
-            results.append(value)
-            if not fine:
-                failures.append(f"rank {rank}: {value}")
+        results: list[Any] = [None] * n
+        failures: list[str] = []
+        waiting = dict(zip(self.pipes[:n], range(n), strict=True))
+        end = time.monotonic() + ANSWER_S
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                failures += [f"rank {rank}: no answer" for rank in waiting.values()]
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    fine, results[rank] = pipe.recv()
+                except EOFError:
+                    fine, results[rank] = False, "its process ended"
+                if not fine:
+                    failures.append(f"rank {rank}: {results[rank]}")
+                    end = min(end, time.monotonic() + GRACE_S)
         if failures:
             self.close()  # a rank may still wait inside a collective for one that failed
             raise AssertionError("\n".join(failures))

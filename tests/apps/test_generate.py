@@ -64,3 +64,19 @@ def generate_over_three(tp: int) -> list[int]:
     model = parallelize_model(build_transformer(wide), mesh, parallel_plan(wide, 300), args)
     init_parameters(model, 3, CPU)
     return continue_tokens(model, [*PROMPT] * 12, 10, 300, CPU, 0, 1.0, tp)
+
+
+class LastTokens(torch.nn.Module):
+    """The later a token stands in the vocabulary, the likelier it comes next."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.arange(10.0).expand(*tokens.shape, 10)
+
+
+def generate_from_eight() -> list[int]:
+    start(CPU, detect_launch(), DistributedArgs())
+    return continue_tokens(LastTokens(), [0], 5, 4, CPU, 0, 1e-6, vocab_size=8)
+
+
+def test_tokens_that_only_the_model_has_are_not_sampled(ranks: Ranks) -> None:
+    assert ranks.run(1, generate_from_eight) == [[7] * 5]

@@ -1,16 +1,19 @@
 """apps/mtp: each head against a plain model of its own, training on meshes against one process."""
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import apps.main.train as app
 import apps.mtp.train as program
 from apps.main.train import Built, set_up, train
 from apps.main.transformer import ModelArgs as PlainArgs
@@ -149,9 +152,12 @@ SINGLE = (1, 1, 1)
 MESHES = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2)]
 
 
+def command_line(overrides: dict[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in (RUN | MODEL | overrides).items()]
+
+
 def arguments(overrides: dict[str, Any]) -> TrainArgs:
-    given = RUN | MODEL | overrides
-    return load(TrainArgs, [f"{key}={value}" for key, value in given.items()])[0]
+    return load(TrainArgs, command_line(overrides))[0]
 
 
 def on_mesh(mesh: tuple[int, int, int], rows: int = 7) -> dict[str, Any]:
@@ -161,7 +167,9 @@ def on_mesh(mesh: tuple[int, int, int], rows: int = 7) -> dict[str, Any]:
 
 
 def train_here(overrides: dict[str, Any]) -> None:
-    train(arguments(overrides), build)
+    """The program itself."""
+    sys.argv = ["train", *command_line(overrides)]
+    app.main(TrainArgs, build)
 
 
 def build_shifted(args: TrainArgs) -> Built:
@@ -182,8 +190,9 @@ def train_shifted_here(overrides: dict[str, Any]) -> None:
     train(arguments(overrides), build_shifted)
 
 
-def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], list]:
-    """Whether tensor parallelism splits each parameter, and the logits without targets."""
+def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], set[str], list]:
+    """Whether tensor parallelism splits each parameter, the FSDP units, and the logits without
+    targets."""
     run = set_up(arguments(overrides), build)
     run.loader.close()
     run.report.close()
@@ -191,8 +200,10 @@ def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], list]:
         canonical_name(name): any(isinstance(place, Shard) for place in p.placements[1:])
         for name, p in run.model.named_parameters()
     }
+    units = {name for name, m in run.model.named_modules() if isinstance(m, FSDPModule)}
     logits = run.model(torch.arange(32).view(2, 16)).detach()
-    return split, (logits.full_tensor() if isinstance(logits, DTensor) else logits).tolist()
+    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return split, units, whole.tolist()
 
 
 def lines_of(dump: Path) -> dict[int, dict[str, Any]]:
@@ -255,10 +266,10 @@ def test_it_goes_on_with_a_run_on_another_mesh(ranks, data, single, tmp_path):
 
 
 def test_under_tensor_parallelism_heads_are_split_as_the_trunk_is(ranks, data, tmp_path):
-    [(_, expected)] = ranks.run(
+    [(_, _, expected)] = ranks.run(
         1, look_here, data | on_mesh(SINGLE) | {"dump_dir": str(tmp_path / "1")}
     )
-    for split, logits in ranks.run(
+    for split, units, logits in ranks.run(
         2, look_here, data | on_mesh((1, 1, 2)) | {"dump_dir": str(tmp_path / "2")}
     ):
         torch.testing.assert_close(torch.tensor(logits), torch.tensor(expected))
@@ -270,3 +281,4 @@ def test_under_tensor_parallelism_heads_are_split_as_the_trunk_is(ranks, data, t
         for head in (0, 1):
             for depth in (0, 1):
                 assert block(f"extra_heads.{head}.{depth}.") == block("layers.0.")
+                assert {"layers.0", f"extra_heads.{head}.{depth}"} <= units
