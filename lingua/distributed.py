@@ -148,7 +148,8 @@ def start(
     sizes = mesh_sizes(args, launch.world_size)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports inductor
+        torch.use_deterministic_algorithms(deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = args.matmul_allow_tf32
@@ -296,6 +297,8 @@ def parallelize_model(
     if mesh["tp"].size() > 1:
         _apply_tensor_parallel(model, mesh["tp"], plan)
     _wrap_blocks(model, plan, args)
+    if mesh.size() == 1 and args.dtype == torch.float32:
+        return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time
     replicas = mesh["dp_replicate"].size() > 1
     policy = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
     shard = {

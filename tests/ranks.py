@@ -26,6 +26,7 @@ def free_port() -> int:
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from lingua.distributed import leave
 
@@ -42,6 +43,8 @@ def _serve(pipe: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch._dynamo.reset()
+        # Results are kept by the layout of a mesh, with a mesh of the group that is gone now.
+        _clear_sharding_prop_cache()
         pipe.send(answer)
 
 
