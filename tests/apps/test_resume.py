@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from apps.main.train import Built, TrainArgs, build
+from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     SMALL,
     TOPOLOGIES,
@@ -109,6 +110,20 @@ def test_a_stop_changes_no_bit_on_the_same_topology_with_deterministic(
     for key in ("loss", "grad_norm", "lr", "batch_hash"):
         assert second.column(key) == whole.column(key)
     assert digests(second.tensors(END)) == digests(whole.tensors(END))
+
+
+def test_a_model_with_buffers_frozen_and_unused_parameters_goes_on_too(
+    runs: Runs, tmp_path: Path
+) -> None:
+    run = runs.train((1, 3, 1), STOP, build=build_plain)
+    dump_dir = copy_of(run, tmp_path)
+    restored = runs.restore((1, 1, 2), dump_dir, build=build_split)["tensors"]
+    assert restored == digests(run.tensors(K))
+    assert {"model.1.scale", "model.1.norm.bias", "optim.step.1.unused"} <= restored.keys()
+    assert "optim.step.1.norm.bias" not in restored  # frozen: nothing to remember
+    whole = runs.train((1, 1, 1), GO_ON, build=build_plain)
+    again = runs.train((1, 2, 2), GO_ON, build=build_split, dump_dir=run.dump_dir)
+    assert differs(again, whole) == []
 
 
 def test_a_global_batch_size_left_open_is_decided_once(runs: Runs, tmp_path: Path) -> None:
