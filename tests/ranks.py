@@ -24,6 +24,7 @@ def free_port() -> int:
 
 
 def _serve(pipe: Connection) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each rank starts compilers of its own
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -199,7 +199,7 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
 
         log_due, save_due = report.due(step), args.checkpoint.due(step) or step == run.end
         if log_due or save_due:
-            progress.skipped_steps = guard.skipped(step, progress.position, global_batch_size)
+            count_skipped(args, run, guard)
         if log_due:
             report.log(progress, loss, norm, lr, hashed)
         if save_due:
@@ -208,9 +208,24 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
             measure(args, run)
     profiler.close()
     if stopping and progress.step:
-        progress.skipped_steps = guard.skipped(progress.step, progress.position, global_batch_size)
+        count_skipped(args, run, guard)
         save_checkpoint(args, run)
     return stopping
+
+
+def count_skipped(args: TrainArgs, run: Run, guard: NonFiniteGuard) -> None:
+    """Ask for the updates that were suppressed. Where one is to stop the run, no later one was
+    made: what the bad step found is saved, so that nothing trained before it is lost."""
+    progress, global_batch_size = run.progress, args.data.global_batch_size
+    try:
+        progress.skipped_steps = guard.skipped(progress.step, progress.position, global_batch_size)
+    except UserError:
+        undone = progress.step + 1 - int(guard.first)
+        progress.step -= undone
+        progress.position -= undone * global_batch_size
+        if progress.step:
+            save_checkpoint(args, run)
+        raise
 
 
 def count_targets(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from apps.main.train import Built, TrainArgs, build
+from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     SMALL,
     TOPOLOGIES,
@@ -109,6 +110,22 @@ def test_a_stop_changes_no_bit_on_the_same_topology_with_deterministic(
     for key in ("loss", "grad_norm", "lr", "batch_hash"):
         assert second.column(key) == whole.column(key)
     assert digests(second.tensors(END)) == digests(whole.tensors(END))
+    elsewhere = runs.restore((1, 3, 1), second.dump_dir, same | {"stop_at": 20})
+    assert elsewhere["tensors"] == saved_digests(second, END)
+
+
+def test_a_model_with_buffers_frozen_and_unused_parameters_goes_on_too(
+    runs: Runs, tmp_path: Path
+) -> None:
+    run = runs.train((1, 3, 1), STOP, build=build_plain)
+    dump_dir = copy_of(run, tmp_path)
+    restored = runs.restore((1, 1, 2), dump_dir, build=build_split)["tensors"]
+    assert restored == digests(run.tensors(K))
+    assert {"model.1.scale", "model.1.norm.bias", "optim.step.1.unused"} <= restored.keys()
+    assert "optim.step.1.norm.bias" not in restored  # frozen: nothing to remember
+    whole = runs.train((1, 1, 1), GO_ON, build=build_plain)
+    again = runs.train((1, 2, 2), GO_ON, build=build_split, dump_dir=run.dump_dir)
+    assert differs(again, whole) == []
 
 
 def test_a_global_batch_size_left_open_is_decided_once(runs: Runs, tmp_path: Path) -> None:
@@ -326,11 +343,23 @@ def test_a_bad_step_changes_nothing_and_is_counted(
     assert again.column("skipped_steps") == [0, 0, 1, 1, 1]
 
 
-def test_a_bad_step_stops_the_run_and_is_named(runs: Runs, nan_at_step_3: NanAt) -> None:
-    settings = {"checkpoint.dump.every": 2, "logging.freq": 5}
-    run = runs.train((2, 1, 1), settings, build=nan_at_step_3, refused=True)
+def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(
+    runs: Runs, nan_at_step_3: NanAt
+) -> None:
+    seldom = {"logging.freq": 5, "checkpoint.dump.every": 100}
+    run = runs.train((2, 1, 1), seldom, build=nan_at_step_3, refused=True)
     assert "step 3: the gradient is not finite (rows 14 to 20)" in run.error
-    assert [path.name for path in run.checkpoint(0).parent.iterdir()] == ["0000000002"]
+    [checkpoint] = run.checkpoint(0).parent.iterdir()
+    assert checkpoint == run.checkpoint(2)
+    two = runs.train((2, 1, 1), {"stop_at": 2})
+    assert digests(run.tensors(2)) == digests(two.tensors(2))
+    assert run.state(2)["progress"]["position"] == 14
+
+    again = runs.train((1, 2, 1), seldom, build=nan_at_step_3, dump_dir=run.dump_dir, refused=True)
+    assert again.error == run.error
+    skip = {"optim.on_nonfinite": "skip", "stop_at": 4}
+    run = runs.train((1, 2, 1), skip, build=nan_at_step_3, dump_dir=run.dump_dir)
+    assert run.column("step") == [3, 4] and run.column("skipped_steps") == [1, 1]
 
 
 # --------------------------------------------------------------------------------- being asked

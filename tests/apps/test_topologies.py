@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch import Tensor
 
-from apps.main.train import Built, TrainArgs
 from apps.main.transformer import Transformer
 from lingua.data import IGNORE
-from lingua.distributed import ParallelPlan
 from lingua.init import init_parameters
+from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     GLOBAL_BATCH,
     TOPOLOGIES,
@@ -234,49 +232,6 @@ def saved_bytes(log: str) -> float:
 
 
 # ------------------------------------------------------------------------------ other models
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up, self.down = nn.Linear(dim, 31), nn.Linear(31, dim)
-        self.register_buffer("scale", torch.empty(dim))
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.scale, 0.5, 1.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
-
-
-class Plain(nn.Sequential):
-    """Embedding, two blocks, head: torch's own modules, initialised as torch does it."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(
-            nn.Embedding(vocab_size, 13), Block(13), Block(13), nn.Linear(13, vocab_size)
-        )
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
-        logits = super().forward(tokens)
-        if targets is None:
-            return logits
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-        )
-        return torch.stack([losses]), (targets != IGNORE).sum((1, 2))
-
-
-def build_plain(args: TrainArgs) -> Built:
-    return Built(Plain(args.model.vocab_size), None, flops_per_token=1.0)
-
-
-def build_split(args: TrainArgs) -> Built:
-    """With a tensor-parallel plan only; ends, norms and buffers stay on every tp rank."""
-    plan = {f"{i}.up": ColwiseParallel(use_local_output=False) for i in (1, 2)}
-    plan |= {f"{i}.down": RowwiseParallel() for i in (1, 2)}
-    return Built(Plain(args.model.vocab_size), ParallelPlan(tp=plan), flops_per_token=1.0)
 
 
 CLIPPED = {"optim.clip": 0.3}

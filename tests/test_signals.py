@@ -1,0 +1,51 @@
+"""Asking a process to stop: the first request is a flag, an impatient second one leaves."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROGRAM = """
+import time
+from lingua.signals import StopRequest
+stop = StopRequest()
+print("ready", flush=True)
+seen = None
+end = time.monotonic() + 30
+while time.monotonic() < end:
+    if stop.signal != seen:
+        seen = stop.signal
+        print(seen, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_the_first_signal_is_noted_and_a_second_interrupt_leaves_only_after_two_seconds() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR2)
+        assert process.stdout.readline() == "SIGUSR2\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)  # the same press, passed on by a launcher
+        process.send_signal(signal.SIGTERM)  # a scheduler may insist: the run is still saved
+        time.sleep(2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT
+
+
+def test_the_handlers_of_before_come_back() -> None:
+    from lingua.signals import STOPPING, StopRequest
+
+    before = [signal.getsignal(number) for number in STOPPING]
+    stop = StopRequest()
+    assert all(signal.getsignal(number) == stop._receive for number in STOPPING)
+    stop.close()
+    assert [signal.getsignal(number) for number in STOPPING] == before
