@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 -m apps.bench.sync_rank COUNTS.json config=... key=v
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,15 @@ def count(args: TrainArgs) -> dict[str, Any]:
         nonlocal parameters
         built = build(args)
         parameters = sum(p.numel() for p in built.module.parameters())
-        built.module.register_forward_pre_hook(lambda module, inputs: live.append(tensor_bytes()))
+        if dist.get_rank() == 0:
+            built.module.register_forward_pre_hook(lambda module, inputs: live.append(settled()))
         return built
 
     train(args, watched)
-    n_micro = len(live) // args.stop_at
-    live = live[(STEP - 1) * n_micro : STEP * n_micro]
     if dist.get_rank() != 0:
         return {}
+    n_micro = len(live) // args.stop_at
+    live = live[(STEP - 1) * n_micro : STEP * n_micro]
     path = Path(args.dump_dir) / "profiling" / f"collectives_step{STEP}.json"
     collectives = json.loads(path.read_text(encoding="utf-8"))["collectives"]
     counts: dict[str, Any] = {"mode": args.distributed.grad_sync, "parameters": parameters}
@@ -49,6 +51,16 @@ def count(args: TrainArgs) -> dict[str, Any]:
         found = [c for c in collectives if c["backward"] and (c["kind"], c["axis"]) == (kind, axis)]
         counts[kind] = {key: sum(c[key] for c in found) for key in ("count", "bytes")}
     return {**counts, "kept_bytes": live[-1] - live[0]}
+
+
+def settled() -> int:
+    """`tensor_bytes`, when other threads hold what they will: rows that are being read ahead,
+    results of collectives that are being let go of."""
+    before, now = -1, tensor_bytes()
+    while now != before:
+        time.sleep(0.05)
+        before, now = now, tensor_bytes()
+    return now
 
 
 def tensor_bytes() -> int:

@@ -197,7 +197,8 @@ def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], set[str], lis
     run.loader.close()
     run.report.close()
     split = {
-        canonical_name(name): any(isinstance(place, Shard) for place in p.placements[1:])
+        canonical_name(name): isinstance(p, DTensor)  # of one process: the plain model
+        and any(isinstance(place, Shard) for place in p.placements[1:])
         for name, p in run.model.named_parameters()
     }
     units = {name for name, m in run.model.named_modules() if isinstance(m, FSDPModule)}
