@@ -38,9 +38,7 @@ def main() -> None:
     )
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the configuration")
-    parser.add_argument(
-        "--repeats", type=int, help="rounds of loop, data (8), startup (5)"
-    )
+    parser.add_argument("--repeats", type=int, help="rounds of loop, data (8), startup (5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
     options = parser.parse_intermixed_args()
     measure, keys = MEASUREMENTS[options.measurement], options.keys
