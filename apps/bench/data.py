@@ -6,6 +6,7 @@ the machine does meets both alike. CPU seconds are told too: they suffer less fr
 """
 
 import base64
+import functools
 import io
 import json
 import multiprocessing
@@ -15,7 +16,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,11 +28,12 @@ from lingua.data.loader import Loader
 from lingua.data.prepare import prepare_source
 from lingua.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, Source, Split
 from lingua.data.stream import RowStream
-from lingua.tokenizer import SPLIT, TokenizerArgs, build_tokenizer
+from lingua.data.units import UNIT_BYTES
+from lingua.tokenizer import SPLIT, Tokenizer, TokenizerArgs, build_tokenizer
 
 TEXT_BYTES = 12_000_000
-BYTES_REPEATS = 12  # of the text, for the bytes tokenizer, which is done with it at once
-UNIT_BYTES = 2**22  # so that processes have parts to share
+TEXT_REPEATS = {"text": 3, "more": 12}  # the bytes tokenizer is done with little at once
+SHARED_UNIT_BYTES = 2**22  # so that two processes have parts to share
 TRAINED_ON = 4_000_000  # characters of the text
 VOCABULARY = 16_000
 SEQ_LEN, ROWS, MICRO_ROWS = 2048, 64, 8
@@ -124,7 +125,7 @@ def write_text(work: Path) -> list[str]:
         texts.append(whole[at : at + length])
         at += length
     lines = "".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts))
-    for source, repeats in (("text", 1), ("more", BYTES_REPEATS)):
+    for source, repeats in TEXT_REPEATS.items():
         with open(work / f"{source}.jsonl", "w", encoding="utf-8") as file:
             for _ in range(repeats):
                 file.write(lines)
@@ -200,24 +201,31 @@ def tokenizing(work: Path, name: str, tokenizer: TokenizerArgs, repeats: int) ->
     def reference() -> int:
         return sum(len(encode(text)) for text in texts)
 
-    return alternate(partial(prepare, work, source, tokenizer), reference, repeats)
+    return alternate(functools.partial(prepare, work, source, tokenizer), reference, repeats)
 
 
 def prepare(work: Path, source: str, tokenizer: TokenizerArgs) -> int:
     """Build the shards of a source anew; its tokens, without the two that frame a document."""
     shutil.rmtree(work / ".tokens", ignore_errors=True)
-    return _prepare(work, source, tokenizer)
+    return _prepare(work, source, tokenizer, UNIT_BYTES)
 
 
-def _prepare(work: Path, source: str, tokenizer: TokenizerArgs) -> int:
+def _prepare(work: Path, source: str, tokenizer: TokenizerArgs, unit_bytes: int) -> int:
     args = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=tokenizer)
+    built = _built(tokenizer.name, tokenizer.path)
     manifest = prepare_source(
-        source, args, build_tokenizer(tokenizer), _quiet, processes=1, unit_bytes=UNIT_BYTES
+        source, args, built, _quiet, processes=1, unit_bytes=unit_bytes
     ).manifest
     return sum(
         manifest.total(split, "tokens") - 2 * manifest.total(split, "documents")
         for split in ("train", "heldout")
     )
+
+
+@functools.cache
+def _built(name: str, path: str | None) -> Tokenizer:
+    """Built once, as in a run: reading its file is no part of tokenizing."""
+    return build_tokenizer(TokenizerArgs(name, path))
 
 
 def _quiet(line: str) -> None:
@@ -235,6 +243,8 @@ def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> dict[st
     for process in processes:
         process.start()
     pipes = [here for here, _ in crew]
+    for pipe in pipes:
+        pipe.recv()
     speeds: dict[str, list[float]] = {"ours": [], "reference": [], "ratio": [], "cpu_ratio": []}
     for turn in range(repeats + 1):
         wall, cpu = {}, {}
@@ -257,9 +267,11 @@ def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> dict[st
 
 
 def _worker(pipe: Any, work: Path, tokenizer: TokenizerArgs) -> None:
+    _built(tokenizer.name, tokenizer.path)
+    pipe.send("ready")
     while pipe.recv():
         cpu = time.process_time()
-        pipe.send((_prepare(work, "text", tokenizer), time.process_time() - cpu))
+        pipe.send((_prepare(work, "text", tokenizer, SHARED_UNIT_BYTES), time.process_time() - cpu))
 
 
 # ---- rows
