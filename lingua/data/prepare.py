@@ -29,7 +29,7 @@ from lingua.args import Free, load
 from lingua.data.args import DataArgs
 from lingua.data.build import bytes_per_byte
 from lingua.data.files import STDLIB, SourceFiles, TextFile, find_files
-from lingua.data.lock import claimed, holder, is_free, locked
+from lingua.data.lock import claimed, holder, is_free, locked, waits
 from lingua.data.progress import Progress
 from lingua.data.records import TextOptions
 from lingua.data.shards import (
@@ -60,8 +60,6 @@ from lingua.data.workers import build_units
 from lingua.errors import UserError
 from lingua.meta_lingua import META_LINGUA
 from lingua.tokenizer import Tokenizer, build_tokenizer
-
-WAIT_S = 2.0  # between two looks at the units that others build
 
 
 @dataclass
@@ -298,16 +296,18 @@ def _build(
     if todo:
         _check_space(todo, job, tokenizer)
     n_built, told = 0, False
+    pauses = waits()
     with Progress(units, job, progress) as bar:
         while todo:
             free = [unit for unit in todo if is_free(lock_path(unit, job))]
             if free:
                 n_built += build_units(free, job, tokenizer, processes, bar.show)
+                pauses = waits()
             else:
                 if not told and (owner := holder(lock_path(todo[0], job))):
                     report(f"waiting for {len(todo)} parts of other processes, such as {owner}")
                     told = True
-                time.sleep(WAIT_S)
+                time.sleep(next(pauses))
             bar.show(0)
             todo = _unfinished(todo, job)
     report(f"data.sources.{job.source}: all {len(units)} parts are there, {n_built} made here")
