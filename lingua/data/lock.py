@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
@@ -22,14 +23,24 @@ logging.getLogger("flufl.lock").setLevel(logging.CRITICAL)
 @contextmanager
 def locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock file `path`; `report` gets one line if it has to be waited for."""
-    lock = _lock(path)
     told = False
-    while not _try(lock, timedelta(seconds=1)):
+    for wait_s in waits():
+        with claimed(path) as mine:
+            if mine:
+                yield
+                return
         if not told and (owner := holder(path)):
             report(f"waiting for {owner}, which holds {path}")
             told = True
-    with _held(lock):
-        yield
+        time.sleep(wait_s)
+
+
+def waits() -> Iterator[float]:
+    """Seconds to wait before each further look at what others do: short at first, then 2."""
+    wait_s = 0.02
+    while True:
+        yield wait_s
+        wait_s = min(2.0, 1.5 * wait_s)
 
 
 @contextmanager

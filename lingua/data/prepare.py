@@ -29,7 +29,7 @@ from lingua.args import Free, load
 from lingua.data.args import DataArgs
 from lingua.data.build import bytes_per_byte
 from lingua.data.files import STDLIB, SourceFiles, TextFile, find_files
-from lingua.data.lock import claimed, holder, is_free, locked
+from lingua.data.lock import claimed, holder, is_free, locked, waits
 from lingua.data.progress import Progress
 from lingua.data.records import TextOptions
 from lingua.data.shards import (
@@ -61,8 +61,6 @@ from lingua.errors import UserError
 from lingua.meta_lingua import META_LINGUA
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
-WAIT_S = 2.0  # between two looks at the units that others build
-
 
 @dataclass
 class PrepareArgs:
@@ -83,36 +81,7 @@ def main() -> None:
     for line in notices:
         report(line)
     tokenizer = build_tokenizer(args.data.tokenizer)
-    for source in prepare_sources(args.data, tokenizer, report, True, args.processes).values():
-        for line in describe(source):
-            report(line)
-
-
-def describe(source: Source) -> Iterator[str]:
-    """What a prepared source holds."""
-    manifest = source.manifest
-    n = {
-        what: [manifest.total(split, what) for split in ("train", "heldout")]
-        for what in ("documents", "tokens", "bytes")
-    }
-    documents, tokens, n_bytes = (sum(counts) for counts in n.values())
-    yield (
-        f"data.sources.{source.name}: {documents:,} documents, {tokens:,} tokens, "
-        f"{n_bytes / max(1, tokens):.3f} bytes a token; held out "
-        f"{n['documents'][1]:,} documents ({n['documents'][1] / max(1, documents):.2%}), "
-        f"{n['tokens'][1]:,} tokens ({n['tokens'][1] / max(1, tokens):.2%}); in {source.folder}"
-    )
-    skipped = ", ".join(f"{count:,} {kind}" for kind, count in manifest.skipped.items())
-    yield (
-        f"data.sources.{source.name}: {sum(manifest.skipped.values()):,} bad records left out"
-        f"{f' ({skipped})' if skipped else ''}"
-    )
-    if manifest.rough_cuts:
-        yield (
-            f"data.sources.{source.name}: long documents were tokenized in pieces, and at "
-            f"{manifest.rough_cuts:,} places, where no word begins, their tokens may not be those "
-            "of the whole"
-        )
+    prepare_sources(args.data, tokenizer, report, True, args.processes)
 
 
 def prepare_sources(
@@ -223,11 +192,36 @@ def prepare_source(
                     _write_manifest(units, job, tokenizer)
     except OSError as error:
         raise _cannot(name, error, folder) from error
-    if manifest.skipped:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in manifest.skipped.items())
-        total = sum(manifest.skipped.values())
-        report(f"data.sources.{name}: {total} bad records left out ({kinds})")
+    for line in describe(manifest):
+        report(line)
     return Source(folder, manifest)
+
+
+def describe(manifest: Manifest) -> Iterator[str]:
+    """What the shards hold and what was left out."""
+
+    def total(what: str) -> tuple[int, int]:
+        """(of both splits, held out)"""
+        held_out = manifest.total("heldout", what)
+        return manifest.total("train", what) + held_out, held_out
+
+    (documents, held_out), (tokens, held_out_tokens) = total("documents"), total("tokens")
+    yield (
+        f"data.sources.{manifest.source}: {documents:,} documents, {tokens:,} tokens "
+        f"({total('bytes')[0] / max(1, tokens):.2f} bytes a token); held out {held_out:,} "
+        f"documents ({held_out / max(1, documents):.2%}), {held_out_tokens:,} tokens "
+        f"({held_out_tokens / max(1, tokens):.2%})"
+    )
+    if manifest.skipped:
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in manifest.skipped.items())
+        total_skipped = sum(manifest.skipped.values())
+        yield f"data.sources.{manifest.source}: {total_skipped:,} bad records left out ({kinds})"
+    if manifest.rough_cuts:
+        yield (
+            f"data.sources.{manifest.source}: long documents were tokenized in pieces, and at "
+            f"{manifest.rough_cuts:,} places, where no word begins, their tokens may not be those "
+            "of the whole"
+        )
 
 
 # ---- is it up to date?
@@ -298,16 +292,18 @@ def _build(
     if todo:
         _check_space(todo, job, tokenizer)
     n_built, told = 0, False
+    pauses = waits()
     with Progress(units, job, progress) as bar:
         while todo:
             free = [unit for unit in todo if is_free(lock_path(unit, job))]
             if free:
                 n_built += build_units(free, job, tokenizer, processes, bar.show)
+                pauses = waits()
             else:
                 if not told and (owner := holder(lock_path(todo[0], job))):
                     report(f"waiting for {len(todo)} parts of other processes, such as {owner}")
                     told = True
-                time.sleep(WAIT_S)
+                time.sleep(next(pauses))
             bar.show(0)
             todo = _unfinished(todo, job)
     report(f"data.sources.{job.source}: all {len(units)} parts are there, {n_built} made here")

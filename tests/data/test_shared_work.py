@@ -246,9 +246,10 @@ def test_the_command_takes_a_training_config_and_reports_what_is_there(corpus):
     )
     lines = [line for line in first.stdout.splitlines() if "data.sources.a: 700 documents" in line]
     assert lines[0].startswith(
-        f"data.sources.a: 700 documents, {tokens:,} tokens, {1 - 1400 / tokens:.3f} bytes a token; "
-        f"held out {len(held_out)} documents ({len(held_out) / 700:.2%}), "
-        f"{held_out_tokens} tokens ({held_out_tokens / tokens:.2%}); in {corpus}"
+        f"data.sources.a: 700 documents, {tokens:,} tokens "
+        f"({1 - 1400 / tokens:.2f} bytes a token); held out {len(held_out)} documents "
+        f"({len(held_out) / 700:.2%}), "
+        f"{held_out_tokens} tokens ({held_out_tokens / tokens:.2%})"
     )
     skipped = "4 bad records left out (2 blank line, 1 null text, 1 text is not a string)"
     assert f"data.sources.a: {skipped}" in first.stdout

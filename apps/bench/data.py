@@ -1,0 +1,345 @@
+"""What preparing text costs over the tokenizer's own library, and how fast rows come.
+
+Everything is made on the spot: text from the standard library of this Python, tokenizers trained on
+it, token shards. Each measurement alternates with its reference in one process, so that what else
+the machine does meets both alike. CPU seconds are told too: they suffer less from others.
+"""
+
+import base64
+import functools
+import io
+import json
+import multiprocessing
+import random
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from apps.bench.report import Report, Spread, columns, spread
+from lingua.data.args import DataArgs
+from lingua.data.loader import Loader
+from lingua.data.prepare import prepare_source
+from lingua.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, Source, Split
+from lingua.data.stream import RowStream
+from lingua.data.units import UNIT_BYTES
+from lingua.tokenizer import SPLIT, Tokenizer, TokenizerArgs, build_tokenizer
+
+TEXT_BYTES = 12_000_000
+TEXT_REPEATS = {"text": 3, "more": 12}  # the bytes tokenizer is done with little at once
+SHARED_UNIT_BYTES = 2**22  # so that two processes have parts to share
+TRAINED_ON = 4_000_000  # characters of the text
+VOCABULARY = 16_000
+SEQ_LEN, ROWS, MICRO_ROWS = 2048, 64, 8
+GATHERED_TOKENS = 2**27
+SPARSE_TOKENS, SPARSE_SHARDS = 10**10, 80
+
+
+def measure(keys: list[str], repeats: int = 8) -> Report:
+    """`keys` are those of a training run, on which nothing here depends."""
+    rows: list[tuple[str, ...]] = [("", "ours", "reference", "ratio", "range", "CPU ratio")]
+    results: dict[str, Any] = {"repeats": repeats}
+    with TemporaryDirectory() as folder:
+        work = Path(folder)
+        texts = write_text(work)
+        for name, tokenizer in make_tokenizers(work, texts).items():
+            _say(f"tokenizing with {name}")
+            results[name] = measured = tokenizing(work, name, tokenizer, repeats)
+            rows.append(_row(f"{name}, million tokens/s", measured))
+        _say("two processes")
+        tiktoken = TokenizerArgs("tiktoken", str(work / "tiktoken"))
+        results["two processes"] = measured = two_processes(work, tiktoken, repeats)
+        rows.append(_row("two processes over one, million tokens/s", measured))
+        _say("rows")
+        results["rows"] = measured = gathering(work, repeats)
+        rows.append(_row("rows to micro-batches, million tokens/s", measured))
+        _say("first batches")
+        first_ms, grown_mib = first_batches(work, repeats)
+        results |= {"first batch, ms": first_ms, "memory grown, MiB": grown_mib}
+    lines = [
+        *columns(rows),
+        "",
+        f"first batch of {ROWS} rows at a random position of {SPARSE_TOKENS:.0e} tokens: "
+        f"{first_ms.median:.1f} ms ({first_ms.low:.1f} to {first_ms.high:.1f}); memory after 200 "
+        f"more: {grown_mib:+.1f} MiB",
+        f"medians of {repeats} rounds. The references: a plain loop of the library's encode on "
+        "texts in memory (tiktoken: encode_ordinary; bytes: to a numpy array), one process of "
+        "ours, a plain gather of the same rows from a memory map",
+    ]
+    return Report(lines, results)
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _row(name: str, measured: dict[str, Spread]) -> tuple[str, ...]:
+    ratio = measured["ratio"]
+    return (
+        name,
+        f"{measured['ours'].median / 1e6:.2f}",
+        f"{measured['reference'].median / 1e6:.2f}",
+        f"{ratio.median:.2f}",
+        f"{ratio.low:.2f} to {ratio.high:.2f}",
+        f"{measured['cpu_ratio'].median:.2f}",
+    )
+
+
+def alternate(
+    ours: Callable[[], int], reference: Callable[[], int], repeats: int
+) -> dict[str, Spread]:
+    """Units of work a second of both, each function returning what it did."""
+    speeds: dict[str, list[float]] = {"ours": [], "reference": [], "ratio": [], "cpu_ratio": []}
+    for turn in range(repeats + 1):
+        wall, cpu = {}, {}
+        for name, function in (("ours", ours), ("reference", reference))[:: 1 if turn % 2 else -1]:
+            wall_0, cpu_0 = time.perf_counter(), time.process_time()
+            done = function()
+            wall[name] = done / (time.perf_counter() - wall_0)
+            cpu[name] = done / (time.process_time() - cpu_0)
+        if turn:  # the first warms up
+            for name in wall:
+                speeds[name].append(wall[name])
+            speeds["ratio"].append(wall["ours"] / wall["reference"])
+            speeds["cpu_ratio"].append(cpu["ours"] / cpu["reference"])
+    return {name: spread(values) for name, values in speeds.items()}
+
+
+# ---- text and tokenizers
+
+
+def write_text(work: Path) -> list[str]:
+    """Documents of some thousand characters as JSON lines, in sources `text` and `more`."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    files = [file for file in files if not {"site-packages", "test"} & set(file.parts)]
+    whole = "\n".join(file.read_text("utf-8", errors="replace") for file in files)[:TEXT_BYTES]
+    rng, texts, at = random.Random(0), [], 0
+    while at < len(whole):
+        length = int(rng.lognormvariate(8, 0.9)) + 1
+        texts.append(whole[at : at + length])
+        at += length
+    lines = "".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts))
+    for source, repeats in TEXT_REPEATS.items():
+        with open(work / f"{source}.jsonl", "w", encoding="utf-8") as file:
+            for _ in range(repeats):
+                file.write(lines)
+    return texts
+
+
+def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
+    """A byte-level BPE as tiktoken ranks and a sentencepiece BPE, trained on some of the text."""
+    import sentencepiece
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    some, size = [], 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if size > TRAINED_ON:
+            break
+    bpe = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), level]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        some,
+        trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False),
+    )
+    # The library spells a byte as itself where that is printable, else as the next free character.
+    spelled = [b for b in range(256) if chr(b) in alphabet]
+    byte_of = {chr(b): b for b in spelled}
+    byte_of |= {chr(256 + i): b for i, b in enumerate(set(range(256)) - set(spelled))}
+    vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
+    ranks = (
+        base64.b64encode(bytes(byte_of[c] for c in token)) + b" %d\n" % rank
+        for token, rank in vocabulary
+    )
+    (work / "tiktoken").write_bytes(b"".join(ranks))
+
+    model = io.BytesIO()
+    lines = (line[:4000] for text in some for line in text.split("\n") if line)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, vocab_size=VOCABULARY, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        minloglevel=2,
+    )  # fmt: skip
+    (work / "sp").write_bytes(model.getvalue())
+    return {
+        "tiktoken": TokenizerArgs("tiktoken", str(work / "tiktoken")),
+        "sentencepiece": TokenizerArgs("sp", str(work / "sp")),
+        "bytes": TokenizerArgs("bytes"),
+    }
+
+
+def plain_encode(args: TokenizerArgs) -> Callable[[str], Any]:
+    """The library's own encode."""
+    if args.name == "tiktoken":
+        return build_tokenizer(args)._codec.encoding.encode_ordinary
+    if args.name == "sp":
+        return build_tokenizer(args)._codec.model.encode
+    return lambda text: np.frombuffer(text.encode(), np.uint8)
+
+
+# ---- tokenizing
+
+
+def tokenizing(work: Path, name: str, tokenizer: TokenizerArgs, repeats: int) -> dict[str, Spread]:
+    """Text files to token shards in one process, over the library's encode of the same texts."""
+    source = "more" if name == "bytes" else "text"
+    with open(work / f"{source}.jsonl", encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line in file]
+    encode = plain_encode(tokenizer)
+
+    def reference() -> int:
+        return sum(len(encode(text)) for text in texts)
+
+    return alternate(functools.partial(prepare, work, source, tokenizer), reference, repeats)
+
+
+def prepare(work: Path, source: str, tokenizer: TokenizerArgs) -> int:
+    """Build the shards of a source anew; its tokens, without the two that frame a document."""
+    shutil.rmtree(work / ".tokens", ignore_errors=True)
+    return _prepare(work, source, tokenizer, UNIT_BYTES)
+
+
+def _prepare(work: Path, source: str, tokenizer: TokenizerArgs, unit_bytes: int) -> int:
+    args = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=tokenizer)
+    built = _built(tokenizer.name, tokenizer.path)
+    manifest = prepare_source(
+        source, args, built, _quiet, processes=1, unit_bytes=unit_bytes
+    ).manifest
+    return sum(
+        manifest.total(split, "tokens") - 2 * manifest.total(split, "documents")
+        for split in ("train", "heldout")
+    )
+
+
+@functools.cache
+def _built(name: str, path: str | None) -> Tokenizer:
+    """Built once, as in a run: reading its file is no part of tokenizing."""
+    return build_tokenizer(TokenizerArgs(name, path))
+
+
+def _quiet(line: str) -> None:
+    pass
+
+
+def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> dict[str, Spread]:
+    """Two processes that were started by hand, over one, both from when they are ready."""
+    context = multiprocessing.get_context("spawn")
+    crew = [context.Pipe() for _ in range(2)]
+    processes = [
+        context.Process(target=_worker, args=(there, work, tokenizer), daemon=True)
+        for _, there in crew
+    ]
+    for process in processes:
+        process.start()
+    pipes = [here for here, _ in crew]
+    for pipe in pipes:
+        pipe.recv()
+    speeds: dict[str, list[float]] = {"ours": [], "reference": [], "ratio": [], "cpu_ratio": []}
+    for turn in range(repeats + 1):
+        wall, cpu = {}, {}
+        for n in (1, 2) if turn % 2 else (2, 1):
+            shutil.rmtree(work / ".tokens", ignore_errors=True)
+            begin = time.perf_counter()
+            for pipe in pipes[:n]:
+                pipe.send("go")
+            done = [pipe.recv() for pipe in pipes[:n]]
+            wall[n] = done[0][0] / (time.perf_counter() - begin)
+            cpu[n] = n * done[0][0] / sum(seconds for _, seconds in done)
+        if turn:
+            speeds["ours"].append(wall[2])
+            speeds["reference"].append(wall[1])
+            speeds["ratio"].append(wall[2] / wall[1])
+            speeds["cpu_ratio"].append(cpu[2] / cpu[1])
+    for process in processes:
+        process.terminate()
+    return {name: spread(values) for name, values in speeds.items()}
+
+
+def _worker(pipe: Any, work: Path, tokenizer: TokenizerArgs) -> None:
+    _built(tokenizer.name, tokenizer.path)
+    pipe.send("ready")
+    while pipe.recv():
+        cpu = time.process_time()
+        pipe.send((_prepare(work, "text", tokenizer, SHARED_UNIT_BYTES), time.process_time() - cpu))
+
+
+# ---- rows
+
+
+def gathering(work: Path, repeats: int) -> dict[str, Spread]:
+    """Rows in random order from the page cache to micro-batches, over a plain gather of them."""
+    path = work / "rows" / "0.train.tokens"
+    path.parent.mkdir()
+    tokens = np.random.default_rng(0).integers(0, 2**16, GATHERED_TOKENS, np.uint16)
+    tokens.tofile(path)
+    source = _source(path.parent, [GATHERED_TOKENS])
+    stream = RowStream({"rows": source}, {"rows": 1.0}, SEQ_LEN, 2, seed=1)
+    steps = 8 * GATHERED_TOKENS // (SEQ_LEN * ROWS) // 10
+    memory = np.memmap(path, np.uint16, "r").view(np.ndarray)
+    loader = _loader(stream, 0)
+
+    def ours() -> int:
+        for _ in range(steps):
+            next(loader)
+        return steps * ROWS * SEQ_LEN
+
+    def reference() -> int:
+        out = np.empty((ROWS, SEQ_LEN + 1), np.uint16)
+        starts = np.random.default_rng(1).integers(0, len(memory) // SEQ_LEN - 1, steps * ROWS)
+        for step in (starts * SEQ_LEN).reshape(steps, ROWS).tolist():
+            for i, start in enumerate(step):
+                out[i] = memory[start : start + SEQ_LEN + 1]
+        return steps * ROWS * SEQ_LEN
+
+    return alternate(ours, reference, repeats)
+
+
+def first_batches(work: Path, repeats: int) -> tuple[Spread, float]:
+    """(ms from opening the source to the first batch, MiB that memory grows by 200 batches)."""
+    folder, size = work / "sparse", SPARSE_TOKENS // SPARSE_SHARDS
+    folder.mkdir()
+    for i in range(SPARSE_SHARDS):
+        with open(folder / f"{i}.train.tokens", "wb") as file:
+            file.truncate(2 * size)
+    (folder / MANIFEST).write_text(_source(folder, [size] * SPARSE_SHARDS).manifest.to_json())
+    rng, seconds = random.Random(0), []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        source = Source.open(folder)
+        stream = RowStream({"rows": source}, {"rows": 1.0}, SEQ_LEN, 2, seed=1)
+        loader = _loader(stream, rng.randrange(10**12))
+        next(loader)
+        seconds.append(1000 * (time.perf_counter() - begin))
+    before = _anonymous_mib()
+    for _ in range(200):
+        next(loader)
+    return spread(seconds[1:]), _anonymous_mib() - before
+
+
+def _source(folder: Path, sizes: list[int]) -> Source:
+    none = Split(0, 0, 0, "")
+    shards = [Shard(str(i), 0, Split(size, 0, 0, ""), none) for i, size in enumerate(sizes)]
+    manifest = Manifest(FORMAT_VERSION, "rows", {}, True, True, "<u2", [], shards, {}, 0, "")
+    return Source(folder, manifest)
+
+
+def _loader(stream: RowStream, position: int) -> Iterator[Any]:
+    return Loader(stream, ROWS, 0, 1, ROWS // MICRO_ROWS, MICRO_ROWS, position)
+
+
+def _anonymous_mib() -> float:
+    """Memory of this process that is no file's: pages of the shards belong to the system."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) / 1024
