@@ -15,7 +15,7 @@ import shutil
 import uuid
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PosixPath
@@ -58,6 +58,8 @@ class CheckpointArgs:
     verify: Free[Literal["full", "size"]] = "full"
     # guarded config keys that may differ from the checkpoint's when resuming
     allow_change: Free[list[str]] = field(default_factory=list)
+    # folder of a Hugging Face Llama model whose weights a run without a checkpoint begins with
+    init_from: Free[str | None] = None
 
     def due(self, step: int) -> bool:
         """Whether a save is due once `step` is complete."""
@@ -77,7 +79,9 @@ class Checkpoint:
 # --------------------------------------------------------------------------------------- state
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def tensors_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Tensor]:
     """Every tensor of a run by name: `model.<name>` and `optim.<state>.<parameter name>`.
 
     These are the live tensors: saving reads them, loading fills them in place.
@@ -90,7 +94,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     tensors: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         tensors[f"model.{canonical_name(name)}"] = p.detach()
-        for key, value in sorted(optimizer.state.get(p, {}).items()):
+        state = {} if optimizer is None else optimizer.state.get(p, {})
+        for key, value in sorted(state.items()):
             tensors[f"optim.{key}.{canonical_name(name)}"] = value
     for name, b in model.named_buffers():
         if name not in transient:
@@ -360,14 +365,41 @@ class _TensorsOnly(DefaultLoadPlanner):
         raise UserError(f"{read_item.dest_index.fqn} of a checkpoint is not a tensor: not loaded")
 
 
-def load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+def saved_weights(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor of the model, by its name there (without `model.`)."""
+    saved = _Reader(checkpoint.path).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix("model."): (entry.size, entry.properties.dtype)
+        for name, entry in saved.items()
+        if name.startswith("model.") and isinstance(entry, dcp_metadata.TensorStorageMetadata)
+    }
+
+
+def read_weights(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Tensor]:
+    """Whole tensors of the model, on the CPU, by their names there. Called by every rank."""
+    saved = saved_weights(checkpoint)
+    tensors = {f"model.{name}": torch.empty(saved[name][0], dtype=saved[name][1]) for name in names}
+    dcp.load(tensors, storage_reader=_Reader(checkpoint.path), planner=_TensorsOnly())
+    return {name.removeprefix("model."): t for name, t in tensors.items()}
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Fill the parameters and buffers of a model, as `load` does, and leave the rest unread."""
+    load(checkpoint, tensors_of(model), part="model.")
+
+
+def load(checkpoint: Checkpoint, tensors: dict[str, Tensor], part: str = "") -> None:
     """Fill `tensors` in place, on any topology. Called by every rank.
+
+    Args:
+        part: what the names of all begin with; of the rest of the checkpoint nothing is said.
 
     Raises:
         UserError: names what is missing or has another shape, before anything is loaded.
     """
     reader = _Reader(checkpoint.path)
     saved = reader.read_metadata().state_dict_metadata
+    saved = {name: entry for name, entry in saved.items() if name.startswith(part)}
     wrong = []
     for name, t in tensors.items():
         entry = saved.get(name)

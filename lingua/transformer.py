@@ -21,6 +21,25 @@ from lingua.data import IGNORE
 
 
 @dataclass
+class RopeScaling:
+    """Rotary frequencies stretched as in Llama 3.1, for contexts longer than those trained on."""
+
+    factor: Guarded[float] = 8.0  # what the lowest frequencies are divided by
+    # turns in original_seq_len up to which a frequency is divided by the whole factor
+    low_freq_factor: Guarded[float] = 1.0
+    high_freq_factor: Guarded[float] = 4.0  # turns from which on it is kept
+    original_seq_len: Guarded[int] = 8192  # context the unscaled frequencies were trained on
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if not 1 <= self.factor < math.inf:
+            yield "factor", "must be at least 1 and finite"
+        if self.original_seq_len < 1:
+            yield "original_seq_len", "must be at least 1"
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            yield "low_freq_factor", f"must be above 0 and below {self.high_freq_factor} (high)"
+
+
+@dataclass
 class TransformerArgs:
     dim: Guarded[int] = 512  # features of the residual stream
     n_layers: Guarded[int] = 8  # blocks
@@ -31,6 +50,8 @@ class TransformerArgs:
     multiple_of: Guarded[int] = 256  # the feed-forward's hidden size is rounded up to this
     norm_eps: Guarded[float] = 1e-5  # added to the mean square in RMSNorm
     rope_theta: Guarded[float] = 10000.0  # base of the rotary frequencies
+    # {factor, low_freq_factor, high_freq_factor, original_seq_len}: Llama 3.1's; null: none
+    rope_scaling: Guarded[RopeScaling | None] = None
     sliding_window: Guarded[int | None] = None  # positions a token sees, itself included; null: all
     init_base_std: Guarded[float | None] = None  # deviation of every matrix; null: 1 / sqrt(inputs)
     # what divides the deviation of the matrices that write to the residual stream: `disabled` 1,
@@ -86,13 +107,59 @@ class Context:
     cos, sin: float32 S D/2, or B S D/2 with documents, of the rotary angle of each position.
     mask: bool S S, or B 1 S S with documents, True where a query (row) sees a key (column); None:
         plain causal attention.
+    cache: while generating, where each layer's keys and values of earlier positions are.
 
     Not a dataclass: FSDP casts what it finds in those to the dtype of the parameters, and angles
     in bfloat16 are off by up to 0.4 %.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, mask: Tensor | None) -> None:
-        self.cos, self.sin, self.mask = cos, sin, mask
+    def __init__(
+        self, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: "Cache | None" = None
+    ) -> None:
+        self.cos, self.sin, self.mask, self.cache = cos, sin, mask, cache
+
+
+class Cache:
+    """Keys and values of what a batch has been through: its columns, one token of each row.
+
+    The rows end together. A shorter one begins with padding, which its tokens do not see.
+    """
+
+    def __init__(self, padding: Tensor, size: int) -> None:
+        """padding: int64 B, columns before the first token of each row; size: columns at most."""
+        self.padding, self.size = padding, size
+        self.length = 0  # columns filled: where those of the next forward begin
+        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # B H size D each
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Put in the new columns of a layer (B H S D each), get all of it up to them."""
+        end = self.length + k.shape[2]
+        if layer not in self._layers:
+            shape = (*k.shape[:2], self.size, k.shape[3])
+            self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
+        for kept, new in zip(self._layers[layer], (k, v), strict=True):
+            kept[:, :, self.length : end] = new
+        return tuple(kept[:, :, :end] for kept in self._layers[layer])
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with just these rows (int64)."""
+        self.padding = self.padding[rows]
+        for layer, (k, v) in self._layers.items():
+            self._layers[layer] = k[rows], v[rows]
+
+
+def rotary_frequencies(args: TransformerArgs, device: torch.device) -> Tensor:
+    """Radians a position turns each pair of features by: float32 D/2, as Llama computes them."""
+    head_dim = args.heads()[2]
+    pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    frequency = 1.0 / args.rope_theta ** (pair / head_dim)
+    scaling = args.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_seq_len * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
 def make_context(
@@ -107,8 +174,7 @@ def make_context(
         documents: int64 B S, not falling along S: positions start again at 0 in each document, and
             a token sees only its own. None: a row is one document.
     """
-    head_dim, place = args.heads()[2], torch.arange(seq_len, device=device)
-    pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    place = torch.arange(seq_len, device=device)
     window = args.sliding_window if args.sliding_window is not None else seq_len
     position, mask = place, None
     if documents is not None or window < seq_len:
@@ -118,8 +184,22 @@ def make_context(
         begins = documents != documents.roll(1, dims=1)
         position = place - torch.where(begins, place, 0).cummax(dim=1).values  # B S
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])  # B 1 S S
-    angle = position[..., None].float() * args.rope_theta ** (-pair / head_dim)
+    angle = position[..., None].float() * rotary_frequencies(args, device)
     return Context(angle.cos(), angle.sin(), mask)
+
+
+def cached_context(args: TransformerArgs, seq_len: int, cache: Cache) -> Context:
+    """As make_context, for the next `seq_len` columns of a batch whose earlier ones are cached."""
+    first, device = cache.length, cache.padding.device
+    column = torch.arange(first + seq_len, device=device)
+    place, padding = column[first:], cache.padding[:, None]
+    position = (place - padding).clamp(min=0)  # B S
+    back = place[:, None] - column  # S L, from query to key
+    mask = (back >= 0) & (back < (args.sliding_window or len(column)))
+    # Padding sees itself: of nothing at all the softmax would be NaN.
+    seen = (column >= padding)[:, None] | (back == 0)  # B S L
+    angle = position[..., None].float() * rotary_frequencies(args, device)
+    return Context(angle.cos(), angle.sin(), (mask & seen)[:, None], cache)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -162,7 +242,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)  # B S H D
-        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ctx.mask)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if ctx.cache is not None:
+            k, v = ctx.cache.extend(self, k, v)
+        out = attend(q, k, v, ctx.mask)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
     def reset_parameters(self) -> None:

@@ -9,15 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from apps.main.transformer import ModelArgs, Transformer
 from lingua.data import IGNORE
 from lingua.transformer import (
     Attention,
+    RopeScaling,
     TransformerArgs,
     attend,
     flops_per_token,
     make_context,
+    rotary_frequencies,
     rotate,
     sum_token_losses,
 )
@@ -92,6 +97,27 @@ def test_pairs_of_neighbours_turn_as_complex_numbers(theta):
     result = rotate(x, ctx.cos, ctx.sin)
     torch.testing.assert_close(result.double(), expected.flatten(-2), rtol=0, atol=5e-5)
     assert torch.equal(result[:, 0], x[:, 0])  # position 0 is not turned
+
+
+def test_frequencies_are_those_of_transformers_scaled_as_in_llama_3_too():
+    """Of Llama 3.1 and 3.2, which keep the high frequencies, divide the low ones, and blend."""
+    theirs = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+    theirs |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = LlamaConfig(
+        hidden_size=2048,
+        num_attention_heads=32,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope_parameters=theirs | {"original_max_position_embeddings": 8192},
+    )
+    scaling = RopeScaling(factor=32.0, original_seq_len=8192)
+    args = TransformerArgs(dim=2048, n_heads=32, rope_theta=500000.0, rope_scaling=scaling)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    torch.testing.assert_close(rotary_frequencies(args, CPU), scaled, rtol=2e-7, atol=0)
+    plain, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    assert torch.equal(rotary_frequencies(replace(args, rope_scaling=None), CPU), plain)
+    ratio = scaled / plain
+    assert (ratio == 1).any() and (ratio == 1 / 32).any() and ((ratio < 1) & (ratio > 0.04)).any()
 
 
 def test_scores_depend_on_the_distance_alone():
@@ -218,6 +244,17 @@ def test_the_defaults_and_sizes_that_fit_are_legal():
         replace(SMALL, sliding_window=1, ffn_dim_multiplier=0.02, init_base_std=0.02),
     ):
         assert list(args.problems()) == []
+
+
+def test_a_scaling_of_frequencies_that_makes_no_sense_is_refused_by_name():
+    for changed, key in (
+        ({"factor": 0.5}, "factor"),
+        ({"original_seq_len": 0}, "original_seq_len"),
+        ({"low_freq_factor": 4.0}, "low_freq_factor"),
+        ({"high_freq_factor": math.inf}, "low_freq_factor"),
+    ):
+        assert [name for name, _ in replace(RopeScaling(), **changed).problems()] == [key]
+    assert list(RopeScaling().problems()) == []
 
 
 @pytest.mark.parametrize(

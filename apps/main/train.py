@@ -50,6 +50,7 @@ from lingua.distributed import (
 )
 from lingua.errors import UserError
 from lingua.hashing import batch_hash
+from lingua.hugging_face import LlamaFolder, check_model, load_llama
 from lingua.init import init_parameters
 from lingua.launch import run_program
 from lingua.logger import init_logger, short_time
@@ -289,6 +290,10 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     # ---- config and data, each checked against the checkpoint as soon as it is known
     tokenizer = build_tokenizer(args.data.tokenizer)
     resolve(args, mesh, tokenizer, saved, dump_dir)
+    llama = None  # a run's own checkpoint wins over the weights it began with
+    if saved is None and args.checkpoint.init_from is not None:
+        llama = LlamaFolder(args.checkpoint.init_from, "checkpoint.init_from")
+        check_model(llama, args.model, args.checkpoint.allow_change)
     found = check_config(saved, flatten(args), classes, args.checkpoint.allow_change)
     global_batch_size, degree = args.data.global_batch_size, dp_degree(mesh)
     n_micro, rows = micro_steps(
@@ -309,6 +314,9 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         load_tensors(saved.checkpoint, tensors_of(model, optimizer))
         progress = saved.progress
         tell(saved, found, tuple(mesh.shape))
+    elif llama is not None:
+        load_llama(llama, model)
+        logger.info(f"it begins with the weights of {llama.path}")
     on_rank_0(lambda: (dump_dir / "config.yaml").write_text(to_yaml(args), encoding="utf-8"))
     for line in description(args, mesh, model, n_micro, rows):
         logger.info(line)

@@ -16,8 +16,10 @@ from torch.distributed.tensor.parallel import (
 from lingua.args import Guarded
 from lingua.distributed import ParallelPlan
 from lingua.transformer import (
+    Cache,
     TransformerArgs,
     TransformerBlock,
+    cached_context,
     make_context,
     sum_token_losses,
     trunc_normal_,
@@ -48,19 +50,33 @@ class Transformer(nn.Module):
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, documents: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         """The normalised residual stream after the last block: B S -> B S E."""
         h = self.tok_embeddings(tokens)
-        ctx = make_context(self.args, tokens.shape[1], tokens.device, documents)
+        seq_len = tokens.shape[1]
+        if cache is None:
+            ctx = make_context(self.args, seq_len, tokens.device, documents)
+        else:
+            ctx = cached_context(self.args, seq_len, cache)
         for layer in self.layers:
             h = layer(h, ctx)
+        if cache is not None:
+            cache.length += seq_len
         return self.norm(h)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | tuple:
-        """Loss sums float32 [1] and counts int64 [1] for targets [1, B, S]; logits without them."""
-        logits = self.output(self.hidden(tokens, documents))  # B S vocabulary
+        """Loss sums float32 [1] and counts int64 [1] for targets [1, B, S]; logits without them:
+        of every position, or of the last one (B 1 vocabulary) where the earlier are cached."""
+        h = self.hidden(tokens, documents, cache)
+        logits = self.output(h if cache is None else h[:, -1:])  # B S vocabulary
         if targets is None:
             return logits
         losses, count = sum_token_losses(logits, targets[0])

@@ -1,0 +1,64 @@
+"""A trained model to use: its weights and what its config says, without the run that made it."""
+
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from lingua.args import load
+from lingua.checkpoint import CONFIG, Checkpoint, find, load_weights, read_checkpoint
+from lingua.errors import UserError
+from lingua.resume import flat_config
+from lingua.tokenizer import TokenizerArgs
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class Trained(Generic[M]):
+    """A checkpoint and, of its config, what whoever uses the model has to know."""
+
+    checkpoint: Checkpoint
+    model: M  # the `model` group
+    seq_len: int
+    add_bos: bool
+    add_eos: bool
+    tokenizer: TokenizerArgs
+
+    def load(self, model: nn.Module) -> None:
+        """Fill the model's parameters and buffers, on any topology. Called by every rank."""
+        load_weights(self.checkpoint, model)
+
+
+def open_trained(key: str, path: str, model: type[M]) -> Trained[M]:
+    """The checkpoint in a folder, or the newest one of a run's.
+
+    Args:
+        key: the config key that names the folder, for messages.
+        model: dataclass of the config's `model` group.
+
+    Raises:
+        UserError: it is no checkpoint, or its config has model keys that `model` does not have.
+    """
+    folder = Path(path)
+    checkpoint, why = read_checkpoint(folder)
+    if checkpoint is None:
+        of_run = find(folder / "checkpoints") or find(folder)
+        if not of_run:
+            raise UserError(
+                f"{key} = {path}: must be the folder of a checkpoint, such as "
+                f"runs/debug/checkpoints/0000000700, or of a run that has one; {why}"
+            )
+        checkpoint = of_run[0]
+    config = checkpoint.path / CONFIG
+    group = make_dataclass("Config", [("model", model, field(default_factory=model))])
+    args, _ = load(group, [f"config={config}"], partial=True)
+    keys = ("data.seq_len", "data.add_bos", "data.add_eos")
+    names = ("data.tokenizer.name", "data.tokenizer.path")
+    flat = flat_config(config, dict.fromkeys((*keys, *names)))
+    absent = [name for name, value in flat.items() if value == "(absent)"]
+    if absent:
+        raise UserError(f"{config}: must have the key {absent[0]}")
+    tokenizer = TokenizerArgs(*(flat[name] for name in names))
+    return Trained(checkpoint, args.model, *(flat[name] for name in keys), tokenizer)

@@ -1,0 +1,423 @@
+"""Models in and out of Hugging Face's form, against transformers itself."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from lingua import convert
+from lingua.checkpoint import read_checkpoint, read_weights, save, saved_weights, tensors_of
+from lingua.distributed import DistributedArgs, detect_launch, parallelize_model, start
+from lingua.errors import UserError
+from lingua.hugging_face import LlamaFolder, check_model, feed_forward_size, load_llama
+from lingua.init import canonical_name, init_parameters
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.transformer import RopeScaling, TransformerArgs
+from tests.apps.test_model import CASES, initialised, model_args
+from tests.ranks import Ranks
+from tests.test_tokenizer import TEXTS, write_byte_level, write_metaspace, write_sentencepiece
+
+# of DCP, where the tests read a checkpoint outside the ranks
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+CPU = torch.device("cpu")
+SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=32)
+EXPRESSIBLE = CASES | {
+    "rope_scaling": {"rope_scaling": SCALING, "head_dim": 16},
+    "all at once": {
+        "dim": 36, "n_heads": 6, "n_kv_heads": 3, "head_dim": 10, "weight_tying": True,
+        "rope_theta": 500000.0, "rope_scaling": SCALING, "norm_eps": 1e-3, "multiple_of": 7,
+    },
+}  # fmt: skip
+
+
+def a_model(**changed: Any) -> ModelArgs:
+    """Of the 258 tokens of the bytes tokenizer, and one more."""
+    return model_args(**(changed | {"vocab_size": 259}))
+
+
+def save_here(root: Path, model: ModelArgs, config: dict[str, Any]) -> None:
+    """A checkpoint of step 3; `config` is laid over its model group and tokenizer."""
+    start(CPU, detect_launch(), DistributedArgs())
+    tokenizer = config.pop("tokenizer", {"name": "bytes", "path": None})
+    data = {"seq_len": 64, "add_bos": True, "add_eos": True, "tokenizer": tokenizer}
+    text = OmegaConf.to_yaml({"model": asdict(model) | config, "data": data})
+    save(root, 3, tensors_of(initialised(model)), {}, text)
+
+
+def convert_here(*arguments: str) -> str:
+    """What the program refuses, or an empty string."""
+    try:
+        convert.main(list(arguments))
+    except UserError as error:
+        return str(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+@pytest.fixture
+def convert_to(ranks: Ranks) -> Callable[..., Path]:
+    def run(source: Path, out: Path, *arguments: str) -> Path:
+        [refused] = ranks.run(1, convert_here, f"source={source}", f"out={out}", *arguments)
+        assert not refused
+        return out
+
+    return run
+
+
+def logits_there(folder: Path, tokens: Tensor) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert type(model) is LlamaForCausalLM
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Of a folder of transformers, or of a checkpoint."""
+    if list(folder.glob("*.safetensors")):
+        files = sorted(folder.glob("*.safetensors"))
+        return {name: t for file in files for name, t in load_file(file).items()}
+    checkpoint, why = read_checkpoint(folder)
+    assert checkpoint is not None, why
+    return read_weights(checkpoint, saved_weights(checkpoint))
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    equal = (torch.equal(t, expected[n]) and t.dtype == expected[n].dtype for n, t in found.items())
+    return found.keys() == expected.keys() and all(equal)
+
+
+# ------------------------------------------------------------------------------------ out and in
+
+
+@pytest.mark.parametrize("case", EXPRESSIBLE)
+def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bit(
+    ranks, convert_to, tmp_path, case
+):
+    args = a_model(**EXPRESSIBLE[case])
+    ranks.run(1, save_here, tmp_path / "ours", args, {})
+    out = convert_to(tmp_path / "ours", tmp_path / "theirs")
+    tokens = torch.randint(0, 259, (3, 60), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours = initialised(args)(tokens)
+    there = logits_there(out, tokens)
+    torch.testing.assert_close(there, ours, rtol=0, atol=1e-5)
+    back = convert_to(out, tmp_path / "back", "tokenizer.name=bytes")
+    expected = tensors_in(tmp_path / "ours" / "0000000003")
+    assert same(tensors_in(back / "0000000000"), expected)
+    if case == "grouped-query":  # what both comparisons would notice
+        name = "model.layers.1.self_attn.k_proj.weight"
+        file = out / "model.safetensors"
+        tensors = load_file(file)
+        tensors[name] = tensors[name].roll(1, 0)
+        save_file(tensors, file, metadata={"format": "pt"})
+        assert (logits_there(out, tokens) - ours).abs().max() > 1e-3
+        other = convert_to(out, tmp_path / "other", "tokenizer.name=bytes")
+        assert not same(tensors_in(other / "0000000000"), expected)
+
+
+def test_a_model_larger_than_a_shard_is_split_and_transformers_finds_all_of_it(
+    ranks, convert_to, tmp_path
+):
+    ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
+    whole = convert_to(tmp_path / "ours", tmp_path / "whole")
+    split = convert_to(tmp_path / "ours", tmp_path / "split", "shard_gb=3e-5")
+    index = json.loads((split / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in split.glob("*.safetensors"))
+    assert len(files) > 2 and files == sorted(set(index["weight_map"].values()))
+    one_tensor = 259 * 32 * 4  # which alone is larger
+    assert all((split / name).stat().st_size < one_tensor + 5_000 for name in files)
+    assert same(tensors_in(split), tensors_in(whole))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(whole).values())
+    tokens = torch.arange(40)[None]
+    assert torch.equal(logits_there(split, tokens), logits_there(whole, tokens))
+    back = convert_to(split, tmp_path / "back", "tokenizer.name=bytes") / "0000000000"
+    assert same(tensors_in(back), tensors_in(tmp_path / "ours" / "0000000003"))
+
+
+def test_a_dtype_that_is_asked_for_is_that_of_the_weights_and_of_the_config(
+    ranks, convert_to, tmp_path
+):
+    ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
+    out = convert_to(tmp_path / "ours", tmp_path / "theirs", "dtype=bfloat16")
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    exact = tensors_in(tmp_path / "ours" / "0000000003")
+    back = convert_to(out, tmp_path / "back", "tokenizer.name=bytes") / "0000000000"
+    assert same(tensors_in(back), {name: t.bfloat16() for name, t in exact.items()})
+
+
+def test_a_folder_that_transformers_wrote_computes_here_what_it_computes_there(
+    ranks, convert_to, tmp_path
+):
+    """As Llama 3's are: grouped heads, tied, scaled frequencies, bfloat16."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 24}
+    made = LlamaForCausalLM(a_llama(rope_parameters=rope, tie_word_embeddings=True))
+    made.bfloat16().save_pretrained(tmp_path / "theirs")
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    back = convert_to(tmp_path / "theirs", tmp_path / "ours", "tokenizer.name=bytes")
+    model = OmegaConf.load(back / "0000000000" / "config.yaml").model
+    scaling = RopeScaling(**model.pop("rope_scaling"))
+    args = ModelArgs(**model, rope_scaling=scaling)
+    assert (args.heads(), args.hidden_dim(), args.weight_tying) == ((6, 2, 8), 53, True)
+    ours = build_transformer(args).to_empty(device=CPU)
+    ours.output.weight = ours.tok_embeddings.weight
+    weights = tensors_in(back / "0000000000")
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            p.copy_(weights.pop(name))
+        assert not weights
+        tokens = torch.randint(0, 259, (2, 50), generator=torch.Generator().manual_seed(1))
+        expected = there(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
+        ours.args = replace(args, rope_scaling=None)  # the frequencies matter to the comparison
+        assert (ours(tokens) - expected).abs().max() > 1e-4
+
+
+def a_llama(**changed: Any) -> LlamaConfig:
+    sizes = {"vocab_size": 259, "hidden_size": 48, "intermediate_size": 53, "head_dim": 8}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return LlamaConfig(**(sizes | heads | {"max_position_embeddings": 512} | changed))
+
+
+@pytest.mark.parametrize(
+    ("dim", "hidden", "expected"),
+    [
+        (2048, 5632, (None, 256)),  # Meta Lingua's 1B, TinyLlama
+        (4096, 11008, (None, 256)),  # Llama 7B
+        (4096, 14336, (1.3, 256)),  # Llama 3 8B
+        (2048, 8192, (None, 4096)),  # Llama 3.2 1B
+    ],
+)
+def test_published_sizes_of_feed_forwards_have_plain_options(dim, hidden, expected):
+    assert feed_forward_size(dim, hidden) == expected
+
+
+def test_any_size_of_feed_forward_can_be_written():
+    for dim in (1, 22, 128, 4096):
+        for hidden in (1, 2, 53, 255, 341, 342, 10001, 16384, 99991):
+            multiplier, multiple = feed_forward_size(dim, hidden)
+            args = TransformerArgs(dim=dim, ffn_dim_multiplier=multiplier, multiple_of=multiple)
+            assert args.hidden_dim() == hidden
+
+
+# ------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize("kind", ["byte level", "metaspace", "sp"])
+def test_a_tokenizer_travels_with_its_model_both_ways(ranks, convert_to, tmp_path, kind):
+    name, path = "hf", tmp_path / "some.json"
+    if kind == "sp":
+        name, path = "sp", tmp_path / "some.model"
+        write_sentencepiece(path, model_type="bpe")
+    else:
+        (write_byte_level if kind == "byte level" else write_metaspace)(path)
+    ours = build_tokenizer(TokenizerArgs(name, str(path)))
+    model = model_args(vocab_size=ours.vocab_size + 3)
+    config = {"tokenizer": {"name": name, "path": str(path)}}
+    ranks.run(1, save_here, tmp_path / "ours", model, config)
+    out = convert_to(tmp_path / "ours", tmp_path / "theirs")
+    there = AutoTokenizer.from_pretrained(out)
+    assert (there.bos_token_id, there.eos_token_id) == (ours.bos_id, ours.eos_id)
+    texts = (t for t in TEXTS if "<" not in t and t.isprintable())
+    # transformers' LlamaTokenizer lets the space that a text begins with be the one put before it
+    for text in (t for t in texts if kind != "sp" or t[:1] != " "):
+        ids = there.encode(text, add_special_tokens=False)
+        assert ids == ours.encode(text).tolist(), text
+    path.unlink()  # what comes back has a copy of its own
+    back = convert_to(out, tmp_path / "back")
+    shutil.rmtree(out)
+    data = OmegaConf.load(back / "0000000000" / "config.yaml").data
+    again = build_tokenizer(TokenizerArgs(**data.tokenizer))
+    assert again.fingerprint() == ours.fingerprint()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "unigram"])
+def test_a_tokenizer_that_transformers_has_no_form_for_is_not_written(
+    ranks, convert_to, tmp_path, kind
+):
+    config = {}
+    if kind == "unigram":
+        path = write_sentencepiece(tmp_path / "some.model", hard_vocab_limit=False)
+        config = {"tokenizer": {"name": "sp", "path": path}}
+    ranks.run(1, save_here, tmp_path / "ours", model_args(vocab_size=600), config)
+    out = convert_to(tmp_path / "ours", tmp_path / "theirs")
+    names = {"config.json", "generation_config.json", "model.safetensors"}
+    assert {p.name for p in out.iterdir()} == names
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
+    return {case: convert_here(*arguments) for case, arguments in cases.items()}
+
+
+def test_what_llama_in_transformers_cannot_express_is_refused_by_name(ranks, tmp_path):
+    models = {
+        "window": (a_model(sliding_window=9), {}),
+        "heads": (a_model(dim=30, n_heads=4, head_dim=6), {}),
+        "fork": (a_model(), {"head_layers": 1}),
+        "tensors": (a_model(), {"n_layers": 1}),
+        "vocabulary": (model_args(vocab_size=100), {}),
+    }
+    cases = {}
+    for case, (model, config) in models.items():
+        ranks.run(1, save_here, tmp_path / case, model, config)
+        cases[case] = [f"source={tmp_path / case}", f"out={tmp_path / 'out'}"]
+    [said] = ranks.run(1, refusals_here, cases)
+    assert "model.sliding_window = 9" in said["window"]
+    assert "model.n_heads = 4" in said["heads"] and "model.dim = 30" in said["heads"]
+    assert "model.head_layers: unknown key" in said["fork"]
+    assert "layers.1.attention.wq.weight is no tensor of Llama" in said["tensors"]
+    assert "bytes tokenizer has 258 tokens, the model only 100" in said["vocabulary"]
+    assert not list(tmp_path.glob("out*"))  # nothing was begun
+
+
+def test_what_a_folder_asks_for_that_is_not_here_is_refused_by_name(ranks, tmp_path):
+    LlamaForCausalLM(a_llama()).save_pretrained(tmp_path / "good")
+    changes = {
+        "model_type": "mistral",
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "quantization_config": {"bits": 4},
+        "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+        "num_key_value_heads": 4,
+        "hidden_size": "48",
+        "vocab_size": 260,
+    }
+    cases = {}
+    for key, value in changes.items():
+        folder = shutil.copytree(tmp_path / "good", tmp_path / key)
+        config = json.loads((folder / "config.json").read_text()) | {key: value}
+        (folder / "config.json").write_text(json.dumps(config))
+        cases[key] = folder
+    cases["pickled"] = shutil.copytree(tmp_path / "good", tmp_path / "pickled")
+    (cases["pickled"] / "model.safetensors").rename(cases["pickled"] / "pytorch_model.bin")
+    cases["torn"] = shutil.copytree(tmp_path / "good", tmp_path / "torn")
+    whole = (cases["torn"] / "model.safetensors").read_bytes()
+    (cases["torn"] / "model.safetensors").write_bytes(whole[:-100])
+    cases["no tokenizer"] = tmp_path / "good"
+    arguments = {
+        case: [f"source={folder}", f"out={tmp_path / 'out'}"] for case, folder in cases.items()
+    }
+    [said] = ranks.run(1, refusals_here, arguments)
+    assert 'model_type = "mistral": must be "llama"' in said["model_type"]
+    assert 'hidden_act = "gelu": must be "silu"' in said["hidden_act"]
+    for key in ("attention_bias", "mlp_bias"):
+        assert f"{key} = true: must be false" in said[key]
+    assert "quantization_config" in said["quantization_config"]
+    assert 'rope_type = "yarn": must be default or llama3' in said["rope_parameters"]
+    assert "n_kv_heads = 4: must divide model.n_heads = 6" in said["num_key_value_heads"]
+    assert 'hidden_size = "48": must be a number' in said["hidden_size"]
+    assert "embed_tokens.weight is (259, 48), config.json makes it (260, 48)" in said["vocab_size"]
+    assert "only safetensors are read (pytorch_model.bin)" in said["pickled"]
+    assert "model.safetensors: cannot be read as safetensors" in said["torn"]
+    assert "has no tokenizer.json or tokenizer.model" in said["no tokenizer"]
+    assert all(str(tmp_path) in text for text in said.values())
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_source_that_is_no_model_and_an_out_that_is_there_are_refused(ranks, tmp_path):
+    (tmp_path / "empty").mkdir()
+    LlamaForCausalLM(a_llama()).save_pretrained(tmp_path / "good")
+    cases = {
+        "empty": [f"source={tmp_path / 'empty'}", f"out={tmp_path / 'out'}"],
+        "absent": [f"source={tmp_path / 'absent'}", f"out={tmp_path / 'out'}"],
+        "there": [f"source={tmp_path / 'good'}", f"out={tmp_path / 'good'}"],
+        "file": [f"source={tmp_path / 'good'}", f"out={tmp_path / 'good/config.json'}/x"],
+    }
+    cases["file"].append("tokenizer.name=bytes")
+    [said] = ranks.run(1, refusals_here, cases)
+    for case in ("empty", "absent"):
+        assert f"source = {tmp_path / case}: must be the folder of a checkpoint" in said[case]
+    assert "is there already" in said["there"]
+    assert "cannot be written" in said["file"]
+
+
+# ------------------------------------------------------------------------------------- init_from
+
+
+class Counting(LlamaFolder):
+    """Counts the elements that are read."""
+
+    n_read = 0
+
+    def read(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        self.n_read += torch.Size(shape).numel()
+        return super().read(name, begin, shape)
+
+
+TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+
+
+def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> Any:
+    """The model's tensors whole, what this rank holds of them, and what it read."""
+    replicate, shard, tp = sizes
+    parallel = DistributedArgs(dp_replicate=replicate, dp_shard=shard, tp_size=tp)
+    mesh = start(CPU, detect_launch(), parallel)
+    model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, 16), parallel)
+    init_parameters(model, 1, CPU)
+    llama = Counting(folder, "checkpoint.init_from")
+    load_llama(llama, model)
+    found, held = {}, 0
+    for name, p in model.named_parameters():
+        split = isinstance(p, DTensor)
+        held += (p.to_local() if split else p).numel()
+        found[canonical_name(name)] = (p.full_tensor() if split else p).detach().clone()
+    return found, held, llama.n_read
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_holds(
+    ranks, convert_to, tmp_path, tied
+):
+    args = a_model(dim=36, n_heads=4, n_kv_heads=2, head_dim=10, multiple_of=7, weight_tying=tied)
+    ranks.run(1, save_here, tmp_path / "ours", args, {})
+    folder = convert_to(tmp_path / "ours", tmp_path / "theirs", "shard_gb=3e-5")
+    expected = tensors_in(tmp_path / "ours" / "0000000003")
+    for sizes in TOPOLOGIES:
+        n = sizes[0] * sizes[1] * sizes[2]
+        for found, held, n_read in ranks.run(n, begin_here, folder, args, sizes):
+            assert same(found, expected), sizes
+            assert n_read == held
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"dim": 48}, "model.dim = 48: must be 32"),
+        ({"n_layers": 3}, "model.n_layers = 3: must be 2"),
+        ({"n_kv_heads": 2}, "model.n_kv_heads = 2: must be 4"),
+        ({"multiple_of": 64}, "must give a hidden size of 88"),
+        ({"rope_theta": 5e5}, "model.rope_theta = 500000.0: must be 10000.0"),
+        ({"sliding_window": 8}, "model.sliding_window = 8: must be null"),
+        ({"weight_tying": True}, "model.weight_tying = True: must be False"),
+        ({"rope_scaling": SCALING}, "model.rope_scaling = RopeScaling(factor=4.0"),
+    ],
+)
+def test_a_run_whose_model_is_another_is_refused_by_key(ranks, convert_to, tmp_path, changed, said):
+    ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
+    folder = LlamaFolder(convert_to(tmp_path / "ours", tmp_path / "theirs"), "init_from")
+    check_model(folder, a_model(), [])
+    with pytest.raises(UserError, match="is not that of") as error:
+        check_model(folder, a_model(**changed), [])
+    assert said in str(error.value) and str(folder.path) in str(error.value)
+    if "rope_theta" in changed:  # the same tensors: that can be meant
+        check_model(folder, a_model(**changed), ["model.rope_theta"])
