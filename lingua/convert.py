@@ -149,6 +149,7 @@ def write_shards(
             for name, t in read_weights(trained.checkpoint, names).items()
         }
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # as others are; the library makes them the user's alone
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         total = {"total_size": sum(sizes.values())}

@@ -4,13 +4,15 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
 from torch import nn
 
 from lingua.args import load
 from lingua.checkpoint import CONFIG, Checkpoint, find, load_weights, read_checkpoint
 from lingua.errors import UserError
+from lingua.init import init_parameters, ties_kept
 from lingua.resume import flat_config
-from lingua.tokenizer import TokenizerArgs
+from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
 M = TypeVar("M")
 
@@ -26,8 +28,27 @@ class Trained(Generic[M]):
     add_eos: bool
     tokenizer: TokenizerArgs
 
-    def load(self, model: nn.Module) -> None:
-        """Fill the model's parameters and buffers, on any topology. Called by every rank."""
+    def build_tokenizer(self, path: str | None = None) -> Tokenizer:
+        """The model's tokenizer; `path` is where its file lies now, if elsewhere than it did."""
+        args = self.tokenizer if path is None else TokenizerArgs(self.tokenizer.name, path)
+        tokenizer = build_tokenizer(args)
+        size = self.model.vocab_size
+        if tokenizer.vocab_size > size:
+            raise UserError(
+                f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) has "
+                f"{tokenizer.vocab_size} tokens, the model of {self.checkpoint.path} only {size} "
+                "(model.vocab_size): it is not the tokenizer of this model"
+            )
+        return tokenizer
+
+    def load(self, model: nn.Module, device: torch.device) -> None:
+        """Give a model on the meta device its memory and its weights, on any topology. Called by
+        every rank."""
+        if any(module._non_persistent_buffers_set for module in model.modules()):
+            init_parameters(model, 0, device)  # which no checkpoint holds
+        else:
+            with ties_kept(model):
+                model.to_empty(device=device)
         load_weights(self.checkpoint, model)
 
 

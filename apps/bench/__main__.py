@@ -4,6 +4,7 @@
     python -m apps.bench startup   seconds to the first step, and what they go into
     python -m apps.bench sync      gradient traffic of the three modes of distributed.grad_sync
     python -m apps.bench debug     time and held-out loss of the debug run, from nothing to its end
+    python -m apps.bench generate  tokens per second of generation, against transformers
     python -m apps.bench data      tokenizing and reading rows, each over its plain reference
 
 `key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
@@ -16,7 +17,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from apps.bench import data, debug, loop, startup, sync
+from apps.bench import data, debug, generate, loop, startup, sync
 from apps.bench.report import show
 from lingua.launch import run_program
 
@@ -26,6 +27,7 @@ MEASUREMENTS = {
     "sync": sync.measure,
     "debug": debug.measure,
     "data": data.measure,
+    "generate": generate.measure,
 }
 CONFIG = Path(__file__).parents[1] / "main" / "configs" / "debug.yaml"
 
@@ -38,14 +40,16 @@ def main() -> None:
     )
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the configuration")
-    parser.add_argument("--repeats", type=int, help="rounds of loop, data (8), startup (5)")
+    parser.add_argument(
+        "--repeats", type=int, help="rounds of loop, data (8), startup, generate (5)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
     options = parser.parse_intermixed_args()
     measure, keys = MEASUREMENTS[options.measurement], options.keys
     given = {}
     if options.repeats is not None:
         if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
-            parser.error("--repeats is a number from 1 on, for loop, data and startup")
+            parser.error("--repeats is a number from 1 on, for loop, data, startup, generate")
         given["repeats"] = options.repeats
     if not any(key.startswith("config=") for key in keys):
         keys = [f"config={CONFIG}", *keys]

@@ -1,50 +1,320 @@
-"""Text from a model: sampled continuations, for a first look at what a run has learned."""
+"""Generate text from a checkpoint:
 
-from collections.abc import Sequence
+    python -m apps.main.generate ckpt=runs/debug prompt="def main("       streamed to the terminal
+    python -m apps.main.generate ckpt=runs/debug prompts=FILE out=results.jsonl temperature=0
+    python -m apps.main.generate ckpt=runs/debug                          one prompt after the other
+    torchrun --nproc-per-node 2 -m apps.main.generate ... distributed.tp_size=2
+
+FILE has a prompt a line; a .jsonl file has objects {"prompt": text} that may also say `id`, `seed`
+and the sampling keys for themselves. Data-parallel ranks divide the prompts among themselves. The
+text does not depend on the topology, nor on what else is generated.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from omegaconf import MISSING
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
-LENGTHS = 64  # sequences are padded to a multiple of this, so that compiled blocks see few shapes
+from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from lingua.args import Free, load
+from lingua.distributed import (
+    DistributedArgs,
+    ParallelPlan,
+    detect_launch,
+    dp_degree,
+    dp_rank,
+    on_rank_0,
+    parallelize_model,
+    pick_device,
+    start,
+)
+from lingua.errors import UserError, nearest
+from lingua.generation import Completion, Request, fit_prompt, generate
+from lingua.launch import run_program
+from lingua.logger import init_logger
+from lingua.sampling import SamplingArgs
+from lingua.tokenizer import Tokenizer
+from lingua.trained import Trained, open_trained
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[Trained], tuple[nn.Module, ParallelPlan | None]]
 
 
-@torch.no_grad()
-def continue_tokens(
+@dataclass
+class GenerateArgs(SamplingArgs):
+    ckpt: Free[str] = MISSING  # a checkpoint's folder, or a run's: its newest checkpoint
+    prompt: Free[str | None] = None  # one prompt
+    prompts: Free[str | None] = None  # file of prompts, a line each, or .jsonl; null: see prompt
+    out: Free[str | None] = None  # .jsonl file to write the results to; null: the terminal
+    batch_size: Free[int] = 32  # prompts of one forward on each data-parallel rank
+    context: Free[int | None] = None  # tokens of prompt and result; null: data.seq_len of the run
+    # a prompt that leaves no room in the context for max_gen_tokens: cut it on the left, or stop
+    on_long_prompt: Free[Literal["cut", "refuse"]] = "cut"
+    seed: Free[int] = 0  # prompt i, from 0 on, draws with seed + i
+    tokenizer_path: Free[str | None] = None  # where the tokenizer lies now; null: where it lay
+    device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
+    distributed: DistributedArgs = field(
+        default_factory=lambda: DistributedArgs(model_dtype="fp32")
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.prompt is not None and self.prompts is not None:
+            yield "prompt", "must not be given together with prompts"
+        if self.batch_size < 1:
+            yield "batch_size", "must be at least 1"
+        if self.out is not None and Path(self.out).exists():
+            yield "out", "is there already; must be a new file"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the user gave it."""
+
+    text: str
+    settings: SamplingArgs
+    seed: int
+    where: str  # for messages
+    extra: dict[str, Any] = field(default_factory=dict)  # what is only handed on to the result
+
+
+def build(trained: Trained[ModelArgs]) -> tuple[nn.Module, ParallelPlan]:
+    """The model of this app. tp divides what generation feeds it, whatever the context is."""
+    return build_transformer(trained.model), parallel_plan(trained.model, seq_len=0)
+
+
+def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Build = build) -> None:
+    """The program of this app, or of a fork with its own model."""
+    args, _ = load(GenerateArgs, argv)
+    launch = detect_launch()
+    device = pick_device(args.device, launch)
+    mesh = start(device, launch, args.distributed, deterministic=False)
+    init_logger(None, dist.get_rank())
+
+    # ---- what can be wrong, before the model is loaded
+    trained = open_trained("ckpt", args.ckpt, model_args)
+    tokenizer = trained.build_tokenizer(args.tokenizer_path)
+    context = args.context or trained.seq_len
+    prompts = list(read_prompts(args))
+    requests = to_requests(args, prompts, tokenizer, trained.add_bos, context)
+    on_rank_0(lambda: write_results(args.out, [], [], mode="x"))
+
+    model = load_model(trained, build, args.distributed, mesh, device)
+    if prompts:
+        answer_all(args, prompts, requests, model, tokenizer, mesh)
+    else:
+        converse(args, model, tokenizer, mesh, trained.add_bos, context)
+
+
+def load_model(
+    trained: Trained, build: Build, args: DistributedArgs, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
+    """The trained model on this mesh."""
+    module, plan = build(trained)
+    # One process has nothing to shard: in bfloat16 its weights are cast once, not in each forward.
+    alone = replace(args, model_dtype="fp32") if mesh.size() == 1 else args
+    model = parallelize_model(module, mesh, plan, alone)
+    trained.load(model, device)
+    return model.to(args.dtype) if mesh.size() == 1 else model
+
+
+def answer_all(
+    args: GenerateArgs,
+    prompts: list[Prompt],
+    requests: list[Request],
     model: nn.Module,
-    prompt: Sequence[int],
-    n_tokens: int,
-    context: int,
-    device: torch.device,
-    seed: int,
-    temperature: float = 0.8,
-    tp: int = 1,
-    vocab_size: int | None = None,
-) -> list[int]:
-    """Up to `n_tokens` tokens that the model samples after `prompt`. Called by every rank.
+    tokenizer: Tokenizer,
+    mesh: DeviceMesh,
+) -> None:
+    """Generate for every prompt; results are written as they come, in the order of the prompts."""
+    chunk = 8 * args.batch_size * dp_degree(mesh)
+    show = None
+    if args.out is None and len(prompts) == 1 and dist.get_rank() == 0:
+        print(prompts[0].text, end="", flush=True)
+        show = show_text
+    for first in range(0, len(requests), chunk):
+        part = requests[first : first + chunk]
+        mine = part[dp_rank(mesh) :: dp_degree(mesh)]
+        parts: list[list[Completion]] = [[]] * dist.get_world_size()
+        found = generate(model, mine, tokenizer, mesh, args.batch_size, show)
+        # The data-parallel ranks are a row of the mesh: its tp ranks have the same results.
+        dist.all_gather_object(parts, found)
+        by_dp_rank = parts[:: mesh["tp"].size()]
+        done = [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(part))]
+        of_part = prompts[first : first + chunk]
+        on_rank_0(lambda of_part=of_part, done=done: write_results(args.out, of_part, done))
+        if dist.get_rank() == 0 and args.out is None:
+            for prompt, result in zip(of_part, done, strict=True):
+                print("" if show else f"--- {prompt.text}{result.text}", flush=True)
+        elif len(requests) > chunk:
+            logger.info(f"{first + len(part)} of {len(requests)} prompts are done")
 
-    It runs the whole sequence again for each token, at most the last `context` tokens of it, padded
-    to a length that `tp` divides, as it must divide `context`: tp ranks share out the positions.
-    Rank 0 samples, so that all ranks continue the same text, among the first `vocab_size` tokens:
-    the model may have more than its tokenizer.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    training = model.training
-    model.eval()
-    for _ in range(n_tokens):
-        window = tokens[-context:]
-        # What follows the last token cannot reach it: attention is causal.
-        length = min(-(-len(window) // (LENGTHS * tp)) * LENGTHS * tp, context)
-        padded = torch.zeros(1, length, dtype=torch.int64)
-        padded[0, : len(window)] = torch.tensor(window)
-        logits = model(padded.to(device))
-        if isinstance(logits, DTensor):  # the vocabulary is split over tp ranks
-            logits = logits.full_tensor()
-        scores = logits[0, len(window) - 1, :vocab_size].float().cpu() / temperature
-        token = torch.multinomial(scores.softmax(0), 1, generator=generator).to(device)
-        dist.broadcast(token, 0)
-        tokens.append(int(token))
-    model.train(training)
-    return tokens[len(prompt) :]
+
+def converse(
+    args: GenerateArgs,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    mesh: DeviceMesh,
+    add_bos: bool,
+    context: int,
+) -> None:
+    """Prompts from the terminal, each generated by itself, until the input ends."""
+    number = 0
+    while (line := on_rank_0(ask)) is not None:
+        try:
+            prompt = Prompt(line, args, args.seed + number, f"prompt {number + 1}")
+            requests = to_requests(args, [prompt], tokenizer, add_bos, context)
+        except UserError as error:
+            logger.info(str(error))
+            continue
+        mine = requests if dp_rank(mesh) == 0 else []
+        [result] = generate(model, mine, tokenizer, mesh, 1, show_text) or [None]
+        on_rank_0(lambda p=prompt, r=result: write_results(args.out, [p], [r]))
+        if dist.get_rank() == 0:
+            print(flush=True)
+        number += 1
+
+
+def ask() -> str | None:
+    try:
+        return input("> ").replace("\\n", "\n")
+    except EOFError:
+        return None
+
+
+def show_text(index: int, text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, end="", flush=True)
+
+
+# ----------------------------------------------------------------------------- prompts and results
+
+
+def read_prompts(args: GenerateArgs) -> Iterator[Prompt]:
+    """The prompts that were given. UserError names the line of one that is none."""
+    if args.prompt is not None:
+        yield Prompt(args.prompt, args, args.seed, "prompt")
+    if args.prompts is None:
+        return
+    path = Path(args.prompts)
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except OSError as error:
+        raise UserError(
+            f"prompts = {path}: cannot be read ({error.strerror}); must be a file with a prompt a "
+            "line, or .jsonl"
+        ) from None
+    if lines[-1] == b"":
+        lines.pop()
+    if not lines:
+        raise UserError(f"prompts = {path}: has no prompt")
+    for number, raw in enumerate(lines):
+        where = f"{path}:{number + 1}"
+        try:
+            line = raw.removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: is not UTF-8 text (byte {error.start})") from None
+        if not line.strip():
+            raise UserError(f"{where}: is blank; must be a prompt")
+        if path.suffix == ".jsonl":
+            yield read_object(line, args, args.seed + number, where)
+        else:
+            yield Prompt(line, args, args.seed + number, where)
+
+
+NUMBER = (int, float)
+# Keys of a .jsonl line and the types of their values.
+KEYS: dict[str, tuple[type, ...]] = {
+    "prompt": (str,),
+    "id": (str, int),
+    "seed": (int,),
+    "temperature": NUMBER,
+    "top_k": (int, type(None)),
+    "top_p": (*NUMBER, type(None)),
+    "max_gen_tokens": (int,),
+    "stop": (list,),
+    "stop_tokens": (list, type(None)),
+}
+ELEMENTS = {"stop": str, "stop_tokens": int}
+
+
+def read_object(line: str, args: GenerateArgs, seed: int, where: str) -> Prompt:
+    """A line of a .jsonl file; what it says of sampling holds for it alone."""
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: is not JSON ({error})") from None
+    if not isinstance(given, dict) or not isinstance(given.get("prompt"), str):
+        raise UserError(f'{where}: must be an object with a text "prompt"')
+    for key, value in given.items():
+        if key not in KEYS:
+            raise UserError(f"{where}: unknown key {key}{nearest(key, KEYS)}")
+        fits = isinstance(value, KEYS[key]) and not isinstance(value, bool)
+        if fits and key in ELEMENTS and value is not None:
+            fits = all(isinstance(v, ELEMENTS[key]) for v in value)
+        if not fits:
+            raise UserError(f"{where}: {key} = {json.dumps(value)}: has the wrong type")
+    own = {f.name: given[f.name] for f in fields(SamplingArgs) if f.name in given}
+    plain = {f.name: getattr(args, f.name) for f in fields(SamplingArgs)}
+    settings = SamplingArgs(**(plain | own))
+    for key, need in settings.problems():
+        raise UserError(f"{where}: {key} = {json.dumps(getattr(settings, key))}: {need}")
+    extra = {"id": given["id"]} if "id" in given else {}
+    return Prompt(given["prompt"], settings, given.get("seed", seed), where, extra)
+
+
+def to_requests(
+    args: GenerateArgs,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    add_bos: bool,
+    context: int,
+) -> list[Request]:
+    """The prompts as tokens, each with room for what is to come."""
+    requests, n_cut = [], 0
+    for prompt in prompts:
+        try:
+            tokens = tokenizer.encode(prompt.text, bos=add_bos).tolist()
+        except UnicodeEncodeError:
+            raise UserError(f"{prompt.where}: holds half a surrogate pair, no character") from None
+        if not tokens:
+            raise UserError(f"{prompt.where}: is empty, and documents of this model have no bos")
+        whole = Request(tokens, prompt.settings, prompt.seed)
+        requests.append(fit_prompt(whole, context, args.on_long_prompt, prompt.where))
+        n_cut += requests[-1] is not whole
+    if n_cut:
+        logger.warning(
+            f"{n_cut} of {len(prompts)} prompts are cut on the left: with max_gen_tokens they are "
+            f"longer than the context of {context} tokens"
+        )
+    return requests
+
+
+def write_results(
+    path: str | None, prompts: Sequence[Prompt], results: Sequence[Completion], mode: str = "a"
+) -> None:
+    """A line of JSON for each."""
+    if path is None:
+        return
+    try:
+        with Path(path).open(mode, encoding="utf-8") as file:
+            for prompt, result in zip(prompts, results, strict=True):
+                line = prompt.extra | {"prompt": prompt.text, "text": result.text}
+                line |= {"finish": result.finish, "seed": prompt.seed}
+                line |= {"tokens": result.tokens, "logprobs": result.logprobs}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(f"out = {path}: cannot be written ({error.strerror})") from None
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps.main.generate import continue_tokens
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.args import Announced, Free, Guarded, flatten, load, resume_classes, to_yaml
 from lingua.checkpoint import CheckpointArgs, prune, save, tensors_of
@@ -49,6 +48,7 @@ from lingua.distributed import (
     world_sum_,
 )
 from lingua.errors import UserError
+from lingua.generation import Request, generate
 from lingua.hashing import batch_hash
 from lingua.hugging_face import LlamaFolder, check_model, load_llama
 from lingua.init import init_parameters
@@ -77,6 +77,7 @@ from lingua.resume import (
     state_to_save,
     tell,
 )
+from lingua.sampling import SamplingArgs
 from lingua.signals import StopRequest
 from lingua.tokenizer import Tokenizer, build_tokenizer
 from lingua.transformer import flops_per_token
@@ -118,7 +119,9 @@ class Built:
     """What a builder gives. forward(tokens int64 B S, targets int64 V-1 B S) returns the sums of
     the token losses of each view, float32 V-1, and the targets they cover, int64 V-1; without
     targets it returns the next token's logits, B S vocabulary. With data.document_mask it is called
-    with a third argument, documents int64 B S: the index of each token's document in its row."""
+    with a third argument, documents int64 B S: the index of each token's document in its row. Text
+    is generated faster if it takes `cache`, a lingua.transformer.Cache, and then returns the logits
+    of the last position alone."""
 
     module: nn.Module  # on the meta device, unless it is small
     plan: ParallelPlan | None  # None: data parallel as one unit
@@ -457,24 +460,20 @@ def measure(args: TrainArgs, run: Run) -> None:
 
 def write_samples(args: TrainArgs, run: Run) -> None:
     """Let the model continue held-out text of every source, from a few places of it."""
-    path, step = run.dump_dir / "samples.jsonl", run.progress.step
+    path, seq_len = run.dump_dir / "samples.jsonl", args.data.seq_len
+    n_prompt = max(1, min(PROMPT_TOKENS, 2 * seq_len // 3))
+    n_tokens = max(1, min(SAMPLE_TOKENS, seq_len - n_prompt))
+    settings = SamplingArgs(temperature=0.8, max_gen_tokens=n_tokens, stop_tokens=[])
     for name, windows in run.held_out.items():
         n = len(windows.tokens)
-        for i in range(n // (2 * SAMPLES), n, -(-n // SAMPLES)):
-            prompt = windows.tokens[i, :PROMPT_TOKENS].tolist()
-            tokens = continue_tokens(
-                run.model,
-                prompt,
-                SAMPLE_TOKENS,
-                args.data.seq_len,
-                run.device,
-                args.seed,
-                tp=run.mesh["tp"].size(),
-                vocab_size=run.tokenizer.vocab_size,
-            )
-            before, after = run.tokenizer.decode(prompt), run.tokenizer.decode(tokens)
+        places = range(n // (2 * SAMPLES), n, -(-n // SAMPLES))
+        prompts = [windows.tokens[i, :n_prompt].tolist() for i in places]
+        requests = [Request(prompt, settings, args.seed) for prompt in prompts]
+        results = generate(run.model, requests, run.tokenizer, run.mesh, len(requests))
+        for prompt, result in zip(prompts, results, strict=True):
+            before, after = run.tokenizer.decode(prompt), result.text
             if dist.get_rank() == 0:
-                line = {"step": step, "source": name, "prompt": before, "text": after}
+                line = {"step": run.progress.step, "source": name, "prompt": before, "text": after}
                 with path.open("a", encoding="utf-8") as f:
                     f.write(json.dumps(line, ensure_ascii=False) + "\n")
             shown = "\n".join(f"  | {row}" for row in f"{before} >>> {after}".splitlines())

@@ -16,7 +16,7 @@ from apps.main.transformer import Transformer
 from apps.main.transformer import parallel_plan as plain_plan
 from lingua.args import Guarded
 from lingua.distributed import ParallelPlan
-from lingua.transformer import TransformerBlock, make_context, sum_token_losses
+from lingua.transformer import Cache, TransformerBlock, make_context, sum_token_losses
 
 
 @dataclass
@@ -42,16 +42,22 @@ class MultiToken(Transformer):
         )
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | tuple:
         """Loss sums float32 [V] and counts int64 [V] for targets [V, B, S], of which view v is the
-        token v + 1 positions ahead; the next token's logits without targets."""
+        token v + 1 positions ahead; the next token's logits without targets, as the plain model."""
+        if targets is None:
+            return super().forward(tokens, documents=documents, cache=cache)
         ctx = make_context(self.args, tokens.shape[1], tokens.device, documents)
         h = self.tok_embeddings(tokens)
         trunk = len(self.layers) - self.args.head_layers
         for layer in self.layers[:trunk]:
             h = layer(h, ctx)
-        heads = [self.layers[trunk:], *(self.extra_heads if targets is not None else ())]
+        heads = [self.layers[trunk:], *self.extra_heads]
         ahead = []
         for head in heads:
             x = h
@@ -59,8 +65,6 @@ class MultiToken(Transformer):
                 x = layer(x, ctx)
             ahead.append(x)
         logits = self.output(self.norm(torch.cat(ahead)))  # V*B S vocabulary
-        if targets is None:
-            return logits
         views = logits.unflatten(0, (len(heads), -1))
         sums, counts = zip(*map(sum_token_losses, views, targets), strict=True)
         return torch.stack(sums), torch.stack(counts)

@@ -1,82 +1,187 @@
-"""Sampled continuations: what the model itself ranks first, the same text on every topology."""
+"""The program that generates text: prompts in, results out on any topology, what it refuses."""
 
-from dataclasses import replace
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from apps.main.generate import continue_tokens
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
-from lingua.distributed import DistributedArgs, detect_launch, parallelize_model, start
-from lingua.init import init_parameters
+from apps.main.generate import Prompt, main, write_results
+from lingua.errors import UserError
+from lingua.generation import Completion
+from lingua.sampling import SamplingArgs
+from tests.apps.test_model import initialised, model_args
 from tests.ranks import Ranks
+from tests.test_convert import a_model, save_here
 
-ARGS = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, vocab_size=67)
-CPU = torch.device("cpu")
-PROMPT, CONTEXT = [5, 60, 2, 33, 9], 16
-
-
-def generate(sizes: tuple[int, int, int], temperature: float, seed: int) -> list[int]:
-    replicate, shard, tp = sizes
-    args = DistributedArgs(dp_replicate=replicate, dp_shard=shard, tp_size=tp, model_dtype="fp32")
-    mesh = start(CPU, detect_launch(), args)
-    model = parallelize_model(build_transformer(ARGS), mesh, parallel_plan(ARGS, CONTEXT), args)
-    init_parameters(model, 3, CPU)
-    return continue_tokens(model, PROMPT, 24, CONTEXT, CPU, seed, temperature, tp)
+MODEL = a_model(dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
+LINES = ["A", "four", "some longer prompt than the others", "", "of ten too"]
 
 
-def most_likely() -> list[int]:
-    """The plain model's argmax, one token at a time, without padding."""
-    model = build_transformer(ARGS)
-    init_parameters(model, 3, CPU)
-    tokens = list(PROMPT)
-    for _ in range(24):
-        logits = model(torch.tensor([tokens[-CONTEXT:]]))
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(PROMPT) :]
+@pytest.fixture(scope="module")
+def ckpt(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, whose checkpoint was saved by two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    ranks.run(2, save_here, folder / "checkpoints", MODEL, {})
+    return folder
 
 
-def test_a_cold_sample_is_what_the_model_ranks_first_past_the_context_too(ranks: Ranks) -> None:
-    expected = most_likely()
-    assert len(set(expected)) > 3  # a model stuck on one token would show nothing
-    for sizes in ((1, 1, 1), (1, 2, 1), (1, 1, 2)):
-        n = sizes[0] * sizes[1] * sizes[2]
-        assert ranks.run(n, generate, sizes, 1e-6, 0) == [expected] * n
+def main_here(*arguments: str, stdin: str = "") -> tuple[str, str]:
+    """(what it refuses, what it prints)."""
+    printed, refused = io.StringIO(), ""
+    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "stdin", io.StringIO(stdin)):
+        try:
+            main(list(arguments))
+        except UserError as error:
+            refused = str(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return refused, printed.getvalue()
 
 
-def test_a_sample_depends_on_the_seed_and_not_on_the_topology(ranks: Ranks) -> None:
-    [alone] = ranks.run(1, generate, (1, 1, 1), 1.0, 0)
-    assert ranks.run(4, generate, (1, 2, 2), 1.0, 0) == [alone] * 4
-    assert ranks.run(1, generate, (1, 1, 1), 1.0, 1) != [alone]
+def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
+    return {case: main_here(*arguments)[0] for case, arguments in cases.items()}
 
 
-def test_the_positions_of_a_padded_sequence_divide_over_any_number_of_tp_ranks(
-    ranks: Ranks,
-) -> None:
-    """64 and 128, which sequences are padded to on one process, do not divide by 3."""
-    [alone] = ranks.run(1, generate_over_three, 1)
-    assert ranks.run(3, generate_over_three, 3) == [alone] * 3
+@pytest.fixture
+def results(ranks: Ranks, ckpt: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """The lines that the program writes for a file of prompts."""
+
+    def run(prompts: Path, *arguments: str, sizes: tuple[int, int, int] = (1, 1, 1)):
+        out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}.jsonl"
+        mesh = zip(("dp_replicate", "dp_shard", "tp_size"), sizes, strict=True)
+        argv = [f"ckpt={ckpt}", f"prompts={prompts}", f"out={out}", "max_gen_tokens=8", *arguments]
+        argv += [f"distributed.{key}={size}" for key, size in mesh]
+        for refused, _ in ranks.run(sizes[0] * sizes[1] * sizes[2], main_here, *argv):
+            assert not refused
+        return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+    return run
 
 
-def generate_over_three(tp: int) -> list[int]:
-    wide = replace(ARGS, dim=36, n_heads=3, n_kv_heads=3)
-    args = DistributedArgs(tp_size=tp, model_dtype="fp32")
-    mesh = start(CPU, detect_launch(), args)
-    model = parallelize_model(build_transformer(wide), mesh, parallel_plan(wide, 300), args)
-    init_parameters(model, 3, CPU)
-    return continue_tokens(model, [*PROMPT] * 12, 10, 300, CPU, 0, 1.0, tp)
+def likeliest(text: str, n: int) -> list[int]:
+    """By the plain model, every token from all before it."""
+    model, tokens = initialised(MODEL), [256, *text.encode()]
+    for _ in range(n):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1, :258].argmax()))
+    return tokens[-n:]
 
 
-class LastTokens(torch.nn.Module):
-    """The later a token stands in the vocabulary, the likelier it comes next."""
+def test_results_come_in_the_order_of_the_prompts_the_same_on_every_topology(results, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    lines = [line for line in LINES if line]
+    prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    alone = results(prompts, "temperature=0", "stop_tokens=[]")
+    assert [line["prompt"] for line in alone] == lines
+    assert [line["tokens"] for line in alone] == [likeliest(line, 8) for line in lines]
+    assert all(len(line["logprobs"]) == 8 and line["finish"] == "length" for line in alone)
+    drawn = results(prompts, "seed=5", "batch_size=2")
+    assert [line["seed"] for line in drawn] == [5, 6, 7, 8]
+    for sizes in ((1, 2, 1), (1, 1, 3)):
+        for given, expected in ((["temperature=0", "stop_tokens=[]"], alone), (["seed=5"], drawn)):
+            found = results(prompts, *given, "batch_size=1", sizes=sizes)
+            assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
+            assert [line["text"] for line in found] == [line["text"] for line in expected]
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.arange(10.0).expand(*tokens.shape, 10)
+
+def test_a_line_of_json_speaks_for_itself_and_says_the_rest_by_default(results, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "a line\nand another", "temperature": 0, "id": "x1"},
+        {"prompt": "A", "seed": 7, "max_gen_tokens": 3, "top_k": None, "stop_tokens": []},
+        {"prompt": "A", "seed": 7, "stop_tokens": []},
+        {"prompt": ""},  # of which bos is left
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    first, short, long, empty = results(prompts, "stop_tokens=[]")
+    assert first["id"] == "x1" and first["tokens"] == likeliest(lines[0]["prompt"], 8)
+    assert "id" not in short and short["seed"] == 7
+    assert len(short["tokens"]) == 3 and short["tokens"] == long["tokens"][:3]
+    assert empty["seed"] == 3 and len(empty["tokens"]) == 8
 
 
-def generate_from_eight() -> list[int]:
-    start(CPU, detect_launch(), DistributedArgs())
-    return continue_tokens(LastTokens(), [0], 5, 4, CPU, 0, 1e-6, vocab_size=8)
+def test_the_prompts_that_are_cut_are_counted(ranks, ckpt, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("short\n" + "a" * 70 + "\n" + "b" * 63 + "\n")  # the context is 64 tokens
+    argv = [f"ckpt={ckpt}", f"prompts={prompts}", "max_gen_tokens=2", "temperature=0"]
+    [(refused, printed)] = ranks.run(1, main_here, *argv)
+    assert not refused and "2 of 3 prompts are cut on the left" in printed
+    assert f"--- {'a' * 70}" in printed
+    [(refused, _)] = ranks.run(1, main_here, *argv, "on_long_prompt=refuse")
+    assert f"{prompts}:2: has 71 tokens; must have at most 62" in refused
+    [(refused, printed)] = ranks.run(1, main_here, *argv, "on_long_prompt=refuse", "context=100")
+    assert not refused and "cut" not in printed
 
 
-def test_tokens_that_only_the_model_has_are_not_sampled(ranks: Ranks) -> None:
-    assert ranks.run(1, generate_from_eight) == [[7] * 5]
+def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckpt, tmp_path):
+    argv = [f"ckpt={ckpt / 'checkpoints/0000000003'}", "temperature=0", "max_gen_tokens=8"]
+    argv.append("stop_tokens=[]")
+    [(refused, printed)] = ranks.run(1, main_here, *argv, "prompt=four")
+    text = bytes(i for i in likeliest("four", 8) if i < 256).decode(errors="replace")
+    assert not refused and printed == f"four{text}\n"
+    out = tmp_path / "out.jsonl"
+    asked = ranks.run(2, main_here, *argv, f"out={out}", stdin="four\nfo\\nur\n" + "x" * 80 + "\n")
+    assert [refused for refused, _ in asked] == ["", ""]
+    assert asked[0][1].startswith(f"> {text}\n> ") and "1 of 1 prompts are cut" in asked[0][1]
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["prompt"] for line in written] == ["four", "fo\nur", "x" * 80]
+    assert written[0]["tokens"] == likeliest("four", 8)
+
+
+def test_what_cannot_be_done_is_told_by_key_or_line(ranks, ckpt, tmp_path):
+    ranks.run(1, save_here, tmp_path / "small", a_model(vocab_size=259), {"head_layers": 1})
+    ranks.run(1, save_here, tmp_path / "few", model_args(vocab_size=100), {})
+    (tmp_path / "there.jsonl").write_text("")
+    bad = {
+        "blank": (b"one\n\nthree\n", "txt", ":2: is blank"),
+        "bytes": (b"one\ntwo\n\xff\n", "txt", ":3: is not UTF-8 text (byte 0)"),
+        "nothing": (b"", "txt", ": has no prompt"),
+        "json": (b'{"prompt": "a"}\n{"prompt": \n', "jsonl", ":2: is not JSON"),
+        "object": (b'["a"]\n', "jsonl", ':1: must be an object with a text "prompt"'),
+        "no prompt": (b'{"text": "a"}\n', "jsonl", ':1: must be an object with a text "prompt"'),
+        "key": (b'{"prompt": "a", "temprature": 1}\n', "jsonl", 'did you mean "temperature"?'),
+        "type": (b'{"prompt": "a", "top_k": 1.5}\n', "jsonl", ":1: top_k = 1.5: has the wrong"),
+        "element": (b'{"prompt": "a", "stop": [1]}\n', "jsonl", ":1: stop = [1]: has the wrong"),
+        "range": (b'{"prompt": "a", "top_p": 2}\n', "jsonl", ":1: top_p = 2: must be above 0"),
+        "surrogate": (b'{"prompt": "\\ud800"}\n', "jsonl", ":1: holds half a surrogate pair"),
+        "room": (b'{"prompt": "a", "max_gen_tokens": 64}\n', "jsonl", "max_gen_tokens = 64"),
+    }
+    cases, expected = {}, {}
+    for name, (content, suffix, said) in bad.items():
+        path = tmp_path / f"{name}.{suffix}"
+        path.write_bytes(content)
+        cases[name], expected[name] = [f"ckpt={ckpt}", f"prompts={path}"], said
+        cases[name].append("max_gen_tokens=8")
+    for name, arguments, said in (
+        ("no ckpt", ["prompt=a"], "ckpt: must be given"),
+        ("empty", [f"ckpt={tmp_path}", "prompt=a"], "must be the folder of a checkpoint"),
+        ("absent", [f"ckpt={tmp_path / 'no'}", "prompt=a"], "must be the folder of a checkpoint"),
+        ("fork", [f"ckpt={tmp_path / 'small'}", "prompt=a"], "model.head_layers: unknown key"),
+        ("few", [f"ckpt={tmp_path / 'few'}", "prompt=a"], "258 tokens, the model of"),
+        ("both", [f"ckpt={ckpt}", "prompt=a", "prompts=b"], "not be given together"),
+        ("no file", [f"ckpt={ckpt}", "prompts=/no/file"], "prompts = /no/file: cannot be read"),
+        ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "there already"),
+        ("no folder", [f"ckpt={ckpt}", "prompt=a", "out=/no/o.jsonl"], "out = /no/o.jsonl: cannot"),
+        ("sizes", [f"ckpt={ckpt}", "prompt=a", "distributed.tp_size=3"], "tp_size = 3"),
+    ):
+        cases[name], expected[name] = [*arguments, "max_gen_tokens=8"], said
+    [found] = ranks.run(1, refusals_here, cases)
+    for name, said in expected.items():
+        assert said in found[name], (name, found[name])
+    for name in bad:  # which says the file too, but where only a number of the line is wrong
+        assert name == "room" or str(tmp_path / name) in found[name]
+
+
+def test_a_full_disk_is_told_as_such():
+    prompt, result = Prompt("a", SamplingArgs(), 0, "prompt"), Completion("b")
+    with pytest.raises(UserError, match=r"out = /dev/full: cannot be written \(No space left"):
+        write_results("/dev/full", [prompt], [result])
