@@ -87,7 +87,9 @@ def generate(
     found: dict[int, Completion] = {}
     training = model.training
     model.eval()
-    with _uncompiled():
+    # Tensors without a place in autograd are faster to make, but no collective takes them.
+    alone = torch.inference_mode(mesh.size() == 1)
+    with _uncompiled(), alone:
         for i in range(n_batches):
             part = order[i * batch_size : (i + 1) * batch_size]
             rows = [_Row(k, requests[k], tokenizer, on_text) for k in part]

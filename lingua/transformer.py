@@ -128,7 +128,9 @@ class Cache:
     def __init__(self, padding: Tensor, size: int) -> None:
         """padding: int64 B, columns before the first token of each row; size: columns at most."""
         self.padding, self.size = padding, size
+        self.padded = bool(padding.any())
         self.length = 0  # columns filled: where those of the next forward begin
+        self.angles: tuple[Tensor, Tensor] | None = None  # cos and sin of each: B size D/2
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # B H size D each
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,6 +146,7 @@ class Cache:
     def keep(self, rows: Tensor) -> None:
         """Go on with just these rows (int64)."""
         self.padding = self.padding[rows]
+        self.angles = tuple(angle[rows] for angle in self.angles)
         for layer, (k, v) in self._layers.items():
             self._layers[layer] = k[rows], v[rows]
 
@@ -190,16 +193,22 @@ def make_context(
 
 def cached_context(args: TransformerArgs, seq_len: int, cache: Cache) -> Context:
     """As make_context, for the next `seq_len` columns of a batch whose earlier ones are cached."""
-    first, device = cache.length, cache.padding.device
-    column = torch.arange(first + seq_len, device=device)
-    place, padding = column[first:], cache.padding[:, None]
-    position = (place - padding).clamp(min=0)  # B S
-    back = place[:, None] - column  # S L, from query to key
-    mask = (back >= 0) & (back < (args.sliding_window or len(column)))
+    begin, end, device = cache.length, cache.length + seq_len, cache.padding.device
+    padding = cache.padding[:, None]
+    if cache.angles is None:
+        position = (torch.arange(cache.size, device=device) - padding).clamp(min=0)  # B size
+        angle = position[..., None].float() * rotary_frequencies(args, device)
+        cache.angles = angle.cos(), angle.sin()
+    cos, sin = (angle[:, begin:end] for angle in cache.angles)
+    window = args.sliding_window if args.sliding_window is not None else end
+    if not cache.padded and window >= end and (begin == 0 or seq_len == 1):
+        return Context(cos, sin, None, cache)
+    column = torch.arange(end, device=device)
+    back = column[begin:, None] - column  # S L, from query to key
+    mask = (back >= 0) & (back < window)
     # Padding sees itself: of nothing at all the softmax would be NaN.
     seen = (column >= padding)[:, None] | (back == 0)  # B S L
-    angle = position[..., None].float() * rotary_frequencies(args, device)
-    return Context(angle.cos(), angle.sin(), (mask & seen)[:, None], cache)
+    return Context(cos, sin, (mask & seen)[:, None], cache)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -213,11 +222,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal softmax attention by torch's scaled_dot_product_attention.
 
-    q is B H S D; k and v are B H' S D with H' dividing H; mask is bool S S or B 1 S S, or None.
-    Returns B H S D.
+    q is B H S D; k and v are B H' L D with H' dividing H. mask is bool S L or B 1 S L, or None
+    where L is S, or S is 1 and the query the last of all. Returns B H S D.
     """
+    causal = mask is None and q.shape[2] > 1
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
