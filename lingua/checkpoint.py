@@ -3,35 +3,27 @@
 One folder per step. Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name;
 everything else is `train_state.json`, one file for the run. A save writes into a temporary folder,
 lists every file with size and checksum in `manifest.json`, and renames the folder last, so a folder
-with a manifest that holds is a checkpoint and anything else is a leftover. Reading executes nothing
-from a checkpoint.
+with a manifest that holds is a checkpoint and anything else is a leftover. `checkpoint_load` reads
+the tensors, `resume` says what may differ from what was saved.
 """
 
 import json
 import os
-import pickle
 import re
 import shutil
 import uuid
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from lingua.args import Free
 from lingua.distributed import on_rank_0
@@ -298,133 +290,3 @@ def _holds(path: Path, entry: dict) -> bool:
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `save` was given as `state`."""
     return json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
-
-
-# ---------------------------------------------------------------------------------------- load
-
-_ALLOWED: dict[tuple[str, str], object] = {
-    (thing.__module__, thing.__qualname__): thing
-    for thing in (
-        dcp_metadata.Metadata,
-        dcp_metadata.MetadataIndex,
-        dcp_metadata.TensorStorageMetadata,
-        dcp_metadata.BytesStorageMetadata,
-        dcp_metadata.ChunkStorageMetadata,
-        dcp_metadata.TensorProperties,
-        dcp_metadata.StorageMeta,
-        dcp_metadata._MEM_FORMAT_ENCODING,
-        _StorageInfo,
-        OrderedDict,
-    )
-} | {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("pathlib", "PosixPath"): PosixPath,
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes that DCP's `.metadata` consists of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
-            return value
-        raise UserError(f"a checkpoint's .metadata refers to {module}.{name}: it is not loaded")
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader, without trust in what it reads."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as f:
-                metadata = _MetadataUnpickler(f).load()
-        except UserError:
-            raise
-        except Exception as error:  # a damaged pickle may raise anything
-            raise UserError(f"{path} cannot be read: {error}") from error
-        for info in (metadata.storage_data or {}).values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise UserError(f"a checkpoint's .metadata refers to the file {info.relative_path}")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp_metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _TensorsOnly(DefaultLoadPlanner):
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise UserError(f"{read_item.dest_index.fqn} of a checkpoint is not a tensor: not loaded")
-
-
-def load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place, on any topology. Called by every rank.
-
-    Raises:
-        UserError: names what is missing or has another shape, before anything is loaded.
-    """
-    reader = _Reader(checkpoint.path)
-    saved = reader.read_metadata().state_dict_metadata
-    wrong = []
-    for name, t in tensors.items():
-        entry = saved.get(name)
-        if not isinstance(entry, dcp_metadata.TensorStorageMetadata):
-            wrong.append(f"{name}: {tuple(t.shape)} here, not in the checkpoint")
-        elif entry.size != t.shape:
-            wrong.append(f"{name}: {tuple(t.shape)} here, {tuple(entry.size)} in the checkpoint")
-    wrong += [f"{name}: in the checkpoint, not here" for name in saved if name not in tensors]
-    if wrong:
-        shown = [*wrong[:10], *([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else [])]
-        raise UserError(f"{checkpoint.path} does not fit this model:\n  " + "\n  ".join(shown))
-    dcp.load(tensors, storage_reader=reader, planner=_TensorsOnly())
-
-
-# ------------------------------------------------------------------------------ what may change
-
-
-@dataclass(frozen=True)
-class Change:
-    """A config key whose value is not the one that was saved."""
-
-    key: str
-    saved: Any
-    now: Any
-    resume_class: str  # "announced" or "guarded"
-    note: str = ""  # what of it may change, where some may
-
-
-def changes(
-    saved: Mapping[str, Any], now: Mapping[str, Any], classes: Mapping[str, str]
-) -> list[Change]:
-    """Keys, flattened, that differ and are not free."""
-    return [
-        Change(key, saved.get(key, "(absent)"), now[key], classes[key])
-        for key in now
-        if classes[key] != "free" and saved.get(key, "(absent)") != now[key]
-    ]
-
-
-def check_changes(found: list[Change], allowed: list[str]) -> None:
-    """Refuse guarded changes that `checkpoint.allow_change` does not name."""
-    refused = [c for c in found if c.resume_class == "guarded" and c.key not in allowed]
-    if refused:
-        lines = [f"{c.key}: {c.saved} in the checkpoint, {c.now} now{c.note}" for c in refused]
-        raise UserError(
-            "these keys define the run and differ from the checkpoint's:\n  "
-            + "\n  ".join(lines)
-            + "\nset them back, use another dump_dir, or name them in checkpoint.allow_change: ["
-            + ", ".join(c.key for c in refused)
-            + "]"
-        )
-
-
-def changes_table(found: list[Change]) -> Iterator[str]:
-    """Lines of a table: key, saved, now, class."""
-    rows = [("key", "saved", "now", "class")]
-    rows += [(c.key, str(c.saved), str(c.now), c.resume_class) for c in found]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -23,7 +23,7 @@ from apps.main.generate import continue_tokens
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.args import Announced, Free, Guarded, flatten, load, resume_classes, to_yaml
 from lingua.checkpoint import CheckpointArgs, prune, save, tensors_of
-from lingua.checkpoint import load as load_tensors
+from lingua.checkpoint_load import load as load_tensors
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.data.documents import DocumentMarks, document_marks
