@@ -74,14 +74,18 @@ class _TensorsOnly(DefaultLoadPlanner):
         raise UserError(f"{read_item.dest_index.fqn} of a checkpoint is not a tensor: not loaded")
 
 
+def read_metadata(checkpoint: Checkpoint) -> dcp_metadata.Metadata:
+    """Names, shapes and dtypes of the tensors. Raises UserError."""
+    return _Reader(checkpoint.path).read_metadata()
+
+
 def load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place, on any topology. Called by every rank.
 
     Raises:
         UserError: names what is missing or has another shape, before anything is loaded.
     """
-    reader = _Reader(checkpoint.path)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = read_metadata(checkpoint).state_dict_metadata
     wrong = []
     for name, t in tensors.items():
         entry = saved.get(name)
@@ -93,4 +97,4 @@ def load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     if wrong:
         shown = [*wrong[:10], *([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else [])]
         raise UserError(f"{checkpoint.path} does not fit this model:\n  " + "\n  ".join(shown))
-    dcp.load(tensors, storage_reader=reader, planner=_TensorsOnly())
+    dcp.load(tensors, storage_reader=_Reader(checkpoint.path), planner=_TensorsOnly())

@@ -72,10 +72,13 @@ def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None
     checkpoint = newest(root, verify, logger.warning)
     if checkpoint is None:
         return None
-    config, state = on_rank_0(
-        lambda: (flat_config(checkpoint.path / CONFIG, keys), read_state(checkpoint))
-    )
-    return Saved(checkpoint, config, state)
+    return on_rank_0(lambda: read_saved(checkpoint, keys))
+
+
+def read_saved(checkpoint: Checkpoint, keys: Mapping[str, Any]) -> Saved:
+    """A checkpoint and what it says besides tensors."""
+    config = flat_config(checkpoint.path / CONFIG, keys)
+    return Saved(checkpoint, config, read_state(checkpoint))
 
 
 # ------------------------------------------------------------------------------ what may change

@@ -11,6 +11,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 import apps.main.train as program
-from apps.main.train import Built, TrainArgs, build, set_up, train
+from apps.main.train import Built, Run, TrainArgs, build, set_up, train
 from lingua.args import load
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
@@ -227,7 +228,11 @@ def restore_here(
     overrides: dict[str, Any], build: Callable[[Any], Built] = build
 ) -> dict[str, Any]:
     """The state of a resumed run before its first step, named without the program's help."""
-    run = set_up(arguments(overrides), build)
+    with ExitStack() as open_parts:
+        return state_of(set_up(arguments(overrides), build, open_parts))
+
+
+def state_of(run: Run) -> dict[str, Any]:
     tensors = {f"model.{name}": t for name, t in run.model.named_parameters()}
     tensors |= {f"model.{name}": t for name, t in run.model.named_buffers()}
     groups = {}
@@ -237,7 +242,6 @@ def restore_here(
             groups[name] = settings
             for key, value in run.optimizer.state[p].items():
                 tensors[f"optim.{key}.{name}"] = value
-    run.loader.close()
     run.report.close()
     return {
         "tensors": digests(tensors),

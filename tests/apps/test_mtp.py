@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -206,8 +207,8 @@ def train_shifted_here(overrides: dict[str, Any]) -> None:
 def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], set[str], list]:
     """Whether tensor parallelism splits each parameter, the FSDP units, and the logits without
     targets."""
-    run = set_up(arguments(overrides), build)
-    run.loader.close()
+    with ExitStack() as open_parts:
+        run = set_up(arguments(overrides), build, open_parts)
     run.report.close()
     split = {
         canonical_name(name): isinstance(p, DTensor)  # of one process: the plain model
