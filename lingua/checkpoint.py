@@ -5,6 +5,8 @@ everything else is `train_state.json`, one file for the run. A save writes into 
 lists every file with size and checksum in `manifest.json`, and renames the folder last, so a folder
 with a manifest that holds is a checkpoint and anything else is a leftover. `checkpoint_load` reads
 the tensors, `resume` says what may differ from what was saved, `checkpoint_saver` is a run's saves.
+
+    python -m lingua.checkpoint --help     to look at checkpoints from outside a run
 """
 
 import json
@@ -12,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import uuid
 import zlib
 from collections.abc import Callable
@@ -340,6 +343,9 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
             report(f"{path} is not a whole checkpoint ({why}): skipped")
         else:
             found.append(checkpoint)
+            files = {p.name for p in path.iterdir()} - {MANIFEST, *checkpoint.files}
+            if files:
+                report(f"{path}: {', '.join(sorted(files))} not in its manifest: not read")
     return sorted(found, key=lambda c: c.serial, reverse=True)
 
 
@@ -375,3 +381,11 @@ def _holds(path: Path, entry: dict) -> bool:
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `save` was given as `state`."""
     return json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    # Imported here: they import this module.
+    from lingua.checkpoint_commands import main
+    from lingua.launch import run_program
+
+    run_program(lambda: main(sys.argv[1:]))

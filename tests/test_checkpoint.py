@@ -199,9 +199,11 @@ def test_leftovers_and_other_peoples_folders_are_skipped_with_a_line(ranks, save
     (root / "0000000004").mkdir()
     (root / "notes").mkdir()
     (root / "0000000005").write_text("a file")
+    (root / "0000000001" / "__5_0.distcp").write_bytes(b"stale")
     told: list[str] = []
     assert [c.path.name for c in find(root, told.append)] == ["0000000002", "0000000001"]
     assert [line.replace(f"{root}/", "") for line in told] == [
+        "0000000001: __5_0.distcp not in its manifest: not read",
         "0000000002_bak is not a checkpoint: skipped",
         "0000000003.tmp-0123abcd is not a checkpoint: skipped",
         "0000000004 is not a whole checkpoint (manifest.json is missing): skipped",
