@@ -78,7 +78,7 @@ from lingua.resume import (
     state_to_save,
     tell,
 )
-from lingua.signals import StopRequest
+from lingua.signals import Stopped, StopRequest
 from lingua.tokenizer import Tokenizer, build_tokenizer
 from lingua.transformer import flops_per_token
 from lingua.validation import ValidationArgs, validate
@@ -161,8 +161,8 @@ def train(args: TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
     """Train until `steps`, `stop_at` or a signal, going on from the newest checkpoint if any."""
     stop = StopRequest()
     with ExitStack() as open_parts:
-        run = set_up(args, build, open_parts)
-        if run is not None:  # else a former start finished it
+        run = set_up(args, build, stop, open_parts)
+        if run is not None:  # else a former start finished it, or a signal came early
             stopping = take_steps(args, run, stop)
             finish(args, run, stop, stopping)
     stop.close()
@@ -269,7 +269,7 @@ def accumulate(
 
 
 def set_up(
-    args: TrainArgs, build: Callable[[TrainArgs], Built], open_parts: ExitStack
+    args: TrainArgs, build: Callable[[TrainArgs], Built], stop: StopRequest, open_parts: ExitStack
 ) -> Run | None:
     """Everything before the first step; None when there is no step left to do. What is to be closed
     after the last, also when set-up fails, goes into `open_parts`."""
@@ -299,6 +299,8 @@ def set_up(
         global_batch_size, degree, args.data.batch_size, args.grad_acc_steps
     )
     marks = document_marks(args.data, tokenizer)
+    if not prepare_data(args, tokenizer, stop):
+        return None
     sources, held_out = open_data(args, tokenizer)
     data = data_content(sources, tokenizer)
     found += check_data(saved, data, args.checkpoint.allow_change)
@@ -356,15 +358,29 @@ def set_up(
     )  # fmt: skip
 
 
+def prepare_data(args: TrainArgs, tokenizer: Tokenizer, stop: StopRequest) -> bool:
+    """Tokenize what is not yet, on rank 0. False where a signal ended that: it may take hours, and
+    what is finished stays. (One to another rank alone ends the run at its first step boundary.)"""
+
+    def prepare() -> bool:
+        try:
+            with stop.at_once():
+                prepare_sources(args.data, tokenizer, logger.info, progress=True)
+        except Stopped:
+            logger.info(
+                f"stopped by {stop.signal} while the text was prepared. "
+                "The same command goes on from there"
+            )
+            return False
+        return True
+
+    return on_rank_0(prepare)
+
+
 def open_data(
     args: TrainArgs, tokenizer: Tokenizer
 ) -> tuple[dict[str, Source], dict[str, HeldOut]]:
-    """The sources by name, tokenized first where they are not yet, and their held-out windows."""
-
-    def prepare() -> None:
-        prepare_sources(args.data, tokenizer, logger.info, progress=True)
-
-    on_rank_0(prepare)
+    """The sources by name, and their held-out windows."""
     sources = open_sources(args.data, tokenizer)
     held_out = {}
     for name, source in sources.items():
