@@ -145,7 +145,7 @@ def save(
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
         if isinstance(error, NotSaved):
-            raise NotSaved(f"step {step} could not be saved: {error}") from None
+            raise NotSaved(f"step {step} could not be saved into {root}: {error}") from None
         raise
     return final
 

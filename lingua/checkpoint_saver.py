@@ -72,11 +72,10 @@ class Saver:
         self._wait()
         if step != self.saved_step:
             if self._thread is None:
-                self._save(step, tensors, state, config)
+                self._save(step, tensors, state, config, final)
             else:
-                self._writing = self._thread.submit(
-                    self._save, step, self._copied(tensors), state, config
-                )
+                copied = self._copied(tensors)
+                self._writing = self._thread.submit(self._save, step, copied, state, config, final)
                 if final:
                     self._wait()
         if self._failure is not None and (final or self.gave_up):
@@ -92,15 +91,16 @@ class Saver:
         if self.gave_up:
             raise self._failure
 
-    def _save(self, step: int, tensors: dict[str, Tensor], state: dict, config: str) -> None:
+    def _save(
+        self, step: int, tensors: dict[str, Tensor], state: dict, config: str, final: bool
+    ) -> None:
         self._failure = None
         try:
             path = save(self.root, step, tensors, state, config, self._group)
         except NotSaved as failure:
             self._failure = failure
-            if dist.get_rank() == 0:
-                then = "training goes on, and the next save tries again"
-                logger.error(f"{failure}" if self.args.on_error == "stop" else f"{failure}; {then}")
+            if dist.get_rank() == 0 and not (final or self.gave_up):
+                logger.error(f"{failure}; training goes on, and the next save tries again")
             return
         self.saved_step = step
         on_rank_0(lambda: prune(self.root, self.args))

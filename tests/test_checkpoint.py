@@ -266,7 +266,7 @@ def test_a_write_that_fails_publishes_nothing_and_raises_on_every_rank(
     root = shutil.copytree(saved, tmp_path / "root")
     state = {"big": "x" * 200_000} if big_state else STATE
     for told, found in ranks.run(2, fail_here, root, limits, state):
-        assert told.startswith("NotSaved: step 5 could not be saved: ")
+        assert told.startswith(f"NotSaved: step 5 could not be saved into {root}: ")
         assert "File too large" in told
         assert found == ["0000000001", "0000000002"]  # no leftover either
     assert [c.step for c in find(root)] == [5, 2, 1]  # the next attempt is not in its way
