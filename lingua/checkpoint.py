@@ -162,6 +162,17 @@ def _writing(work: Callable[[], None]) -> None:
     on_rank_0(attempt)
 
 
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # Of a write that failed, torch tells how closing the file failed ("unexpected pos").
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
 def _write_tensors(
     folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> dict[str, dict[str, Any]]:
@@ -169,7 +180,7 @@ def _write_tensors(
     try:
         dcp.save(
             tensors,
-            storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True),
+            storage_writer=_Writer(folder, single_file_per_rank=True, sync_files=True),
             planner=DefaultSavePlanner(),
             process_group=group,
         )
