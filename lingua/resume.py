@@ -6,7 +6,7 @@ Rank 0 decides and all ranks follow. Tensors are loaded in place; everything els
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -17,16 +17,7 @@ from omegaconf import OmegaConf
 from torch.optim import Optimizer
 
 from lingua import __version__
-from lingua.checkpoint import (
-    CONFIG,
-    Change,
-    Checkpoint,
-    changes,
-    changes_table,
-    check_changes,
-    newest,
-    read_state,
-)
+from lingua.checkpoint import CONFIG, Checkpoint, newest, read_state
 from lingua.data.shards import Source
 from lingua.data.stream import shares
 from lingua.distributed import on_rank_0
@@ -81,10 +72,61 @@ def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None
     checkpoint = newest(root, verify, logger.warning)
     if checkpoint is None:
         return None
-    config, state = on_rank_0(
-        lambda: (flat_config(checkpoint.path / CONFIG, keys), read_state(checkpoint))
-    )
-    return Saved(checkpoint, config, state)
+    return on_rank_0(lambda: read_saved(checkpoint, keys))
+
+
+def read_saved(checkpoint: Checkpoint, keys: Mapping[str, Any]) -> Saved:
+    """A checkpoint and what it says besides tensors."""
+    config = flat_config(checkpoint.path / CONFIG, keys)
+    return Saved(checkpoint, config, read_state(checkpoint))
+
+
+# ------------------------------------------------------------------------------ what may change
+
+
+@dataclass(frozen=True)
+class Change:
+    """A config key whose value is not the one that was saved."""
+
+    key: str
+    saved: Any
+    now: Any
+    resume_class: str  # "announced" or "guarded"
+    note: str = ""  # what of it may change, where some may
+
+
+def changes(
+    saved: Mapping[str, Any], now: Mapping[str, Any], classes: Mapping[str, str]
+) -> list[Change]:
+    """Keys, flattened, that differ and are not free."""
+    return [
+        Change(key, saved.get(key, "(absent)"), now[key], classes[key])
+        for key in now
+        if classes[key] != "free" and saved.get(key, "(absent)") != now[key]
+    ]
+
+
+def check_changes(found: list[Change], allowed: list[str]) -> None:
+    """Refuse guarded changes that `checkpoint.allow_change` does not name."""
+    refused = [c for c in found if c.resume_class == "guarded" and c.key not in allowed]
+    if refused:
+        lines = [f"{c.key}: {c.saved} in the checkpoint, {c.now} now{c.note}" for c in refused]
+        raise UserError(
+            "these keys define the run and differ from the checkpoint's:\n  "
+            + "\n  ".join(lines)
+            + "\nset them back, use another dump_dir, or name them in checkpoint.allow_change: ["
+            + ", ".join(c.key for c in refused)
+            + "]"
+        )
+
+
+def changes_table(found: list[Change]) -> Iterator[str]:
+    """Lines of a table: key, saved, now, class."""
+    rows = [("key", "saved", "now", "class")]
+    rows += [(c.key, str(c.saved), str(c.now), c.resume_class) for c in found]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def check_config(
@@ -153,6 +195,9 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
     found = changes(saved.state["data"], data, classes)
     check_changes(found, allowed)
     return found
+
+
+# ------------------------------------------------------------------------ what is said and saved
 
 
 def tell(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:

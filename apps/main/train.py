@@ -10,6 +10,7 @@ its parallel plan and its FLOPs per token. A fork that changes the loop copies t
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.main.generate import continue_tokens
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.args import Announced, Free, Guarded, flatten, load, resume_classes, to_yaml
-from lingua.checkpoint import CheckpointArgs, prune, save, tensors_of
-from lingua.checkpoint import load as load_tensors
+from lingua.checkpoint import CheckpointArgs, tensors_of
+from lingua.checkpoint_load import load as load_tensors
+from lingua.checkpoint_saver import Saver
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.data.documents import DocumentMarks, document_marks
@@ -76,7 +78,7 @@ from lingua.resume import (
     state_to_save,
     tell,
 )
-from lingua.signals import StopRequest
+from lingua.signals import Stopped, StopRequest
 from lingua.tokenizer import Tokenizer, build_tokenizer
 from lingua.transformer import flops_per_token
 from lingua.validation import ValidationArgs, validate
@@ -138,13 +140,13 @@ class Run:
     """What set_up made: the parts of one start of a run."""
 
     dump_dir: Path
-    checkpoints: Path
     mesh: DeviceMesh
     device: torch.device
     tokenizer: Tokenizer
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: Loader
+    saver: Saver
     held_out: dict[str, HeldOut]
     marks: DocumentMarks | None
     rows: int  # of a micro-batch
@@ -152,20 +154,17 @@ class Run:
     progress: Progress
     report: Reporter
     end: int  # the step this start goes up to
-    saved_step: int = 0
     measured_step: int = 0
 
 
 def train(args: TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
     """Train until `steps`, `stop_at` or a signal, going on from the newest checkpoint if any."""
     stop = StopRequest()
-    run = set_up(args, build)
-    if run is not None:  # else a former start finished it
-        try:
+    with ExitStack() as open_parts:
+        run = set_up(args, build, stop, open_parts)
+        if run is not None:  # else a former start finished it, or a signal came early
             stopping = take_steps(args, run, stop)
-        finally:
-            run.loader.close()
-        finish(args, run, stop, stopping)
+            finish(args, run, stop, stopping)
     stop.close()
 
 
@@ -180,7 +179,8 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
         with report.waiting_for_data():
             batch = next(run.loader)  # this rank's micro-batches of the step
         # Every step's one message between hosts: targets of the whole global batch, and who stops.
-        valid, stopping = count_targets(batch, stop.signal is not None, run.mesh)
+        wants_stop = stop.signal is not None or run.saver.gave_up
+        valid, stopping = count_targets(batch, wants_stop, run.mesh)
         if stopping:
             break
         step = progress.step + 1
@@ -203,13 +203,13 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
         if log_due:
             report.log(progress, loss, norm, lr, hashed)
         if save_due:
-            save_checkpoint(args, run)
+            save_checkpoint(args, run, final=step == run.end)
         if args.validation.every and step % args.validation.every == 0:
             measure(args, run)
     profiler.close()
     if stopping and progress.step:
         count_skipped(args, run, guard)
-        save_checkpoint(args, run)
+        save_checkpoint(args, run, final=True)
     return stopping
 
 
@@ -224,7 +224,7 @@ def count_skipped(args: TrainArgs, run: Run, guard: NonFiniteGuard) -> None:
         progress.step -= undone
         progress.position -= undone * global_batch_size
         if progress.step:
-            save_checkpoint(args, run)
+            save_checkpoint(args, run, final=True)
         raise
 
 
@@ -268,8 +268,11 @@ def accumulate(
     return loss, hashed
 
 
-def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
-    """Everything before the first step; None when there is no step left to do."""
+def set_up(
+    args: TrainArgs, build: Callable[[TrainArgs], Built], stop: StopRequest, open_parts: ExitStack
+) -> Run | None:
+    """Everything before the first step; None when there is no step left to do. What is to be closed
+    after the last, also when set-up fails, goes into `open_parts`."""
     # ---- processes, and what a former start left
     launch = detect_launch()
     device = pick_device(args.device, launch)
@@ -279,6 +282,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     init_logger(dump_dir, dist.get_rank())
     classes = resume_classes(type(args))
     checkpoints = Path(args.checkpoint.path or dump_dir / "checkpoints")
+    saver = open_parts.enter_context(Saver(checkpoints, args.checkpoint))
     saved = find_saved(checkpoints, args.checkpoint.verify, classes)
     end = min(args.steps, args.stop_at or args.steps)
     if saved is not None and saved.progress.step >= end:
@@ -295,6 +299,8 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
         global_batch_size, degree, args.data.batch_size, args.grad_acc_steps
     )
     marks = document_marks(args.data, tokenizer)
+    if not prepare_data(args, tokenizer, stop):
+        return None
     sources, held_out = open_data(args, tokenizer)
     data = data_content(sources, tokenizer)
     found += check_data(saved, data, args.checkpoint.allow_change)
@@ -308,6 +314,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     if saved is not None:
         load_tensors(saved.checkpoint, tensors_of(model, optimizer))
         progress = saved.progress
+        saver.saved_step = progress.step
         tell(saved, found, tuple(mesh.shape))
     on_rank_0(lambda: (dump_dir / "config.yaml").write_text(to_yaml(args), encoding="utf-8"))
     for line in description(args, mesh, model, n_micro, rows):
@@ -315,17 +322,19 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
 
     # ---- rows from where the run is, and a place to report to
     stream = args.data.row_stream(sources, args.seed)
-    loader = Loader(
-        stream,
-        global_batch_size,
-        dp_rank(mesh),
-        degree,
-        n_micro,
-        rows,
-        position=progress.position,
-        workers=args.data.workers,
-        device=device,
-        marks=marks,
+    loader = open_parts.enter_context(
+        Loader(
+            stream,
+            global_batch_size,
+            dp_rank(mesh),
+            degree,
+            n_micro,
+            rows,
+            position=progress.position,
+            workers=args.data.workers,
+            device=device,
+            marks=marks,
+        )
     )
     report = Reporter(
         args.logging,
@@ -344,20 +353,34 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     if saved is not None and saved.topology != tuple(mesh.shape):
         report.event("topology", progress.step, old=saved.topology, new=tuple(mesh.shape))
     return Run(
-        dump_dir, checkpoints, mesh, device, tokenizer, model, optimizer, loader, held_out, marks,
-        rows, data, progress, report, end, progress.step,
+        dump_dir, mesh, device, tokenizer, model, optimizer, loader, saver, held_out, marks,
+        rows, data, progress, report, end,
     )  # fmt: skip
+
+
+def prepare_data(args: TrainArgs, tokenizer: Tokenizer, stop: StopRequest) -> bool:
+    """Tokenize what is not yet, on rank 0. False where a signal ended that: it may take hours, and
+    what is finished stays. (One to another rank alone ends the run at its first step boundary.)"""
+
+    def prepare() -> bool:
+        try:
+            with stop.at_once():
+                prepare_sources(args.data, tokenizer, logger.info, progress=True)
+        except Stopped:
+            logger.info(
+                f"stopped by {stop.signal} while the text was prepared. "
+                "The same command goes on from there"
+            )
+            return False
+        return True
+
+    return on_rank_0(prepare)
 
 
 def open_data(
     args: TrainArgs, tokenizer: Tokenizer
 ) -> tuple[dict[str, Source], dict[str, HeldOut]]:
-    """The sources by name, tokenized first where they are not yet, and their held-out windows."""
-
-    def prepare() -> None:
-        prepare_sources(args.data, tokenizer, logger.info, progress=True)
-
-    on_rank_0(prepare)
+    """The sources by name, and their held-out windows."""
     sources = open_sources(args.data, tokenizer)
     held_out = {}
     for name, source in sources.items():
@@ -413,11 +436,9 @@ def description(
     yield from schedule_warnings(args.optim, args.steps)
 
 
-def save_checkpoint(args: TrainArgs, run: Run) -> None:
-    """Save the completed step, then remove what is not kept."""
+def save_checkpoint(args: TrainArgs, run: Run, final: bool = False) -> None:
+    """Save the completed step. When this returns a `final` one is there."""
     progress, report = run.progress, run.report
-    if run.saved_step == progress.step:
-        return
     with report.paused():
         progress.trained_s = report.trained_s
         rate = lr_at(progress.step, args.optim, args.steps)
@@ -430,10 +451,7 @@ def save_checkpoint(args: TrainArgs, run: Run) -> None:
             data=run.data,
         )
         tensors = tensors_of(run.model, run.optimizer)
-        path = save(run.checkpoints, progress.step, tensors, state, to_yaml(args))
-        on_rank_0(lambda: prune(run.checkpoints, args.checkpoint))
-        logger.info(f"saved {path}")
-    run.saved_step = progress.step
+        run.saver.save(progress.step, tensors, state, to_yaml(args), final)
 
 
 def measure(args: TrainArgs, run: Run) -> None:
@@ -486,7 +504,7 @@ def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None
         if run.measured_step != step:
             measure(args, run)
         write_samples(args, run)
-        newest = run.checkpoints / f"{step:010d}"
+        newest = run.saver.root / f"{step:010d}"
         lines = [
             f"done: {step} steps in {short_time(run.report.trained_s)}. {run.dump_dir} has",
             "  config.yaml               the whole configuration",

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from apps.mtp.train import TrainArgs, build
 from lingua.args import load
 from lingua.data import IGNORE
 from lingua.init import canonical_name, init_parameters
+from lingua.signals import StopRequest
 from tests.apps.runs import SMALL as RUN
 from tests.apps.runs import write_text
 
@@ -206,8 +208,8 @@ def train_shifted_here(overrides: dict[str, Any]) -> None:
 def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], set[str], list]:
     """Whether tensor parallelism splits each parameter, the FSDP units, and the logits without
     targets."""
-    run = set_up(arguments(overrides), build)
-    run.loader.close()
+    with closing(StopRequest()) as stop, ExitStack() as open_parts:
+        run = set_up(arguments(overrides), build, stop, open_parts)
     run.report.close()
     split = {
         canonical_name(name): isinstance(p, DTensor)  # of one process: the plain model
