@@ -220,11 +220,11 @@ def _publish(
     whole, why = read_checkpoint(folder)
     if whole is None:
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
-    _sync(folder)
+    sync_folder(folder)
     if final.exists():  # a damaged one of the same step: out of the way, never modified
         final.rename(final.parent / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
     folder.rename(final)
-    _sync(final.parent)
+    sync_folder(final.parent)
 
 
 def _checksum_of(manifest: dict) -> str:
@@ -247,7 +247,7 @@ def _write(path: Path, text: str) -> None:
         os.fsync(f.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
