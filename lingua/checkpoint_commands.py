@@ -103,6 +103,10 @@ def describe(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     marked = f", marked {', '.join(names)}" if (names := marks(path)) else ""
     yield "checkpoint", f"{path}"
     yield "saved", f"{created}{marked}"
+    if "progress" not in state:  # made by `convert`
+        yield "step", f"{checkpoint.step:,}"
+        yield "model", f"{_tensors(checkpoint)['model']}; nothing else to go on with"
+        return
     progress = state["progress"]
     yield "step", f"{checkpoint.step:,} ({progress['skipped_steps']} of them changed nothing)"
     yield "tokens", f"{state['tokens']:,} in {progress['position']:,} rows"

@@ -198,7 +198,8 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     flat = {f"model.{name}": t for name, t in model.items()} if isinstance(model, dict) else {}
     if not flat or not all(isinstance(t, Tensor) for t in flat.values()):
         raise UserError(f'{path} holds no model: must be a dict {{"model": {{name: tensor}}}}')
-    for name, state in content.get("optim", {}).get("state", {}).items():
+    optim = content.get("optim")
+    for name, state in (optim.get("state", {}) if isinstance(optim, dict) else {}).items():
         flat |= {f"optim.state.{name}.{k}": t for k, t in state.items() if isinstance(t, Tensor)}
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[Any, ...]] = set()

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lingua.checkpoint import read_checkpoint, read_state
+from lingua.checkpoint_commands import describe
 from lingua.checkpoint_convert import main
 from tests.checkpoints import CONFIG, STATE, refusal, save_here, whole_values
 from tests.ranks import Ranks
@@ -66,6 +67,8 @@ def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
     assert same(again, {f"model.{name}": t for name, t in model_values().items()})
     assert (checkpoint.path / "config.yaml").read_text() == CONFIG
     assert [p.name for p in (tmp_path / "back").iterdir()] == ["0000000007"]
+    told = dict(describe(checkpoint))
+    assert (told["step"], told["model"].split(";")[1]) == ("7", " nothing else to go on with")
 
 
 def test_all_of_a_checkpoint_comes_back_from_its_file(ranks, saved, tmp_path):
