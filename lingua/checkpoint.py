@@ -17,7 +17,7 @@ import shutil
 import sys
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,8 +62,17 @@ class CheckpointArgs:
     on_error: Free[Literal["continue", "stop"]] = "continue"
     # what is compared with the manifest before loading: sizes and checksums, or sizes alone
     verify: Free[Literal["full", "size"]] = "full"
+    # what a run without a checkpoint of its own starts from: a checkpoint, a dump_dir (its newest),
+    # a Meta Lingua checkpoint or a file of torch.save; null: initial weights
+    init_ckpt_path: Free[str | None] = None
+    # from init_ckpt_path take optimizer, step and position as well as the model
+    continue_training_from_init: Free[bool] = False
     # guarded config keys that may differ from the checkpoint's when resuming
     allow_change: Free[list[str]] = field(default_factory=list)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.continue_training_from_init and self.init_ckpt_path is None:
+            yield "init_ckpt_path", "must be given when continue_training_from_init is true"
 
     def due(self, step: int) -> bool:
         """Whether a save is due once `step` is complete."""
@@ -220,11 +229,11 @@ def _publish(
     whole, why = read_checkpoint(folder)
     if whole is None:
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
-    _sync(folder)
+    sync_folder(folder)
     if final.exists():  # a damaged one of the same step: out of the way, never modified
         final.rename(final.parent / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
     folder.rename(final)
-    _sync(final.parent)
+    sync_folder(final.parent)
 
 
 def _checksum_of(manifest: dict) -> str:
@@ -247,7 +256,7 @@ def _write(path: Path, text: str) -> None:
         os.fsync(f.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,6 +4,7 @@
     python -m lingua.checkpoint diff DIR config=FILE [key=value ...] [app=MODULE:CLASS]
     python -m lingua.checkpoint mark DIR [NAME]      keep it for ever
     python -m lingua.checkpoint unmark DIR [NAME]
+    python -m lingua.checkpoint convert SRC DST [--all]   to and from one file; convert --help
 
 DIR is a checkpoint, or a folder of checkpoints or a dump dir, whose newest is taken. `app` names
 the class of a fork's configuration.
@@ -18,6 +19,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lingua import checkpoint_convert
 from lingua.args import flatten, load, resume_classes
 from lingua.checkpoint import (
     CONFIG,
@@ -59,6 +61,7 @@ def main(argv: list[str]) -> None:
         "diff": _diff,
         "mark": _mark,
         "unmark": _mark_off,
+        "convert": checkpoint_convert.main,
     }
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
@@ -100,6 +103,10 @@ def describe(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     marked = f", marked {', '.join(names)}" if (names := marks(path)) else ""
     yield "checkpoint", f"{path}"
     yield "saved", f"{created}{marked}"
+    if "progress" not in state:  # made by `convert`
+        yield "step", f"{checkpoint.step:,}"
+        yield "model", f"{_tensors(checkpoint)['model']}; nothing else to go on with"
+        return
     progress = state["progress"]
     yield "step", f"{checkpoint.step:,} ({progress['skipped_steps']} of them changed nothing)"
     yield "tokens", f"{state['tokens']:,} in {progress['position']:,} rows"

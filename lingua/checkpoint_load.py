@@ -2,7 +2,9 @@
 checkpoint is executed, and nothing is loaded that does not fit."""
 
 import pickle
+import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from lingua.checkpoint import Checkpoint
@@ -85,16 +88,62 @@ def load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     Raises:
         UserError: names what is missing or has another shape, before anything is loaded.
     """
-    saved = read_metadata(checkpoint).state_dict_metadata
+    check_fit(checkpoint.path, stored_tensors(checkpoint.path), tensors)
+    read_tensors(checkpoint.path, tensors)
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor | None]:
+    """What a folder of DCP's holds, by name: tensors on the meta device, None for anything else."""
+    metadata = _Reader(folder).read_metadata()
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        if isinstance(entry, dcp_metadata.TensorStorageMetadata)
+        else None
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def check_fit(path: Path, stored: Mapping[str, Tensor | None], tensors: dict[str, Tensor]) -> None:
+    """Refuse to fill `tensors` from what is stored under other names or in other shapes."""
     wrong = []
     for name, t in tensors.items():
-        entry = saved.get(name)
-        if not isinstance(entry, dcp_metadata.TensorStorageMetadata):
+        entry = stored.get(name)
+        if entry is None:
             wrong.append(f"{name}: {tuple(t.shape)} here, not in the checkpoint")
-        elif entry.size != t.shape:
-            wrong.append(f"{name}: {tuple(t.shape)} here, {tuple(entry.size)} in the checkpoint")
-    wrong += [f"{name}: in the checkpoint, not here" for name in saved if name not in tensors]
+        elif entry.shape != t.shape:
+            wrong.append(f"{name}: {tuple(t.shape)} here, {tuple(entry.shape)} in the checkpoint")
+    wrong += [f"{name}: in the checkpoint, not here" for name in stored if name not in tensors]
     if wrong:
         shown = [*wrong[:10], *([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else [])]
-        raise UserError(f"{checkpoint.path} does not fit this model:\n  " + "\n  ".join(shown))
-    dcp.load(tensors, storage_reader=_Reader(checkpoint.path), planner=_TensorsOnly())
+        raise UserError(f"{path} does not fit this model:\n  " + "\n  ".join(shown))
+
+
+def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill `tensors` from a folder of DCP's that is known to have them. Called by every rank."""
+    try:
+        dcp.load(tensors, storage_reader=_Reader(folder), planner=_TensorsOnly())
+    except CheckpointException as error:  # what any rank met, on every rank
+        (met, _), *_ = error.failures.values()
+        raise UserError(f"{folder} cannot be read: {reason(met)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What matters of torch.load's messages, some of which advise to trust the file."""
+    text = str(error)
+    if found := re.search(r"GLOBAL ([\w.]+)", text):
+        return f"it refers to {found[1]}, which is not executed"
+    if text.startswith("mmap can only"):
+        return "it is not in the zip format of torch.save"
+    return text.split(". ")[0]
+
+
+def missing_bytes(folder: Path) -> list[str]:
+    """Files of a folder of DCP's that are shorter than what its `.metadata` has in them."""
+    ends: dict[str, int] = {}
+    for info in _Reader(folder).read_metadata().storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    return sorted(
+        name
+        for name, end in ends.items()
+        if not (folder / name).exists() or (folder / name).stat().st_size < end
+    )

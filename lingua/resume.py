@@ -59,7 +59,12 @@ class Saved:
 
 def flat_config(path: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a written config file has for `keys`, by their dotted names."""
-    tree = OmegaConf.load(path)
+    return flat_text(path.read_text(encoding="utf-8"), keys)
+
+
+def flat_text(text: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the text of a config file, which may be JSON."""
+    tree = OmegaConf.create(text)
     flat = {}
     for key in keys:
         value = OmegaConf.select(tree, key, default="(absent)")
@@ -77,8 +82,13 @@ def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None
 
 def read_saved(checkpoint: Checkpoint, keys: Mapping[str, Any]) -> Saved:
     """A checkpoint and what it says besides tensors."""
-    config = flat_config(checkpoint.path / CONFIG, keys)
-    return Saved(checkpoint, config, read_state(checkpoint))
+    state = read_state(checkpoint)
+    if "progress" not in state:  # made by `convert` from a file
+        raise UserError(
+            f"{checkpoint.path} holds a model alone and no run to go on with. A new run starts "
+            "from it with checkpoint.init_ckpt_path, without continue_training_from_init"
+        )
+    return Saved(checkpoint, flat_config(checkpoint.path / CONFIG, keys), state)
 
 
 # ------------------------------------------------------------------------------ what may change
@@ -106,7 +116,9 @@ def changes(
     ]
 
 
-def check_changes(found: list[Change], allowed: list[str]) -> None:
+def check_changes(
+    found: list[Change], allowed: list[str], instead: str = "use another dump_dir"
+) -> None:
     """Refuse guarded changes that `checkpoint.allow_change` does not name."""
     refused = [c for c in found if c.resume_class == "guarded" and c.key not in allowed]
     if refused:
@@ -114,7 +126,7 @@ def check_changes(found: list[Change], allowed: list[str]) -> None:
         raise UserError(
             "these keys define the run and differ from the checkpoint's:\n  "
             + "\n  ".join(lines)
-            + "\nset them back, use another dump_dir, or name them in checkpoint.allow_change: ["
+            + f"\nset them back, {instead}, or name them in checkpoint.allow_change: ["
             + ", ".join(c.key for c in refused)
             + "]"
         )

@@ -65,6 +65,7 @@ from lingua.optim import (
     schedule_warnings,
     update,
 )
+from lingua.origin import check_origin, find_start, start_from
 from lingua.profiling import Profiler, ProfilingArgs
 from lingua.reporter import Reporter
 from lingua.resume import (
@@ -73,7 +74,6 @@ from lingua.resume import (
     check_config,
     check_data,
     data_content,
-    find_saved,
     flat_config,
     state_to_save,
     tell,
@@ -283,7 +283,7 @@ def set_up(
     classes = resume_classes(type(args))
     checkpoints = Path(args.checkpoint.path or dump_dir / "checkpoints")
     saver = open_parts.enter_context(Saver(checkpoints, args.checkpoint))
-    saved = find_saved(checkpoints, args.checkpoint.verify, classes)
+    saved, origin = find_start(checkpoints, args.checkpoint, classes)
     end = min(args.steps, args.stop_at or args.steps)
     if saved is not None and saved.progress.step >= end:
         where = f"{saved.checkpoint.path} is step {saved.progress.step} of {end}"
@@ -293,7 +293,9 @@ def set_up(
     # ---- config and data, each checked against the checkpoint as soon as it is known
     tokenizer = build_tokenizer(args.data.tokenizer)
     resolve(args, mesh, tokenizer, saved, dump_dir)
-    found = check_config(saved, flatten(args), classes, args.checkpoint.allow_change)
+    config, allowed = flatten(args), args.checkpoint.allow_change
+    found = check_config(saved, config, classes, allowed)
+    found += check_origin(origin, config, tokenizer, classes, allowed)
     global_batch_size, degree = args.data.global_batch_size, dp_degree(mesh)
     n_micro, rows = micro_steps(
         global_batch_size, degree, args.data.batch_size, args.grad_acc_steps
@@ -303,7 +305,7 @@ def set_up(
         return None
     sources, held_out = open_data(args, tokenizer)
     data = data_content(sources, tokenizer)
-    found += check_data(saved, data, args.checkpoint.allow_change)
+    found += check_data(saved, data, allowed)
 
     # ---- model and optimizer, then what the checkpoint has for them
     built = build(args)
@@ -316,6 +318,8 @@ def set_up(
         progress = saved.progress
         saver.saved_step = progress.step
         tell(saved, found, tuple(mesh.shape))
+    elif origin is not None:
+        progress = start_from(origin, found, model, optimizer, global_batch_size)
     on_rank_0(lambda: (dump_dir / "config.yaml").write_text(to_yaml(args), encoding="utf-8"))
     for line in description(args, mesh, model, n_micro, rows):
         logger.info(line)
