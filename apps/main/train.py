@@ -303,7 +303,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     built = build(args)
     model = parallelize_model(built.module, mesh, built.plan, args.distributed)
     init_parameters(model, args.seed, device)
-    optimizer = build_optimizer(model, args.optim)
+    optimizer = build_optimizer(model, args.optim, built.plan.blocks if built.plan else ())
     progress = Progress()
     if saved is not None:
         load_tensors(saved.checkpoint, tensors_of(model, optimizer))
