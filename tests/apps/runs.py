@@ -143,7 +143,7 @@ class Twist:
             def load_without_moments(checkpoint: Any, tensors: dict[str, Tensor]) -> None:
                 load_tensors(checkpoint, tensors)
                 for name, t in tensors.items():
-                    if name.startswith("optim.exp_avg"):
+                    if name.startswith(("optim.exp_avg", "optim.momentum")):
                         t.zero_()
 
             load_tensors = program.load_tensors
