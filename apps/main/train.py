@@ -308,7 +308,7 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     if saved is not None:
         load_tensors(saved.checkpoint, tensors_of(model, optimizer))
         progress = saved.progress
-        tell(saved, found, tuple(mesh.shape))
+        tell(saved, found, optimizer, tuple(mesh.shape))
     on_rank_0(lambda: (dump_dir / "config.yaml").write_text(to_yaml(args), encoding="utf-8"))
     for line in description(args, mesh, model, n_micro, rows):
         logger.info(line)

@@ -150,3 +150,17 @@ def test_the_optimizer_of_a_run_stays_what_it_is(
     dump_dir = copy_of(stopped, tmp_path)
     run = runs.train((1, 1, 1), {"stop_at": END}, dump_dir=dump_dir, refused=True)
     assert "optim.name: muon in the checkpoint, adamw now" in run.error
+
+
+def test_a_setting_that_an_older_checkpoint_lacks_is_the_configs_and_said(runs: Runs) -> None:
+    older = Twist(unknown_setting="rms")
+    run = runs.train((1, 1, 2), MUON | {"stop_at": 2}, twist=older)
+    now = MUON | {"stop_at": 3, "optim.muon.rms": 0.3}
+    groups = runs.restore((1, 2, 1), run.dump_dir, now)["groups"]
+    assert groups["layers.0.attention.wq.weight"]["rms"] == 0.3
+    run = runs.train((1, 1, 1), now, dump_dir=run.dump_dir)
+    line = "rms of 14 parameters is not in the checkpoint: 0.3, as the config has it now"
+    assert run.log.count(line) == 2 and run.log.count("is not in the checkpoint") == 2
+    # What is saved now has it.
+    run = runs.train((1, 1, 1), now | {"stop_at": 4}, dump_dir=run.dump_dir)
+    assert run.log.count("is not in the checkpoint") == 2
