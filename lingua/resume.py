@@ -212,7 +212,9 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
 # ------------------------------------------------------------------------ what is said and saved
 
 
-def tell(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:
+def tell(
+    saved: Saved, found: list[Change], optimizer: Optimizer, topology: tuple[int, ...]
+) -> None:
     """Say what is resumed and what is different, on rank 0."""
     logger.info(f"resuming {saved.checkpoint.path} (step {saved.progress.step})")
     if saved.topology != topology:
@@ -223,6 +225,21 @@ def tell(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:
     if found:
         for line in changes_table(found):
             logger.info(line)
+    for line in settings_not_saved(saved.state["param_groups"], optimizer):
+        logger.info(line)
+
+
+def settings_not_saved(saved: list[dict[str, Any]], optimizer: Optimizer) -> Iterator[str]:
+    """A line for each setting that the optimizer has for parameters whose group in an older
+    checkpoint has none of that name."""
+    then = {name: group for group in saved for name in group["param_names"]}
+    unknown: dict[tuple[str, str], int] = {}
+    for group in optimizer.param_groups:
+        for name in group["param_names"]:
+            for key in group.keys() - then.get(name, group).keys() - {"params"}:
+                unknown[key, str(group[key])] = unknown.get((key, str(group[key])), 0) + 1
+    for (key, value), n in sorted(unknown.items()):
+        yield f"{key} of {n} parameters is not in the checkpoint: {value}, as the config has it now"
 
 
 def state_to_save(
@@ -234,8 +251,8 @@ def state_to_save(
     topology: tuple[int, ...],
     data: dict[str, str],
 ) -> dict[str, Any]:
-    """What `train_state.json` holds. The optimizer's groups are there to be read: on resume their
-    values come from the config."""
+    """What `train_state.json` holds. The optimizer's groups, which name their parameters, are there
+    to be read: on resume their values come from the config."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {
         "progress": asdict(progress),

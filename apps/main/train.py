@@ -51,7 +51,7 @@ from lingua.distributed import (
     world_sum_,
 )
 from lingua.errors import UserError
-from lingua.hashing import batch_hash
+from lingua.hashing import batch_hash, hash_bits, key_of
 from lingua.init import init_parameters
 from lingua.launch import run_program
 from lingua.logger import init_logger, short_time
@@ -93,7 +93,7 @@ SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
 class TrainArgs:
     name: Free[str] = "lingua"  # name of the run
     dump_dir: Free[str | None] = None  # folder of everything the run writes; null: runs/<name>
-    seed: Guarded[int] = 42  # what data order and initial weights depend on
+    seed: Guarded[int] = 42  # what data order, initial weights and dropout depend on
     steps: Announced[int] = 1000  # optimizer steps of the whole run
     stop_at: Free[int | None] = None  # leave after this step, as if interrupted; null: never
     grad_acc_steps: Free[int | None] = None  # micro-steps of a step; null: as few as fit
@@ -119,7 +119,9 @@ class Built:
     """What a builder gives. forward(tokens int64 B S, targets int64 V-1 B S) returns the sums of
     the token losses of each view, float32 V-1, and the targets they cover, int64 V-1; without
     targets it returns the next token's logits, B S vocabulary. With data.document_mask it is called
-    with a third argument, documents int64 B S: the index of each token's document in its row."""
+    with a third argument, documents int64 B S: the index of each token's document in its row. With
+    model.dropout, and in training only, also with the argument noise=, int64 B: a random key of
+    each row in this step, all that its dropout may depend on besides site, position and feature."""
 
     module: nn.Module  # on the meta device, unless it is small
     plan: ParallelPlan | None  # None: data parallel as one unit
@@ -190,7 +192,8 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
                 f"step {step}: all targets are ignored in its global batch (rows {rows})"
             )
         with profiler.step(step):
-            loss, hashed = accumulate(run, batch, valid, args.distributed.grad_sync)
+            noise = key_of(args.seed, "noise", step) if args.model.dropout else None
+            loss, hashed = accumulate(run, batch, valid, args.distributed.grad_sync, noise)
             norm = clip_grad_norm_(parameters, args.optim.clip)
             lr = lr_at(progress.step, args.optim, args.steps)
             update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
@@ -240,11 +243,12 @@ def count_targets(
 
 
 def accumulate(
-    run: Run, batch: list[MicroBatch], valid: torch.Tensor, grad_sync: str
+    run: Run, batch: list[MicroBatch], valid: torch.Tensor, grad_sync: str, noise: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of (sum of token losses / valid targets) over the global batch, in `.grad`.
 
-    Returns this rank's share of that loss, float32, and the hash of the rows it used, int64.
+    `noise` is the key of the step's dropout. Returns this rank's share of that loss, float32, and
+    the hash of the rows it used, int64.
     """
     valid = valid.to(run.device)
     loss = torch.zeros((), device=run.device)
@@ -255,7 +259,8 @@ def accumulate(
         )
         set_gradient_sync(run.model, grad_sync, last=i == len(batch) - 1)
         with loss_context(run.mesh):
-            sums, _ = run.model(tokens, targets, *documents)
+            random = {} if noise is None else {"noise": hash_bits(noise, ids)}
+            sums, _ = run.model(tokens, targets, *documents, **random)
             if sums.shape != valid.shape:  # else the division would broadcast
                 raise UserError(
                     f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
@@ -311,13 +316,13 @@ def set_up(
     built = build(args)
     model = parallelize_model(built.module, mesh, built.plan, args.distributed)
     init_parameters(model, args.seed, device)
-    optimizer = build_optimizer(model, args.optim)
+    optimizer = build_optimizer(model, args.optim, built.plan.blocks if built.plan else ())
     progress = Progress()
     if saved is not None:
         load_tensors(saved.checkpoint, tensors_of(model, optimizer))
         progress = saved.progress
         saver.saved_step = progress.step
-        tell(saved, found, tuple(mesh.shape))
+        tell(saved, found, optimizer, tuple(mesh.shape))
     elif origin is not None:
         progress = start_from(origin, found, model, optimizer, global_batch_size)
     on_rank_0(lambda: (dump_dir / "config.yaml").write_text(to_yaml(args), encoding="utf-8"))

@@ -48,19 +48,23 @@ class Transformer(nn.Module):
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+    def hidden(self, tokens: Tensor, documents: Tensor | None, noise: Tensor | None) -> Tensor:
         """The normalised residual stream after the last block: B S -> B S E."""
         h = self.tok_embeddings(tokens)
-        ctx = make_context(self.args, tokens.shape[1], tokens.device, documents)
-        for layer in self.layers:
-            h = layer(h, ctx)
+        ctx = make_context(self.args, tokens.shape[1], tokens.device, documents, noise)
+        for i, layer in enumerate(self.layers):
+            h = layer(h, ctx.at(f"layers.{i}"))
         return self.norm(h)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor | tuple:
         """Loss sums float32 [1] and counts int64 [1] for targets [1, B, S]; logits without them."""
-        logits = self.output(self.hidden(tokens, documents))  # B S vocabulary
+        logits = self.output(self.hidden(tokens, documents, noise))  # B S vocabulary
         if targets is None:
             return logits
         losses, count = sum_token_losses(logits, targets[0])
@@ -81,6 +85,11 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
     """
     n_heads, n_kv_heads, _ = args.heads()
     colwise, rowwise = ColwiseParallel, RowwiseParallel
+    own_positions = PrepareModuleInput(
+        input_layouts=(None, Replicate()),
+        desired_input_layouts=(None, Shard(1)),
+        use_local_output=True,
+    )
     return ParallelPlan(
         blocks=("layers.*",),
         # Tied, the two ends share a parameter and stay together in the root unit.
@@ -95,6 +104,10 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
             "layers.*.attention.wk": colwise(),
             "layers.*.attention.wv": colwise(),
             "layers.*.attention.wo": rowwise(output_layouts=Shard(1)),
+            # A rank drops from the positions it holds: of their keys, which it has all, it takes
+            # its part.
+            "layers.*.attention_dropout": own_positions,
+            "layers.*.ffn_dropout": own_positions,
             "layers.*.ffn_norm": SequenceParallel(),
             "layers.*.feed_forward": PrepareModuleInput(
                 input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)

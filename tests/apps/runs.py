@@ -119,6 +119,7 @@ class Twist:
     shift: int = 0  # the position that rows are read from is off by this
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
     lose_moments: bool = False  # on resume
+    unknown_setting: str | None = None  # of the optimizer's groups, to an older version that saves
     sample_tokens: int = 8  # that a finished run shows
 
     def apply(self) -> Any:
@@ -147,11 +148,21 @@ class Twist:
             def load_without_moments(checkpoint: Any, tensors: dict[str, Tensor]) -> None:
                 load_tensors(checkpoint, tensors)
                 for name, t in tensors.items():
-                    if name.startswith("optim.exp_avg"):
+                    if name.startswith(("optim.exp_avg", "optim.momentum")):
                         t.zero_()
 
             load_tensors = program.load_tensors
             given["load_tensors"] = load_without_moments
+        if self.unknown_setting is not None:
+
+            def state_of_an_older_version(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                state = state_to_save(*args, **kwargs)
+                for group in state["param_groups"]:
+                    group.pop(twist.unknown_setting, None)
+                return state
+
+            state_to_save = program.state_to_save
+            given["state_to_save"] = state_of_an_older_version
         return mock.patch.multiple(program, **given)
 
 

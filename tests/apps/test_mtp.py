@@ -273,6 +273,16 @@ def test_the_comparison_sees_a_head_that_learns_the_wrong_token(ranks, data, sin
     assert not same_run(lines_of(tmp_path), lines_of(single))
 
 
+def test_with_dropout_it_is_that_run_too(ranks, data, single, tmp_path):
+    dropping = data | {"model.dropout": 0.1, "stop_at": 4}
+    for mesh in (SINGLE, (1, 1, 2)):
+        settings = dropping | on_mesh(mesh) | {"dump_dir": str(tmp_path / str(mesh))}
+        ranks.run(mesh[2], train_here, settings)
+    one, two = (lines_of(tmp_path / str(mesh)) for mesh in (SINGLE, (1, 1, 2)))
+    assert same_run(two, one)
+    assert not same_run(one, {step: lines_of(single)[step] for step in one})
+
+
 def test_it_goes_on_with_a_run_on_another_mesh(ranks, data, single, tmp_path):
     overrides = data | {"dump_dir": str(tmp_path)}
     ranks.run(2, train_here, overrides | on_mesh((1, 2, 1)) | {"stop_at": 2})

@@ -332,13 +332,16 @@ def nan_at_step_3(runs: Runs) -> NanAt:
     return NanAt(runs.stream().rows([position])[0, :16].tolist())
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)], ids=name_of)
+@pytest.mark.parametrize(
+    ("sizes", "optimizer"), [((1, 2, 1), "adamw"), ((1, 2, 2), "adamw"), ((1, 2, 2), "muon")]
+)
 def test_a_bad_step_changes_nothing_and_is_counted(
-    runs: Runs, nan_at_step_3: NanAt, sizes: Sizes
+    runs: Runs, nan_at_step_3: NanAt, sizes: Sizes, optimizer: str
 ) -> None:
-    settings = {"optim.on_nonfinite": "skip", "checkpoint.dump.every": 1, "stop_at": 4}
+    settings = {"optim.name": optimizer, "optim.muon.dtype": "fp32", "stop_at": 4}
+    clean = runs.train((1, 1, 1), settings)
+    settings |= {"optim.on_nonfinite": "skip", "checkpoint.dump.every": 1}
     run = runs.train(sizes, settings, build=nan_at_step_3)
-    clean = runs.train((1, 1, 1), {"stop_at": 4})
     assert run.column("skipped_steps") == [0, 0, 1, 1]
     assert run.lines[2]["loss"] is None and run.lines[2]["grad_norm"] is None
     assert digests(run.tensors(3)) == digests(run.tensors(2))
