@@ -3,35 +3,32 @@
 One folder per step. Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name;
 everything else is `train_state.json`, one file for the run. A save writes into a temporary folder,
 lists every file with size and checksum in `manifest.json`, and renames the folder last, so a folder
-with a manifest that holds is a checkpoint and anything else is a leftover. Reading executes nothing
-from a checkpoint.
+with a manifest that holds is a checkpoint and anything else is a leftover. `checkpoint_load` reads
+the tensors, `resume` says what may differ from what was saved, `checkpoint_saver` is a run's saves.
+
+    python -m lingua.checkpoint --help     to look at checkpoints from outside a run
 """
 
 import json
+import logging
 import os
-import pickle
 import re
 import shutil
+import sys
 import uuid
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lingua.args import Free
 from lingua.distributed import on_rank_0
@@ -41,6 +38,9 @@ from lingua.init import canonical_name
 MANIFEST, STATE, CONFIG = "manifest.json", "train_state.json", "config.yaml"
 NAME = re.compile(r"\d{10}")
 LEFTOVER = re.compile(r"\d{10}\.tmp-[0-9a-f]{8}")
+MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -53,17 +53,38 @@ class SaveEvery:
 class CheckpointArgs:
     dump: SaveEvery = field(default_factory=SaveEvery)  # to resume from
     eval: SaveEvery = field(default_factory=lambda: SaveEvery(every=0))  # to evaluate later
+    # of those saved, steps that this divides are kept for ever; 0: none for that reason
+    keep_every: Free[int] = 0
     path: Free[str | None] = None  # folder of the checkpoints; null: <dump_dir>/checkpoints
+    async_save: Free[bool] = False  # write from a copy in memory, while training goes on
+    # a save that fails: `continue` training and try again at the next one, or `stop`; a run whose
+    # last save fails ends with an error either way
+    on_error: Free[Literal["continue", "stop"]] = "continue"
     # what is compared with the manifest before loading: sizes and checksums, or sizes alone
     verify: Free[Literal["full", "size"]] = "full"
+    # what a run without a checkpoint of its own starts from: a checkpoint, a dump_dir (its newest),
+    # a Meta Lingua checkpoint or a file of torch.save; null: initial weights
+    init_ckpt_path: Free[str | None] = None
+    # from init_ckpt_path take optimizer, step and position as well as the model
+    continue_training_from_init: Free[bool] = False
+    # or a folder of a Hugging Face Llama model, whose weights it starts with
+    init_from: Free[str | None] = None
     # guarded config keys that may differ from the checkpoint's when resuming
     allow_change: Free[list[str]] = field(default_factory=list)
-    # folder of a Hugging Face Llama model whose weights a run without a checkpoint begins with
-    init_from: Free[str | None] = None
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.continue_training_from_init and self.init_ckpt_path is None:
+            yield "init_ckpt_path", "must be given when continue_training_from_init is true"
+        if self.init_from is not None and self.init_ckpt_path is not None:
+            yield "init_from", "must not be given together with checkpoint.init_ckpt_path"
 
     def due(self, step: int) -> bool:
         """Whether a save is due once `step` is complete."""
         return any(kind.every > 0 and step % kind.every == 0 for kind in (self.dump, self.eval))
+
+
+class NotSaved(UserError):
+    """A save that failed. Every rank raises it; nothing is published and no file is left."""
 
 
 @dataclass(frozen=True)
@@ -106,48 +127,93 @@ def tensors_of(
 # ---------------------------------------------------------------------------------------- save
 
 
-def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict, config: str) -> Path:
+def save(
+    root: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict,
+    config: str,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
     """Write the checkpoint of `step` and publish it. Called by every rank.
 
     Args:
         tensors: plain tensors, equal on every rank, or DTensors.
         state: JSON-able; written as `train_state.json`.
         config: text of `config.yaml`.
+        group: of all ranks, over gloo; another thread than the main one needs one of its own.
 
     Returns:
         The folder. A step that is already published, and not damaged since, is left as it is.
 
     Raises:
-        Exception: a write failed on some rank. All ranks raise and nothing is published.
+        NotSaved: a write failed on some rank.
     """
     final = root / f"{step:010d}"
     published = on_rank_0(lambda: read_checkpoint(final)[0])
-    if published is not None and not damaged_files(published):
+    if published is not None and not damaged_files(published, group):
         return final
+    folder = on_rank_0(lambda: root / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        _writing(lambda: folder.mkdir(parents=True))
+        files = _write_tensors(folder, tensors, group)
+        _writing(lambda: _publish(folder, final, step, files, state, config))
+    except UserError as error:  # every rank is here
+        on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
+        if isinstance(error, NotSaved):
+            raise NotSaved(f"step {step} could not be saved into {root}: {error}") from None
+        raise
+    return final
 
-    def begin() -> Path:
-        temporary = root / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
-        temporary.mkdir(parents=True)
-        return temporary
 
-    folder = on_rank_0(begin)
-    dcp.save(
-        tensors,
-        storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True),
-        planner=DefaultSavePlanner(),
-    )
+def _writing(work: Callable[[], None]) -> None:
+    """Let rank 0 write; an error of its file system is NotSaved on every rank."""
+
+    def attempt() -> None:
+        try:
+            work()
+        except OSError as error:
+            raise NotSaved(str(error)) from error
+
+    on_rank_0(attempt)
+
+
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # Of a write that failed, torch tells how closing the file failed ("unexpected pos").
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _write_tensors(
+    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, dict[str, Any]]:
+    """Every rank writes and syncs its part; returns size and checksum of all ranks' files."""
+    try:
+        dcp.save(
+            tensors,
+            storage_writer=_Writer(folder, single_file_per_rank=True, sync_files=True),
+            planner=DefaultSavePlanner(),
+            process_group=group,
+        )
+    except CheckpointException as error:  # of any rank, on every rank
+        rank, (why, _) = min(error.failures.items())
+        raise NotSaved(f"{why} (rank {rank})") from error
+    mine: dict[str, dict[str, Any]] | str
     try:
         mine = {p.name: _describe(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
     except OSError as error:
-        mine = error
+        mine = f"{error} (rank {dist.get_rank()})"
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group)
     for part in everyone:
-        if isinstance(part, OSError):
-            raise part
-    files = {name: entry for part in everyone for name, entry in part.items()}
-    on_rank_0(lambda: _publish(folder, final, step, files, state, config))
-    return final
+        if isinstance(part, str):
+            raise NotSaved(part)
+    return {name: entry for part in everyone for name, entry in part.items()}
 
 
 def _publish(
@@ -170,11 +236,11 @@ def _publish(
     whole, why = read_checkpoint(folder)
     if whole is None:
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
-    _sync(folder)
+    sync_folder(folder)
     if final.exists():  # a damaged one of the same step: out of the way, never modified
         final.rename(final.parent / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
     folder.rename(final)
-    _sync(final.parent)
+    sync_folder(final.parent)
 
 
 def _checksum_of(manifest: dict) -> str:
@@ -197,7 +263,7 @@ def _write(path: Path, text: str) -> None:
         os.fsync(f.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -208,9 +274,10 @@ def _sync(folder: Path) -> None:
 def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     """Remove what retention does not keep; on one rank, after a save was published.
 
-    Kept are the newest `dump.keep` checkpoints, whatever they were saved for, and the newest
-    `eval.keep` of those that fall on `eval.every`. Other files and folders are not touched, save
-    the leftovers of saves that did not finish.
+    Kept are the newest `dump.keep` checkpoints, whatever they were saved for, the newest
+    `eval.keep` of those that fall on `eval.every`, all that fall on `keep_every`, and all that are
+    marked. Other files and folders are not touched, save the leftovers of saves that did not
+    finish: no other save may be under way in the folder.
 
     Returns:
         The checkpoints removed.
@@ -222,13 +289,48 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
         for checkpoints, kind in ((found, args.dump), (evals, args.eval))
         for c in (checkpoints if kind.keep <= 0 else checkpoints[: kind.keep])
     }
-    gone = [c.path for c in found if c.path not in keep]
-    for path in gone:  # under another name first: half a removal must not look like a checkpoint
-        path.rename(root / f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    for path in root.iterdir():
-        if LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    if args.keep_every > 0:
+        keep |= {c.path for c in found if c.step % args.keep_every == 0}
+    gone = []
+    try:
+        for path in (c.path for c in found if c.path not in keep and not marks(c.path)):
+            # Under another name first: half a removal must not look like a checkpoint.
+            path.rename(root / f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+            gone.append(path)
+        for path in root.iterdir():
+            if LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        logger.warning(f"old checkpoints cannot be removed: {error}")
     return gone
+
+
+# A mark is an empty file beside the checkpoint, `0000001200.best` of `0000001200`: it needs no
+# change to what is published, and two who mark at once lose nothing.
+
+
+def marks(path: Path) -> list[str]:
+    """The names that the checkpoint `path` is marked with. One with any is never pruned."""
+    return sorted(
+        name
+        for file in path.parent.glob(f"{path.name}.*")
+        if MARK.fullmatch(name := file.suffix[1:]) and file.is_file()
+    )
+
+
+def mark(path: Path, name: str) -> None:
+    """Keep the checkpoint `path` for ever, under a name."""
+    _mark_file(path, name).touch()
+
+
+def unmark(path: Path, name: str) -> None:
+    _mark_file(path, name).unlink(missing_ok=True)
+
+
+def _mark_file(path: Path, name: str) -> Path:
+    if not MARK.fullmatch(name):
+        raise UserError(f'mark "{name}": must be letters, digits, - and _, a letter first')
+    return path.parent / f"{path.name}.{name}"
 
 
 # ------------------------------------------------------------------------------- find and verify
@@ -268,6 +370,9 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
             report(f"{path} is not a whole checkpoint ({why}): skipped")
         else:
             found.append(checkpoint)
+            files = {p.name for p in path.iterdir()} - {MANIFEST, *checkpoint.files}
+            if files:
+                report(f"{path}: {', '.join(sorted(files))} not in its manifest: not read")
     return sorted(found, key=lambda c: c.serial, reverse=True)
 
 
@@ -282,14 +387,14 @@ def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint
     return None
 
 
-def damaged_files(checkpoint: Checkpoint) -> list[str]:
+def damaged_files(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
     """Files whose checksum is not the manifest's. Called by every rank: each file is read by one,
     and the verdicts are shared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = sorted(checkpoint.files.items())[rank::world]
     bad = [name for name, entry in mine if not _holds(checkpoint.path / name, entry)]
     verdicts: list[list[str]] = [[]] * world
-    dist.all_gather_object(verdicts, bad)
+    dist.all_gather_object(verdicts, bad, group)
     return sorted(name for part in verdicts for name in part)
 
 
@@ -305,158 +410,9 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
 
 
-# ---------------------------------------------------------------------------------------- load
+if __name__ == "__main__":
+    # Imported here: they import this module.
+    from lingua.checkpoint_commands import main
+    from lingua.launch import run_program
 
-_ALLOWED: dict[tuple[str, str], object] = {
-    (thing.__module__, thing.__qualname__): thing
-    for thing in (
-        dcp_metadata.Metadata,
-        dcp_metadata.MetadataIndex,
-        dcp_metadata.TensorStorageMetadata,
-        dcp_metadata.BytesStorageMetadata,
-        dcp_metadata.ChunkStorageMetadata,
-        dcp_metadata.TensorProperties,
-        dcp_metadata.StorageMeta,
-        dcp_metadata._MEM_FORMAT_ENCODING,
-        _StorageInfo,
-        OrderedDict,
-    )
-} | {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("pathlib", "PosixPath"): PosixPath,
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes that DCP's `.metadata` consists of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
-            return value
-        raise UserError(f"a checkpoint's .metadata refers to {module}.{name}: it is not loaded")
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader, without trust in what it reads."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as f:
-                metadata = _MetadataUnpickler(f).load()
-        except UserError:
-            raise
-        except Exception as error:  # a damaged pickle may raise anything
-            raise UserError(f"{path} cannot be read: {error}") from error
-        for info in (metadata.storage_data or {}).values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise UserError(f"a checkpoint's .metadata refers to the file {info.relative_path}")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp_metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _TensorsOnly(DefaultLoadPlanner):
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise UserError(f"{read_item.dest_index.fqn} of a checkpoint is not a tensor: not loaded")
-
-
-def saved_weights(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each tensor of the model, by its name there (without `model.`)."""
-    saved = _Reader(checkpoint.path).read_metadata().state_dict_metadata
-    return {
-        name.removeprefix("model."): (entry.size, entry.properties.dtype)
-        for name, entry in saved.items()
-        if name.startswith("model.") and isinstance(entry, dcp_metadata.TensorStorageMetadata)
-    }
-
-
-def read_weights(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Tensor]:
-    """Whole tensors of the model, on the CPU, by their names there. Called by every rank."""
-    saved = saved_weights(checkpoint)
-    tensors = {f"model.{name}": torch.empty(saved[name][0], dtype=saved[name][1]) for name in names}
-    dcp.load(tensors, storage_reader=_Reader(checkpoint.path), planner=_TensorsOnly())
-    return {name.removeprefix("model."): t for name, t in tensors.items()}
-
-
-def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Fill the parameters and buffers of a model, as `load` does, and leave the rest unread."""
-    load(checkpoint, tensors_of(model), part="model.")
-
-
-def load(checkpoint: Checkpoint, tensors: dict[str, Tensor], part: str = "") -> None:
-    """Fill `tensors` in place, on any topology. Called by every rank.
-
-    Args:
-        part: what the names of all begin with; of the rest of the checkpoint nothing is said.
-
-    Raises:
-        UserError: names what is missing or has another shape, before anything is loaded.
-    """
-    reader = _Reader(checkpoint.path)
-    saved = reader.read_metadata().state_dict_metadata
-    saved = {name: entry for name, entry in saved.items() if name.startswith(part)}
-    wrong = []
-    for name, t in tensors.items():
-        entry = saved.get(name)
-        if not isinstance(entry, dcp_metadata.TensorStorageMetadata):
-            wrong.append(f"{name}: {tuple(t.shape)} here, not in the checkpoint")
-        elif entry.size != t.shape:
-            wrong.append(f"{name}: {tuple(t.shape)} here, {tuple(entry.size)} in the checkpoint")
-    wrong += [f"{name}: in the checkpoint, not here" for name in saved if name not in tensors]
-    if wrong:
-        shown = [*wrong[:10], *([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else [])]
-        raise UserError(f"{checkpoint.path} does not fit this model:\n  " + "\n  ".join(shown))
-    dcp.load(tensors, storage_reader=reader, planner=_TensorsOnly())
-
-
-# ------------------------------------------------------------------------------ what may change
-
-
-@dataclass(frozen=True)
-class Change:
-    """A config key whose value is not the one that was saved."""
-
-    key: str
-    saved: Any
-    now: Any
-    resume_class: str  # "announced" or "guarded"
-    note: str = ""  # what of it may change, where some may
-
-
-def changes(
-    saved: Mapping[str, Any], now: Mapping[str, Any], classes: Mapping[str, str]
-) -> list[Change]:
-    """Keys, flattened, that differ and are not free."""
-    return [
-        Change(key, saved.get(key, "(absent)"), now[key], classes[key])
-        for key in now
-        if classes[key] != "free" and saved.get(key, "(absent)") != now[key]
-    ]
-
-
-def check_changes(found: list[Change], allowed: list[str]) -> None:
-    """Refuse guarded changes that `checkpoint.allow_change` does not name."""
-    refused = [c for c in found if c.resume_class == "guarded" and c.key not in allowed]
-    if refused:
-        lines = [f"{c.key}: {c.saved} in the checkpoint, {c.now} now{c.note}" for c in refused]
-        raise UserError(
-            "these keys define the run and differ from the checkpoint's:\n  "
-            + "\n  ".join(lines)
-            + "\nset them back, use another dump_dir, or name them in checkpoint.allow_change: ["
-            + ", ".join(c.key for c in refused)
-            + "]"
-        )
-
-
-def changes_table(found: list[Change]) -> Iterator[str]:
-    """Lines of a table: key, saved, now, class."""
-    rows = [("key", "saved", "now", "class")]
-    rows += [(c.key, str(c.saved), str(c.now), c.resume_class) for c in found]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    run_program(lambda: main(sys.argv[1:]))

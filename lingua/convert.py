@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lingua.args import Free, load
-from lingua.checkpoint import damaged_files, read_weights, save, saved_weights
+from lingua.checkpoint import damaged_files, save
+from lingua.checkpoint_load import read_weights, saved_weights
 from lingua.distributed import DistributedArgs, detect_launch, start
 from lingua.errors import UserError
 from lingua.hugging_face import (

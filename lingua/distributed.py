@@ -9,6 +9,7 @@ any size, 1 included, so that no caller needs a special case.
 import os
 import pickle
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -224,9 +225,10 @@ def on_rank_0(work: Callable[[], T]) -> T:
     collective's timeout should have to cover.
     """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    # The number of this rank's call, counted in the store: a process may outlive its group.
-    number = store.add(f"lingua/on_rank_0/calls_of_{rank}", 1)
-    key = f"lingua/on_rank_0/{number}"
+    # The number of this rank's call, counted in the store: a process may outlive its group. Threads
+    # count apart, since the order between them may differ from rank to rank.
+    thread = f"lingua/on_rank_0/{threading.current_thread().name}"
+    key = f"{thread}/{store.add(f'{thread}/calls_of_{rank}', 1)}"
     if rank == 0:
         result, error = None, None
         try:

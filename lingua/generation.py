@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lingua.distributed import dp_degree
@@ -87,9 +88,9 @@ def generate(
     found: dict[int, Completion] = {}
     training = model.training
     model.eval()
-    # Tensors without a place in autograd are faster to make, but no collective takes them.
-    alone = torch.inference_mode(mesh.size() == 1)
-    with _uncompiled(), alone:
+    # Tensors that autograd can never see are faster to make, but FSDP does not take them.
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    with _uncompiled(), torch.inference_mode(mesh.size() == 1 and not sharded):
         for i in range(n_batches):
             part = order[i * batch_size : (i + 1) * batch_size]
             rows = [_Row(k, requests[k], tokenizer, on_text) for k in part]

@@ -1,6 +1,7 @@
 """What a run says to programs: lines of JSON in the dump dir, Weights & Biases when configured,
 and the numbers that need the device: peak FLOP/s, MFU, peak memory."""
 
+import errno
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,10 +59,19 @@ class MetricsFile:
     def write(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Append `line`, which has a `step`, and `created_at`; returns what was written.
 
-        JSON has no NaN and no infinity: they become null.
+        JSON has no NaN and no infinity: they become null. Raises OSError where the line does not
+        fit on the disk; then none of it is there.
         """
         written = _strict({**line, "created_at": datetime.now(UTC).isoformat()})
-        self._file.write(json.dumps(written, allow_nan=False).encode() + b"\n")
+        text = json.dumps(written, allow_nan=False).encode() + b"\n"
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
         return written
 
     def event(self, event: str, step: int, **values: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The optimizer and the learning rate of every step.
 
-    optimizer = build_optimizer(model, args)            # after sharding and materialisation
+    optimizer = build_optimizer(model, args, blocks)    # after sharding and materialisation
     update(optimizer, lr_at(step, args, steps), torch.isfinite(grad_norm))
 
 `step` counts completed updates, so update `step + 1` (the metrics line of that number) uses
@@ -9,28 +9,33 @@ lr_at(step), and a run of `steps` updates uses lr_at(0) ... lr_at(steps - 1).
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import AdamW, adamw
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from lingua.args import Announced, Guarded
 from lingua.errors import UserError
 from lingua.init import canonical_name
+from lingua.muon import MuonArgs, muon
 
 
 @dataclass
 class OptimArgs:
-    name: Guarded[Literal["adamw"]] = "adamw"  # the optimizer
+    # `muon`: Muon for the matrices inside the blocks, AdamW for the rest (embedding, head, norms)
+    name: Guarded[Literal["adamw", "muon"]] = "adamw"
     lr: Announced[float] = 3e-4  # peak learning rate
     # decoupled, times the learning rate; on matrices only, not on embeddings, norms and biases
     weight_decay: Announced[float] = 0.1
-    beta1: Announced[float] = 0.9  # decay per update of the mean of the gradient
-    beta2: Announced[float] = 0.95  # decay per update of the mean of the squared gradient
-    epsilon: Announced[float] = 1e-8  # added to the root of the second moment
+    beta1: Announced[float] = 0.9  # AdamW: decay per update of the mean of the gradient
+    beta2: Announced[float] = 0.95  # AdamW: decay per update of the mean of the squared gradient
+    epsilon: Announced[float] = 1e-8  # AdamW: added to the root of the second moment
+    muon: MuonArgs = field(default_factory=MuonArgs)  # with `name: muon`; lr and decay are shared
     clip: Announced[float] = 1.0  # largest global norm of the gradient; .inf: no clipping
     # how the rate goes on after the warmup
     scheduler: Announced[Literal["constant", "linear", "inv_sqrt", "cosine", "wsd"]] = "cosine"
@@ -51,22 +56,22 @@ class OptimArgs:
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, what is required of it) for every value out of range."""
         finite = math.isfinite
-        for field in ("lr", "weight_decay"):
-            if not (finite(getattr(self, field)) and getattr(self, field) >= 0):
-                yield field, "must be at least 0"
-        for field in ("beta1", "beta2"):
-            if not 0 <= getattr(self, field) < 1:
-                yield field, "must be at least 0 and below 1"
-        for field in ("epsilon", "cycle_length", "cosine_theta", "exp_factor"):
-            if not (finite(getattr(self, field)) and getattr(self, field) > 0):
-                yield field, "must be above 0"
+        for key in ("lr", "weight_decay"):
+            if not (finite(getattr(self, key)) and getattr(self, key) >= 0):
+                yield key, "must be at least 0"
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                yield key, "must be at least 0 and below 1"
+        for key in ("epsilon", "cycle_length", "cosine_theta", "exp_factor"):
+            if not (finite(getattr(self, key)) and getattr(self, key) > 0):
+                yield key, "must be above 0"
         if not self.clip > 0:
             yield "clip", "must be above 0 (.inf: no clipping)"
         if self.warmup < 0:
             yield "warmup", "must be at least 0"
-        for field in ("lr_min_ratio", "decay_fraction"):
-            if not 0 <= getattr(self, field) <= 1:
-                yield field, "must be between 0 and 1"
+        for key in ("lr_min_ratio", "decay_fraction"):
+            if not 0 <= getattr(self, key) <= 1:
+                yield key, "must be between 0 and 1"
 
 
 def schedule_warnings(args: OptimArgs, steps: int) -> list[str]:
@@ -154,46 +159,69 @@ def _whole_cycles(cycles: float, last: bool) -> int:
 # ---- the optimizer
 
 
-def build_optimizer(model: nn.Module, args: OptimArgs) -> AdamW:
-    """AdamW over the parameters that need a gradient, in at most two groups: with weight decay
-    (two or more dimensions and not the weight of an nn.Embedding, tied or not), and without.
+def build_optimizer(model: nn.Module, args: OptimArgs, blocks: tuple[str, ...] = ()) -> Optimizer:
+    """Parameters that need a gradient, in groups of equal treatment, and their state for `update`.
 
-    The groups keep canonical names in `param_names`. All state exists from the start (`step` a
-    float32 scalar, both moments zero), so that a checkpoint of step 0 is complete.
+    Weight decay is for those of two or more dimensions that are not the weight of an nn.Embedding,
+    tied or not. With `name: muon`, those of them that are matrices in one of the `blocks` (patterns
+    of module names, as in a ParallelPlan) are Muon's; everything else is AdamW's.
+
+    The groups keep canonical names in `param_names`. All state exists from the start, zero (AdamW:
+    `step` a float32 scalar and both moments, Muon: the momentum), so that a checkpoint of step 0 is
+    complete.
+
+    Raises:
+        UserError: Muon, and no matrix for it.
     """
+    adamw = {"algorithm": "adamw", "betas": (args.beta1, args.beta2), "eps": args.epsilon}
+    settings = {
+        "matrices": {"algorithm": "muon", "weight_decay": args.weight_decay} | vars(args.muon),
+        "decay": adamw | {"weight_decay": args.weight_decay},
+        "no decay": adamw | {"weight_decay": 0.0},
+    }
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in settings}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decay, no_decay = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-            (decay if matrix else no_decay).append((canonical_name(name), parameter))
-    groups = [
-        {"params": named, "weight_decay": weight_decay}
-        for named, weight_decay in ((decay, args.weight_decay), (no_decay, 0.0))
-        if named
-    ]
-    betas = (args.beta1, args.beta2)
-    optimizer = AdamW(groups, lr=args.lr, betas=betas, eps=args.epsilon, fused=True)
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        name = canonical_name(name)
+        kind = "decay" if p.ndim >= 2 and id(p) not in embeddings else "no decay"
+        if args.name == "muon" and kind == "decay" and p.ndim == 2 and _within(name, blocks):
+            kind = "matrices"
+        members[kind].append((name, p))
+    if args.name == "muon" and not members["matrices"]:
+        raise UserError(
+            "optim.name = muon: trains the matrices inside the blocks that the model's plan names, "
+            "and there are none; must be adamw"
+        )
+    groups = [{"params": named, **settings[kind]} for kind, named in members.items() if named]
+    optimizer = Optimizer(groups, {"lr": args.lr})
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        for p in group["params"]:
+            optimizer.state[p] = _empty_state(p, group["algorithm"])
     return optimizer
 
 
-@torch.no_grad()
-def update(optimizer: AdamW, lr: float, finite: Tensor) -> None:
-    """One AdamW update at rate `lr`; parameters, moments and step counts stay what they are where
-    `finite` (a bool scalar on the device) is False. The host does not wait for it.
+def _within(name: str, blocks: tuple[str, ...]) -> bool:
+    """Whether a parameter lies in a module that one of the patterns names; `*` matches one part."""
+    parts = name.split(".")
+    return any(fnmatch(".".join(parts[: block.count(".") + 1]), block) for block in blocks)
 
-    AdamW works on each element alone, so it runs on the local shards, on whatever meshes they live,
-    and without DTensor's dispatch (200 small parameters on one CPU core: 2.9 ms with it, 0.9 ms
-    without).
-    """
-    found_inf = (~finite).float()
+
+def _empty_state(p: nn.Parameter, algorithm: str) -> dict[str, Tensor]:
+    if algorithm == "muon":
+        return {"momentum_buffer": torch.zeros_like(p)}
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=p.device),
+        "exp_avg": torch.zeros_like(p),
+        "exp_avg_sq": torch.zeros_like(p),
+    }
+
+
+@torch.no_grad()
+def update(optimizer: Optimizer, lr: float, finite: Tensor) -> None:
+    """One update at rate `lr`; parameters, moments and step counts stay what they are where
+    `finite` (a bool scalar on the device) is False. The host does not wait for it."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         parameters = [p for p in group["params"] if p.grad is not None]
@@ -201,23 +229,48 @@ def update(optimizer: AdamW, lr: float, finite: Tensor) -> None:
         for p in parameters:
             # a gradient not yet summed over its mesh would be taken for its own shard
             assert not isinstance(p, DTensor) or p.grad.placements == p.placements
-        adamw(
-            [_local(p) for p in parameters],
-            [_local(p.grad) for p in parameters],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=lr,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        if group["algorithm"] == "muon":
+            _muon(parameters, states, finite, group)
+        else:
+            _adamw(parameters, states, finite, group)
+
+
+def _adamw(parameters: list[nn.Parameter], states: list[dict], finite: Tensor, group: dict) -> None:
+    """AdamW works on each element alone, so it runs on the local shards, on whatever meshes they
+    live, and without DTensor's dispatch (200 small parameters on one CPU core: 2.9 ms with it,
+    0.9 ms without)."""
+    adamw(
+        [_local(p) for p in parameters],
+        [_local(p.grad) for p in parameters],
+        [_local(state["exp_avg"]) for state in states],
+        [_local(state["exp_avg_sq"]) for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        found_inf=(~finite).float(),
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _muon(parameters: list[nn.Parameter], states: list[dict], finite: Tensor, group: dict) -> None:
+    muon(
+        parameters,
+        [state["momentum_buffer"] for state in states],
+        finite,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        ns_steps=group["ns_steps"],
+        rms=group["rms"],
+        dtype=group["dtype"],
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

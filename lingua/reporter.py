@@ -155,7 +155,11 @@ class Reporter:
             self.files["metrics"].event(event, step, **values)
 
     def _write(self, kind: str, line: dict[str, Any]) -> None:
-        written = self.files[kind].write(line)
+        try:
+            written = self.files[kind].write(line)
+        except OSError as error:  # a full disk: what it costs is a line, not the run
+            logger.error(f"the line of step {line['step']} is lost: {error}")
+            written = line
         if self.wandb is not None:
             prefix = "" if kind == "metrics" else f"validation/{line['source']}/"
             self.wandb.log(

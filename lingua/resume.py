@@ -6,7 +6,7 @@ Rank 0 decides and all ranks follow. Tensors are loaded in place; everything els
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -17,16 +17,7 @@ from omegaconf import OmegaConf
 from torch.optim import Optimizer
 
 from lingua import __version__
-from lingua.checkpoint import (
-    CONFIG,
-    Change,
-    Checkpoint,
-    changes,
-    changes_table,
-    check_changes,
-    newest,
-    read_state,
-)
+from lingua.checkpoint import CONFIG, Checkpoint, newest, read_state
 from lingua.data.shards import Source
 from lingua.data.stream import shares
 from lingua.distributed import on_rank_0
@@ -68,7 +59,12 @@ class Saved:
 
 def flat_config(path: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a written config file has for `keys`, by their dotted names."""
-    tree = OmegaConf.load(path)
+    return flat_text(path.read_text(encoding="utf-8"), keys)
+
+
+def flat_text(text: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the text of a config file, which may be JSON."""
+    tree = OmegaConf.create(text)
     flat = {}
     for key in keys:
         value = OmegaConf.select(tree, key, default="(absent)")
@@ -81,10 +77,68 @@ def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None
     checkpoint = newest(root, verify, logger.warning)
     if checkpoint is None:
         return None
-    config, state = on_rank_0(
-        lambda: (flat_config(checkpoint.path / CONFIG, keys), read_state(checkpoint))
-    )
-    return Saved(checkpoint, config, state)
+    return on_rank_0(lambda: read_saved(checkpoint, keys))
+
+
+def read_saved(checkpoint: Checkpoint, keys: Mapping[str, Any]) -> Saved:
+    """A checkpoint and what it says besides tensors."""
+    state = read_state(checkpoint)
+    if "progress" not in state:  # made by `convert` from a file
+        raise UserError(
+            f"{checkpoint.path} holds a model alone and no run to go on with. A new run starts "
+            "from it with checkpoint.init_ckpt_path, without continue_training_from_init"
+        )
+    return Saved(checkpoint, flat_config(checkpoint.path / CONFIG, keys), state)
+
+
+# ------------------------------------------------------------------------------ what may change
+
+
+@dataclass(frozen=True)
+class Change:
+    """A config key whose value is not the one that was saved."""
+
+    key: str
+    saved: Any
+    now: Any
+    resume_class: str  # "announced" or "guarded"
+    note: str = ""  # what of it may change, where some may
+
+
+def changes(
+    saved: Mapping[str, Any], now: Mapping[str, Any], classes: Mapping[str, str]
+) -> list[Change]:
+    """Keys, flattened, that differ and are not free."""
+    return [
+        Change(key, saved.get(key, "(absent)"), now[key], classes[key])
+        for key in now
+        if classes[key] != "free" and saved.get(key, "(absent)") != now[key]
+    ]
+
+
+def check_changes(
+    found: list[Change], allowed: list[str], instead: str = "use another dump_dir"
+) -> None:
+    """Refuse guarded changes that `checkpoint.allow_change` does not name."""
+    refused = [c for c in found if c.resume_class == "guarded" and c.key not in allowed]
+    if refused:
+        lines = [f"{c.key}: {c.saved} in the checkpoint, {c.now} now{c.note}" for c in refused]
+        raise UserError(
+            "these keys define the run and differ from the checkpoint's:\n  "
+            + "\n  ".join(lines)
+            + f"\nset them back, {instead}, or name them in checkpoint.allow_change: ["
+            + ", ".join(c.key for c in refused)
+            + "]"
+        )
+
+
+def changes_table(found: list[Change]) -> Iterator[str]:
+    """Lines of a table: key, saved, now, class."""
+    rows = [("key", "saved", "now", "class")]
+    rows += [(c.key, str(c.saved), str(c.now), c.resume_class) for c in found]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def check_config(
@@ -155,7 +209,12 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
     return found
 
 
-def tell(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:
+# ------------------------------------------------------------------------ what is said and saved
+
+
+def tell(
+    saved: Saved, found: list[Change], optimizer: Optimizer, topology: tuple[int, ...]
+) -> None:
     """Say what is resumed and what is different, on rank 0."""
     logger.info(f"resuming {saved.checkpoint.path} (step {saved.progress.step})")
     if saved.topology != topology:
@@ -166,6 +225,21 @@ def tell(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:
     if found:
         for line in changes_table(found):
             logger.info(line)
+    for line in settings_not_saved(saved.state["param_groups"], optimizer):
+        logger.info(line)
+
+
+def settings_not_saved(saved: list[dict[str, Any]], optimizer: Optimizer) -> Iterator[str]:
+    """A line for each setting that the optimizer has for parameters whose group in an older
+    checkpoint has none of that name."""
+    then = {name: group for group in saved for name in group["param_names"]}
+    unknown: dict[tuple[str, str], int] = {}
+    for group in optimizer.param_groups:
+        for name in group["param_names"]:
+            for key in group.keys() - then.get(name, group).keys() - {"params"}:
+                unknown[key, str(group[key])] = unknown.get((key, str(group[key])), 0) + 1
+    for (key, value), n in sorted(unknown.items()):
+        yield f"{key} of {n} parameters is not in the checkpoint: {value}, as the config has it now"
 
 
 def state_to_save(
@@ -177,8 +251,8 @@ def state_to_save(
     topology: tuple[int, ...],
     data: dict[str, str],
 ) -> dict[str, Any]:
-    """What `train_state.json` holds. The optimizer's groups are there to be read: on resume their
-    values come from the config."""
+    """What `train_state.json` holds. The optimizer's groups, which name their parameters, are there
+    to be read: on resume their values come from the config."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {
         "progress": asdict(progress),

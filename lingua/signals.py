@@ -1,16 +1,22 @@
 """Asking a run to stop: the signals of people, schedulers and operating systems set a flag.
 
 The handler does nothing else. The loop shares the flag among all ranks at the next step boundary,
-where the run can be saved whole.
+where the run can be saved whole. Work that may be left anywhere is left `at_once`.
 """
 
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 IMPATIENCE_S = 2.0  # torchrun passes a terminal's Ctrl-C on, so one press may arrive twice
+
+
+class Stopped(BaseException):
+    """Raised by a signal inside `at_once`; no handler of ordinary errors should swallow it."""
 
 
 class StopRequest:
@@ -19,17 +25,31 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: str | None = None  # name of the first one received
         self._interrupted_at: float | None = None
+        self._raising = False
         self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number).name
-        if number != signal.SIGINT:
-            return
-        now = time.monotonic()
-        if self._interrupted_at is None:
-            self._interrupted_at = now
-        elif now - self._interrupted_at >= IMPATIENCE_S:
-            os._exit(128 + signal.SIGINT)  # a person insists: no clean-up that could wait on a rank
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_at is None:
+                self._interrupted_at = now
+            elif now - self._interrupted_at >= IMPATIENCE_S:
+                os._exit(128 + signal.SIGINT)  # a person insists: no clean-up that waits on a rank
+        if self._raising:
+            self._raising = False  # a second signal must not break off the clean-up
+            raise Stopped
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within it a signal, also one received before, raises Stopped where the main thread is."""
+        if self.signal is not None:
+            raise Stopped
+        self._raising = True
+        try:
+            yield
+        finally:
+            self._raising = False
 
     def close(self) -> None:
         """Give the signals back to who handled them before."""

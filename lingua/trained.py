@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from lingua.args import load
-from lingua.checkpoint import CONFIG, Checkpoint, find, load_weights, read_checkpoint
+from lingua.checkpoint import CONFIG, Checkpoint, find, read_checkpoint
+from lingua.checkpoint_load import load_weights
 from lingua.errors import UserError
 from lingua.init import init_parameters, ties_kept
 from lingua.resume import flat_config

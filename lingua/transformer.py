@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lingua.args import Announced, Guarded
 from lingua.data import IGNORE
+from lingua.hashing import hash_bits, key_of
 
 
 @dataclass
@@ -60,6 +61,7 @@ class TransformerArgs:
     init_std_factor: Guarded[Literal["disabled", "global_depth", "current_depth", "dim_ratio"]] = (
         "disabled"
     )
+    dropout: Guarded[float] = 0.0  # share of each sublayer's outputs zeroed in training
     attn_impl: Announced[Literal["sdpa"]] = "sdpa"  # implementation of attention
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -73,6 +75,8 @@ class TransformerArgs:
         scale = self.ffn_dim_multiplier
         if scale is not None and not 1 <= scale * int(8 * self.dim / 3) < math.inf:
             yield "ffn_dim_multiplier", "must be finite and leave at least one hidden feature"
+        if not 0 <= self.dropout < 1:
+            yield "dropout", "must be at least 0 and below 1"
         if self.sliding_window is not None and self.sliding_window < 1:
             yield "sliding_window", "must be at least 1, or null for all positions"
         if self.n_heads is None and self.head_dim is None:
@@ -107,6 +111,7 @@ class Context:
     cos, sin: float32 S D/2, or B S D/2 with documents, of the rotary angle of each position.
     mask: bool S S, or B 1 S S with documents, True where a query (row) sees a key (column); None:
         plain causal attention.
+    noise: int64 B S, a random key of each position for dropout; None: nothing is dropped.
     cache: while generating, where each layer's keys and values of earlier positions are.
 
     Not a dataclass: FSDP casts what it finds in those to the dtype of the parameters, and angles
@@ -114,9 +119,21 @@ class Context:
     """
 
     def __init__(
-        self, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: "Cache | None" = None
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        noise: Tensor | None = None,
+        cache: "Cache | None" = None,
     ) -> None:
-        self.cos, self.sin, self.mask, self.cache = cos, sin, mask, cache
+        self.cos, self.sin, self.mask, self.noise, self.cache = cos, sin, mask, noise, cache
+
+    def at(self, block: str) -> "Context":
+        """The context of one block, whose noise is that of its name alone. The name enters here and
+        not inside the block: blocks that differ in nothing but shapes share a compiled graph."""
+        if self.noise is None:
+            return self
+        return Context(self.cos, self.sin, self.mask, hash_bits(key_of(block), self.noise))
 
 
 class Cache:
@@ -170,10 +187,12 @@ def make_context(
     seq_len: int,
     device: torch.device,
     documents: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> Context:
-    """The rotary angles (Su et al., 2021) and the attention mask of a batch.
+    """The rotary angles (Su et al., 2021), the attention mask and the noise of a batch.
 
     Args:
+        noise: int64 B, a random key of each row; None: no dropout.
         documents: int64 B S, not falling along S: positions start again at 0 in each document, and
             a token sees only its own. None: a row is one document.
     """
@@ -188,7 +207,9 @@ def make_context(
         position = place - torch.where(begins, place, 0).cummax(dim=1).values  # B S
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])  # B 1 S S
     angle = position[..., None].float() * rotary_frequencies(args, device)
-    return Context(angle.cos(), angle.sin(), mask)
+    if noise is not None:
+        noise = hash_bits(noise[:, None], place)  # B S
+    return Context(angle.cos(), angle.sin(), mask, noise)
 
 
 def cached_context(args: TransformerArgs, seq_len: int, cache: Cache) -> Context:
@@ -202,13 +223,13 @@ def cached_context(args: TransformerArgs, seq_len: int, cache: Cache) -> Context
     cos, sin = (angle[:, begin:end] for angle in cache.angles)
     window = args.sliding_window if args.sliding_window is not None else end
     if not cache.padded and window >= end and (begin == 0 or seq_len == 1):
-        return Context(cos, sin, None, cache)
+        return Context(cos, sin, None, cache=cache)
     column = torch.arange(end, device=device)
     back = column[begin:, None] - column  # S L, from query to key
     mask = (back >= 0) & (back < window)
     # Padding sees itself: of nothing at all the softmax would be NaN.
     seen = (column >= padding)[:, None] | (back == 0)  # B S L
-    return Context(cos, sin, (mask & seen)[:, None], cache)
+    return Context(cos, sin, (mask & seen)[:, None], cache=cache)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -284,6 +305,37 @@ class FeedForward(nn.Module):
         trunc_normal_(self.w2.weight, (self.std or self.w2.in_features**-0.5) / self.out_factor)
 
 
+class Dropout(nn.Module):
+    """Zeroes each element with probability p, and scales the others so that the mean stays.
+
+    An element's fate is a hash of its position's key, the site and its feature: no generator, so it
+    is the same when it is computed again, compiled, or for some of the positions only.
+    """
+
+    def __init__(self, p: float, site: str) -> None:
+        super().__init__()
+        self.p, self.site = p, key_of(site)
+        self.limit = int(p * 2**64) - 2**63  # a share p of all int64 is below
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:  # B S E, int64 B S -> B S E
+        keep = _keep(noise, self.site, x.shape[-1], self.limit)
+        return torch.where(keep, x / (1 - self.p), 0.0)
+
+
+# One operator to the compiler: torch 2.13 makes wrong code of these integers for the CPU where a
+# vector register does not divide E, up to writing past the end.
+@torch.library.custom_op("lingua::keep", mutates_args=())
+def _keep(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
+    """B S E, True where an element stays."""
+    feature = torch.arange(n_features, device=noise.device)
+    return hash_bits(hash_bits(site, noise)[..., None], feature) >= limit
+
+
+@_keep.register_fake
+def _(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
+    return noise.new_empty((*noise.shape, n_features), dtype=torch.bool)
+
+
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each on the normalised residual stream."""
 
@@ -299,10 +351,14 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(args, out_factor)
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_dropout = Dropout(args.dropout, "attention")
+        self.ffn_dropout = Dropout(args.dropout, "feed_forward")
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
-        x = x + self.attention(self.attention_norm(x), ctx)
-        return x + self.feed_forward(self.ffn_norm(x))
+        out = self.attention(self.attention_norm(x), ctx)
+        x = x + (out if ctx.noise is None else self.attention_dropout(out, ctx.noise))
+        out = self.feed_forward(self.ffn_norm(x))
+        return x + (out if ctx.noise is None else self.ffn_dropout(out, ctx.noise))
 
 
 def sum_token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

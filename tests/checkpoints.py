@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lingua.checkpoint import load, read_checkpoint, save
+from lingua.checkpoint import read_checkpoint, save
+from lingua.checkpoint_load import load
 from lingua.distributed import DistributedArgs, detect_launch, start
 from lingua.errors import UserError
 

@@ -199,9 +199,11 @@ def test_leftovers_and_other_peoples_folders_are_skipped_with_a_line(ranks, save
     (root / "0000000004").mkdir()
     (root / "notes").mkdir()
     (root / "0000000005").write_text("a file")
+    (root / "0000000001" / "__5_0.distcp").write_bytes(b"stale")
     told: list[str] = []
     assert [c.path.name for c in find(root, told.append)] == ["0000000002", "0000000001"]
     assert [line.replace(f"{root}/", "") for line in told] == [
+        "0000000001: __5_0.distcp not in its manifest: not read",
         "0000000002_bak is not a checkpoint: skipped",
         "0000000003.tmp-0123abcd is not a checkpoint: skipped",
         "0000000004 is not a whole checkpoint (manifest.json is missing): skipped",
@@ -246,7 +248,7 @@ def fail_here(root: Path, limits: dict[int, int], state: dict) -> tuple[str, lis
         told = refusal(work, ANY)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    after_failure = [c.path.name for c in on_rank_0(lambda: find(root))]
+    after_failure = on_rank_0(lambda: sorted(p.name for p in root.iterdir()))
     assert not (root / "0000000005").exists()
     dist.barrier()
     save(root, 5, tensors_on(mesh, fill=5), STATE, CONFIG)
@@ -264,8 +266,9 @@ def test_a_write_that_fails_publishes_nothing_and_raises_on_every_rank(
     root = shutil.copytree(saved, tmp_path / "root")
     state = {"big": "x" * 200_000} if big_state else STATE
     for told, found in ranks.run(2, fail_here, root, limits, state):
+        assert told.startswith(f"NotSaved: step 5 could not be saved into {root}: ")
         assert "File too large" in told
-        assert found == ["0000000002", "0000000001"]
+        assert found == ["0000000001", "0000000002"]  # no leftover either
     assert [c.step for c in find(root)] == [5, 2, 1]  # the next attempt is not in its way
     assert ranks.run(1, load_here, root / "0000000005", 5) == [True]
 
@@ -278,7 +281,7 @@ def no_folder_here(root: Path) -> str:
 def test_a_folder_that_cannot_be_made_raises_on_every_rank(ranks, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for told in ranks.run(2, no_folder_here, tmp_path / "file" / "checkpoints"):
-        assert "Not a directory" in told
+        assert "NotSaved: step 1 could not be saved" in told and "Not a directory" in told
 
 
 def own_disk_here(disks: Path) -> str:

@@ -11,15 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lingua.checkpoint import (
-    Change,
-    Checkpoint,
-    changes,
-    check_changes,
-    load,
-    read_checkpoint,
-)
+from lingua.checkpoint import Checkpoint, read_checkpoint
+from lingua.checkpoint_load import load
 from lingua.errors import UserError
+from lingua.resume import Change, changes, check_changes
 from tests.checkpoints import (
     ANY,
     join,

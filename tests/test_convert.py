@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua import convert
-from lingua.checkpoint import read_checkpoint, read_weights, save, saved_weights, tensors_of
+from lingua.checkpoint import read_checkpoint, save, tensors_of
+from lingua.checkpoint_load import read_weights, saved_weights
 from lingua.distributed import DistributedArgs, detect_launch, parallelize_model, start
 from lingua.errors import UserError
 from lingua.hugging_face import LlamaFolder, check_model, feed_forward_size, load_llama

@@ -30,14 +30,18 @@ def measure(keys: list[str]) -> Report:
         held_out = _lines(run / "metrics.validation.jsonl")
     last = metrics[-1]
     since = [0, *(line["step"] for line in metrics)]
-    trained_s = sum(
-        line["step_time_s"] * (line["step"] - before)
-        for line, before in zip(metrics, since, strict=False)
+    trained_s, waited_s = (
+        sum(
+            line[key] * (line["step"] - before)
+            for line, before in zip(metrics, since, strict=False)
+        )
+        for key in ("step_time_s", "data_time_s")
     )
     tokens_per_s = spread([line["tokens_per_s"] for line in metrics])
     results = {
         "wall_s": wall_s,
         "training_s": trained_s,
+        "waiting_for_data_s": waited_s,
         "steps": last["step"],
         "tokens": last["tokens"],
         "tokens_per_s": tokens_per_s,
@@ -48,6 +52,7 @@ def measure(keys: list[str]) -> Report:
         ("", "median", "range"),
         ("wall time, s", f"{wall_s:.1f}", ""),
         ("of it training, s", f"{trained_s:.1f}", ""),
+        ("of that waiting for data, %", f"{100 * waited_s / trained_s:.3f}", ""),
         ("steps", f"{last['step']:,}", ""),
         ("tokens", f"{last['tokens']:,}", ""),
         (

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from apps.bench.report import Report, Spread, columns, spread
 from apps.main.train import Built, TrainArgs, build, train
@@ -84,7 +85,7 @@ class Reference:
         init_parameters(module, args.seed, device)
         self.args, self.model, self.device = args, module, device
         self.parameters = list(module.parameters())
-        self.optimizer = build_optimizer(module, args.optim)
+        self.optimizer = AdamW(build_optimizer(module, args.optim).param_groups, fused=True)
         self.losses: dict[int, Tensor] = {}
 
     def run(self, first_step: int, batches: list[Batch]) -> Seconds:

@@ -10,6 +10,7 @@ its parallel plan and its FLOPs per token. A fork that changes the loop copies t
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.args import Announced, Free, Guarded, flatten, load, resume_classes, to_yaml
-from lingua.checkpoint import CheckpointArgs, prune, save, tensors_of
-from lingua.checkpoint import load as load_tensors
+from lingua.checkpoint import CheckpointArgs, tensors_of
+from lingua.checkpoint_load import load as load_tensors
+from lingua.checkpoint_saver import Saver
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.data.documents import DocumentMarks, document_marks
@@ -49,7 +51,7 @@ from lingua.distributed import (
 )
 from lingua.errors import UserError
 from lingua.generation import Request, generate
-from lingua.hashing import batch_hash
+from lingua.hashing import batch_hash, hash_bits, key_of
 from lingua.hugging_face import LlamaFolder, check_model, load_llama
 from lingua.init import init_parameters
 from lingua.launch import run_program
@@ -64,6 +66,7 @@ from lingua.optim import (
     schedule_warnings,
     update,
 )
+from lingua.origin import check_origin, find_start, start_from
 from lingua.profiling import Profiler, ProfilingArgs
 from lingua.reporter import Reporter
 from lingua.resume import (
@@ -72,13 +75,12 @@ from lingua.resume import (
     check_config,
     check_data,
     data_content,
-    find_saved,
     flat_config,
     state_to_save,
     tell,
 )
 from lingua.sampling import SamplingArgs
-from lingua.signals import StopRequest
+from lingua.signals import Stopped, StopRequest
 from lingua.tokenizer import Tokenizer, build_tokenizer
 from lingua.transformer import flops_per_token
 from lingua.validation import ValidationArgs, validate
@@ -93,7 +95,7 @@ SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
 class TrainArgs:
     name: Free[str] = "lingua"  # name of the run
     dump_dir: Free[str | None] = None  # folder of everything the run writes; null: runs/<name>
-    seed: Guarded[int] = 42  # what data order and initial weights depend on
+    seed: Guarded[int] = 42  # what data order, initial weights and dropout depend on
     steps: Announced[int] = 1000  # optimizer steps of the whole run
     stop_at: Free[int | None] = None  # leave after this step, as if interrupted; null: never
     grad_acc_steps: Free[int | None] = None  # micro-steps of a step; null: as few as fit
@@ -119,9 +121,11 @@ class Built:
     """What a builder gives. forward(tokens int64 B S, targets int64 V-1 B S) returns the sums of
     the token losses of each view, float32 V-1, and the targets they cover, int64 V-1; without
     targets it returns the next token's logits, B S vocabulary. With data.document_mask it is called
-    with a third argument, documents int64 B S: the index of each token's document in its row. Text
-    is generated faster if it takes `cache`, a lingua.transformer.Cache, and then returns the logits
-    of the last position alone."""
+    with a third argument, documents int64 B S: the index of each token's document in its row. With
+    model.dropout, and in training only, also with the argument noise=, int64 B: a random key of
+    each row in this step, all that its dropout may depend on besides site, position and feature.
+    Text is generated faster if it takes `cache`, a lingua.transformer.Cache, and then returns the
+    logits of the last position alone."""
 
     module: nn.Module  # on the meta device, unless it is small
     plan: ParallelPlan | None  # None: data parallel as one unit
@@ -142,13 +146,13 @@ class Run:
     """What set_up made: the parts of one start of a run."""
 
     dump_dir: Path
-    checkpoints: Path
     mesh: DeviceMesh
     device: torch.device
     tokenizer: Tokenizer
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: Loader
+    saver: Saver
     held_out: dict[str, HeldOut]
     marks: DocumentMarks | None
     rows: int  # of a micro-batch
@@ -156,20 +160,17 @@ class Run:
     progress: Progress
     report: Reporter
     end: int  # the step this start goes up to
-    saved_step: int = 0
     measured_step: int = 0
 
 
 def train(args: TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
     """Train until `steps`, `stop_at` or a signal, going on from the newest checkpoint if any."""
     stop = StopRequest()
-    run = set_up(args, build)
-    if run is not None:  # else a former start finished it
-        try:
+    with ExitStack() as open_parts:
+        run = set_up(args, build, stop, open_parts)
+        if run is not None:  # else a former start finished it, or a signal came early
             stopping = take_steps(args, run, stop)
-        finally:
-            run.loader.close()
-        finish(args, run, stop, stopping)
+            finish(args, run, stop, stopping)
     stop.close()
 
 
@@ -184,7 +185,8 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
         with report.waiting_for_data():
             batch = next(run.loader)  # this rank's micro-batches of the step
         # Every step's one message between hosts: targets of the whole global batch, and who stops.
-        valid, stopping = count_targets(batch, stop.signal is not None, run.mesh)
+        wants_stop = stop.signal is not None or run.saver.gave_up
+        valid, stopping = count_targets(batch, wants_stop, run.mesh)
         if stopping:
             break
         step = progress.step + 1
@@ -194,7 +196,8 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
                 f"step {step}: all targets are ignored in its global batch (rows {rows})"
             )
         with profiler.step(step):
-            loss, hashed = accumulate(run, batch, valid, args.distributed.grad_sync)
+            noise = key_of(args.seed, "noise", step) if args.model.dropout else None
+            loss, hashed = accumulate(run, batch, valid, args.distributed.grad_sync, noise)
             norm = clip_grad_norm_(parameters, args.optim.clip)
             lr = lr_at(progress.step, args.optim, args.steps)
             update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
@@ -207,13 +210,13 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
         if log_due:
             report.log(progress, loss, norm, lr, hashed)
         if save_due:
-            save_checkpoint(args, run)
+            save_checkpoint(args, run, final=step == run.end)
         if args.validation.every and step % args.validation.every == 0:
             measure(args, run)
     profiler.close()
     if stopping and progress.step:
         count_skipped(args, run, guard)
-        save_checkpoint(args, run)
+        save_checkpoint(args, run, final=True)
     return stopping
 
 
@@ -228,7 +231,7 @@ def count_skipped(args: TrainArgs, run: Run, guard: NonFiniteGuard) -> None:
         progress.step -= undone
         progress.position -= undone * global_batch_size
         if progress.step:
-            save_checkpoint(args, run)
+            save_checkpoint(args, run, final=True)
         raise
 
 
@@ -244,11 +247,12 @@ def count_targets(
 
 
 def accumulate(
-    run: Run, batch: list[MicroBatch], valid: torch.Tensor, grad_sync: str
+    run: Run, batch: list[MicroBatch], valid: torch.Tensor, grad_sync: str, noise: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of (sum of token losses / valid targets) over the global batch, in `.grad`.
 
-    Returns this rank's share of that loss, float32, and the hash of the rows it used, int64.
+    `noise` is the key of the step's dropout. Returns this rank's share of that loss, float32, and
+    the hash of the rows it used, int64.
     """
     valid = valid.to(run.device)
     loss = torch.zeros((), device=run.device)
@@ -259,7 +263,8 @@ def accumulate(
         )
         set_gradient_sync(run.model, grad_sync, last=i == len(batch) - 1)
         with loss_context(run.mesh):
-            sums, _ = run.model(tokens, targets, *documents)
+            random = {} if noise is None else {"noise": hash_bits(noise, ids)}
+            sums, _ = run.model(tokens, targets, *documents, **random)
             if sums.shape != valid.shape:  # else the division would broadcast
                 raise UserError(
                     f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
@@ -272,8 +277,11 @@ def accumulate(
     return loss, hashed
 
 
-def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
-    """Everything before the first step; None when there is no step left to do."""
+def set_up(
+    args: TrainArgs, build: Callable[[TrainArgs], Built], stop: StopRequest, open_parts: ExitStack
+) -> Run | None:
+    """Everything before the first step; None when there is no step left to do. What is to be closed
+    after the last, also when set-up fails, goes into `open_parts`."""
     # ---- processes, and what a former start left
     launch = detect_launch()
     device = pick_device(args.device, launch)
@@ -283,7 +291,8 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     init_logger(dump_dir, dist.get_rank())
     classes = resume_classes(type(args))
     checkpoints = Path(args.checkpoint.path or dump_dir / "checkpoints")
-    saved = find_saved(checkpoints, args.checkpoint.verify, classes)
+    saver = open_parts.enter_context(Saver(checkpoints, args.checkpoint))
+    saved, origin = find_start(checkpoints, args.checkpoint, classes)
     end = min(args.steps, args.stop_at or args.steps)
     if saved is not None and saved.progress.step >= end:
         where = f"{saved.checkpoint.path} is step {saved.progress.step} of {end}"
@@ -297,26 +306,33 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     if saved is None and args.checkpoint.init_from is not None:
         llama = LlamaFolder(args.checkpoint.init_from, "checkpoint.init_from")
         check_model(llama, args.model, args.checkpoint.allow_change)
-    found = check_config(saved, flatten(args), classes, args.checkpoint.allow_change)
+    config, allowed = flatten(args), args.checkpoint.allow_change
+    found = check_config(saved, config, classes, allowed)
+    found += check_origin(origin, config, tokenizer, classes, allowed)
     global_batch_size, degree = args.data.global_batch_size, dp_degree(mesh)
     n_micro, rows = micro_steps(
         global_batch_size, degree, args.data.batch_size, args.grad_acc_steps
     )
     marks = document_marks(args.data, tokenizer)
+    if not prepare_data(args, tokenizer, stop):
+        return None
     sources, held_out = open_data(args, tokenizer)
     data = data_content(sources, tokenizer)
-    found += check_data(saved, data, args.checkpoint.allow_change)
+    found += check_data(saved, data, allowed)
 
     # ---- model and optimizer, then what the checkpoint has for them
     built = build(args)
     model = parallelize_model(built.module, mesh, built.plan, args.distributed)
     init_parameters(model, args.seed, device)
-    optimizer = build_optimizer(model, args.optim)
+    optimizer = build_optimizer(model, args.optim, built.plan.blocks if built.plan else ())
     progress = Progress()
     if saved is not None:
         load_tensors(saved.checkpoint, tensors_of(model, optimizer))
         progress = saved.progress
-        tell(saved, found, tuple(mesh.shape))
+        saver.saved_step = progress.step
+        tell(saved, found, optimizer, tuple(mesh.shape))
+    elif origin is not None:
+        progress = start_from(origin, found, model, optimizer, global_batch_size)
     elif llama is not None:
         load_llama(llama, model)
         logger.info(f"it begins with the weights of {llama.path}")
@@ -326,17 +342,19 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
 
     # ---- rows from where the run is, and a place to report to
     stream = args.data.row_stream(sources, args.seed)
-    loader = Loader(
-        stream,
-        global_batch_size,
-        dp_rank(mesh),
-        degree,
-        n_micro,
-        rows,
-        position=progress.position,
-        workers=args.data.workers,
-        device=device,
-        marks=marks,
+    loader = open_parts.enter_context(
+        Loader(
+            stream,
+            global_batch_size,
+            dp_rank(mesh),
+            degree,
+            n_micro,
+            rows,
+            position=progress.position,
+            workers=args.data.workers,
+            device=device,
+            marks=marks,
+        )
     )
     report = Reporter(
         args.logging,
@@ -355,20 +373,34 @@ def set_up(args: TrainArgs, build: Callable[[TrainArgs], Built]) -> Run | None:
     if saved is not None and saved.topology != tuple(mesh.shape):
         report.event("topology", progress.step, old=saved.topology, new=tuple(mesh.shape))
     return Run(
-        dump_dir, checkpoints, mesh, device, tokenizer, model, optimizer, loader, held_out, marks,
-        rows, data, progress, report, end, progress.step,
+        dump_dir, mesh, device, tokenizer, model, optimizer, loader, saver, held_out, marks,
+        rows, data, progress, report, end,
     )  # fmt: skip
+
+
+def prepare_data(args: TrainArgs, tokenizer: Tokenizer, stop: StopRequest) -> bool:
+    """Tokenize what is not yet, on rank 0. False where a signal ended that: it may take hours, and
+    what is finished stays. (One to another rank alone ends the run at its first step boundary.)"""
+
+    def prepare() -> bool:
+        try:
+            with stop.at_once():
+                prepare_sources(args.data, tokenizer, logger.info, progress=True)
+        except Stopped:
+            logger.info(
+                f"stopped by {stop.signal} while the text was prepared. "
+                "The same command goes on from there"
+            )
+            return False
+        return True
+
+    return on_rank_0(prepare)
 
 
 def open_data(
     args: TrainArgs, tokenizer: Tokenizer
 ) -> tuple[dict[str, Source], dict[str, HeldOut]]:
-    """The sources by name, tokenized first where they are not yet, and their held-out windows."""
-
-    def prepare() -> None:
-        prepare_sources(args.data, tokenizer, logger.info, progress=True)
-
-    on_rank_0(prepare)
+    """The sources by name, and their held-out windows."""
     sources = open_sources(args.data, tokenizer)
     held_out = {}
     for name, source in sources.items():
@@ -424,11 +456,9 @@ def description(
     yield from schedule_warnings(args.optim, args.steps)
 
 
-def save_checkpoint(args: TrainArgs, run: Run) -> None:
-    """Save the completed step, then remove what is not kept."""
+def save_checkpoint(args: TrainArgs, run: Run, final: bool = False) -> None:
+    """Save the completed step. When this returns a `final` one is there."""
     progress, report = run.progress, run.report
-    if run.saved_step == progress.step:
-        return
     with report.paused():
         progress.trained_s = report.trained_s
         rate = lr_at(progress.step, args.optim, args.steps)
@@ -441,10 +471,7 @@ def save_checkpoint(args: TrainArgs, run: Run) -> None:
             data=run.data,
         )
         tensors = tensors_of(run.model, run.optimizer)
-        path = save(run.checkpoints, progress.step, tensors, state, to_yaml(args))
-        on_rank_0(lambda: prune(run.checkpoints, args.checkpoint))
-        logger.info(f"saved {path}")
-    run.saved_step = progress.step
+        run.saver.save(progress.step, tensors, state, to_yaml(args), final)
 
 
 def measure(args: TrainArgs, run: Run) -> None:
@@ -493,7 +520,7 @@ def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None
         if run.measured_step != step:
             measure(args, run)
         write_samples(args, run)
-        newest = run.checkpoints / f"{step:010d}"
+        newest = run.saver.root / f"{step:010d}"
         lines = [
             f"done: {step} steps in {short_time(run.report.trained_s)}. {run.dump_dir} has",
             "  config.yaml               the whole configuration",

@@ -51,17 +51,21 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def hidden(
-        self, tokens: Tensor, documents: Tensor | None = None, cache: Cache | None = None
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """The normalised residual stream after the last block: B S -> B S E."""
         h = self.tok_embeddings(tokens)
         seq_len = tokens.shape[1]
         if cache is None:
-            ctx = make_context(self.args, seq_len, tokens.device, documents)
+            ctx = make_context(self.args, seq_len, tokens.device, documents, noise)
         else:
             ctx = cached_context(self.args, seq_len, cache)
-        for layer in self.layers:
-            h = layer(h, ctx)
+        for i, layer in enumerate(self.layers):
+            h = layer(h, ctx.at(f"layers.{i}"))
         if cache is not None:
             cache.length += seq_len
         return self.norm(h)
@@ -71,11 +75,12 @@ class Transformer(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         documents: Tensor | None = None,
+        noise: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor | tuple:
         """Loss sums float32 [1] and counts int64 [1] for targets [1, B, S]; logits without them:
         of every position, or of the last one (B 1 vocabulary) where the earlier are cached."""
-        h = self.hidden(tokens, documents, cache)
+        h = self.hidden(tokens, documents, noise, cache)
         logits = self.output(h if cache is None else h[:, -1:])  # B S vocabulary
         if targets is None:
             return logits
@@ -97,6 +102,11 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
     """
     n_heads, n_kv_heads, _ = args.heads()
     colwise, rowwise = ColwiseParallel, RowwiseParallel
+    own_positions = PrepareModuleInput(
+        input_layouts=(None, Replicate()),
+        desired_input_layouts=(None, Shard(1)),
+        use_local_output=True,
+    )
     return ParallelPlan(
         blocks=("layers.*",),
         # Tied, the two ends share a parameter and stay together in the root unit.
@@ -111,6 +121,10 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
             "layers.*.attention.wk": colwise(),
             "layers.*.attention.wv": colwise(),
             "layers.*.attention.wo": rowwise(output_layouts=Shard(1)),
+            # A rank drops from the positions it holds: of their keys, which it has all, it takes
+            # its part.
+            "layers.*.attention_dropout": own_positions,
+            "layers.*.ffn_dropout": own_positions,
             "layers.*.ffn_norm": SequenceParallel(),
             "layers.*.feed_forward": PrepareModuleInput(
                 input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)

@@ -46,26 +46,27 @@ class MultiToken(Transformer):
         tokens: Tensor,
         targets: Tensor | None = None,
         documents: Tensor | None = None,
+        noise: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor | tuple:
         """Loss sums float32 [V] and counts int64 [V] for targets [V, B, S], of which view v is the
         token v + 1 positions ahead; the next token's logits without targets, as the plain model."""
         if targets is None:
             return super().forward(tokens, documents=documents, cache=cache)
-        ctx = make_context(self.args, tokens.shape[1], tokens.device, documents)
-        h = self.tok_embeddings(tokens)
+        ctx = make_context(self.args, tokens.shape[1], tokens.device, documents, noise)
+
+        def through(blocks: nn.ModuleList, x: Tensor, name: str, first: int = 0) -> Tensor:
+            for i, block in enumerate(blocks, first):
+                x = block(x, ctx.at(f"{name}.{i}"))
+            return x
+
         trunk = len(self.layers) - self.args.head_layers
-        for layer in self.layers[:trunk]:
-            h = layer(h, ctx)
-        heads = [self.layers[trunk:], *self.extra_heads]
-        ahead = []
-        for head in heads:
-            x = h
-            for layer in head:
-                x = layer(x, ctx)
-            ahead.append(x)
+        h = through(self.layers[:trunk], self.tok_embeddings(tokens), "layers")
+        ahead = [through(self.layers[trunk:], h, "layers", trunk)]
+        heads = enumerate(self.extra_heads)
+        ahead += [through(head, h, f"extra_heads.{i}") for i, head in heads]
         logits = self.output(self.norm(torch.cat(ahead)))  # V*B S vocabulary
-        views = logits.unflatten(0, (len(heads), -1))
+        views = logits.unflatten(0, (len(ahead), -1))
         sums, counts = zip(*map(sum_token_losses, views, targets), strict=True)
         return torch.stack(sums), torch.stack(counts)
 

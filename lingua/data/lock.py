@@ -11,6 +11,8 @@ from pathlib import Path
 
 from flufl.lock import Lock, LockError, LockState, NotLockedError, TimeOutError
 
+from lingua.errors import UserError
+
 # A holder renews its claim four times in this time; one that died on another machine is waited for
 # this long. Losing a lock while alive (a suspended machine) costs double work, never wrong data.
 LIFETIME = timedelta(seconds=60)
@@ -41,6 +43,29 @@ def waits() -> Iterator[float]:
     while True:
         yield wait_s
         wait_s = min(2.0, 1.5 * wait_s)
+
+
+@contextmanager
+def alone(path: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock file `path`, or raise UserError where a living process does.
+
+    A lock whose owner has died is taken over: at once where this machine knows of its death, else
+    (it ran elsewhere, or another process has its number now) after it was silent for a lifetime.
+    """
+    lock, first = _lock(path), None
+    for wait_s in waits():
+        if _try(lock, timedelta(seconds=5 if path.exists() else 0)):  # as in `claimed`
+            break
+        with suppress(FileNotFoundError):  # given back meanwhile
+            claim = lock.expiration
+            if first is None:
+                report(f"{path} is held by {holder(path)}: waiting to see whether that still runs")
+                first = claim
+            if claim != first:
+                raise UserError(f"{holder(path)} is at work there: it holds {path}")
+        time.sleep(wait_s)
+    with _held(lock):
+        yield
 
 
 @contextmanager

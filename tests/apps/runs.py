@@ -10,7 +10,10 @@ import itertools
 import json
 import os
 import random
+import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 import apps.main.train as program
-from apps.main.train import Built, TrainArgs, build, set_up, train
+from apps.main.train import Built, Run, TrainArgs, build, set_up, train
 from lingua.args import load
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
@@ -31,6 +34,7 @@ from lingua.data.stream import RowStream
 from lingua.distributed import dp_degree
 from lingua.errors import UserError
 from lingua.init import named_tensors
+from lingua.signals import StopRequest
 from lingua.tokenizer import build_tokenizer
 from tests.ranks import Ranks
 
@@ -115,6 +119,7 @@ class Twist:
     shift: int = 0  # the position that rows are read from is off by this
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
     lose_moments: bool = False  # on resume
+    unknown_setting: str | None = None  # of the optimizer's groups, to an older version that saves
     sample_tokens: int = 8  # that a finished run shows
 
     def apply(self) -> Any:
@@ -143,11 +148,21 @@ class Twist:
             def load_without_moments(checkpoint: Any, tensors: dict[str, Tensor]) -> None:
                 load_tensors(checkpoint, tensors)
                 for name, t in tensors.items():
-                    if name.startswith("optim.exp_avg"):
+                    if name.startswith(("optim.exp_avg", "optim.momentum")):
                         t.zero_()
 
             load_tensors = program.load_tensors
             given["load_tensors"] = load_without_moments
+        if self.unknown_setting is not None:
+
+            def state_of_an_older_version(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                state = state_to_save(*args, **kwargs)
+                for group in state["param_groups"]:
+                    group.pop(twist.unknown_setting, None)
+                return state
+
+            state_to_save = program.state_to_save
+            given["state_to_save"] = state_of_an_older_version
         return mock.patch.multiple(program, **given)
 
 
@@ -176,22 +191,33 @@ def masked(row_ids: Tensor, targets: Tensor) -> None:
 
 @dataclass
 class Interrupt:
-    """A builder of a model that sends its own process a signal in the forward of a step."""
+    """A builder of a model that sends its own process a signal: in a forward, or during a save."""
 
     number: int
-    step: int
-    rank: int
+    forward: int | None  # the first is 1; None: in the first save
+    rank: int | None  # the one that gets it; None: all
 
     def __call__(self, args: TrainArgs) -> Built:
         built = build(args)
+        if self.rank not in (None, int(os.environ["RANK"])):
+            return built
+        if self.forward is None:
+            checkpoints = Path(args.dump_dir) / "checkpoints"
+            threading.Thread(target=self._in_a_save, args=(checkpoints,), daemon=True).start()
+            return built
         forwards = itertools.count(1)
 
         def forward_pre(module: Any, inputs: Any) -> None:
-            if next(forwards) == self.step and int(os.environ["RANK"]) == self.rank:
+            if next(forwards) == self.forward:
                 os.kill(os.getpid(), self.number)
 
         built.module.register_forward_pre_hook(forward_pre)
         return built
+
+    def _in_a_save(self, checkpoints: Path) -> None:
+        while not any(checkpoints.glob("*.tmp-*")):
+            time.sleep(0.0001)
+        os.kill(os.getpid(), self.number)
 
 
 def train_here(
@@ -227,7 +253,11 @@ def restore_here(
     overrides: dict[str, Any], build: Callable[[Any], Built] = build
 ) -> dict[str, Any]:
     """The state of a resumed run before its first step, named without the program's help."""
-    run = set_up(arguments(overrides), build)
+    with closing(StopRequest()) as stop, ExitStack() as open_parts:
+        return state_of(set_up(arguments(overrides), build, stop, open_parts))
+
+
+def state_of(run: Run) -> dict[str, Any]:
     tensors = {f"model.{name}": t for name, t in run.model.named_parameters()}
     tensors |= {f"model.{name}": t for name, t in run.model.named_buffers()}
     groups = {}
@@ -237,7 +267,6 @@ def restore_here(
             groups[name] = settings
             for key, value in run.optimizer.state[p].items():
                 tensors[f"optim.{key}.{name}"] = value
-    run.loader.close()
     run.report.close()
     return {
         "tensors": digests(tensors),

@@ -134,7 +134,10 @@ def test_debug_reports_time_and_held_out_loss(keys):
     report = measure_debug([*keys, "steps=4"])
     assert report.results["steps"] == 4
     assert report.results["tokens"] == 4 * 8 * 16
-    assert 0 < report.results["training_s"] < report.results["wall_s"]
+    waiting, training, wall = (
+        report.results[key] for key in ("waiting_for_data_s", "training_s", "wall_s")
+    )
+    assert 0 < waiting < training < wall
     assert report.results["held_out"][-1]["step"] == 4
     assert any("held-out text after step 4" in line for line in report.lines)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from apps.mtp.train import TrainArgs, build
 from lingua.args import load
 from lingua.data import IGNORE
 from lingua.init import canonical_name, init_parameters
+from lingua.signals import StopRequest
 from tests.apps.runs import SMALL as RUN
 from tests.apps.runs import write_text
 
@@ -97,6 +99,19 @@ def test_each_head_is_a_plain_model_trained_on_its_own_tokens(args):
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-5, msg=name)
     assert len({round(s.item(), 3) for s in sums}) == HEADS  # the heads are told apart
+
+
+def test_with_document_masks_each_head_sees_each_document_alone():
+    model = multi_token(SMALL)
+    tokens, targets = tokens_and_targets()
+    documents = (torch.arange(SEQ) >= 6).long().expand(ROWS, SEQ)
+    for view in range(HEADS):  # what is not predicted from a document of its own
+        targets[view, :, 6 - view - 1 : 6] = IGNORE
+    sums, counts = model(tokens, targets, documents)
+    parts = [model(tokens[:, s], targets[..., s]) for s in (slice(0, 6), slice(6, SEQ))]
+    assert counts.tolist() == sum(count for _, count in parts).tolist()
+    torch.testing.assert_close(sums, sum(part for part, _ in parts), rtol=1e-6, atol=0)
+    assert not torch.isclose(sums, model(tokens, targets)[0], rtol=1e-4).any()
 
 
 def test_the_next_token_needs_no_further_head():
@@ -193,8 +208,8 @@ def train_shifted_here(overrides: dict[str, Any]) -> None:
 def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], set[str], list]:
     """Whether tensor parallelism splits each parameter, the FSDP units, and the logits without
     targets."""
-    run = set_up(arguments(overrides), build)
-    run.loader.close()
+    with closing(StopRequest()) as stop, ExitStack() as open_parts:
+        run = set_up(arguments(overrides), build, stop, open_parts)
     run.report.close()
     split = {
         canonical_name(name): isinstance(p, DTensor)  # of one process: the plain model
@@ -256,6 +271,16 @@ def test_on_a_mesh_it_is_the_run_of_one_process(ranks, data, single, tmp_path, m
 def test_the_comparison_sees_a_head_that_learns_the_wrong_token(ranks, data, single, tmp_path):
     ranks.run(1, train_shifted_here, data | on_mesh(SINGLE) | {"dump_dir": str(tmp_path)})
     assert not same_run(lines_of(tmp_path), lines_of(single))
+
+
+def test_with_dropout_it_is_that_run_too(ranks, data, single, tmp_path):
+    dropping = data | {"model.dropout": 0.1, "stop_at": 4}
+    for mesh in (SINGLE, (1, 1, 2)):
+        settings = dropping | on_mesh(mesh) | {"dump_dir": str(tmp_path / str(mesh))}
+        ranks.run(mesh[2], train_here, settings)
+    one, two = (lines_of(tmp_path / str(mesh)) for mesh in (SINGLE, (1, 1, 2)))
+    assert same_run(two, one)
+    assert not same_run(one, {step: lines_of(single)[step] for step in one})
 
 
 def test_it_goes_on_with_a_run_on_another_mesh(ranks, data, single, tmp_path):

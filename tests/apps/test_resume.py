@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 from apps.main.train import Built, TrainArgs, build
+from lingua.data.lock import claimed
+from lingua.data.prepare import shard_folder, source_files
+from lingua.data.units import UNIT_BYTES, plan_units
+from lingua.tokenizer import build_tokenizer
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     SMALL,
@@ -24,6 +28,7 @@ from tests.apps.runs import (
     Runs,
     Sizes,
     Twist,
+    arguments,
     differs,
     digests,
     name_of,
@@ -240,6 +245,9 @@ def test_a_finished_run_says_so_and_can_be_extended(runs: Runs) -> None:
     longer = runs.train((1, 1, 1), short | {"steps": 5}, dump_dir=run.dump_dir)
     assert longer.column("step") == [1, 2, 3, 4, 5]
     assert longer.lines[:3] == lines
+    assert f"resuming {run.checkpoint(3)} (step 3)" in longer.log
+    table = [line.split()[1:] for line in longer.log.splitlines()]
+    assert ["steps", "3", "5", "announced"] in table
 
 
 # --------------------------------------------------------------------------- folders and lines
@@ -324,13 +332,16 @@ def nan_at_step_3(runs: Runs) -> NanAt:
     return NanAt(runs.stream().rows([position])[0, :16].tolist())
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)], ids=name_of)
+@pytest.mark.parametrize(
+    ("sizes", "optimizer"), [((1, 2, 1), "adamw"), ((1, 2, 2), "adamw"), ((1, 2, 2), "muon")]
+)
 def test_a_bad_step_changes_nothing_and_is_counted(
-    runs: Runs, nan_at_step_3: NanAt, sizes: Sizes
+    runs: Runs, nan_at_step_3: NanAt, sizes: Sizes, optimizer: str
 ) -> None:
-    settings = {"optim.on_nonfinite": "skip", "checkpoint.dump.every": 1, "stop_at": 4}
+    settings = {"optim.name": optimizer, "optim.muon.dtype": "fp32", "stop_at": 4}
+    clean = runs.train((1, 1, 1), settings)
+    settings |= {"optim.on_nonfinite": "skip", "checkpoint.dump.every": 1}
     run = runs.train(sizes, settings, build=nan_at_step_3)
-    clean = runs.train((1, 1, 1), {"stop_at": 4})
     assert run.column("skipped_steps") == [0, 0, 1, 1]
     assert run.lines[2]["loss"] is None and run.lines[2]["grad_norm"] is None
     assert digests(run.tensors(3)) == digests(run.tensors(2))
@@ -365,16 +376,59 @@ def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(
 # --------------------------------------------------------------------------------- being asked
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_a_signal_to_one_rank_stops_and_saves_all(
-    runs: Runs, through: Outcome, number: signal.Signals
+TWO_RANKS = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+BACKGROUND = {"checkpoint.dump.every": 2, "checkpoint.async_save": True}
+MOMENTS: dict[str, tuple[Interrupt, dict[str, Any], int | None]] = {
+    "in the first step": (Interrupt(signal.SIGINT, forward=1, rank=1), {}, 1),
+    "in the third, to all": (Interrupt(signal.SIGUSR2, forward=3, rank=None), {}, 3),
+    "in the first validation": (
+        Interrupt(signal.SIGTERM, forward=3, rank=1), {"validation.every": 2}, 2,
+    ),
+    "in a save": (Interrupt(signal.SIGUSR2, None, rank=1), {"checkpoint.dump.every": 2}, 2),
+    "in a save behind the next steps": (Interrupt(signal.SIGTERM, None, rank=0), BACKGROUND, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_moment_stops_and_saves_all(
+    runs: Runs, through: Outcome, moment: str
 ) -> None:
-    run = runs.train((1, 2, 1), build=Interrupt(number, step=3, rank=1))
-    assert run.column("step") == [1, 2, 3]
-    assert "stopped by a signal to another rank after step 3, which is saved" in run.log
-    assert run.checkpoint(3).is_dir()
-    run = runs.train((1, 1, 1), GO_ON, dump_dir=run.dump_dir)
+    interrupt, settings, expected = MOMENTS[moment]
+    run = runs.train((1, 2, 1), settings, build=interrupt)
+    step = run.column("step")[-1]
+    assert expected in (None, step)
+    number = signal.Signals(interrupt.number).name
+    by = "a signal to another rank" if interrupt.rank == 1 else number
+    last = run.log.splitlines()[-1]
+    assert f"stopped by {by} after step {step}, which is saved. The same command goes on" in last
+    assert run.checkpoint(step).is_dir() and not list(run.checkpoint(0).parent.glob("*.tmp-*"))
+    run = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir)
     assert differs(run, through) == []
+
+
+def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_path: Path) -> None:
+    """One rank gets it; the part that is waited for is never finished."""
+    shutil.copy(runs.text / "one.jsonl", tmp_path)
+    args = arguments({"data.root_dir": tmp_path, "data.sources": "{one: 1}"})
+    folder = shard_folder("one", args.data, build_tokenizer(args.data.tokenizer))
+    [unit] = plan_units(source_files("one", args.data), UNIT_BYTES)
+    folder.mkdir(parents=True)
+    with claimed(folder / f"{unit.id}.lock"):
+        where = {
+            "data.root_dir": tmp_path,
+            "data.sources": "{one: 1}",
+            "dump_dir": tmp_path / "run",
+        }
+        job = start([*TWO_RANKS, "apps.main.train"], **where)
+        log = tmp_path / "run" / "train.log"
+        while not (log.exists() and "waiting for 1 parts" in log.read_text()):
+            assert job.poll() is None, job.stdout.read()
+            time.sleep(0.02)
+        os.kill(process_of_rank(job.pid, 0), signal.SIGUSR2)
+        said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, said
+    assert "stopped by SIGUSR2 while the text was prepared. The same command goes on" in said
+    assert "Traceback" not in said and list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 def start(module: list[str], **overrides: Any) -> subprocess.Popen[str]:
@@ -403,10 +457,7 @@ def test_torchrun_ends_well_when_one_of_its_ranks_is_asked_to_stop(
 ) -> None:
     where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
     endless = {"steps": 20, "stop_at": "null", "checkpoint.dump.every": 1}
-    job = start(
-        ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "apps.main.train"],
-        **where, **endless, **{"distributed.tp_size": 2},
-    )  # fmt: skip
+    job = start([*TWO_RANKS, "apps.main.train"], **where, **endless, **{"distributed.tp_size": 2})
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert job.poll() is None, job.stdout.read()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ from tests.apps.runs import (
 
 MESHES = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 MEASURED = {"validation.every": 5}
+APART = {"data.document_mask": "ignore", "stop_at": 5}
+BOS = 256  # of the byte tokenizer
 
 
 def on_its_own(sizes: Sizes) -> dict[str, Any]:
@@ -77,6 +80,45 @@ def test_tied_weights_train_the_same_run(runs: Runs, tied: Outcome, sizes: Sizes
 @pytest.fixture(scope="module")
 def tied(runs: Runs) -> Outcome:
     return runs.train((1, 1, 1), {"model.weight_tying": True})
+
+
+@pytest.fixture(scope="module")
+def documents_apart(runs: Runs) -> Outcome:
+    return runs.train((1, 1, 1), APART)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra"),
+    [
+        ((2, 1, 1), {}),
+        ((1, 1, 2), {"distributed.activation_checkpointing": "full"}),
+        ((1, 2, 2), {"distributed.compile": True}),
+    ],
+)
+def test_document_masks_train_the_same_run(
+    runs: Runs, documents_apart: Outcome, sizes: Sizes, extra: dict[str, Any]
+) -> None:
+    assert differs(runs.train(sizes, on_its_own(sizes) | APART | extra), documents_apart) == []
+
+
+def test_a_step_with_document_masks_is_that_of_each_document_alone(
+    runs: Runs, documents_apart: Outcome, alone: Outcome
+) -> None:
+    args = arguments(APART)
+    model = Transformer(args.model)
+    init_parameters(model, args.seed, torch.device("cpu"))
+    ids = torch.arange(GLOBAL_BATCH)
+    total = count = 0
+    for row in torch.from_numpy(runs.stream().rows(ids.numpy()).astype("int64")):
+        begins = [0, *(i for i in range(1, len(row)) if row[i] == BOS), len(row)]
+        for begin, end in pairwise(begins):
+            document = row[begin:end][None]
+            losses, valid = model(document[:, :-1], document[None, :, 1:])
+            total, count = total + losses.item(), count + valid.item()
+    [loss] = documents_apart.column("loss")[:1]
+    assert count < GLOBAL_BATCH * args.data.seq_len  # some rows hold more than one document
+    assert max(relative([loss], [total / count])) < 1e-5
+    assert max(relative([loss], alone.column("loss")[:1])) > 1e-4  # which is without masks
 
 
 def test_more_ranks_than_rows_train_the_same_run(runs: Runs) -> None:

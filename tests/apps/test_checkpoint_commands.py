@@ -1,0 +1,128 @@
+"""Looking at checkpoints from outside a run: what one holds, what a resume would say, marks."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lingua.args import to_yaml
+from lingua.checkpoint import CheckpointArgs, SaveEvery, find, prune
+from lingua.checkpoint_commands import main
+from lingua.errors import UserError
+from tests.apps.runs import Outcome, Runs, arguments
+
+KEPT = {"checkpoint.dump.every": 1, "stop_at": 3}
+
+
+@pytest.fixture(scope="module")
+def run(runs: Runs) -> Outcome:
+    return runs.train((1, 2, 1), KEPT)
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> list[str]:
+    capsys.readouterr()
+    main([str(arg) for arg in argv])
+    assert not dist.is_initialized()
+    return capsys.readouterr().out.splitlines()
+
+
+def without_tensors(run: Outcome, folder: Path) -> Path:
+    """A copy whose tensor files hold anything but tensors."""
+    copy = shutil.copytree(run.dump_dir, folder / "run")
+    for file in copy.rglob("*.distcp"):
+        file.write_bytes(os.urandom(file.stat().st_size))
+    return copy
+
+
+def test_show_says_what_a_checkpoint_holds_and_reads_no_tensor(
+    run: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = without_tensors(run, tmp_path)
+    tensors = run.tensors(3)
+    model = [t for name, t in tensors.items() if name.startswith("model.")]
+    values, size = sum(t.numel() for t in model), sum(t.nbytes for t in model)
+    newest = said(capsys, "show", copy / "checkpoints" / "0000000003")
+    assert said(capsys, "show", copy) == said(capsys, "show", copy / "checkpoints") == newest
+    lines = {line[:11].strip(): line[12:] for line in newest if line[0] != " "}
+    assert lines["step"].startswith("3 ")
+    assert lines["tokens"] == f"{3 * 7 * 16} in {3 * 7} rows"
+    assert lines["topology"] == "dp_replicate 1, dp_shard 2, tp 1"
+    shown = f"{values:,} values, {len(model)} tensors, float32, {size / 1024:.2f} KiB"
+    assert lines["model"] == shown
+    assert f"exp_avg_sq: {shown}" in "\n".join(newest)
+    assert lines["optimizer"] == "adamw"
+    assert run.state(3)["data"]["data.tokenizer.content"] in lines["data"]
+    assert "torch 2." in lines["versions"]
+    assert said(capsys, "show", copy / "checkpoints" / "0000000002")[2].endswith(
+        "2 (0 of them changed nothing)"
+    )
+
+
+def test_diff_prints_the_table_of_a_resume_and_refuses_what_it_would(
+    runs: Runs, run: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = without_tensors(run, tmp_path)
+    config = tmp_path / "config.yaml"
+    here = {"data.root_dir": runs.text, "data.global_batch_size": "null"}
+    config.write_text(to_yaml(arguments(here)))
+    same = said(capsys, "diff", copy, f"config={config}")
+    assert same == [f"nothing that matters differs from {copy}/checkpoints/0000000003"]
+
+    change = {"steps": 9, "optim.lr": 1e-3, "stop_at": 4}
+    table = said(capsys, "diff", copy, f"config={config}", *(f"{k}={v}" for k, v in change.items()))
+    resumed = runs.train(
+        (1, 1, 1), change, dump_dir=shutil.copytree(run.dump_dir, tmp_path / "resumed")
+    )
+    log = resumed.log.splitlines()
+    words = [line.split()[1:] for line in log]
+    begin = words.index(["key", "saved", "now", "class"])
+    assert len(table) == 3
+    assert [line.split() for line in table] == words[begin : begin + 3]
+
+    other = [f"config={config}", "data.sources={two: 1}", "seed=7"]
+    with pytest.raises(UserError) as refused:
+        main(["diff", str(copy), *other])
+    shown = capsys.readouterr().out
+    assert "seed" in shown and "data.sources" in shown and "guarded" in shown
+    overrides = {"data.sources": "{two: 1}", "seed": 7, "stop_at": 4}
+    unchanged = shutil.copytree(run.dump_dir, tmp_path / "unchanged")
+    resumed = runs.train((1, 1, 1), overrides, dump_dir=unchanged, refused=True)
+    assert str(refused.value) == resumed.error
+    allowed = "checkpoint.allow_change=[data.sources, seed]"
+    assert "seed" in "\n".join(said(capsys, "diff", copy, *other, allowed))
+
+
+def test_what_is_marked_or_falls_on_keep_every_is_kept(
+    run: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(run.dump_dir, tmp_path / "run") / "checkpoints"
+    said(capsys, "mark", root / "0000000001", "best")
+    assert ", marked best" in "\n".join(said(capsys, "show", root / "0000000001"))
+    (root / "0000000002.tar").mkdir()  # a folder is no mark
+    last = CheckpointArgs(SaveEvery(keep=1))
+    every = CheckpointArgs(SaveEvery(keep=1), keep_every=2)
+    assert prune(root, every) == []
+    assert prune(root, last) == [root / "0000000002"]
+    said(capsys, "unmark", root / "0000000001", "best")
+    assert prune(root, last) == [root / "0000000001"]
+    assert [c.step for c in find(root)] == [3] and (root / "0000000002.tar").is_dir()
+    with pytest.raises(UserError, match=r"not marked best \(marks: none\)"):
+        main(["unmark", str(root), "best"])
+    with pytest.raises(UserError, match='mark "a/b": must be letters'):
+        main(["mark", str(root), "a/b"])
+
+
+def test_what_is_no_checkpoint_or_no_command_is_named(run: Outcome, tmp_path: Path) -> None:
+    folder = shutil.copytree(run.checkpoint(1), tmp_path / "0000000001")
+    (folder / "train_state.json").unlink()
+    for argv, told in (
+        (["show", str(folder)], "is not a whole checkpoint: train_state.json is missing"),
+        (["show", str(tmp_path)], "there is no whole checkpoint in it"),
+        (["shwo", str(folder)], 'did you mean "show"'),
+        (["diff", "config=x"], "takes a folder first"),
+        (["diff", str(folder), "app=apps.main.train"], "must be MODULE:CLASS"),
+    ):
+        with pytest.raises(UserError, match=told.replace("(", r"\(")):
+            main(argv)

@@ -1,0 +1,269 @@
+"""What a new run starts from: another run's model or everything of it, Meta Lingua's checkpoints,
+files of torch.save; on any topology, and never what does not fit."""
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import set_state_dict
+
+import apps.main.train as program
+from apps.main.train import Run, TrainArgs
+from apps.main.transformer import Transformer
+from lingua import checkpoint_convert
+from tests import lingua_checkpoint
+from tests.apps.runs import Outcome, Runs, arguments, differs, digest, digests, mesh, whole
+from tests.lingua_checkpoint import STEP, TOKENS
+from tests.ranks import Ranks
+from tests.test_checkpoint_load import Evil
+
+K, END = 4, 7
+EVERYTHING = {"checkpoint.continue_training_from_init": True}
+
+
+def start(path: Path) -> dict[str, Any]:
+    return {"checkpoint.init_ckpt_path": path}
+
+
+@pytest.fixture(scope="module")
+def through(runs: Runs) -> Outcome:
+    """The run that never stopped before END, in one process."""
+    return runs.train((1, 1, 1), {"stop_at": END})
+
+
+@pytest.fixture(scope="module")
+def first(runs: Runs) -> Outcome:
+    return runs.train((1, 2, 1), {"stop_at": K})
+
+
+def only(kind: str, digests_by_name: dict[str, str]) -> dict[str, str]:
+    return {name: d for name, d in digests_by_name.items() if name.startswith(kind)}
+
+
+def without(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in tensors.items() if not name.startswith(kind)}
+
+
+# ------------------------------------------------------------------------------------ of our own
+
+
+def test_the_model_of_another_run_begins_a_new_one_on_any_topology(
+    runs: Runs, first: Outcome, tmp_path: Path
+) -> None:
+    restored = runs.restore((1, 1, 2), tmp_path / "looked at", start(first.dump_dir))
+    saved = first.tensors(K)
+    assert only("model.", restored["tensors"]) == digests(without("optim.", saved))
+    zeros = {name: torch.zeros_like(t) for name, t in without("model.", saved).items()}
+    assert only("optim.", restored["tensors"]) == digests(zeros)
+    assert restored["progress"] == {
+        "step": 0, "position": 0, "skipped_steps": 0, "trained_s": 0.0,
+    }  # fmt: skip
+
+    other = {"data.seq_len": 8, "data.sources": "{two: 1}", "stop_at": 1, "optim.lr": 1e-3}
+    run = runs.train((1, 1, 2), other | start(first.checkpoint(K)))
+    assert run.column("step") == [1]
+    assert f"starting from the model of {first.checkpoint(K)} (checkpoint, step {K})" in run.log
+    table = [line.split()[1:] for line in run.log.splitlines()]
+    assert ["data.seq_len", "16", "8", "announced"] in table
+    assert not any(row[:1] == ["optim.lr"] for row in table)  # nothing of it is taken
+
+
+def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_checkpoints(
+    runs: Runs, first: Outcome, through: Outcome, tmp_path: Path
+) -> None:
+    branch = EVERYTHING | start(first.checkpoint(K).parent)
+    restored = runs.restore((1, 1, 2), tmp_path / "looked at", branch)
+    assert restored["tensors"] == digests(first.tensors(K))
+    assert restored["progress"] == first.state(K)["progress"]
+
+    run = runs.train((1, 1, 2), branch | {"stop_at": K + 1})
+    taken = "model, optimizer, step and position"
+    assert f"branching from another run: {taken} of {first.checkpoint(K)}" in run.log
+    # Requeued with the same command, it resumes what it has itself.
+    run = runs.train((2, 1, 1), branch | {"stop_at": END}, dump_dir=run.dump_dir)
+    assert f"resuming {run.checkpoint(K + 1)}" in run.log
+    assert f"{first.checkpoint(K).parent} is not read" in run.log
+    assert run.column("step") == list(range(K + 1, END + 1))
+
+    whole_run = Outcome(tmp_path / "tail", [])
+    whole_run.dump_dir.mkdir()
+    lines = (through.dump_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (whole_run.dump_dir / "metrics.jsonl").write_text("".join(lines[K:]))
+    assert differs(run, whole_run) == []
+    alone = runs.train((1, 1, 1), start(first.dump_dir) | {"stop_at": END - K})
+    assert set(differs(alone, whole_run)) == {"batch_hash", "loss", "grad_norm"}
+
+    seed = runs.train((1, 1, 1), branch | {"seed": 1}, refused=True).error
+    assert "seed: 42 in the checkpoint, 1 now" in seed  # as on resume
+
+
+def test_what_cannot_be_started_from_is_refused_by_name(
+    runs: Runs, first: Outcome, tmp_path: Path
+) -> None:
+    def refused(path: Path, **changed: Any) -> str:
+        settings = {key.replace("__", "."): value for key, value in changed.items()}
+        return runs.train((1, 1, 1), start(path) | settings, refused=True).error
+
+    said = refused(first.dump_dir, model__vocab_size=300, model__rope_theta=1e6)
+    assert "model.vocab_size: 259 in the checkpoint, 300 now" in said
+    assert "model.rope_theta: 10000.0 in the checkpoint, 1000000.0 now" in said
+    allow = {"checkpoint__allow_change": "[model.vocab_size]", "model__vocab_size": 300}
+    said = refused(first.dump_dir, **allow)
+    assert "model.tok_embeddings.weight: (300, 22) here, (259, 22) in the checkpoint" in said
+
+    assert "no such file or folder" in refused(tmp_path / "nowhere")
+    assert f"checkpoint.init_ckpt_path: {tmp_path} holds no checkpoint" in refused(tmp_path)
+    damaged = shutil.copytree(first.checkpoint(K), tmp_path / "damaged")
+    shard = next(damaged.glob("__1_*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert "is damaged (__1_0.distcp: checksum)" in refused(damaged)
+    shard.unlink()
+    assert "is not a whole checkpoint: __1_0.distcp is missing" in refused(damaged)
+
+
+# ------------------------------------------------------------------------------ Meta Lingua's
+
+
+def logits_here(overrides: dict[str, Any]) -> Tensor:
+    """Of TOKENS, by the model that a run begins with."""
+    seen = []
+
+    def look(args: TrainArgs, run: Run, stop: Any) -> bool:
+        with torch.no_grad():
+            seen.append(whole(run.model(TOKENS)))
+        return True  # as if stopped before the first step
+
+    with mock.patch.object(program, "take_steps", look):
+        program.train(arguments(overrides))
+    return seen[0]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def theirs(request, ranks: Ranks, tmp_path_factory) -> tuple[bool, Path, Tensor]:
+    folder = tmp_path_factory.mktemp("lingua") / "0000000003"
+    folder.mkdir()
+    logits, _ = ranks.run(2, lingua_checkpoint.save_here, folder, request.param)
+    return request.param, folder, logits
+
+
+def by_our_names(folder: Path) -> dict[str, str]:
+    """Digests of what Meta Lingua saved, as torch's own converter reads it."""
+    dcp_to_torch_save(folder, folder.with_suffix(".pt"))
+    saved = torch.load(folder.with_suffix(".pt"), weights_only=True)
+    found = {f"model.{name}": digest(t) for name, t in saved["model"].items()}
+    found.pop("model.output.tied_module.weight", None)
+    for name, state in saved["optim"]["state"].items():
+        found |= {f"optim.{key}.{name}": digest(t) for key, t in state.items()}
+    return found
+
+
+def test_a_checkpoint_of_meta_linguas_gives_its_logits_its_adamw_state_and_its_step(
+    runs: Runs, ranks: Ranks, theirs, tmp_path: Path
+) -> None:
+    tied, folder, logits = theirs
+    same = {"model.weight_tying": tied}
+    for n, path in enumerate((folder, folder / "consolidated", *folder.glob("*/*.pth"))):
+        where = {"dump_dir": tmp_path / str(n)} | mesh((1, 1, 2))
+        config = {"data.root_dir": runs.text} | same | where | start(path)
+        for ours in ranks.run(2, logits_here, config):
+            torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-5)
+    other = {"model.rope_theta": 5000.0, "checkpoint.allow_change": "[model.rope_theta]"}
+    for ours in ranks.run(2, logits_here, config | {"dump_dir": tmp_path / "other"} | other):
+        assert not torch.allclose(ours, logits, rtol=1e-4, atol=1e-5)
+
+    go_on = same | EVERYTHING | start(folder)
+    restored = runs.restore((1, 1, 2), tmp_path / "looked at", go_on)
+    assert restored["tensors"] == by_our_names(folder)
+    assert (restored["progress"]["step"], restored["position"]) == (STEP, STEP * 7)
+    run = runs.train((1, 2, 1), go_on | {"stop_at": STEP + 1})
+    assert run.column("step") == [STEP + 1]
+    plain = runs.train((1, 1, 1), {"stop_at": STEP + 1})
+    assert run.lines[0]["batch_hash"] == plain.lines[STEP]["batch_hash"]
+    assert run.lines[0]["lr"] == plain.lines[STEP]["lr"]
+    assert "rows go on at 3 steps x 7 rows = 21" in run.log
+    table = [line.split()[1:] for line in run.log.splitlines()]
+    assert ["optim.lr", "0.01", "0.004", "announced"] in table
+    assert ["data.seq_len", "1024", "16", "announced"] in table
+
+
+def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_executed(
+    runs: Runs, theirs, tmp_path: Path
+) -> None:
+    tied, folder, _ = theirs
+    same = {"model.weight_tying": tied}
+    copy = shutil.copytree(folder, tmp_path / "copy")
+
+    def refused(path: Path, changed: dict[str, Any]) -> str:
+        return runs.train((1, 2, 1), same | start(path) | changed, refused=True).error
+
+    said = refused(copy, {"model.weight_tying": not tied})
+    assert f"model.weight_tying: {tied} in the checkpoint, {not tied} now" in said
+    assert "steps = 3: must be above 3" in refused(copy, EVERYTHING | {"steps": 3})
+    file = copy / "consolidated" / "consolidated.pth"
+    assert "gives a model alone" in refused(file, EVERYTHING)
+    shard = next(copy.glob("__1_*"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    assert "its .metadata has more in __1_0.distcp" in refused(copy, {})
+    shard.write_bytes(bytes(len(content)))
+    assert f"{copy} cannot be read" in refused(copy, {})
+    shard.write_bytes(content)
+    (copy / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
+    assert "refers to posix.mkdir" in refused(copy, {})
+    torch.save({"model": {"a": torch.ones(1)}, "x": Evil(tmp_path / "executed")}, file)
+    assert "it refers to posix.mkdir, which is not executed" in refused(file, {})
+    assert not (tmp_path / "executed").exists()
+
+
+# ------------------------------------------------------------------------------------- and files
+
+
+def test_a_file_is_what_torch_itself_loads_and_begins_a_run_as_its_checkpoint_does(
+    runs: Runs, ranks: Ranks, first: Outcome, tmp_path: Path
+) -> None:
+    file, back = tmp_path / "whole.pth", tmp_path / "back"
+    ranks.run(1, checkpoint_convert.main, [str(first.dump_dir), str(file), "--all"])
+    content = torch.load(file, weights_only=True)
+    plain = Transformer(arguments({}).model)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    set_state_dict(
+        plain, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
+    )
+    tensors = {f"model.{name}": p for name, p in plain.named_parameters()}
+    for name, p in plain.named_parameters():
+        tensors |= {f"optim.{key}.{name}": t for key, t in optimizer.state[p].items()}
+    assert digests(tensors) == digests(first.tensors(K))
+
+    restored = runs.restore((1, 1, 2), tmp_path / "a", start(file))
+    assert only("model.", restored["tensors"]) == only("model.", digests(first.tensors(K)))
+    ranks.run(1, checkpoint_convert.main, [str(file), str(back), "--all"])
+    restored = runs.restore((1, 1, 2), tmp_path / "b", start(back) | EVERYTHING)
+    assert restored["tensors"] == digests(first.tensors(K))
+    assert restored["progress"] == first.state(K)["progress"]
+
+
+def test_a_model_alone_is_no_run_to_go_on_with(
+    runs: Runs, ranks: Ranks, first: Outcome, tmp_path: Path
+) -> None:
+    """Nor is a state dict of torch's, which has tied weights twice and no name for them all."""
+    file, dump_dir = tmp_path / "model.pth", tmp_path / "run"
+    tied = Transformer(arguments({"model.weight_tying": True}).model)
+    nn.init.normal_(tied.tok_embeddings.weight)
+    torch.save(tied.state_dict(), file)
+    ranks.run(1, checkpoint_convert.main, [str(file), str(dump_dir / "checkpoints")])
+    same = {"model.weight_tying": True}
+    restored = runs.restore((1, 1, 2), tmp_path / "a", same | start(dump_dir))["tensors"]
+    expected = {f"model.{name}": p for name, p in tied.named_parameters()}
+    assert only("model.", restored) == digests(expected)
+    for settings in ({}, start(dump_dir / "checkpoints") | EVERYTHING):
+        where = dump_dir if not settings else tmp_path / "b"
+        said = runs.train((1, 1, 1), same | settings, dump_dir=where, refused=True).error
+        assert "holds a model alone and no run to go on with" in said

@@ -1,0 +1,125 @@
+"""Saves of real runs that fail, or are written in the background: the run is the same one."""
+
+import itertools
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.main.train import Built, TrainArgs, build
+from tests.apps.runs import Outcome, Runs, differs, digests, train_here
+
+LIMIT = 30_000  # bytes: enough for the lines of a run, not for its tensors
+OFTEN = {"checkpoint.dump.every": 2, "stop_at": 7}
+BACKGROUND = {"checkpoint.async_save": True}
+
+
+@dataclass
+class FullDisk:
+    """A builder of a model on one of whose ranks files cannot grow, from a step on to another. The
+    saves before it, and the one that fails, may be under way: it waits for them."""
+
+    rank: int
+    begin: int
+    end: int
+
+    def __call__(self, args: TrainArgs) -> Built:
+        built, forwards, dump_dir = build(args), itertools.count(1), Path(args.dump_dir)
+
+        def forward_pre(module: Any, inputs: Any) -> None:
+            step = next(forwards)
+            if int(os.environ["RANK"]) == self.rank and step == self.begin:
+                wait_until((dump_dir / "checkpoints" / "0000000002").exists)
+                limit(LIMIT)
+            elif int(os.environ["RANK"]) == self.rank and step == self.end:
+                wait_until(lambda: "could not be saved" in (dump_dir / "train.log").read_text())
+                limit(resource.RLIM_INFINITY)
+
+        built.module.register_forward_pre_hook(forward_pre)
+        return built
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+def limit(n_bytes: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+
+
+def train_on_full_disk_here(overrides: dict[str, Any], disk: FullDisk) -> dict[str, Any]:
+    try:
+        return train_here(overrides, disk)
+    finally:
+        limit(resource.RLIM_INFINITY)
+
+
+def train_on(disk: FullDisk, runs: Runs, settings: dict[str, Any]) -> Outcome:
+    dump_dir = runs.folder / str(next(runs.numbers))
+    config = runs.config((1, 2, 1), settings | {"dump_dir": dump_dir})
+    return Outcome(dump_dir, runs.ranks.run(2, train_on_full_disk_here, config, disk))
+
+
+@pytest.fixture(scope="module")
+def through(runs: Runs) -> Outcome:
+    return runs.train((1, 2, 1), OFTEN)
+
+
+def steps_saved(run: Outcome) -> list[int]:
+    return sorted(int(path.name) for path in run.checkpoint(0).parent.iterdir())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("settings", [{}, BACKGROUND], ids=["at once", "in the background"])
+def test_a_run_goes_on_over_a_save_that_fails(
+    runs: Runs, through: Outcome, settings: dict[str, Any], rank: int
+) -> None:
+    run = train_on(FullDisk(rank, begin=4, end=6), runs, OFTEN | settings)
+    assert run.error is None
+    assert steps_saved(run) == [2, 6, 7]
+    [told] = [line for line in run.log.splitlines() if "error: " in line]
+    assert "step 4 could not be saved" in told and "training goes on" in told
+    assert differs(run, through) == []
+    assert digests(run.tensors(6)) == digests(through.tensors(6))
+
+
+@pytest.mark.parametrize(
+    ("settings", "step"),
+    [({}, 7), (BACKGROUND, 7), ({"checkpoint.on_error": "stop"}, 4),
+     (BACKGROUND | {"checkpoint.on_error": "stop"}, 4)],
+    ids=["the last", "the last, in the background", "stop", "stop, in the background"],
+)  # fmt: skip
+def test_a_run_ends_with_an_error_where_its_last_save_fails_or_it_is_told_to(
+    runs: Runs, through: Outcome, settings: dict[str, Any], step: int
+) -> None:
+    run = train_on(FullDisk(1, begin=4, end=99), runs, OFTEN | settings)
+    assert f"step {step} could not be saved into {run.checkpoint(0).parent}: " in run.error
+    assert "File too large" in run.error
+    assert steps_saved(run) == [2]
+    assert max(run.column("step")) in ((7,) if step == 7 else (4, 5, 6))
+    again = runs.train((1, 2, 1), OFTEN, dump_dir=run.dump_dir)
+    assert differs(again, through) == [] and steps_saved(again) == [2, 4, 6, 7]
+
+
+def test_what_is_written_in_the_background_is_what_is_written_at_once(
+    runs: Runs, through: Outcome
+) -> None:
+    run = runs.train((1, 2, 1), OFTEN | BACKGROUND)
+    for step in (2, 4, 6, 7):
+        assert digests(run.tensors(step)) == digests(through.tensors(step))
+        mine, other = (state_without_time(r, step) for r in (run, through))
+        assert mine == other
+    assert digests(run.tensors(4)) != digests(run.tensors(6))
+
+
+def state_without_time(run: Outcome, step: int) -> dict[str, Any]:
+    state = run.state(step)
+    del state["progress"]["trained_s"]
+    return state
