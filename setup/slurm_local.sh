@@ -5,8 +5,9 @@
 #     ./setup/slurm_local.sh stop [DIR]        ends its jobs and daemons, and removes DIR
 #
 # Everything lives in DIR (default: lingua-slurm-UID in $TMPDIR or /tmp), on free ports. It needs
-# Debian's packages slurm-wlm and munge, and installs nothing. Nodes are called n1, n2, ...; the
-# time limit of the one partition, main, is an hour; a node counts as dead after seconds.
+# Debian's packages slurm-wlm and munge, and installs nothing. Nodes are called n1, n2, ...; jobs of
+# the partition urgent take the place of those of main, the default; a node that does not answer
+# counts as dead after seconds.
 set -euo pipefail
 
 say() { printf 'setup/slurm_local.sh: %s\n' "$*" >&2; }
@@ -54,16 +55,21 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=6
 KillWait=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MinJobAge=3600
 END
     # More cores than the machine has: which job runs beside which is not for it to decide.
     for ((node = 1; node <= n; node++)); do
         echo "NodeName=n$node NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[node]} CPUs=8 RealMemory=65536"
     done
-    echo "PartitionName=main Nodes=ALL Default=YES MaxTime=60"
+    echo "PartitionName=main Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 GraceTime=20"
+    echo "PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=off"
 }
 
-idle_nodes() { sinfo --noheader --Node --format=%T | grep -cx idle || true; }
+idle_nodes() { # a node is listed once for each partition
+    sinfo --noheader --Node --format='%N %T' | sort -u | grep -c ' idle$' || true
+}
 
 start() {
     local command node deadline
