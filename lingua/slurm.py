@@ -10,8 +10,9 @@ import re
 import subprocess
 
 import torch
+import torch.distributed as dist
 
-from lingua.distributed import detect_launch, on_rank_0, world_sum_
+from lingua.distributed import detect_launch, world_sum_
 from lingua.errors import UserError
 
 # What Slurm sends ahead of a time limit (--signal), and on preemption. SIGINT is a person's.
@@ -53,8 +54,8 @@ def requeue(stopped_by: str | None) -> None:
     if detect_launch().by != "slurm":
         return
     early = world_sum_(torch.tensor([stopped_by in EARLY]).long())
-    if early.item():
-        on_rank_0(_requeue)
+    if early.item() and dist.get_rank() == 0:  # the others leave before Slurm ends them
+        _requeue()
 
 
 def _requeue() -> None:
