@@ -8,11 +8,12 @@ any size, 1 included, so that no caller needs a special case.
 
 import os
 import pickle
+import re
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -109,14 +110,19 @@ def detect_launch(env: dict[str, str] | None = None) -> Launch:
 
 
 def _slurm_rendezvous(env: dict[str, str]) -> None:
-    """Point torch at the first host of the step, on a port that differs from job to job."""
+    """Point torch at the first host of the step, on a port that differs from job to job, below
+    those that systems give to whoever asks for any."""
     names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
-    hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", names], check=True, capture_output=True, text=True
-    ).stdout.split()
+    first = _scontrol("show", "hostnames", names).split()[0]
+    # A node's name is Slurm's own; where it is to be reached is another matter.
+    shown = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "--oneliner", first))
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
-    os.environ.setdefault("MASTER_ADDR", hosts[0])
-    os.environ.setdefault("MASTER_PORT", str(20000 + (job * 16 + step) % 20000))
+    os.environ.setdefault("MASTER_ADDR", shown[1] if shown else first)
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job + 997 * step) % 12000))
+
+
+def _scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True).stdout
 
 
 def pick_device(name: str, launch: Launch) -> torch.device:
@@ -169,6 +175,16 @@ def start(
             timeout=timedelta(minutes=30),
         )
     return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, for functions that ranks call together."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 # --------------------------------------------------------------------------------------- mesh
@@ -338,15 +354,19 @@ def _matching(names: dict[str, nn.Module], patterns: tuple[str, ...]) -> list[st
     ]
 
 
-def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    if plan.tp is None:
+def check_tensor_parallel(plan: ParallelPlan, tp: int) -> None:
+    """Raises UserError where the plan does not allow `tp` ranks to share every layer."""
+    if tp > 1 and plan.tp is None:
         raise UserError(
-            f"distributed.tp_size = {mesh.size()}: this model gives no tensor-parallel layout; "
-            "set it to 1"
+            f"distributed.tp_size = {tp}: this model gives no tensor-parallel layout; set it to 1"
         )
-    uneven = [f"{key} = {size}" for key, size in plan.tp_divides.items() if size % mesh.size()]
+    uneven = [f"{key} = {size}" for key, size in plan.tp_divides.items() if size % tp]
     if uneven:
-        raise UserError(f"distributed.tp_size = {mesh.size()}: must divide {', '.join(uneven)}")
+        raise UserError(f"distributed.tp_size = {tp}: must divide {', '.join(uneven)}")
+
+
+def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+    check_tensor_parallel(plan, mesh.size())
     with ties_kept(model):
         parallelize_module(model, mesh, plan.tp)
     # An asynchronous collective's result that enters a compiled block loses its gradient (torch

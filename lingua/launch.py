@@ -1,5 +1,6 @@
 """The outermost frame of a program: a user's mistake becomes one message and exit code 2."""
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -23,6 +24,8 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         if error.local or detect_launch().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code, patience_s = 2, 0.0 if error.local else patience_s
+    # Slurm may still send its early signal: the end of a run must not become a failure by it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if dist.is_initialized():
         leave(patience_s)
     sys.exit(code)

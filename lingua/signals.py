@@ -27,6 +27,8 @@ class StopRequest:
         self._interrupted_at: float | None = None
         self._raising = False
         self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
+        # Who started this process may have held them back until now (become).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number).name
@@ -55,3 +57,13 @@ class StopRequest:
         """Give the signals back to who handled them before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def become(argv: list[str]) -> None:
+    """Make this process the given program: what Slurm signals is then the program itself.
+
+    Stop signals wait until its StopRequest takes them, since importing takes seconds in which they
+    would end it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    os.execv(argv[0], argv)

@@ -74,7 +74,10 @@ def test_slurm_tasks_meet_at_their_first_host_on_a_port_of_their_step(
 ) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
-        '#!/bin/sh\n[ "$*" = "show hostnames n[1-3]" ] && printf "n1\\nn2\\nn3\\n"\n'
+        '#!/bin/sh\ncase "$*" in\n'
+        '"show hostnames n[1-3]") printf "n1\\nn2\\nn3\\n" ;;\n'
+        '"show node --oneliner n1") echo "NodeName=n1 NodeAddr=10.0.0.7 Port=1" ;;\n'
+        "*) exit 1 ;;\nesac\n"
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -84,7 +87,7 @@ def test_slurm_tasks_meet_at_their_first_host_on_a_port_of_their_step(
             monkeypatch.setenv(key, "")
             monkeypatch.delenv(key)
         _slurm_rendezvous(SLURM | {"SLURM_STEP_ID": step})
-        assert os.environ["MASTER_ADDR"] == "n1"
+        assert os.environ["MASTER_ADDR"] == "10.0.0.7"
         ports.add(int(os.environ["MASTER_PORT"]))
     assert len(ports) == 2 and all(1024 < port < 2**16 for port in ports)
 

@@ -41,6 +41,21 @@ def test_the_first_signal_is_noted_and_a_second_interrupt_leaves_only_after_two_
         assert process.wait(10) == 128 + signal.SIGINT
 
 
+def test_a_signal_in_the_seconds_of_importing_is_kept_for_the_program() -> None:
+    become = "import sys; from lingua.signals import become; become(sys.argv[1:])"
+    slow = "import time; print('importing', flush=True); time.sleep(1)" + PROGRAM
+    with subprocess.Popen(
+        [sys.executable, "-c", become, sys.executable, "-c", slow],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGUSR2)
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "SIGUSR2\n"]
+        process.kill()
+
+
 def test_the_handlers_of_before_come_back() -> None:
     from lingua.signals import STOPPING, StopRequest
 

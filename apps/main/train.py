@@ -11,7 +11,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,19 +31,22 @@ from lingua.data.args import DataArgs
 from lingua.data.documents import DocumentMarks, document_marks
 from lingua.data.heldout import HeldOut, held_out_windows
 from lingua.data.loader import Loader, MicroBatch, micro_steps
-from lingua.data.prepare import open_sources, prepare_sources
+from lingua.data.prepare import check_sources, open_sources, prepare_sources
 from lingua.data.shards import Source
 from lingua.distributed import (
     AXES,
     DistributedArgs,
     ParallelPlan,
+    check_tensor_parallel,
     clip_grad_norm_,
     detect_launch,
     dp_degree,
     dp_rank,
     grad_sync_note,
     loss_context,
+    mesh_sizes,
     on_rank_0,
+    one_process,
     parallelize_model,
     pick_device,
     set_gradient_sync,
@@ -81,6 +85,7 @@ from lingua.resume import (
 )
 from lingua.sampling import SamplingArgs
 from lingua.signals import Stopped, StopRequest
+from lingua.slurm import requeue
 from lingua.tokenizer import Tokenizer, build_tokenizer
 from lingua.transformer import flops_per_token
 from lingua.validation import ValidationArgs, validate
@@ -168,9 +173,12 @@ def train(args: TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
     stop = StopRequest()
     with ExitStack() as open_parts:
         run = set_up(args, build, stop, open_parts)
-        if run is not None:  # else a former start finished it, or a signal came early
+        stopping = run is None  # a former start finished it, or a signal came early
+        if run is not None:
             stopping = take_steps(args, run, stop)
             finish(args, run, stop, stopping)
+    if stopping:
+        requeue(stop.signal)
     stop.close()
 
 
@@ -301,7 +309,7 @@ def set_up(
 
     # ---- config and data, each checked against the checkpoint as soon as it is known
     tokenizer = build_tokenizer(args.data.tokenizer)
-    resolve(args, mesh, tokenizer, saved, dump_dir)
+    resolve(args, dp_degree(mesh), tokenizer, saved, dump_dir)
     llama = None  # a run's own checkpoint wins over the weights it began with
     if saved is None and args.checkpoint.init_from is not None:
         llama = LlamaFolder(args.checkpoint.init_from, "checkpoint.init_from")
@@ -413,7 +421,7 @@ def open_data(
 
 
 def resolve(
-    args: TrainArgs, mesh: DeviceMesh, tokenizer: Tokenizer, saved: Saved | None, dump_dir: Path
+    args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | None, dump_dir: Path
 ) -> None:
     """Fill in what the config leaves open. It is decided once: a later start on another topology
     takes the global batch size from the checkpoint or the dump dir's config.yaml."""
@@ -422,7 +430,7 @@ def resolve(
         former = saved.config if saved is not None else None
         if former is None:
             former = on_rank_0(lambda: flat_config(written, [key]) if written.exists() else {})
-        rows = args.data.batch_size * dp_degree(mesh) * (args.grad_acc_steps or 1)
+        rows = args.data.batch_size * degree * (args.grad_acc_steps or 1)
         args.data.global_batch_size = former.get(key, rows)
         if args.data.global_batch_size != rows:
             logger.info(
@@ -531,6 +539,39 @@ def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None
         ]
         logger.info("\n".join(lines))
     run.report.close()
+
+
+def check(
+    argv: list[str],
+    world_size: int,
+    config: type[TrainArgs] = TrainArgs,
+    build: Callable[[TrainArgs], Built] = build,
+) -> tuple[TrainArgs, list[str]]:
+    """The configuration of a run to be launched with `world_size` processes, and its notices.
+
+    Raises:
+        UserError: set_up would refuse it.
+    """
+    args, notices = load(config, argv, foreign=META_LINGUA)
+    replicate, shard, tp = mesh_sizes(args.distributed, world_size)
+    trial, degree = deepcopy(args), replicate * shard
+    tokenizer = build_tokenizer(trial.data.tokenizer)
+    check_sources(trial.data, tokenizer)
+    dump_dir = Path(args.dump_dir or f"runs/{args.name}")
+    classes = resume_classes(config)
+    checkpoints = Path(args.checkpoint.path or dump_dir / "checkpoints")
+    with one_process():
+        quick = replace(args.checkpoint, verify="size")
+        saved, origin = find_start(checkpoints, quick, classes)
+        resolve(trial, degree, tokenizer, saved, dump_dir)
+        wanted, allowed = flatten(trial), args.checkpoint.allow_change
+        check_config(saved, wanted, classes, allowed)
+        check_origin(origin, wanted, tokenizer, classes, allowed)
+    global_batch_size, batch_size = trial.data.global_batch_size, trial.data.batch_size
+    micro_steps(global_batch_size, degree, batch_size, trial.grad_acc_steps)
+    document_marks(trial.data, tokenizer)
+    check_tensor_parallel(build(trial).plan or ParallelPlan(), tp)
+    return args, notices
 
 
 def main(config: type[TrainArgs] = TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:

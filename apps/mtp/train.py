@@ -33,5 +33,10 @@ def build(args: TrainArgs) -> Built:
     )
 
 
+def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
+    """What a launcher asks before it submits a run."""
+    return app.check(argv, world_size, TrainArgs, build)
+
+
 if __name__ == "__main__":
     run_program(lambda: app.main(TrainArgs, build))

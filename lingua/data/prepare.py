@@ -95,7 +95,15 @@ def prepare_sources(
 
     `report` gets lines for the user, `progress` shows a bar on stderr. Raises UserError.
     """
-    names = args.used_sources()
+    check_sources(args, tokenizer)
+    return {
+        name: prepare_source(name, args, tokenizer, report, progress, processes)
+        for name in args.used_sources()
+    }
+
+
+def check_sources(args: DataArgs, tokenizer: Tokenizer) -> None:
+    """Raises UserError with all that is wrong: the first may take hours to tokenize."""
     wrong: list[str] = []
     for what, wanted, token in (
         ("bos", args.add_bos, tokenizer.bos_id),
@@ -106,16 +114,13 @@ def prepare_sources(
                 f"data.add_{what} = true: the {tokenizer.name} tokenizer has no {what} token; "
                 f"set data.add_{what}=false"
             )
-    for name in names:
+    for name in args.used_sources():
         try:
             source_files(name, args)
         except UserError as error:
             wrong.append(str(error))
-    if wrong:  # all of them before the first is tokenized, which may take hours
+    if wrong:
         raise UserError("\n".join(wrong))
-    return {
-        name: prepare_source(name, args, tokenizer, report, progress, processes) for name in names
-    }
 
 
 def open_sources(args: DataArgs, tokenizer: Tokenizer) -> dict[str, Source]:
