@@ -23,7 +23,8 @@ def main() -> None:
     program = import_module("apps.main.train")
     foreign = import_module("lingua.meta_lingua").META_LINGUA
     stamp("imports")
-    start = program.start
+    setup = import_module("apps.main.setup")
+    start = setup.start
 
     def stamped_start(*args: Any) -> Any:
         mesh = start(*args)
@@ -39,7 +40,7 @@ def main() -> None:
     def run() -> None:
         args, _ = program.load(program.TrainArgs, keys, foreign=foreign)
         stamp("config")
-        program.start = stamped_start
+        setup.start = stamped_start
         program.train(args, stamped_build)
         Path(path).write_text(json.dumps(stamps), encoding="utf-8")
 

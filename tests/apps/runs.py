@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
+import apps.main.setup as setup
 import apps.main.train as program
 from apps.main.train import Built, Run, TrainArgs, build, set_up, train
 from lingua.args import load
@@ -125,6 +126,7 @@ class Twist:
     def apply(self) -> Any:
         """A context in which the program of this process is twisted."""
         twist, rank = self, int(os.environ["RANK"])
+        setting_up: dict[str, Any] = {}
         given: dict[str, Any] = {"SAMPLE_TOKENS": self.sample_tokens}
 
         class TwistedLoader(Loader):
@@ -137,7 +139,7 @@ class Twist:
                 changes = twist.rows is not None and twist.rank in (None, rank)
                 return twist.rows(batch, step) if changes else batch
 
-        given["Loader"] = TwistedLoader
+        setting_up["Loader"] = TwistedLoader
         if self.own_divisor:
             given["count_targets"] = lambda batch, stopping, mesh: (
                 sum((m.targets != IGNORE).sum((1, 2)) for m in batch) * dp_degree(mesh),
@@ -151,8 +153,8 @@ class Twist:
                     if name.startswith(("optim.exp_avg", "optim.momentum")):
                         t.zero_()
 
-            load_tensors = program.load_tensors
-            given["load_tensors"] = load_without_moments
+            load_tensors = setup.load_tensors
+            setting_up["load_tensors"] = load_without_moments
         if self.unknown_setting is not None:
 
             def state_of_an_older_version(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -163,7 +165,10 @@ class Twist:
 
             state_to_save = program.state_to_save
             given["state_to_save"] = state_of_an_older_version
-        return mock.patch.multiple(program, **given)
+        changes = ExitStack()
+        changes.enter_context(mock.patch.multiple(program, **given))
+        changes.enter_context(mock.patch.multiple(setup, **setting_up))
+        return changes
 
 
 def one_wrong_token(batch: list[MicroBatch], step: int) -> list[MicroBatch]:
