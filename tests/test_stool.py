@@ -135,8 +135,8 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     wanted = {
         "plain": {"slurm": {"hold": True}},
         "fail": {"setup": ["export FAIL_RANK=1"]},
-        # Slurm looks at times every 30 seconds and sends the signal 30 to 60 of them early: here
-        # one to one and a half minutes after the start, of which a slow machine needs the first.
+        # Slurm looks at times every 30 seconds and sends the signal up to 60 of them early: here
+        # 30 to 90 seconds after the start.
         "time limit": {"setup": ["export STEP_S=6"], "time": "2", "signal_s": 30},
         "requeue": slow,
         "signal": slow,
@@ -241,7 +241,8 @@ def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(
     assert ("stopped by SIGUSR2" in log) == (how in ("signal", "time limit"))
     if how in ("requeue", "preemption"):
         assert "stopped by SIGTERM" in log
-    assert "resuming" in log
+    begun = how != "time limit" or "while the text was prepared" not in log  # a slow machine
+    assert ("resuming" in log) == begun
 
 
 @needs_slurm
