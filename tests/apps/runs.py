@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 
 import apps.main.setup as setup
 import apps.main.train as program
-from apps.main.train import Built, Run, TrainArgs, build, set_up, train
+from apps.main.train import Built, Run, TrainArgs, accumulate, build, set_up, train
 from lingua.args import load
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
 from lingua.data.prepare import open_sources, prepare_sources
 from lingua.data.stream import RowStream
-from lingua.distributed import dp_degree
+from lingua.distributed import dp_degree, dp_rank
 from lingua.errors import UserError
 from lingua.init import named_tensors
 from lingua.signals import StopRequest
@@ -122,6 +122,8 @@ class Twist:
     lose_moments: bool = False  # on resume
     unknown_setting: str | None = None  # of the optimizer's groups, to an older version that saves
     sample_tokens: int = 8  # that a finished run shows
+    # where each rank writes, into a file of its own, the rows that it puts through forward
+    consumed: Path | None = None
 
     def apply(self) -> Any:
         """A context in which the program of this process is twisted."""
@@ -165,10 +167,25 @@ class Twist:
 
             state_to_save = program.state_to_save
             given["state_to_save"] = state_of_an_older_version
+        if self.consumed is not None:
+            given["accumulate"] = self._write_and_accumulate
         changes = ExitStack()
         changes.enter_context(mock.patch.multiple(program, **given))
         changes.enter_context(mock.patch.multiple(setup, **setting_up))
         return changes
+
+    def _write_and_accumulate(self, run: Run, batch: list[MicroBatch], *rest: Any) -> Any:
+        rows = {
+            row: digest(torch.cat((micro.tokens[i][None], micro.targets[:, i])))
+            for micro in batch
+            for i, row in enumerate(micro.row_ids.tolist())
+            if row >= 0
+        }
+        line = {"step": run.progress.step + 1, "dp": dp_rank(run.mesh), "rows": rows}
+        self.consumed.mkdir(exist_ok=True)
+        with (self.consumed / f"{os.environ['RANK']}.jsonl").open("a") as f:
+            f.write(json.dumps(line) + "\n")  # closing it hands it to the system: it outlives us
+        return accumulate(run, batch, *rest)
 
 
 def one_wrong_token(batch: list[MicroBatch], step: int) -> list[MicroBatch]:
@@ -225,6 +242,27 @@ class Interrupt:
         os.kill(os.getpid(), self.number)
 
 
+@dataclass
+class NanAt:
+    """A builder of the model whose loss of one row is not a number."""
+
+    row: list[int]  # its inputs
+
+    def __call__(self, args: TrainArgs) -> Built:
+        built = build(args)
+        row = torch.tensor(self.row)
+
+        def spoil(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+            if not isinstance(output, tuple):
+                return output
+            sums, counts = output
+            bad = (inputs[0] == row).all(1).any()
+            return sums * torch.where(bad, float("nan"), 1.0), counts
+
+        built.module.register_forward_hook(spoil)
+        return built
+
+
 def train_here(
     overrides: dict[str, Any],
     build: Callable[[Any], Built] = build,
@@ -259,7 +297,23 @@ def restore_here(
 ) -> dict[str, Any]:
     """The state of a resumed run before its first step, named without the program's help."""
     with closing(StopRequest()) as stop, ExitStack() as open_parts:
-        return state_of(set_up(arguments(overrides), build, stop, open_parts))
+        run = set_up(arguments(overrides), build, stop, open_parts)
+        run.report.close()
+        return state_of(run)
+
+
+def resume_here(overrides: dict[str, Any], twist: Twist | None = None) -> dict[str, Any]:
+    """The same state, on the way through a start that then goes on."""
+    seen: dict[str, Any] = {}
+
+    def look_first(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
+        seen.update(state_of(run))
+        return take_steps(args, run, stop)
+
+    take_steps = program.take_steps
+    with (twist or Twist()).apply(), mock.patch.object(program, "take_steps", look_first):
+        train(arguments(overrides))
+    return seen
 
 
 def state_of(run: Run) -> dict[str, Any]:
@@ -272,7 +326,6 @@ def state_of(run: Run) -> dict[str, Any]:
             groups[name] = settings
             for key, value in run.optimizer.state[p].items():
                 tensors[f"optim.{key}.{name}"] = value
-    run.report.close()
     return {
         "tensors": digests(tensors),
         "groups": groups,

@@ -6,15 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from apps.main.train import Built, TrainArgs, build
 from lingua.data.lock import claimed
 from lingua.data.prepare import shard_folder, source_files
 from lingua.data.units import UNIT_BYTES, plan_units
@@ -24,6 +20,7 @@ from tests.apps.runs import (
     SMALL,
     TOPOLOGIES,
     Interrupt,
+    NanAt,
     Outcome,
     Runs,
     Sizes,
@@ -303,27 +300,6 @@ def test_the_newest_are_kept_and_what_falls_on_eval_besides(runs: Runs) -> None:
 
 
 # ------------------------------------------------------------------------------ bad gradients
-
-
-@dataclass
-class NanAt:
-    """A builder of the model whose loss of one row is not a number."""
-
-    row: list[int]  # its inputs
-
-    def __call__(self, args: TrainArgs) -> Built:
-        built = build(args)
-        row = torch.tensor(self.row)
-
-        def spoil(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
-            if not isinstance(output, tuple):
-                return output
-            sums, counts = output
-            bad = (inputs[0] == row).all(1).any()
-            return sums * torch.where(bad, float("nan"), 1.0), counts
-
-        built.module.register_forward_hook(spoil)
-        return built
 
 
 @pytest.fixture(scope="module")

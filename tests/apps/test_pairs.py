@@ -1,0 +1,182 @@
+"""What one topology saves another goes on from: every pair of seven of them, with both optimizers,
+tied weights and not. The state is what was saved to the bit, and the run is the run that one
+process makes without a stop."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.apps.runs import (
+    TOPOLOGIES,
+    Outcome,
+    Runs,
+    Sizes,
+    Twist,
+    differs,
+    digests,
+    name_of,
+    relative,
+    resume_here,
+)
+
+K, END = 3, 8  # where the run is saved, and where it ends
+MARGIN = 10  # times what another order of the sums changes, for the losses of Muon
+
+# One process, then replicated, sharded, tensor-parallel, and their mixes up to eight ranks.
+MESHES: list[Sizes] = [
+    (1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2),
+]  # fmt: skip
+EIGHT: Sizes = (2, 2, 2)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained: every topology saves both optimizers, every one loads all four kinds."""
+
+    optimizer: str
+    tied: bool
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "optim.name": self.optimizer,
+            "model.weight_tying": self.tied,
+            "stop_at": END,
+            "checkpoint.dump.every": K,
+            "checkpoint.dump.keep": 0,
+        }
+
+
+def kind_of(saved: Sizes, loaded: Sizes) -> Kind:
+    i, j = MESHES.index(saved), MESHES.index(loaded)
+    return Kind(("adamw", "muon")[(i // 2 + j) % 2], tied=i % 2 == 1)
+
+
+def goes_on(saved: Sizes, loaded: Sizes) -> bool:
+    """Whether the run is also trained on: of every topology two others, and two go on there."""
+    return (MESHES.index(saved) - MESHES.index(loaded)) % len(MESHES) in (1, 3)
+
+
+PAIRS = [(saved, loaded) for loaded in MESHES for saved in MESHES if saved != loaded]
+PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  # for time
+
+
+@dataclass
+class Whole:
+    """Runs that did not stop before END, each made when it is first asked for."""
+
+    runs: Runs
+    made: dict[tuple[Sizes, Kind], Outcome]
+
+    def __call__(self, sizes: Sizes, kind: Kind) -> Outcome:
+        if (sizes, kind) not in self.made:
+            settings = kind.settings | {"deterministic": True}
+            if sizes == EIGHT:  # slow on two cores, and needed no further
+                settings |= {"stop_at": K}
+            self.made[sizes, kind] = self.runs.train(sizes, settings)
+        return self.made[sizes, kind]
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs) -> Whole:
+    return Whole(runs, {})
+
+
+@pytest.fixture(scope="module")
+def tolerance(runs: Runs, whole: Whole) -> float:
+    """Of a loss with Muon, relative: how far one process gets from itself when it only sums its
+    micro-batches in another order."""
+    measured = 0.0
+    for kind in (Kind("muon", tied=False), Kind("muon", tied=True)):
+        for size in (1, 2, 3):
+            other = runs.train((1, 1, 1), kind.settings | {"data.batch_size": size})
+            found = relative(other.column("loss"), whole((1, 1, 1), kind).column("loss"))
+            measured = max(measured, *found)
+    assert measured < 1e-4
+    return MARGIN * measured
+
+
+def stopped(run: Outcome, folder: Path) -> Outcome:
+    """A copy of a run as it was when it had just saved step K."""
+    shutil.copytree(run.dump_dir, folder / "run")
+    copy = Outcome(folder / "run", [])
+    for step in (K * 2, END):
+        shutil.rmtree(copy.checkpoint(step), ignore_errors=True)
+    return copy
+
+
+def same(run: Outcome, other: Outcome, kind: Kind, tolerance: float) -> bool:
+    if kind.optimizer == "adamw":
+        return differs(run, other) == []
+    far = max(relative(run.column("loss"), other.column("loss")))
+    return run.column("batch_hash") == other.column("batch_hash") and far < tolerance
+
+
+def resume(runs: Runs, sizes: Sizes, run: Outcome, settings: dict[str, Any], twist=None) -> dict:
+    """Go on to END; the state before the first step, on which all ranks agree."""
+    config = runs.config(sizes, settings | {"dump_dir": run.dump_dir})
+    n = sizes[0] * sizes[1] * sizes[2]
+    first, *others = runs.ranks.run(n, resume_here, config, twist)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), PAIRS, ids=[f"{name_of(a)}-to-{name_of(b)}" for a, b in PAIRS]
+)
+def test_what_one_topology_saves_another_goes_on_from(
+    runs: Runs, whole: Whole, tolerance: float, tmp_path: Path, saved: Sizes, loaded: Sizes
+) -> None:
+    kind = kind_of(saved, loaded)
+    run = stopped(whole(saved, kind), tmp_path)
+    tensors = run.tensors(K)
+    assert all(t.any() for name, t in tensors.items() if name.startswith(("optim.exp", "optim.m")))
+    batch_size, grad_sync = TOPOLOGIES[loaded]
+    own = {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
+    if goes_on(saved, loaded):
+        restored = resume(runs, loaded, run, kind.settings | own)
+    else:
+        restored = runs.restore(loaded, run.dump_dir, kind.settings | own)
+    assert restored["tensors"] == digests(tensors)
+    assert restored["progress"] == run.state(K)["progress"]
+    assert restored["position"] == K * 7
+    if goes_on(saved, loaded):
+        assert run.column("step") == list(range(1, END + 1))
+        assert same(run, whole((1, 1, 1), kind), kind, tolerance)
+
+
+@pytest.mark.parametrize("sizes", [sizes for sizes in MESHES if sizes != EIGHT], ids=name_of)
+def test_the_same_topology_goes_on_bitwise_with_deterministic(
+    runs: Runs, whole: Whole, tmp_path: Path, sizes: Sizes
+) -> None:
+    kind = kind_of(sizes, sizes)
+    through = whole(sizes, kind)
+    run = stopped(through, tmp_path)
+    tensors = run.tensors(K)
+    restored = resume(runs, sizes, run, kind.settings | {"deterministic": True})
+    assert restored["tensors"] == digests(tensors)
+    for key in ("loss", "grad_norm", "lr", "batch_hash"):
+        assert run.column(key) == through.column(key)
+    assert digests(run.tensors(END)) == digests(through.tensors(END))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "twist", [Twist(lose_moments=True), Twist(shift=1)], ids=["moments", "rows"]
+)
+def test_lost_moments_and_shifted_rows_are_seen(
+    runs: Runs, whole: Whole, tolerance: float, tmp_path: Path, optimizer: str, twist: Twist
+) -> None:
+    kind = Kind(optimizer, tied=True)
+    run = stopped(whole((2, 1, 1), kind), tmp_path)
+    tensors = run.tensors(K)
+    restored = resume(runs, (1, 1, 1), run, kind.settings, twist)
+    assert (restored["tensors"] == digests(tensors)) == (not twist.lose_moments)
+    assert (restored["position"] == K * 7) == (not twist.shift)
+    far = max(relative(run.column("loss"), whole((1, 1, 1), kind).column("loss")))
+    assert far > (1e-5 if optimizer == "adamw" else tolerance)
+    hashes = run.column("batch_hash") == whole((1, 1, 1), kind).column("batch_hash")
+    assert hashes == (not twist.shift)
