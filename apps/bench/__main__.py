@@ -6,6 +6,8 @@
     python -m apps.bench debug     time and held-out loss of the debug run, from nothing to its end
     python -m apps.bench generate  tokens per second of generation, against transformers
     python -m apps.bench data      tokenizing and reading rows, each over its plain reference
+    python -m apps.bench checkpoint  saving and loading 1.2 GB, each over plain files
+    python -m apps.bench promise   losses of a run stopped and resumed on five topologies
 
 `key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
 names another.
@@ -17,7 +19,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from apps.bench import data, debug, generate, loop, startup, sync
+from apps.bench import checkpoint, data, debug, generate, loop, promise, startup, sync
 from apps.bench.report import show
 from lingua.launch import run_program
 
@@ -28,6 +30,8 @@ MEASUREMENTS = {
     "debug": debug.measure,
     "data": data.measure,
     "generate": generate.measure,
+    "checkpoint": checkpoint.measure,
+    "promise": promise.measure,
 }
 CONFIG = Path(__file__).parents[1] / "main" / "configs" / "debug.yaml"
 
@@ -41,16 +45,23 @@ def main() -> None:
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the configuration")
     parser.add_argument(
-        "--repeats", type=int, help="rounds of loop, data (8), startup, generate (5)"
+        "--repeats", type=int, help="rounds: loop, data, checkpoint (8), startup, generate (5)"
     )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw promise (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
     options = parser.parse_intermixed_args()
     measure, keys = MEASUREMENTS[options.measurement], options.keys
     given = {}
     if options.repeats is not None:
         if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
-            parser.error("--repeats is a number from 1 on, for loop, data, startup, generate")
+            parser.error(
+                "--repeats is a number from 1 on, for loop, data, checkpoint, startup, generate"
+            )
         given["repeats"] = options.repeats
+    if options.png is not None:
+        if measure is not promise.measure:
+            parser.error("--png is for promise")
+        given["png"] = options.png
     if not any(key.startswith("config=") for key in keys):
         keys = [f"config={CONFIG}", *keys]
     command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from apps.bench import promise
+from apps.bench.checkpoint import TOPOLOGIES
+from apps.bench.checkpoint import report as report_checkpoint
+from apps.bench.checkpoint_rank import measure as measure_checkpoint
 from apps.bench.debug import measure as measure_debug
 from apps.bench.loop import Reference
 from apps.bench.report import columns, spread
@@ -18,6 +22,7 @@ from apps.bench.sync import table
 from apps.bench.sync_rank import count
 from apps.main.train import TrainArgs, build
 from lingua.args import load
+from lingua.errors import UserError
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +145,82 @@ def test_debug_reports_time_and_held_out_loss(keys):
     assert 0 < waiting < training < wall
     assert report.results["held_out"][-1]["step"] == 4
     assert any("held-out text after step 4" in line for line in report.lines)
+
+
+def test_checkpoints_are_timed_beside_plain_files_of_their_size(ranks: Ranks, tmp_path, keys):
+    args, _ = load(TrainArgs, keys)
+    found = ranks.run(2, measure_checkpoint, args, tmp_path, 2)[0]
+    assert not list(tmp_path.glob("checkpoints*")) and not list(tmp_path.glob("plain*"))
+    tensors = 3 * PARAMETERS * FLOAT  # the model and both moments
+    assert tensors < found["bytes"] < 3 * tensors  # small tensors, each with a header
+    turns = {"save", "write", "read", *(f"load {name}" for name in TOPOLOGIES)}
+    assert [seconds.keys() for seconds in found["rounds"]] == [turns, turns]
+    assert all(s > 0 for seconds in found["rounds"] for s in seconds.values())
+
+
+def test_rates_of_checkpoints_are_quotients_of_the_same_round():
+    first, second, third = TOPOLOGIES
+    rounds = [
+        {
+            "write": 3,
+            "save": 4,
+            "read": 1,
+            f"load {first}": 2,
+            f"load {second}": 5,
+            f"load {third}": 8,
+        },
+        {
+            "write": 1,
+            "save": 4,
+            "read": 3,
+            f"load {first}": 2,
+            f"load {second}": 1,
+            f"load {third}": 2,
+        },
+    ]
+    lines = "\n".join(report_checkpoint(8 * 10**9, rounds).lines)
+    for name, low, high in (
+        ("rate of saving / of plain files written and synced", 0.25, 0.75),
+        ("rate of loading with checksums / of plain files read", 0.5, 1.5),
+        (f"seconds on {second} / on {first}", 0.5, 2.5),
+        (f"seconds on {third} / on {first}", 1, 4),
+    ):
+        assert f"{low:.2f} to {high:.2f}" in next(li for li in lines.splitlines() if name in li)
+    assert "8.00 GB" in lines
+
+
+def test_the_promise_is_measured_on_real_runs(monkeypatch, keys):
+    starts = (((1, 1, 1), 4), ((2, 1, 1), 3))
+    monkeypatch.setattr(promise, "STARTS", starts)
+    report = promise.measure([*keys, "steps=4"])
+    for run in ("never", "stopped"):
+        assert [line["step"] for line in report.results[run]] == [1, 2, 3, 4]
+    assert report.results["batches_equal"] == [True] * 4
+    assert max(report.results["apart"]) < 1e-5
+    assert "batch hashes equal in 4 of 4 steps" in report.lines[-1]
+    rows = [line.split() for line in report.lines]
+    assert ["(1,", "1,", "1)", "4", "rows", "1", "to", "2", "2"] in [row[:-1] for row in rows]
+    assert ["(2,", "1,", "1)", "3", "rows", "3", "to", "4", "2"] in [row[:-1] for row in rows]
+
+
+def test_a_broken_promise_shows():
+    """The control of the test above: another batch, another loss and a lost step are noticed."""
+    ends = list(range(1, 1 + len(promise.STARTS)))
+    never = [{"step": step, "loss": 2.0, "batch_hash": f"{step}"} for step in ends]
+    stopped = [dict(line) for line in never]
+    stopped[1]["batch_hash"] = "other"
+    stopped[2]["loss"] = 2.5
+    results = promise.report(never, stopped, ends, None).results
+    assert results["batches_equal"] == [step != 2 for step in ends]
+    assert results["apart"] == [0.25 if step == 3 else 0 for step in ends]
+    with pytest.raises(UserError, match="same steps"):
+        promise.report(never, stopped[1:], ends, None)
+
+
+def test_a_picture_without_matplotlib_is_refused_before_training(monkeypatch, keys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="matplotlib"):
+        promise.measure(keys, Path("promise.png"))
 
 
 def test_a_mistake_is_told_without_a_traceback(keys):

@@ -1,0 +1,141 @@
+"""One rank that saves and loads checkpoints and plain files of their size; see checkpoint.py.
+
+torchrun --nproc-per-node 2 -m apps.bench.checkpoint_rank SECONDS.json FOLDER REPEATS config=...
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from apps.bench.checkpoint import TOPOLOGIES
+from apps.main.train import TrainArgs, build
+from lingua.args import load
+from lingua.checkpoint import newest, save, tensors_of
+from lingua.checkpoint_load import load as load_tensors
+from lingua.distributed import AXES, detect_launch, parallelize_model, start
+from lingua.launch import run_program
+from lingua.meta_lingua import META_LINGUA
+from lingua.optim import build_optimizer
+from lingua.tokenizer import build_tokenizer
+
+BLOCK = 1 << 20  # bytes that a plain read asks for at once
+
+
+def measure(args: TrainArgs, folder: Path, repeats: int) -> dict[str, Any]:
+    """Seconds of every turn, from when all ranks begin to when the last is done. A first round is
+    not counted. Called by every rank, with the same result."""
+    launch, d = detect_launch(), args.distributed
+    if args.model.vocab_size == -1:
+        args.model.vocab_size = build_tokenizer(args.data.tokenizer).vocab_size
+    d.dp_replicate, d.dp_shard, d.tp_size = next(iter(TOPOLOGIES.values()))
+    start(torch.device("cpu"), launch, d)
+    states = {name: state_on(args, sizes) for name, sizes in TOPOLOGIES.items()}
+    saved, *others = states
+    fill(states[saved])
+    root, plain = folder / "checkpoints", folder / f"plain{launch.rank}"
+    content = b""
+    rounds = []
+    for step in range(1 + repeats):
+        seconds = {"save": timed(lambda: save(root, step, states[saved], {}, ""))}  # noqa: B023
+        (mine,) = (root / f"{step:010d}").glob(f"__{launch.rank}_*")
+        content = content or mine.read_bytes()
+        forget(mine)  # so that the next to write finds the same memory free
+        seconds["write"] = timed(lambda: write(plain, content))  # noqa: B023
+        forget(plain)
+        seconds["read"] = timed(lambda: read(plain))
+        plain.unlink()
+        for name, tensors in states.items():
+            forget(mine)
+            seconds[f"load {name}"] = timed(lambda: load_newest(root, tensors))  # noqa: B023
+        rounds.append(seconds)
+        dist.barrier()
+        if launch.rank == 0:
+            shutil.rmtree(root)
+    for name in others:
+        check_equal(states[saved], states[name])
+    size = torch.tensor(len(content))
+    dist.all_reduce(size)
+    return {"bytes": size.item(), "rounds": rounds[1:]}
+
+
+def state_on(args: TrainArgs, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Model and moments as the training program lays them out on a mesh of these sizes."""
+    built = build(args)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    model = parallelize_model(built.module, mesh, built.plan, args.distributed)
+    model.to_empty(device="cpu")
+    return tensors_of(model, build_optimizer(model, args.optim))
+
+
+def fill(tensors: dict[str, Tensor]) -> None:
+    """Give every element a value of its own; each rank has other parts of sharded tensors."""
+    torch.manual_seed(dist.get_rank())
+    for t in tensors.values():
+        if isinstance(t, DTensor):
+            t.to_local().uniform_()
+
+
+def timed(work: Callable[[], object]) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def load_newest(root: Path, tensors: dict[str, Tensor]) -> None:
+    """As a run that resumes does it."""
+    checkpoint = newest(root, "full", lambda line: None)
+    assert checkpoint is not None
+    load_tensors(checkpoint, tensors)
+
+
+def write(path: Path, content: bytes) -> None:
+    with path.open("wb", buffering=0) as f:
+        written = f.write(content)
+        assert written == len(content)
+        os.fsync(f.fileno())
+
+
+def read(path: Path) -> None:
+    block = bytearray(BLOCK)
+    with path.open("rb", buffering=0) as f:
+        while f.readinto(block):
+            pass
+
+
+def forget(path: Path) -> None:
+    """Let the system drop a file, which is on the disk, from its page cache."""
+    with path.open("rb") as f:
+        os.fsync(f.fileno())
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def check_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """That what was loaded on one topology is what was loaded on another."""
+    for name, t in a.items():
+        whole, other = (t.full_tensor() if isinstance(t, DTensor) else t for t in (t, b[name]))
+        assert torch.equal(whole, other), name
+
+
+def main() -> None:
+    path, folder, repeats, *keys = sys.argv[1:]
+    args, _ = load(TrainArgs, keys, foreign=META_LINGUA)
+    found = measure(args, Path(folder), int(repeats))
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_program(main)

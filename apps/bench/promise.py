@@ -1,0 +1,189 @@
+"""The promise as a picture: one run stopped and resumed across topologies, over one never stopped.
+
+Both are real launches of the training program on the CPU. The one that never stops is a single
+process; the other changes its number of processes, its mesh and its micro-batches at every start.
+Compared are the loss of every step and the hash of every global batch. `--png FILE` draws it, which
+needs matplotlib.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from apps.bench.report import Report, columns
+from apps.main.train import TrainArgs
+from lingua.args import load
+from lingua.errors import UserError
+from lingua.meta_lingua import META_LINGUA
+
+# The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
+STARTS = (
+    ((1, 1, 1), 16),
+    ((2, 1, 1), 3),
+    ((1, 2, 1), 8),
+    ((1, 1, 2), 5),
+    ((1, 2, 2), 4),
+)
+SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]
+
+
+def measure(keys: list[str], png: Path | None = None) -> Report:
+    """`keys` is the command line of the training program."""
+    if png is not None:
+        _pyplot()  # a mistake is found before training
+    config = [key for key in keys if key.startswith("config=")]
+    keys = [*config, *SHORT, *(key for key in keys if key not in config)]
+    args, _ = load(TrainArgs, keys, foreign=META_LINGUA)
+    if args.steps < len(STARTS):
+        raise UserError(f"steps = {args.steps}: must be at least {len(STARTS)}, one for each start")
+    ends = [args.steps * (i + 1) // len(STARTS) for i in range(len(STARTS))]
+    with TemporaryDirectory() as folder:
+        keys = [*keys, "logging.freq=1", f"data.cache_dir={folder}/cache"]
+        never = run([*keys, f"dump_dir={folder}/never"], (1, 1, 1))
+        for (sizes, rows), end in zip(STARTS, ends, strict=True):
+            ours = [f"dump_dir={folder}/stopped", f"stop_at={end}", f"data.batch_size={rows}"]
+            stopped = run([*keys, *ours], sizes)
+    return report(never, stopped, ends, png)
+
+
+def run(keys: list[str], sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Start the program on a mesh of these sizes; the metrics of all steps so far."""
+    replicas, shards, tp = sizes
+    mesh = [
+        f"distributed.dp_replicate={replicas}",
+        f"distributed.dp_shard={shards}",
+        f"distributed.tp_size={tp}",
+    ]
+    torchrun = [
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={replicas * shards * tp}",
+    ]
+    program = ["-m", "apps.main.train", *keys, *mesh]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *torchrun, *program]
+    code = subprocess.run(command, stdout=sys.stderr, env=environment).returncode
+    if code != 0:
+        raise UserError(f"{' '.join(command)}\nleft with exit code {code}")
+    dump_dir = next(key.partition("=")[2] for key in keys if key.startswith("dump_dir="))
+    text = (Path(dump_dir) / "metrics.jsonl").read_text(encoding="utf-8")
+    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+
+
+def report(
+    never: list[dict[str, Any]], stopped: list[dict[str, Any]], ends: list[int], png: Path | None
+) -> Report:
+    """`never` and `stopped` are the metrics of every step of the two runs; `ends` are the last
+    steps of the starts of the second."""
+    steps = [line["step"] for line in never]
+    if [line["step"] for line in stopped] != steps or steps != list(range(1, ends[-1] + 1)):
+        raise UserError("the two runs did not log the same steps, each once")
+    apart = [abs(b["loss"] / a["loss"] - 1) for a, b in zip(never, stopped, strict=True)]
+    equal = [a["batch_hash"] == b["batch_hash"] for a, b in zip(never, stopped, strict=True)]
+    rows = [("dp_replicate, dp_shard, tp", "micro-batch", "steps", "equal batches", "loss apart")]
+    begin = 0
+    for (sizes, size), end in zip(STARTS, ends, strict=True):
+        part = slice(begin, end)
+        batches, most = sum(equal[part]), max(apart[part])
+        rows.append(
+            (f"{sizes}", f"{size} rows", f"{begin + 1} to {end}", f"{batches}", f"{most:.1e}")
+        )
+        begin = end
+    lines = [
+        *columns(rows),
+        "",
+        f"batch hashes equal in {sum(equal)} of {len(equal)} steps; losses at most "
+        f"{max(apart):.1e} apart, relative to the run that never stopped (one process)",
+    ]
+    if png is not None:
+        draw(png, [line["loss"] for line in never], [line["loss"] for line in stopped], ends, equal)
+        lines.append(f"drawn: {png}")
+    results = {"never": never, "stopped": stopped, "apart": apart, "batches_equal": equal}
+    return Report(lines, results)
+
+
+def draw(
+    png: Path, never: list[float], stopped: list[float], ends: list[int], equal: list[bool]
+) -> None:
+    """Above, both loss curves; below, how far apart they are."""
+    plt = _pyplot()
+    colors = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")
+    ink, muted, grid = "#222222", "#666666", "#e4e4e0"
+    plt.rcParams.update({"font.size": 9, "text.color": ink, "axes.labelcolor": muted})
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(2.2, 1), layout="constrained"
+    )
+    steps = range(1, len(never) + 1)
+    top.plot(steps, never, color="#bdbdb8", linewidth=6, solid_capstyle="round")
+    at = len(never) // 7  # where the curve still falls: it has no other label below it
+    top.annotate(
+        "never stopped:\none process",
+        (steps[at], never[at]),
+        (1.5 * len(never) / len(STARTS), 0.45 * max(never) + 0.55 * min(never)),
+        ha="center",
+        color=muted,
+        arrowprops={"arrowstyle": "-", "color": muted, "linewidth": 0.7},
+    )
+    begin = 0
+    for (sizes, rows), end, color in zip(STARTS, ends, colors, strict=True):
+        part = slice(max(begin - 1, 0), end)  # from the last step of the start before
+        top.plot(steps[part], stopped[part], color=color, linewidth=1.6)
+        apart = [abs(b / a - 1) for a, b in zip(never[begin:end], stopped[begin:end], strict=True)]
+        bottom.plot(steps[begin:end], apart, ".", color=color, markersize=4)
+        replicas, shards, tp = sizes
+        processes = replicas * shards * tp
+        kind = [f"{n} {what}" for n, what in ((replicas, "replicas"), (shards, "shards")) if n > 1]
+        kind += [f"tp {tp}"] if tp > 1 else []
+        top.text(
+            (begin + end + 1) / 2,
+            0.98,
+            f"{processes} process{'es' if processes > 1 else ''}\n"
+            f"{' x '.join(kind) or 'plain'}\n{rows} rows at once",
+            transform=top.get_xaxis_transform(),
+            ha="center",
+            va="top",
+            color=color,
+        )
+        if end != ends[-1]:
+            for axes in (top, bottom):
+                axes.axvline(end + 0.5, color=muted, linewidth=0.8, linestyle=(0, (3, 3)))
+        begin = end
+    top.set_ylabel("loss, nats per token")
+    low, high = min(never), max(never)
+    top.set_ylim(low - 0.05 * (high - low), high + 0.12 * (high - low))
+    bottom.set_ylabel("relative difference")
+    bottom.set_yscale("symlog", linthresh=1e-8)  # zero has a place too
+    bottom.set_ylim(-2e-9, 1e-5)
+    bottom.set_yticks([0, 1e-8, 1e-7, 1e-6, 1e-5])
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        axes.grid(axis="y", color=grid, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(grid)
+        axes.tick_params(colors=muted, length=0)
+        axes.set_xlim(0, len(never) + 1)
+    same = "all" if all(equal) else f"{sum(equal)} of"
+    figure.suptitle(
+        f"One run, stopped and resumed on {len(STARTS)} topologies: "
+        f"{same} {len(equal)} global batches are the same",
+        x=0.02,
+        ha="left",
+        fontsize=11,
+    )
+    figure.savefig(png, dpi=130)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--png needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
