@@ -4,6 +4,7 @@ Every run makes a process group of its own, of just its n ranks, by the variable
 sets, so what is tested is what torchrun starts; only the seconds of importing torch are shared.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -32,6 +33,7 @@ def _serve(pipe: Connection) -> None:
     from lingua.distributed import leave
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: looking through it again and again takes the time
     while (job := pipe.recv()) is not None:
         env, work, args, kwargs = job
         os.environ.update(env)
@@ -46,6 +48,7 @@ def _serve(pipe: Connection) -> None:
         torch._dynamo.reset()
         # Results are kept by the layout of a mesh, with a mesh of the group that is gone now.
         _clear_sharding_prop_cache()
+        gc.collect()  # models are cycles, and one that lives keeps the threads of its groups
         pipe.send(answer)
 
 
