@@ -37,14 +37,6 @@ for job, arguments in json.load(sys.stdin):
 """
 
 
-def until(found: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (result := found()):
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.2)
-    return result
-
-
 @dataclass
 class Cluster:
     """A checkout, a text, a folder of runs, and a Slurm to run them on."""
@@ -58,6 +50,15 @@ class Cluster:
         done = subprocess.run(command, env=self.env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def until(self, found: Callable[[], Any], what: str) -> Any:
+        end = time.monotonic() + WAIT_S
+        while not (result := found()):
+            assert time.monotonic() < end, (
+                f"waited in vain for {what}\n{self.ask('squeue', '--states=all')}\n{self.logs()}"
+            )
+            time.sleep(0.2)
+        return result
 
     def arguments(self, dump_dir: Path, **more: Any) -> list[str]:
         """Of a run of STEPS steps."""
@@ -93,7 +94,7 @@ class Cluster:
             active = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
             return None if shown["JobState"] in active else shown
 
-        shown = until(found, f"job {job} to end")
+        shown = self.until(found, f"job {job} to end")
         assert shown["JobState"] == state, self.logs()
         return shown
 
@@ -104,7 +105,7 @@ class Cluster:
         def lines() -> int:
             return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
 
-        until(lambda: lines() >= 3, f"{dump_dir.name} to train")
+        self.until(lambda: lines() >= 3, f"{dump_dir.name} to train")
         assert lines() < STEPS
 
     def logs(self) -> str:
@@ -155,12 +156,14 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     edited = cluster.repo / "tests" / "slurm_app.py"
     edited.rename(edited.with_suffix(".was"))
     edited.write_text("raise SystemExit('edited')\n")
-    cluster.ask("scontrol", "release", jobs["plain"][1])
-    for name in ("requeue", "signal", "cancel", "preemption", "node"):
-        cluster.on_its_way(jobs[name][0])
-        interrupt(cluster, name, jobs[name][1])
-    cluster.ended(jobs["plain"][1])
-    edited.with_suffix(".was").rename(edited)
+    try:
+        cluster.ask("scontrol", "release", jobs["plain"][1])
+        for name in ("requeue", "signal", "cancel", "preemption", "node"):
+            cluster.on_its_way(jobs[name][0])
+            interrupt(cluster, name, jobs[name][1])
+        cluster.ended(jobs["plain"][1])
+    finally:
+        edited.with_suffix(".was").rename(edited)
     return jobs
 
 
