@@ -4,6 +4,7 @@ Every run makes a process group of its own, of just its n ranks, by the variable
 sets, so what is tested is what torchrun starts; only the seconds of importing torch are shared.
 """
 
+import functools
 import gc
 import multiprocessing as mp
 import os
@@ -24,15 +25,24 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def _caches() -> list[Any]:
+    """What torch remembers by the layout of a mesh, and the mesh with it."""
+    wrapper = functools._lru_cache_wrapper
+    found = [thing for thing in gc.get_objects() if type(thing) is wrapper]
+    return [cache for cache in found if (cache.__module__ or "").startswith("torch.distributed")]
+
+
 def _serve(pipe: Connection) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each rank starts compilers of its own
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from lingua.distributed import leave
 
     torch.set_num_threads(1)
+    caches = _caches()
     gc.freeze()  # what is imported stays: looking through it again and again takes the time
     while (job := pipe.recv()) is not None:
         env, work, args, kwargs = job
@@ -46,9 +56,13 @@ def _serve(pipe: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch._dynamo.reset()
-        # Results are kept by the layout of a mesh, with a mesh of the group that is gone now.
+        # A mesh that lives keeps its groups, whose threads wake every 10 ms: some hundred runs of
+        # them take both cores. So would a wrong result that is kept by the layout of a mesh.
         _clear_sharding_prop_cache()
-        gc.collect()  # models are cycles, and one that lives keeps the threads of its groups
+        clear_redistribute_planner_cache()
+        for cache in caches + _caches():
+            cache.cache_clear()
+        gc.collect()
         pipe.send(answer)
 
 
