@@ -110,6 +110,8 @@ def describe(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     progress = state["progress"]
     yield "step", f"{checkpoint.step:,} ({progress['skipped_steps']} of them changed nothing)"
     yield "tokens", f"{state['tokens']:,} in {progress['position']:,} rows"
+    if state.get("held_out") is not None:
+        yield "held-out", f"{state['held_out']:.4f} nats per byte"
     yield "trained", short_time(progress["trained_s"])
     yield "next rate", f"{state['schedule']['lr']:.3e}"
     sizes = zip(AXES, state["topology"], strict=True)

@@ -79,7 +79,7 @@ class Run:
     progress: Progress
     report: Reporter
     end: int  # the step this start goes up to
-    measured_step: int = 0
+    held_out_loss: tuple[int, float] = (0, 0.0)  # the step measured last, and its nats per byte
 
 
 def set_up(
