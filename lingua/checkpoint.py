@@ -19,6 +19,7 @@ import sys
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -316,8 +317,12 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
 def best(found: list[Checkpoint]) -> list[Checkpoint]:
     """The one with the lowest held-out loss, the first published of equals; none where no step was
     measured when it was saved."""
-    losses = [(read_state(c).get("held_out"), c.serial, c) for c in found]
-    measured = [of for of in losses if of[0] is not None and math.isfinite(of[0])]
+    measured = []
+    for checkpoint in found:
+        with suppress(ValueError):  # damaged: it is none to keep
+            loss = read_state(checkpoint).get("held_out")
+            if loss is not None and math.isfinite(loss):
+                measured.append((loss, checkpoint.serial, checkpoint))
     return [min(measured)[2]] if measured else []
 
 

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from lingua import checkpoint_convert
 from lingua.args import flatten, load, resume_classes
 from lingua.checkpoint import (
+    BEST,
     CONFIG,
     MANIFEST,
     NAME,
@@ -200,6 +201,8 @@ def config_class(app: str) -> type:
 
 def _mark(argv: list[str]) -> None:
     path, name = _marked(argv)
+    if name == BEST:
+        raise UserError(f"mark {BEST}: is that of the lowest held-out loss, and put by training")
     mark(path, name)
     print(f"{path} is marked {name}: it is kept for ever")
 
