@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main.config import Built, TrainArgs, build
+from apps.main.evaluation import evaluate_step
 from apps.main.setup import Run, set_up
 from apps.main.setup import check as check  # what lingua.stool asks before it launches
 from lingua.args import load, to_yaml
@@ -96,6 +97,8 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
         progress.step, progress.position = step, progress.position + global_batch_size
 
         log_due, save_due = report.due(step), args.checkpoint.due(step) or step == run.end
+        evaluate_due = args.eval is not None and args.eval.due(step, args.steps)
+        save_due |= evaluate_due and args.eval.launcher == "slurm"  # a job needs the checkpoint
         if log_due or save_due:
             count_skipped(args, run, guard)
         if log_due:
@@ -104,6 +107,8 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
             measure(args, run)
         if save_due:
             save_checkpoint(args, run, final=step == run.end)
+        if evaluate_due:
+            evaluate_step(args, run)
     profiler.close()
     if stopping and progress.step:
         count_skipped(args, run, guard)
