@@ -111,7 +111,7 @@ def evaluate_here(args: "TrainArgs", run: "Run") -> None:
 
     def tell() -> None:
         run.report.evaluation(metrics_lines(results, step))
-        logger.info(f"step {step}: {table(results).strip()}")
+        logger.info(f"step {step} on benchmarks:\n{table(results).strip()}")
         write_results(folder_of(args, step), results, step, flatten(args.eval))
 
     on_rank_0(tell)
