@@ -89,8 +89,7 @@ def test_the_mistakes_of_an_evaluation_are_found_before_training(
     good = TRAINED | {"eval.task_dir": task_dir}
     slurm = good | {"eval.launcher": "slurm"}
     for settings, told in (
-        (good | {"eval.tasks": "[rollin]"}, "eval: tasks: rollin is no task"),
-        (good | {"eval.tasks": "[rollin]"}, '(did you mean "rolling"?)'),
+        (good | {"eval.task_dir": "/no"}, 'eval.task_dir = "/no": must be a folder'),
         (good | {"data.seq_len": 12}, "eval: tasks: reply generates up to 12 tokens"),
         (slurm | {"eval.job": "{nods: 2}"}, "nods: unknown key"),
         (slurm | {"eval.job": "{nodes: 0}"}, "nodes = 0: must be at least 1"),
