@@ -11,6 +11,7 @@ the tensors, `resume` says what may differ from what was saved, `checkpoint_save
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import sys
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +41,7 @@ MANIFEST, STATE, CONFIG = "manifest.json", "train_state.json", "config.yaml"
 NAME = re.compile(r"\d{10}")
 LEFTOVER = re.compile(r"\d{10}\.tmp-[0-9a-f]{8}")
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class CheckpointArgs:
     eval: SaveEvery = field(default_factory=lambda: SaveEvery(every=0))  # to evaluate later
     # of those saved, steps that this divides are kept for ever; 0: none for that reason
     keep_every: Free[int] = 0
+    # measure the held-out loss at every save, and keep the checkpoint where it is the lowest
+    keep_best: Free[bool] = False
     path: Free[str | None] = None  # folder of the checkpoints; null: <dump_dir>/checkpoints
     async_save: Free[bool] = False  # write from a copy in memory, while training goes on
     # a save that fails: `continue` training and try again at the next one, or `stop`; a run whose
@@ -272,12 +277,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def prune(root: Path, args: CheckpointArgs) -> list[Path]:
-    """Remove what retention does not keep; on one rank, after a save was published.
+    """Remove what retention does not keep, and mark the best of the rest; on one rank, after a save
+    was published.
 
     Kept are the newest `dump.keep` checkpoints, whatever they were saved for, the newest
-    `eval.keep` of those that fall on `eval.every`, all that fall on `keep_every`, and all that are
-    marked. Other files and folders are not touched, save the leftovers of saves that did not
-    finish: no other save may be under way in the folder.
+    `eval.keep` of those that fall on `eval.every`, all that fall on `keep_every`, the best with
+    `keep_best`, and all that are marked otherwise. Other files and folders are not touched, save
+    the leftovers of saves that did not finish: no other save may be under way in the folder.
 
     Returns:
         The checkpoints removed.
@@ -291,12 +297,15 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     }
     if args.keep_every > 0:
         keep |= {c.path for c in found if c.step % args.keep_every == 0}
+    if args.keep_best:
+        keep |= {c.path for c in best(found)}
     gone = []
     try:
-        for path in (c.path for c in found if c.path not in keep and not marks(c.path)):
+        for path in (c.path for c in found if c.path not in keep and set(marks(c.path)) <= {BEST}):
             # Under another name first: half a removal must not look like a checkpoint.
             path.rename(root / f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
             gone.append(path)
+        _mark_best(root, [c for c in found if c.path not in gone])
         for path in root.iterdir():
             if LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -305,12 +314,35 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     return gone
 
 
+def best(found: list[Checkpoint]) -> list[Checkpoint]:
+    """The one with the lowest held-out loss, the first published of equals; none where no step was
+    measured when it was saved."""
+    measured = []
+    for checkpoint in found:
+        with suppress(ValueError):  # damaged: it is none to keep
+            loss = read_state(checkpoint).get("held_out")
+            if loss is not None and math.isfinite(loss):
+                measured.append((loss, checkpoint.serial, checkpoint))
+    return [min(measured)[2]] if measured else []
+
+
+def _mark_best(root: Path, found: list[Checkpoint]) -> None:
+    lowest = best(found)
+    files = [_mark_file(c.path, BEST) for c in lowest]
+    for file in root.glob(f"*.{BEST}"):
+        if file not in files:
+            file.unlink()
+    for c in lowest:
+        mark(c.path, BEST)
+
+
 # A mark is an empty file beside the checkpoint, `0000001200.best` of `0000001200`: it needs no
 # change to what is published, and two who mark at once lose nothing.
 
 
 def marks(path: Path) -> list[str]:
-    """The names that the checkpoint `path` is marked with. One with any is never pruned."""
+    """The names that the checkpoint `path` is marked with. One with any is never pruned, but for
+    that of the best, which `prune` itself puts where it belongs."""
     return sorted(
         name
         for file in path.parent.glob(f"{path.name}.*")

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from lingua import checkpoint_convert
 from lingua.args import flatten, load, resume_classes
 from lingua.checkpoint import (
+    BEST,
     CONFIG,
     MANIFEST,
     NAME,
@@ -110,6 +111,8 @@ def describe(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     progress = state["progress"]
     yield "step", f"{checkpoint.step:,} ({progress['skipped_steps']} of them changed nothing)"
     yield "tokens", f"{state['tokens']:,} in {progress['position']:,} rows"
+    if state.get("held_out") is not None:
+        yield "held-out", f"{state['held_out']:.4f} nats per byte"
     yield "trained", short_time(progress["trained_s"])
     yield "next rate", f"{state['schedule']['lr']:.3e}"
     sizes = zip(AXES, state["topology"], strict=True)
@@ -198,6 +201,8 @@ def config_class(app: str) -> type:
 
 def _mark(argv: list[str]) -> None:
     path, name = _marked(argv)
+    if name == BEST:
+        raise UserError(f"mark {BEST}: is that of the lowest held-out loss, and put by training")
     mark(path, name)
     print(f"{path} is marked {name}: it is kept for ever")
 

@@ -69,7 +69,7 @@ class Saver:
             NotSaved: this save, or an earlier one in the background, failed, and it is `final` or
                 `on_error` is stop.
         """
-        self._wait()
+        self.wait()
         if step != self.saved_step:
             if self._thread is None:
                 self._save(step, tensors, state, config, final)
@@ -77,13 +77,13 @@ class Saver:
                 copied = self._copied(tensors)
                 self._writing = self._thread.submit(self._save, step, copied, state, config, final)
                 if final:
-                    self._wait()
+                    self.wait()
         if self._failure is not None and (final or self.gave_up):
             left = on_rank_0(lambda: next(iter(find(self.root)), None))
             newest = f"the newest checkpoint is {left.path}" if left else "there is no checkpoint"
             raise NotSaved(f"{self._failure}; {newest}")
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """For the save in the background, if there is one."""
         if self._writing is not None:
             self._writing.result()

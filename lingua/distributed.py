@@ -35,6 +35,7 @@ from lingua.errors import UserError
 from lingua.init import ties_kept
 
 T = TypeVar("T")
+R = TypeVar("R")
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 
@@ -232,6 +233,18 @@ def world_sum_(t: Tensor) -> Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(t)
     return t
+
+
+def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh) -> list[R]:
+    """The results of `work`, an item each, which the data-parallel ranks divide among themselves.
+
+    Every rank calls it with the same items and has all results; the tp ranks of a group do the same
+    part. `work` is also called with no items: it may hold collectives.
+    """
+    parts: list[list[R]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(parts, work(items[dp_rank(mesh) :: dp_degree(mesh)]))
+    by_dp_rank = parts[:: mesh["tp"].size()]  # a row of the mesh is a data-parallel rank
+    return [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(items))]
 
 
 def on_rank_0(work: Callable[[], T]) -> T:

@@ -17,8 +17,12 @@ def freeze_code(module_file: Path, dump_dir: Path) -> Path:
     """Copy the checkout that `module_file` is in to `dump_dir/code`, which must not exist yet.
 
     `code.commit` names the commit, `code.diff` holds what differs from it in tracked files. What
-    lies in the dump dir itself is left out. Raises UserError where there is no checkout.
+    lies in the dump dir itself is left out. Of a module that runs from such a copy already, the
+    copy is copied. Raises UserError where there is no checkout.
     """
+    for copy in module_file.absolute().parents:
+        if copy.name == CODE and copy.with_name(f"{CODE}.commit").exists():
+            return _copy_again(copy, dump_dir)
     root = Path(os.fsdecode(_git(module_file.parent, "rev-parse", "--show-toplevel")[:-1]))
     listed = _git(root, "ls-files", "-co", "--exclude-standard", "-z").split(b"\0")
     code = dump_dir / CODE
@@ -35,6 +39,13 @@ def freeze_code(module_file: Path, dump_dir: Path) -> Path:
     (dump_dir / f"{CODE}.commit").write_bytes(commit)
     (dump_dir / f"{CODE}.diff").write_bytes(_git(root, "diff", "--binary", "HEAD"))
     return code
+
+
+def _copy_again(copy: Path, dump_dir: Path) -> Path:
+    for name in (f"{CODE}.commit", f"{CODE}.diff"):
+        shutil.copy2(copy.with_name(name), dump_dir / name)
+    no_caches = shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(copy, dump_dir / CODE, symlinks=True, ignore=no_caches))
 
 
 def set_aside(path: Path) -> None:

@@ -90,7 +90,7 @@ def generate(
     model.eval()
     # Tensors that autograd can never see are faster to make, but FSDP does not take them.
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    with _uncompiled(), torch.inference_mode(mesh.size() == 1 and not sharded):
+    with uncompiled(), torch.inference_mode(mesh.size() == 1 and not sharded):
         for i in range(n_batches):
             part = order[i * batch_size : (i + 1) * batch_size]
             rows = [_Row(k, requests[k], tokenizer, on_text) for k in part]
@@ -135,7 +135,7 @@ def _complete(model: nn.Module, rows: list["_Row"], vocab_size: int, mesh: Devic
             sampler.keep(kept)
 
 
-def _uncompiled() -> AbstractContextManager:
+def uncompiled() -> AbstractContextManager:
     """Compiled blocks run as written: every length is a new shape, which would be compiled anew."""
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return nullcontext()
@@ -175,7 +175,7 @@ class _Cached:
     def logits(self) -> Tensor:
         """Of the next token: float32 B V."""
         new = self.tokens[:, self.cache.length : self.end]
-        return _whole(self.model(new, cache=self.cache))[:, -1].float()
+        return whole(self.model(new, cache=self.cache))[:, -1].float()
 
     def append(self, tokens: Tensor) -> None:
         self.tokens[:, self.end] = tokens
@@ -202,7 +202,7 @@ class _Recomputed:
     def logits(self) -> Tensor:
         """Of the next token: float32 B V."""
         columns = -(-int(self.lengths.max()) // self.tp) * self.tp
-        logits = _whole(self.model(self.tokens[:, :columns]))  # B S V
+        logits = whole(self.model(self.tokens[:, :columns]))  # B S V
         rows = torch.arange(len(self.lengths), device=logits.device)
         return logits[rows, self.lengths - 1].float()
 
@@ -214,7 +214,7 @@ class _Recomputed:
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
 
 
-def _whole(logits: Tensor) -> Tensor:
+def whole(logits: Tensor) -> Tensor:
     """tp ranks may share out the vocabulary."""
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 

@@ -39,8 +39,10 @@ META_LINGUA = Foreign(
         "distributed.spawn_method": "data workers are threads",
         "distributed.float8_filter": "there is no float8 recipe to filter for",
         "probe_freq": "probing does not exist yet",
-        "eval": "evaluation does not exist yet",
-        "async_eval_gpus": "evaluation does not exist yet",
+        "eval.harness": "benchmarks are set by eval.tasks",
+        "eval.generator": "benchmarks are set by eval.tasks, and each says how it generates",
+        "eval.validation": "the held-out loss is set by validation",
+        "async_eval_gpus": "the jobs of benchmarks are set by eval.job",
     },
     only={
         "distributed.float8_recipe": (None,),

@@ -5,7 +5,7 @@ Only rank 0 writes; `log` is called by every rank, since its numbers are sums ov
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Reporter:
         steps: the step the run ends at, for the time left.
         config: flat; what wandb shows as the run's configuration.
         trained_s: seconds trained before this start.
+        evaluates: whether there will be benchmarks.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Reporter:
         flops_per_token: float,
         dtype: torch.dtype,
         trained_s: float,
+        evaluates: bool = False,
     ) -> None:
         self.freq, self.mesh, self.steps = args.freq, mesh, steps
         self.global_batch_size, self.seq_len = global_batch_size, seq_len
@@ -68,10 +70,11 @@ class Reporter:
         self.files: dict[str, MetricsFile] = {}
         self.wandb = None
         if dist.get_rank() == 0:
-            for kind in ("metrics", "metrics.validation"):
+            for kind in ("metrics", "metrics.validation", "metrics.eval"):
                 path = dump_dir / f"{kind}.jsonl"
                 cut_back(path, step)
-                self.files[kind] = MetricsFile(path)
+                if kind != "metrics.eval" or evaluates:
+                    self.files[kind] = MetricsFile(path)
             if args.wandb is not None:
                 self.wandb = start_wandb(args.wandb, name, config, dump_dir)
         self._logged_step = step
@@ -149,6 +152,11 @@ class Reporter:
                 f"({result['nats_per_token']:.4f} per token, {result['tokens']:,} tokens)"
             )
 
+    def evaluation(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Write what benchmarks found, a line for each task; on rank 0."""
+        for line in lines:
+            self._write("metrics.eval", line)
+
     def event(self, event: str, step: int, **values: Any) -> None:
         """Write a line about something that happened, without a loss."""
         if dist.get_rank() == 0:
@@ -161,9 +169,10 @@ class Reporter:
             logger.error(f"the line of step {line['step']} is lost: {error}")
             written = line
         if self.wandb is not None:
-            prefix = "" if kind == "metrics" else f"validation/{line['source']}/"
+            of = {"metrics.validation": "source", "metrics.eval": "task"}.get(kind, "")
+            prefix = f"{kind.removeprefix('metrics.')}/{line[of]}/" if of else ""
             self.wandb.log(
-                {k if k == "step" else prefix + k: v for k, v in written.items() if k != "source"}
+                {k if k == "step" else prefix + k: v for k, v in written.items() if k != of}
             )
 
     def close(self) -> None:

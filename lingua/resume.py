@@ -250,8 +250,10 @@ def state_to_save(
     schedule: dict[str, float],
     topology: tuple[int, ...],
     data: dict[str, str],
+    held_out: float | None,
 ) -> dict[str, Any]:
-    """What `train_state.json` holds. The optimizer's groups, which name their parameters, are there
+    """What `train_state.json` holds. `held_out` is in nats per byte, None where this step was not
+    measured. The optimizer's groups, which name their parameters, are there
     to be read: on resume their values come from the config."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {
@@ -261,6 +263,7 @@ def state_to_save(
         "param_groups": groups,
         "topology": list(topology),
         "data": data,
+        "held_out": held_out,
         "versions": {
             "lingua": __version__,
             "torch": torch.__version__,

@@ -81,6 +81,17 @@ def _requeue() -> None:
 
 # ------------------------------------------------------------------------------- outside of jobs
 
+# Variables that say where in its job a process is: of Slurm, MPI, torchrun and torch.
+PLACE = re.compile(
+    r"(SLURM|SLURMD|SRUN|PMI|PMIX|TORCHELASTIC|MASTER|GROUP|ROLE)_.*|(LOCAL_)?(RANK|WORLD_SIZE)"
+    r"|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
+)
+
+
+def environment_of_another() -> dict[str, str]:
+    """This process's environment, for a command that launches another job."""
+    return {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not PLACE.fullmatch(k)}
+
 
 def partition_limit(partition: str | None) -> str:
     """The longest time a job may take in a partition, as sbatch takes it; None: the default one."""

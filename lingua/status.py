@@ -15,6 +15,7 @@ from lingua.slurm import ENDED, job_states
 
 JOB = "job_id"  # file of a dump dir: the id of the job launched last
 BASE = "base_config.yaml"
+RESULTS = "results_*.json"  # files of a dump dir: what a job that does not train has come to
 TAIL_BYTES = 65536  # of a log or metrics file that are looked at
 # The last line of a Python traceback, which torch marks with the rank, or a mistake told without.
 ERROR = re.compile(r"(\[rank\d+\]: ?)?(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*|error: .*")
@@ -26,10 +27,11 @@ class RunStatus:
     state: str  # Slurm's word; "gone" where Slurm no longer knows the job, "-" without one
     job_id: str
     step: int
-    steps: int  # the step this launch goes up to
+    steps: int  # the step this launch goes up to; 0 of a job that does not train
     loss: float | None
     tokens_per_s: float | None
     left_s: float | None  # seconds of training left, at the last measured speed
+    failed: bool
     errors: list[str]  # what ended a failed run, the first of its ranks first
 
 
@@ -47,10 +49,12 @@ def status(folder: Path | str) -> list[RunStatus]:
 def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
     last = _last_metrics(dump_dir / "metrics.jsonl")
     config = OmegaConf.load(dump_dir / BASE)
-    steps = min(config.steps, config.get("stop_at") or config.steps)
+    steps = config.get("steps", 0)
+    steps = min(steps, config.get("stop_at") or steps)
     step = last.get("step", 0)
     step_s = last.get("step_time_s")
-    failed = step < steps and state in ("gone", *ENDED) and state != "COMPLETED"
+    done = step >= steps if steps else any(dump_dir.glob(RESULTS))
+    failed = not done and state in ("gone", *ENDED) and state != "COMPLETED"
     return RunStatus(
         name=dump_dir.name,
         state=state if job else "-",
@@ -60,6 +64,7 @@ def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
         loss=last.get("loss"),
         tokens_per_s=last.get("tokens_per_s"),
         left_s=None if step_s is None else (steps - step) * step_s,
+        failed=failed,
         errors=list(_errors(dump_dir / "logs", job)) if failed else [],
     )
 
@@ -72,7 +77,7 @@ def table(runs: list[RunStatus]) -> str:
             (
                 run.name,
                 run.state,
-                f"{run.step}/{run.steps}",
+                f"{run.step}/{run.steps}" if run.steps else "-",
                 "-" if run.loss is None else f"{run.loss:.4f}",
                 "-" if run.tokens_per_s is None else short_count(run.tokens_per_s),
                 "-" if run.left_s is None else short_time(run.left_s),

@@ -341,7 +341,7 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _read(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list[str]]]:
+def parted(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list[str]]]:
     """The command line parted: what is said of the job, of the run, and what is swept."""
     ours = {f.name for f in fields(JobArgs)}
     of_job, of_run, sweep = [], [], {}
@@ -378,7 +378,7 @@ def main() -> None:
         return
     if {"-h", "--help"} & set(argv):
         print(__doc__)
-    job, arguments, sweep = _read(argv)
+    job, arguments, sweep = parted(argv)
     result = launch_sweep(job, arguments, sweep) if sweep else launch(job, arguments)
     if isinstance(result, str):
         print(result, end="")

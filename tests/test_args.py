@@ -105,6 +105,11 @@ class Checkpoint:
 
 
 @dataclass
+class Benchmarks:
+    tasks: Free[list[str]] = field(default_factory=list)
+
+
+@dataclass
 class Wandb:
     project: Free[str]
     tags: Free[list[str]] = field(default_factory=list)
@@ -130,6 +135,7 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
+    eval: Free[Benchmarks | None] = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.optim.warmup > self.steps:
@@ -427,7 +433,7 @@ def test_help_lists_every_key_within_the_width(width):
     text = help_text(Config, width)
     lines = text.splitlines()
     for key in resume_classes(Config):
-        if key != "logging.wandb":  # a group: its keys are listed
+        if key not in ("logging.wandb", "eval"):  # groups: their keys are listed
             assert any(re.match(rf"  {re.escape(key)}\s", line) for line in lines), key
     assert max(map(len, lines)) <= width
     assert "optim: the optimizer" in lines
@@ -570,7 +576,8 @@ def test_lingua_debug_config_loads_with_only_paths_overridden(tmp_path):
     assert (got.seed, got.optim.lr, got.data.seq_len) == (777, 3e-4, 1024)
     assert got.distributed == Distributed(compile=True)
     assert [n.split()[0] for n in notices] == [
-        "probe_freq", "data.prefetch_size", "data.load_async", "eval",
+        "probe_freq", "data.prefetch_size", "data.load_async",
+        "eval.generator", "eval.harness",
     ]  # fmt: skip
     assert notices[0].endswith(f"({tmp_path / 'debug.yaml'}:4)")
 
@@ -582,7 +589,8 @@ def test_lingua_1b_and_7b_configs_load_with_only_paths_overridden(tmp_path, sele
     assert got.data.sources == {"dclm_baseline_1.0_shuffled": 100.0}
     assert (got.steps, got.checkpoint.eval.keep) == (60000, -1)
     assert got.distributed.activation_checkpointing == ours
-    assert len(notices) == 5
+    assert len(notices) == 6
+    assert got.eval is None
 
 
 def test_a_path_left_to_be_changed_is_asked_for_by_name(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingua.slurm import seconds_of
+from lingua.slurm import environment_of_another, seconds_of
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,13 @@ from lingua.slurm import seconds_of
 )
 def test_a_time_limit_in_any_form_of_sbatch_is_so_many_seconds(time, seconds) -> None:
     assert seconds_of(time) == seconds
+
+
+def test_what_launches_another_job_does_not_hand_on_its_own_place(monkeypatch) -> None:
+    own = ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "PMIX_RANK", "RANK", "LOCAL_WORLD_SIZE")
+    own += ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "CUDA_VISIBLE_DEVICES")
+    kept = ("SLURM_CONF", "SBATCH_ACCOUNT", "HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+    for name in (*own, *kept):
+        monkeypatch.setenv(name, "1")
+    env = environment_of_another()
+    assert not env.keys() & set(own) and env.keys() >= set(kept)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import nn
 
+from apps.main.evaluation import EvaluationArgs
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.args import Announced, Free, Guarded
 from lingua.checkpoint import CheckpointArgs
@@ -39,6 +40,7 @@ class TrainArgs:
     distributed: DistributedArgs = field(default_factory=DistributedArgs)
     checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
     validation: ValidationArgs = field(default_factory=ValidationArgs)
+    eval: Free[EvaluationArgs | None] = None  # benchmarks while it trains, when given
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
 

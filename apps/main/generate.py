@@ -29,6 +29,7 @@ from lingua.distributed import (
     DistributedArgs,
     ParallelPlan,
     detect_launch,
+    divide,
     dp_degree,
     dp_rank,
     on_rank_0,
@@ -141,15 +142,13 @@ def answer_all(
     if args.out is None and len(prompts) == 1 and dist.get_rank() == 0:
         print(prompts[0].text, end="", flush=True)
         show = show_text
+
+    def answer(mine: list[Request]) -> list[Completion]:
+        return generate(model, mine, tokenizer, mesh, args.batch_size, show)
+
     for first in range(0, len(requests), chunk):
         part = requests[first : first + chunk]
-        mine = part[dp_rank(mesh) :: dp_degree(mesh)]
-        parts: list[list[Completion]] = [[]] * dist.get_world_size()
-        found = generate(model, mine, tokenizer, mesh, args.batch_size, show)
-        # The data-parallel ranks are a row of the mesh: its tp ranks have the same results.
-        dist.all_gather_object(parts, found)
-        by_dp_rank = parts[:: mesh["tp"].size()]
-        done = [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(part))]
+        done = divide(answer, part, mesh)
         of_part = prompts[first : first + chunk]
         on_rank_0(lambda of_part=of_part, done=done: write_results(args.out, of_part, done))
         if dist.get_rank() == 0 and args.out is None:

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main.config import Built, TrainArgs, build
+from apps.main.evaluation import check_evaluation, open_evaluation
 from lingua.args import flatten, load, resume_classes, to_yaml
 from lingua.checkpoint import tensors_of
 from lingua.checkpoint_load import load as load_tensors
@@ -79,7 +81,9 @@ class Run:
     progress: Progress
     report: Reporter
     end: int  # the step this start goes up to
-    measured_step: int = 0
+    tasks: dict[str, Any]  # of benchmarks, on rank 0
+    told: set[str] = field(default_factory=set)  # the jobs of benchmarks whose failure was told
+    held_out_loss: tuple[int, float] = (0, 0.0)  # the step measured last, and its nats per byte
 
 
 def set_up(
@@ -118,6 +122,7 @@ def set_up(
         args.data.global_batch_size, dp_degree(mesh), args.data.batch_size, args.grad_acc_steps
     )
     marks = document_marks(args.data, tokenizer)
+    tasks = open_evaluation(args)
     if not prepare_data(args, tokenizer, stop):
         return None
     sources, held_out = open_data(args, tokenizer)
@@ -152,7 +157,7 @@ def set_up(
         report.event("topology", progress.step, old=saved.topology, new=tuple(mesh.shape))
     return Run(
         dump_dir, mesh, device, tokenizer, model, optimizer, loader, saver, held_out, marks,
-        rows, data, progress, report, end,
+        rows, data, progress, report, end, tasks,
     )  # fmt: skip
 
 
@@ -198,6 +203,7 @@ def open_report(
         flops_per_token=flops_per_token,
         dtype=args.distributed.dtype,
         trained_s=progress.trained_s,
+        evaluates=args.eval is not None and args.eval.launcher == "process",
     )
 
 
@@ -308,5 +314,6 @@ def check(
     global_batch_size, batch_size = trial.data.global_batch_size, trial.data.batch_size
     micro_steps(global_batch_size, degree, batch_size, trial.grad_acc_steps)
     document_marks(trial.data, tokenizer)
+    check_evaluation(args.eval)
     check_tensor_parallel(build(trial).plan or ParallelPlan(), tp)
     return args, notices

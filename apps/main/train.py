@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main.config import Built, TrainArgs, build
+from apps.main.evaluation import evaluate_step
 from apps.main.setup import Run, set_up
 from apps.main.setup import check as check  # what lingua.stool asks before it launches
 from lingua.args import load, to_yaml
@@ -96,14 +97,18 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
         progress.step, progress.position = step, progress.position + global_batch_size
 
         log_due, save_due = report.due(step), args.checkpoint.due(step) or step == run.end
+        evaluate_due = args.eval is not None and args.eval.due(step, args.steps)
+        save_due |= evaluate_due and args.eval.launcher == "slurm"  # a job needs the checkpoint
         if log_due or save_due:
             count_skipped(args, run, guard)
         if log_due:
             report.log(progress, loss, norm, lr, hashed)
+        if measurement_due(args, step, save_due):
+            measure(args, run)
         if save_due:
             save_checkpoint(args, run, final=step == run.end)
-        if args.validation.every and step % args.validation.every == 0:
-            measure(args, run)
+        if evaluate_due:
+            evaluate_step(args, run)
     profiler.close()
     if stopping and progress.step:
         count_skipped(args, run, guard)
@@ -174,6 +179,9 @@ def save_checkpoint(args: TrainArgs, run: Run, final: bool = False) -> None:
     with report.paused():
         progress.trained_s = report.trained_s
         rate = lr_at(progress.step, args.optim, args.steps)
+        measured_step, held_out = run.held_out_loss
+        if measured_step != progress.step:
+            held_out = None
         state = state_to_save(
             progress,
             run.optimizer,
@@ -181,20 +189,31 @@ def save_checkpoint(args: TrainArgs, run: Run, final: bool = False) -> None:
             schedule={"step": progress.step, "lr": rate},
             topology=tuple(run.mesh.shape),
             data=run.data,
+            held_out=held_out,
         )
         tensors = tensors_of(run.model, run.optimizer)
         run.saver.save(progress.step, tensors, state, to_yaml(args), final)
 
 
+def measurement_due(args: TrainArgs, step: int, save_due: bool) -> bool:
+    every = args.validation.every
+    regular = step == args.steps or (every > 0 and step % every == 0)
+    return regular or (save_due and args.checkpoint.keep_best)
+
+
 def measure(args: TrainArgs, run: Run) -> None:
     """Measure and write the held-out loss of every source."""
+    nats = n_bytes = 0.0
     with run.report.paused():
         for name, windows in run.held_out.items():
             result = validate(
                 run.model, windows, run.rows, args.data.n_views - 1, run.mesh, run.marks
             )
             run.report.validation(run.progress.step, name, result)
-    run.measured_step = run.progress.step
+            nats += result["nats_per_byte"] * result["bytes"]
+            n_bytes += result["bytes"]
+    if n_bytes:
+        run.held_out_loss = run.progress.step, nats / n_bytes
 
 
 def write_samples(args: TrainArgs, run: Run) -> None:
@@ -229,8 +248,6 @@ def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None
     elif step < args.steps:
         logger.info(f"stopped after step {step}, as stop_at says. Without it the run goes on")
     else:
-        if run.measured_step != step:
-            measure(args, run)
         write_samples(args, run)
         newest = run.saver.root / f"{step:010d}"
         lines = [

@@ -98,20 +98,22 @@ def test_what_is_marked_or_falls_on_keep_every_is_kept(
     run: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = shutil.copytree(run.dump_dir, tmp_path / "run") / "checkpoints"
-    said(capsys, "mark", root / "0000000001", "best")
-    assert ", marked best" in "\n".join(said(capsys, "show", root / "0000000001"))
+    said(capsys, "mark", root / "0000000001", "good")
+    assert ", marked good" in "\n".join(said(capsys, "show", root / "0000000001"))
     (root / "0000000002.tar").mkdir()  # a folder is no mark
     last = CheckpointArgs(SaveEvery(keep=1))
     every = CheckpointArgs(SaveEvery(keep=1), keep_every=2)
     assert prune(root, every) == []
     assert prune(root, last) == [root / "0000000002"]
-    said(capsys, "unmark", root / "0000000001", "best")
+    said(capsys, "unmark", root / "0000000001", "good")
     assert prune(root, last) == [root / "0000000001"]
     assert [c.step for c in find(root)] == [3] and (root / "0000000002.tar").is_dir()
-    with pytest.raises(UserError, match=r"not marked best \(marks: none\)"):
-        main(["unmark", str(root), "best"])
+    with pytest.raises(UserError, match=r"not marked good \(marks: none\)"):
+        main(["unmark", str(root), "good"])
     with pytest.raises(UserError, match='mark "a/b": must be letters'):
         main(["mark", str(root), "a/b"])
+    with pytest.raises(UserError, match="mark best: is that of the lowest held-out loss"):
+        main(["mark", str(root), "best"])
 
 
 def test_what_is_no_checkpoint_or_no_command_is_named(run: Outcome, tmp_path: Path) -> None:

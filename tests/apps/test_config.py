@@ -152,6 +152,15 @@ def test_meta_linguas_configs_load_with_only_paths_overridden(text: str, tmp_pat
     assert args.optim.lr in (3e-4, 3e-3)
     ignored = ("data.prefetch_size", "data.load_async", "probe_freq", "eval")
     assert all(any(line.startswith(key) for line in notices) for key in ignored), notices
+    assert args.eval is None
+
+
+def test_sections_of_meta_linguas_evaluation_may_be_null_and_our_keys_stand_beside_them() -> None:
+    given = ["eval={harness: null, generator: null, tasks: [piqa]}", "model.n_heads=4"]
+    args, notices = load(TrainArgs, [*given, "data.sources={a: 1}"], META_LINGUA)
+    assert args.eval.tasks == ["piqa"] and [n.split()[0] for n in notices] == [
+        "eval.harness", "eval.generator",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["debug", "llama_1B", "llama_7B"])

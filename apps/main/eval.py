@@ -1,0 +1,146 @@
+"""Benchmark a checkpoint with the tasks of lm-evaluation-harness, or with tasks of our own:
+
+    python -m apps.main.eval ckpt=runs/debug tasks=[arc_easy,hellaswag] num_fewshot=5
+    python -m apps.main.eval ckpt=runs/debug tasks=[mine] task_dir=my_tasks limit=100
+    torchrun --nproc-per-node 2 -m apps.main.eval ... distributed.tp_size=2
+    python -m lingua.stool script=apps.main.eval ckpt=... tasks=[...] ngpu=8        a job on Slurm
+
+Scores are the same on every topology. Results and samples go to the run's evals/<step>/, a line for
+each task to its metrics.eval.jsonl. Needs the package lm_eval.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from omegaconf import MISSING
+
+from apps.main.generate import Build, build, load_model
+from apps.main.transformer import ModelArgs
+from lingua.args import Free, flatten, load
+from lingua.checkpoint import Checkpoint, unmark
+from lingua.distributed import (
+    DistributedArgs,
+    ParallelPlan,
+    check_tensor_parallel,
+    detect_launch,
+    mesh_sizes,
+    on_rank_0,
+    pick_device,
+    start,
+)
+from lingua.errors import UserError
+from lingua.harness import (
+    METRICS,
+    WAITING,
+    HarnessArgs,
+    evaluate,
+    find_tasks,
+    make_folder,
+    metrics_lines,
+    open_tasks,
+    table,
+    write_results,
+)
+from lingua.launch import run_program
+from lingua.logger import init_logger
+from lingua.metrics import MetricsFile
+from lingua.trained import open_trained
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EvalArgs(HarnessArgs):
+    ckpt: Free[str] = MISSING  # a checkpoint's folder, or a run's: its newest checkpoint
+    name: Free[str] = "eval"  # name of the job, where it is one
+    # folder of everything that is written; null: evals/<step> of the run
+    dump_dir: Free[str | None] = None
+    context: Free[int | None] = None  # tokens the model sees at once; null: data.seq_len of the run
+    tokenizer_path: Free[str | None] = None  # where the tokenizer lies now; null: where it lay
+    device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
+    distributed: DistributedArgs = field(
+        default_factory=lambda: DistributedArgs(model_dtype="fp32")
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.context is not None and self.context < 1:
+            yield "context", "must be at least 1, or null"
+
+
+def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Build = build) -> None:
+    """The program of this app, or of a fork with its own model."""
+    args, _ = load(EvalArgs, argv)
+    launch = detect_launch()
+    device = pick_device(args.device, launch)
+    mesh = start(device, launch, args.distributed, deterministic=False)
+    init_logger(None, dist.get_rank())
+
+    # ---- what can be wrong, before the model is loaded
+    trained = open_trained("ckpt", args.ckpt, model_args)
+    tokenizer = trained.build_tokenizer(args.tokenizer_path)
+    context = args.context or trained.seq_len
+    folder, metrics = places(args.dump_dir, trained.checkpoint)
+    tasks: dict[str, Any] = {}  # of rank 0
+
+    def prepare() -> None:
+        make_folder(folder)
+        tasks.update(open_tasks(args, context))
+
+    on_rank_0(prepare)
+
+    model = load_model(trained, build, args.distributed, mesh, device)
+    results = evaluate(args, tasks, model, tokenizer, mesh, trained.add_bos, context)
+
+    def show() -> None:
+        step = trained.checkpoint.step
+        path = write_results(folder, results, step, flatten(args))
+        write_lines(metrics, results, step)
+        print(table(results))
+        logger.info(f"step {step}: results and samples are in {path.parent}")
+        unmark(trained.checkpoint.path, WAITING)
+
+    on_rank_0(show)
+
+
+def check(
+    argv: list[str], world_size: int, model_args: type = ModelArgs, build: Build = build
+) -> tuple[EvalArgs, list[str]]:
+    """The configuration of an evaluation to be launched with `world_size` processes, for
+    lingua.stool. Raises UserError where `main` would refuse it before it looks at data."""
+    args, notices = load(EvalArgs, argv)
+    trained = open_trained("ckpt", args.ckpt, model_args)
+    trained.build_tokenizer(args.tokenizer_path)
+    _, _, tp = mesh_sizes(args.distributed, world_size)
+    check_tensor_parallel(build(trained)[1] or ParallelPlan(), tp)
+    find_tasks(args)
+    args.dump_dir = str(places(args.dump_dir, trained.checkpoint)[0])
+    return args, notices
+
+
+def places(dump_dir: str | None, checkpoint: Checkpoint) -> tuple[Path, Path]:
+    """The folder of the results, and the file that collects them over the steps: the run's, unless
+    the folder lies outside of the run."""
+    run = checkpoint.path.parent
+    run = run.parent if run.name == "checkpoints" else run
+    folder = run / "evals" / checkpoint.path.name if dump_dir is None else Path(dump_dir)
+    of_run = folder.resolve().is_relative_to(run.resolve())
+    return folder, (run if of_run else folder) / f"{METRICS}.jsonl"
+
+
+def write_lines(path: Path, results: dict[str, Any], step: int) -> None:
+    try:
+        file = MetricsFile(path)
+        for line in metrics_lines(results, step):
+            file.write(line)
+        file.close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,164 @@
+"""Benchmarks while a run trains (`eval.*`): in its own processes, or each as a job of its own that
+the run launches and does not wait for. `apps.main.eval` is the program of those jobs."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from apps.main.eval import EvalArgs
+from lingua.args import Free, flatten, load
+from lingua.checkpoint import mark, unmark
+from lingua.distributed import on_rank_0
+from lingua.errors import UserError
+from lingua.harness import (
+    WAITING,
+    HarnessArgs,
+    evaluate,
+    find_tasks,
+    metrics_lines,
+    open_tasks,
+    table,
+    write_results,
+)
+from lingua.slurm import environment_of_another
+from lingua.status import status
+from lingua.stool import parted
+
+if TYPE_CHECKING:  # they import this module
+    from apps.main.config import TrainArgs
+    from apps.main.setup import Run
+
+LAUNCH_S = 600.0  # Slurm's commands wait for minutes for a controller that does not answer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EvaluationArgs(HarnessArgs):
+    every: Free[int] = 1000  # steps between two evaluations; the last step is evaluated too
+    # in the processes of the run, which waits (process), or each as a job of its own (slurm)
+    launcher: Free[Literal["process", "slurm"]] = "process"
+    # of such a job: keys of lingua.stool and of apps.main.eval, {nodes: 1, ngpu: 8, time: 60}
+    job: Free[dict[str, Any]] = field(default_factory=dict)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.every < 1:
+            yield "every", "must be at least 1"
+
+    def due(self, step: int, steps: int) -> bool:
+        return step % self.every == 0 or step == steps
+
+
+def check_evaluation(args: EvaluationArgs | None) -> None:
+    """Raises UserError where an evaluation would: of its tasks it looks at the names alone."""
+    if args is None:
+        return
+    try:
+        find_tasks(args)
+        if args.launcher == "slurm":
+            _, of_eval, _ = parted(job_words(args))
+            load(EvalArgs, ["ckpt=later", *of_eval])
+    except UserError as error:
+        raise UserError(f"eval: {error}") from None
+
+
+def open_evaluation(args: "TrainArgs") -> dict[str, Any]:
+    """The tasks with their data, on rank 0 (others get an empty dict). Called by every rank, before
+    the run trains; raises UserError for whatever an evaluation could not do."""
+    tasks: dict[str, Any] = {}
+
+    def work() -> None:
+        check_evaluation(args.eval)
+        try:
+            tasks.update(open_tasks(args.eval, args.data.seq_len))
+        except UserError as error:
+            raise UserError(f"eval: {error}") from None
+
+    if args.eval is not None:
+        on_rank_0(work)
+    return tasks
+
+
+def evaluate_step(args: "TrainArgs", run: "Run") -> None:
+    """Evaluate the model as it is, or have its checkpoint evaluated. What fails is told, and
+    training goes on."""
+    with run.report.paused():
+        try:
+            if args.eval.launcher == "slurm":
+                run.saver.wait()
+                on_rank_0(lambda: launch(args, run))
+            else:
+                evaluate_here(args, run)
+        except UserError as error:  # on every rank
+            logger.error(f"step {run.progress.step} is not evaluated: {error}")
+
+
+def folder_of(args: "TrainArgs", step: int) -> Path:
+    return Path(args.dump_dir).absolute() / "evals" / f"{step:010d}"
+
+
+def evaluate_here(args: "TrainArgs", run: "Run") -> None:
+    step, data = run.progress.step, args.data
+    results = evaluate(
+        args.eval, run.tasks, run.model, run.tokenizer, run.mesh, data.add_bos, data.seq_len
+    )
+
+    def tell() -> None:
+        run.report.evaluation(metrics_lines(results, step))
+        logger.info(f"step {step} on benchmarks:\n{table(results).strip()}")
+        write_results(folder_of(args, step), results, step, flatten(args.eval))
+
+    on_rank_0(tell)
+
+
+# ------------------------------------------------------------------------------------------- jobs
+
+
+def job_words(args: EvaluationArgs) -> list[str]:
+    """What the job of an evaluation is, as words of a command line; `job` has the last word."""
+    given = {f.name: getattr(args, f.name) for f in fields(HarnessArgs)}
+    given = {"script": "apps.main.eval"} | given | args.job
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+
+
+def launch(args: "TrainArgs", run: "Run") -> None:
+    """Launch the evaluation of the checkpoint just saved; on rank 0. Raises UserError."""
+    tell_failed(args, run)
+    step = run.progress.step
+    checkpoint = (run.saver.root / f"{step:010d}").absolute()
+    if not checkpoint.is_dir():
+        raise UserError(f"{checkpoint} was not saved")
+    words = [f"name={args.name}-eval-{step}", f"dump_dir={folder_of(args, step)}"]
+    words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *job_words(args.eval)]
+    # In a process of its own: neither this one's place in its job nor its libraries are the job's.
+    command = [sys.executable, "-m", "lingua.stool", *words]
+    mark(checkpoint, WAITING)  # until it is evaluated: the job may start after many a save
+    try:
+        done = subprocess.run(
+            command, env=environment_of_another(), capture_output=True, text=True, timeout=LAUNCH_S
+        )
+        failure = done.stderr.strip() if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure:
+        unmark(checkpoint, WAITING)
+        raise UserError(f"its job was not launched: {failure}")
+    logger.info(f"step {step} is evaluated by a job: {done.stdout.splitlines()[0]}")
+
+
+def tell_failed(args: "TrainArgs", run: "Run") -> None:
+    """Say, once, which jobs have failed; on rank 0."""
+    jobs = folder_of(args, 0).parent
+    if not any(jobs.glob("*/job_id")):
+        return
+    for job in status(jobs):
+        if job.failed and job.job_id not in run.told:
+            run.told.add(job.job_id)
+            why = "; ".join(job.errors) or f"see {jobs / job.name / 'logs'}"
+            logger.error(f"job {job.job_id}, which evaluates {job.name}, is {job.state}: {why}")

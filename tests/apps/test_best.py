@@ -1,0 +1,72 @@
+"""The checkpoint with the lowest held-out loss: marked, and kept when asked."""
+
+from typing import Any
+
+import pytest
+
+from lingua.checkpoint import find, marks
+from lingua.checkpoint_commands import describe
+from tests.apps.runs import Outcome, Runs, Sizes, relative
+
+# The rate is far too high after its warm-up: the loss falls and then rises.
+RISING = {"optim.lr": 2, "optim.warmup": 8, "optim.clip": 100, "steps": 8, "stop_at": "null"}
+SAVED = RISING | {"checkpoint.dump.every": 1, "checkpoint.dump.keep": 2}
+BEST = SAVED | {"checkpoint.keep_best": True}
+
+
+def held_out(run: Outcome) -> dict[int, float]:
+    """Nats per byte over the text of both sources, by step."""
+    sums: dict[int, list[float]] = {}
+    for line in run.held_out:
+        total = sums.setdefault(line["step"], [0.0, 0.0])
+        total[0] += line["nats_per_byte"] * line["bytes"]
+        total[1] += line["bytes"]
+    return {step: nats / n_bytes for step, (nats, n_bytes) in sums.items()}
+
+
+def saved(run: Outcome) -> list[int]:
+    return sorted(c.step for c in find(run.checkpoint(0).parent))
+
+
+def marked(run: Outcome) -> list[int]:
+    return [step for step in saved(run) if "best" in marks(run.checkpoint(step))]
+
+
+def lowest(losses: dict[int, float]) -> int:
+    return min(losses, key=losses.get)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more"), [((1, 2, 1), {}), ((1, 1, 2), {"checkpoint.async_save": True})]
+)
+def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(
+    runs: Runs, sizes: Sizes, more: dict[str, Any]
+) -> None:
+    begun = runs.train(sizes, BEST | more | {"stop_at": 5})
+    losses = held_out(begun)
+    assert sorted(losses) == [1, 2, 3, 4, 5]
+    assert marked(begun) == [lowest(losses)]
+    run = runs.train((1, 1, 1), BEST, dump_dir=begun.dump_dir)
+    losses = held_out(run)
+    best = lowest(losses)
+    assert 1 < best < 5  # of the first start, not of its last checkpoints
+    assert saved(run) == [best, 7, 8] and marked(run) == [best]
+    assert max(relative([run.state(best)["held_out"]], [losses[best]])) < 1e-12
+    shown = dict(describe(find(run.checkpoint(0).parent)[-1]))
+    assert shown["held-out"] == f"{losses[best]:.4f} nats per byte"
+    assert shown["saved"].endswith(", marked best")
+
+
+def test_a_best_that_is_not_to_be_kept_is_the_best_of_what_is_left(runs: Runs) -> None:
+    run = runs.train((1, 1, 1), SAVED | {"validation.every": 1})
+    losses = held_out(run)
+    assert saved(run) == [7, 8] and lowest(losses) < 7
+    assert marked(run) == [lowest({step: losses[step] for step in (7, 8)})]
+    assert len(list(run.checkpoint(0).parent.glob("*.best"))) == 1
+
+
+def test_steps_that_were_not_measured_are_never_the_best(runs: Runs) -> None:
+    run = runs.train((1, 1, 1), SAVED | {"checkpoint.dump.keep": -1, "validation.every": 5})
+    assert sorted(held_out(run)) == [5, 8]
+    assert [run.state(step)["held_out"] is None for step in (4, 5, 7, 8)] == [1, 0, 1, 0]
+    assert marked(run) == [lowest(held_out(run))]

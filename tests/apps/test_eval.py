@@ -1,0 +1,257 @@
+"""The program that runs benchmarks: lm-evaluation-harness's own scores, on any topology."""
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lm_eval
+import pytest
+import torch
+import torch.distributed as dist
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from omegaconf import OmegaConf
+
+from apps.main.eval import main
+from lingua import convert
+from lingua.checkpoint import mark, marks, save, tensors_of
+from lingua.distributed import DistributedArgs, detect_launch, start
+from lingua.errors import UserError
+from lingua.harness import WAITING
+from tests.apps.tasks import TASKS, write_tasks
+from tests.apps.test_model import initialised, model_args
+from tests.ranks import Ranks
+from tests.test_tokenizer import write_byte_level
+
+CPU = torch.device("cpu")
+MODEL = model_args(vocab_size=400, dim=36, n_heads=6, n_kv_heads=2, init_base_std=0.3)
+SEQ_LEN = 64
+GIVEN = {"num_fewshot": 2, "limit": 5}
+
+
+def make_run_here(folder: Path, tokenizer: str, add_bos: bool) -> None:
+    """A run whose checkpoint of step 3 is exported to `folder`/hf."""
+    start(CPU, detect_launch(), DistributedArgs())
+    data = {"seq_len": SEQ_LEN, "add_bos": add_bos, "add_eos": True}
+    data["tokenizer"] = {"name": "hf", "path": tokenizer}
+    text = OmegaConf.to_yaml({"model": OmegaConf.structured(MODEL), "data": data})
+    save(folder / "checkpoints", 3, tensors_of(initialised(MODEL)), {}, text)
+    dist.destroy_process_group()
+    convert.main([f"source={folder}", f"out={folder / 'hf'}"])
+
+
+def eval_here(*arguments: str, hidden: str | None = None) -> tuple[str, str]:
+    """(what it refuses, what it prints); `hidden` is a package that is not installed."""
+    printed, refused = io.StringIO(), ""
+    gone = {name: None for name in sys.modules if hidden and name.split(".")[0] == hidden}
+    gone |= {hidden: None} if hidden else {}
+    with contextlib.redirect_stdout(printed), mock.patch.dict(sys.modules, gone):
+        try:
+            main(list(arguments))
+        except UserError as error:
+            refused = str(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return refused, printed.getvalue()
+
+
+def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
+    return {case: eval_here(*arguments)[0] for case, arguments in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def make_run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    def make(add_bos: bool) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        tokenizer = write_byte_level(folder / "tokenizer.json")
+        ranks.run(1, make_run_here, folder, tokenizer, add_bos)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(make_run: Callable[[bool], Path]) -> Path:
+    return make_run(False)
+
+
+def theirs(run: Path, task_dir: Path, tasks: list[str], **given: Any) -> dict[str, Any]:
+    """What the harness finds itself, with its own class for models of transformers."""
+    bos = given.pop("add_bos_token", None)
+    model = HFLM(
+        pretrained=str(run / "hf"), device="cpu", dtype="float32", batch_size=3,
+        max_length=SEQ_LEN, add_bos_token=bos,
+    )  # fmt: skip
+    manager = TaskManager(include_path=str(task_dir), include_defaults=False)
+    return lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **(GIVEN | given))
+
+
+def ours(ranks: Ranks, run: Path, task_dir: Path, out: Path, *more: str, n: int = 1) -> Path:
+    """Evaluate; returns the folder of the results."""
+    argv = [f"ckpt={run}", f"task_dir={task_dir}", f"dump_dir={out}", "batch_size=4"]
+    argv += [f"{key}={value}" for key, value in GIVEN.items()]
+    if not any(word.startswith("tasks=") for word in more):
+        argv.append(f"tasks=[{','.join(TASKS)}]")
+    for refused, _ in ranks.run(n, eval_here, *argv, *more):
+        assert not refused
+    return out
+
+
+def results_in(folder: Path) -> dict[str, Any]:
+    [path] = folder.glob("results_*.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def samples_in(folder: Path, task: str) -> list[dict[str, Any]]:
+    [path] = folder.glob(f"samples_{task}_*.jsonl")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def numbers(results: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{task} {key}": value
+        for task, values in results["results"].items()
+        for key, value in values.items()
+        if isinstance(value, int | float)
+    }
+
+
+def replies(samples: list[dict[str, Any]]) -> list[str]:
+    return [sample["resps"][0][0] for sample in sorted(samples, key=lambda s: s["doc_id"])]
+
+
+def answers(samples: list[dict[str, Any]]) -> list[list[float]]:
+    """The log-probability of every choice of every document."""
+    return [
+        [float(answer[0]) for answer in sample["filtered_resps"]]
+        for sample in sorted(samples, key=lambda s: s["doc_id"])
+    ]
+
+
+# ------------------------------------------------------------------------------- the same scores
+
+
+@pytest.fixture(scope="module")
+def expected(run: Path, task_dir: Path) -> dict[str, Any]:
+    return theirs(run, task_dir, list(TASKS))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_scores_are_those_of_the_harness_on_the_exported_model(
+    ranks, run, task_dir, expected, tmp_path, sizes
+):
+    keys = ("dp_replicate", "dp_shard", "tp_size")
+    mesh = [f"distributed.{key}={size}" for key, size in zip(keys, sizes, strict=True)]
+    out = ours(ranks, run, task_dir, tmp_path / "out", *mesh, n=sizes[1] * sizes[2])
+    found, there = numbers(results_in(out)), numbers(expected)
+    assert set(found) == set(there) and len(there) > 8
+    for key, value in there.items():
+        assert found[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
+    for task in ("reply", "story"):
+        assert replies(samples_in(out, task)) == replies(expected["samples"][task])
+    assert len({len(text) for text in replies(samples_in(out, "reply"))}) > 1  # some were stopped
+    lines = [json.loads(line) for line in (out / "metrics.eval.jsonl").read_text().splitlines()]
+    assert [line["task"] for line in lines] == list(TASKS)
+    assert all(line["step"] == 3 and "created_at" in line for line in lines)
+    assert lines[0]["acc,none"] == found["choice acc,none"]
+    assert lines[0]["num_fewshot"] == 2
+
+
+def test_another_seed_chooses_other_examples_as_the_harness_does(
+    ranks, run, task_dir, expected, tmp_path
+):
+    argv = ["tasks=[choice]", "seed=5", "limit=0.4"]  # which is three documents
+    out = ours(ranks, run, task_dir, tmp_path / "out", *argv)
+    there = theirs(run, task_dir, ["choice"], limit=0.4, fewshot_random_seed=5)
+    found, same = answers(samples_in(out, "choice")), answers(there["samples"]["choice"])
+    assert len(found) == 3
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(same), rtol=0, atol=1e-4)
+    others = torch.tensor(answers(expected["samples"]["choice"])[:3])
+    assert (others - torch.tensor(found)).abs().max() > 1e-2
+
+
+def test_a_bos_comes_before_every_prompt_where_documents_begin_with_one(
+    ranks, make_run, task_dir, tmp_path
+):
+    run = make_run(True)
+    # Alone: of a prompt that is too long the beginning is cut.
+    out = ours(ranks, run, task_dir, tmp_path / "out", "tasks=[choice,reply]", "num_fewshot=0")
+    scores = answers(samples_in(out, "choice"))
+    for bos, same in ((True, True), (False, False)):
+        there = theirs(run, task_dir, ["choice", "reply"], add_bos_token=bos, num_fewshot=0)
+        off = (torch.tensor(scores) - torch.tensor(answers(there["samples"]["choice"]))).abs()
+        assert (off.max() < 1e-4) == same
+        assert (replies(samples_in(out, "reply")) == replies(there["samples"]["reply"])) == same
+
+
+def test_what_cannot_be_evaluated_is_told_before_the_model_is_loaded(
+    ranks, run, task_dir, tmp_path
+):
+    (tmp_path / "broken").mkdir()
+    broken = TASKS["choice"] + "dataset_path: json\ntest_split: test\n"
+    broken += "dataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
+    (tmp_path / "broken" / "choice.yaml").write_text(broken)
+    odd = (task_dir / "reply.yaml").read_text().replace('"\\n"]', '"\\n"], penalty: 2')
+    (task_dir / "odd.yaml").write_text(odd.replace("task: reply", "task: odd"))
+    good = [f"ckpt={run}", f"task_dir={task_dir}", f"dump_dir={tmp_path / 'out'}"]
+    cases = {
+        "name": ([*good, "tasks=[choise]"], 'choise is no task, ... (did you mean "choice"?)'),
+        "none": ([*good], "tasks = []: must name at least one task"),
+        "folder": ([*good, "tasks=[choice]", "task_dir=/no"], 'task_dir = "/no": must be a folder'),
+        "data": (
+            [*good, "tasks=[choice]", f"task_dir={tmp_path}/broken"],
+            "tasks = [choice]: cannot be loaded (FileNotFoundError: ... nowhere.jsonl",
+        ),
+        "setting": (
+            [*good, "tasks=[odd]"],
+            "tasks: odd: generation_kwargs.penalty = 2: is not one that is known",
+        ),
+        "limit": ([*good, "tasks=[choice]", "limit=1.5"], "limit = 1.5: must be a whole number"),
+        "shots": ([*good, "tasks=[choice]", "num_fewshot=-1"], "num_fewshot = -1: must be"),
+        "room": (
+            [*good, "tasks=[choice,reply]", "context=12"],
+            "tasks: reply generates up to 12 tokens ... must be below the context of 12 tokens",
+        ),
+        "results": (
+            [*good, "tasks=[choice]", f"dump_dir={run}/hf/config.json/out"],
+            "config.json/out: cannot be written (Not a directory)",
+        ),
+        "ckpt": ([*good, "tasks=[choice]", f"ckpt={task_dir}"], f"ckpt = {task_dir}: must be the"),
+    }
+    [found] = ranks.run(1, refusals_here, {case: argv for case, (argv, _) in cases.items()})
+    for case, (_, need) in cases.items():
+        assert all(part in found[case] for part in need.split(" ... ")), (case, found[case])
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_without_the_harness_it_says_what_to_install(ranks, run, tmp_path):
+    argv = [f"ckpt={run}", "tasks=[arc_easy]", f"dump_dir={tmp_path / 'out'}"]
+    for refused, _ in ranks.run(2, eval_here, *argv, hidden="lm_eval"):
+        assert "lm_eval, which is not installed (pip install lm_eval)" in refused
+
+
+def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tmp_path):
+    shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
+    checkpoint = tmp_path / "run" / "checkpoints" / "0000000003"
+    mark(checkpoint, WAITING)
+    argv = [f"ckpt={tmp_path / 'run'}", f"tasks=[{task_dir / 'rolling.yaml'}]", "limit=1"]
+    [(refused, printed)] = ranks.run(1, eval_here, *argv)
+    assert not refused and "|rolling|" in printed and "bits_per_byte" in printed
+    folder = tmp_path / "run" / "evals" / "0000000003"
+    assert f"step 3: results and samples are in {folder}" in printed
+    assert results_in(folder)["config"]["limit"] == 1 and len(samples_in(folder, "rolling")) == 1
+    [line] = (tmp_path / "run" / "metrics.eval.jsonl").read_text().splitlines()
+    assert json.loads(line)["task"] == "rolling"
+    assert marks(checkpoint) == []  # no job waits for it any longer

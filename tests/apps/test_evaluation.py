@@ -1,0 +1,110 @@
+"""Benchmarks while a run trains: what they find, that the run is the same, and their mistakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lingua.status import status, table
+from tests.apps.runs import Outcome, Runs, differs
+from tests.apps.tasks import write_tasks
+from tests.apps.test_eval import eval_here, results_in
+
+TRAINED = {
+    "steps": 4,
+    "stop_at": "null",
+    "deterministic": True,
+    "model.dropout": 0.1,
+    "checkpoint.dump.every": 2,
+    "eval.tasks": "[choice,rolling,reply]",
+    "eval.num_fewshot": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"), n=4)
+
+
+def of_evals(run: Outcome) -> list[dict[str, Any]]:
+    path = run.dump_dir / "metrics.eval.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_is_evaluated_is_the_same_and_scores_as_its_checkpoints_do(
+    runs: Runs, task_dir: Path, tmp_path: Path
+) -> None:
+    settings = TRAINED | {"eval.task_dir": task_dir}
+    evaluated = runs.train((1, 2, 1), settings | {"eval.every": 2})
+    plain = runs.train((1, 2, 1), {k: v for k, v in settings.items() if k[:5] != "eval."})
+    assert evaluated.column("loss") == plain.column("loss")
+    assert evaluated.column("grad_norm") == plain.column("grad_norm")
+    assert differs(evaluated, plain) == []
+    assert not (plain.dump_dir / "metrics.eval.jsonl").exists()
+    found = of_evals(evaluated)
+    tasks = ["choice", "rolling", "reply"]
+    assert [(line["step"], line["task"]) for line in found] == [
+        (step, task) for step in (2, 4) for task in tasks
+    ]
+    assert "|choice" in evaluated.log and "bits_per_byte" in evaluated.log
+    for step, lines in ((2, found[:3]), (4, found[3:])):
+        assert results_in(evaluated.dump_dir / "evals" / f"{step:010d}")["step"] == step
+        out = tmp_path / str(step)
+        argv = [f"ckpt={evaluated.checkpoint(step)}", f"dump_dir={out}", f"task_dir={task_dir}"]
+        argv += ["tasks=[choice,rolling,reply]", "num_fewshot=1"]
+        [(refused, _)] = runs.ranks.run(1, eval_here, *argv)
+        assert not refused
+        for line in lines:
+            alone = results_in(out)["results"][line["task"]]
+            numbers = {k: v for k, v in line.items() if "," in k}
+            assert numbers and numbers == pytest.approx({k: alone[k] for k in numbers}, rel=1e-4)
+    changed = [line["bits_per_byte,none"] for line in found if line["task"] == "rolling"]
+    assert abs(changed[0] / changed[1] - 1) > 1e-3  # which the comparison would notice
+
+
+def test_a_resumed_run_cuts_the_evaluations_of_what_it_repeats(runs: Runs, task_dir: Path) -> None:
+    settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[rolling]", "eval.every": 1}
+    begun = runs.train((1, 1, 1), settings | {"stop_at": 2})
+    with (begun.dump_dir / "metrics.eval.jsonl").open("a") as file:
+        file.write('{"step": 3, "task": "rolling"}\n{"step"')  # what a killed process left
+    run = runs.train((1, 1, 1), settings, dump_dir=begun.dump_dir)
+    assert [line["step"] for line in of_evals(run)] == [1, 2, 3, 4]
+    assert all("byte_perplexity,none" in line for line in of_evals(run))
+
+
+def test_results_that_cannot_be_written_do_not_stop_training(runs: Runs, task_dir: Path) -> None:
+    settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[rolling]", "eval.every": 4}
+    dump_dir = runs.folder / "no room"
+    dump_dir.mkdir()
+    (dump_dir / "evals").write_text("a file")
+    run = runs.train((1, 2, 1), settings, dump_dir=dump_dir)
+    assert "error: step 4 is not evaluated: " in run.log and "cannot be written" in run.log
+    assert "done: 4 steps" in run.log and len(of_evals(run)) == 1
+
+
+def test_the_mistakes_of_an_evaluation_are_found_before_training(
+    runs: Runs, task_dir: Path
+) -> None:
+    good = TRAINED | {"eval.task_dir": task_dir}
+    slurm = good | {"eval.launcher": "slurm"}
+    for settings, told in (
+        (good | {"eval.task_dir": "/no"}, 'eval.task_dir = "/no": must be a folder'),
+        (good | {"data.seq_len": 12}, "eval: tasks: reply generates up to 12 tokens"),
+        (slurm | {"eval.job": "{nods: 2}"}, "nods: unknown key"),
+        (slurm | {"eval.job": "{nodes: 0}"}, "nodes = 0: must be at least 1"),
+    ):
+        run = runs.train((1, 2, 1), settings, refused=True)
+        assert told in run.error, run.error
+        assert not list((run.dump_dir / "checkpoints").glob("0*"))
+
+
+def test_the_status_of_a_job_that_does_not_train_is_what_it_came_to(tmp_path: Path) -> None:
+    for name in ("0000000002", "0000000004"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "base_config.yaml").write_text("tasks: [a]\n")
+    (tmp_path / "0000000004" / "results_now.json").write_text("{}")
+    (tmp_path / "0000000002" / "logs" / "rank_err.txt").write_text("error: no space\n")
+    first, second = status(tmp_path)
+    assert first.failed and first.errors and "error: no space" in table([first])
+    assert not second.failed and " 0/0 " not in table([first, second])

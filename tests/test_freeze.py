@@ -1,0 +1,20 @@
+"""The frozen code of a run. That it holds what git lists is tested by jobs, in test_stool.py."""
+
+from pathlib import Path
+
+from lingua.freeze import freeze_code
+
+
+def test_a_run_that_launches_from_its_frozen_code_hands_on_that_code(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    (first / "code" / "apps" / "__pycache__").mkdir(parents=True)
+    (first / "code" / "apps" / "train.py").write_text("1\n")
+    (first / "code" / "apps" / "__pycache__" / "train.pyc").write_text("")
+    (first / "code.commit").write_text("abc\n")
+    (first / "code.diff").write_text("-2\n+1\n")
+    second.mkdir()
+    copy = freeze_code(first / "code" / "apps" / "train.py", second)
+    assert copy == second / "code"
+    files = {str(p.relative_to(second)) for p in second.rglob("*") if p.is_file()}
+    assert files == {"code/apps/train.py", "code.commit", "code.diff"}
+    assert (second / "code.commit").read_text() == "abc\n"
