@@ -38,14 +38,14 @@ def saved(ranks: Ranks, tmp_path_factory) -> Path:
     return root
 
 
-def test_what_one_topology_saves_every_other_loads_bit_for_bit(ranks, tmp_path):
+def test_what_one_topology_saves_another_loads_bit_for_bit(ranks, tmp_path):
     for i, sizes in enumerate(TOPOLOGIES):
         ranks.run(sizes[0] * sizes[1] * sizes[2], save_here, tmp_path / str(i), [7], sizes)
     for i, _ in enumerate(TOPOLOGIES):
-        for sizes in ((1, 1, 1), (1, 4, 1), TOPOLOGIES[i - 1]):
-            n = sizes[0] * sizes[1] * sizes[2]
-            results = ranks.run(n, load_here, tmp_path / str(i) / "0000000007", 7, sizes)
-            assert results == [True] * n, (TOPOLOGIES[i], sizes)
+        sizes = TOPOLOGIES[i - 1]
+        n = sizes[0] * sizes[1] * sizes[2]
+        results = ranks.run(n, load_here, tmp_path / str(i) / "0000000007", 7, sizes)
+        assert results == [True] * n, (TOPOLOGIES[i], sizes)
 
 
 # -------------------------------------------------------------------------------- what does not fit

@@ -159,6 +159,7 @@ def open_here(root: Path) -> str:
     return refusal(work, UserError)
 
 
+@pytest.mark.soak  # a lock is known to be dead after 20 seconds
 def test_a_second_run_on_the_same_folder_is_refused_and_a_dead_one_is_not_in_the_way(
     ranks, tmp_path
 ):

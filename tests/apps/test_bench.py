@@ -105,6 +105,7 @@ def test_a_reference_on_other_rows_has_other_losses(keys):
     assert (losses[2] / losses[0] - 1).abs().min() > 1e-4
 
 
+@pytest.mark.soak
 def test_gradient_traffic_is_what_arithmetic_says(ranks: Ranks, tmp_path, keys):
     mesh = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "data.batch_size=1"]
     keys = [*keys, *mesh, "data.global_batch_size=16"]  # 4 micro-steps of a row
@@ -189,6 +190,7 @@ def test_rates_of_checkpoints_are_quotients_of_the_same_round():
     assert "8.00 GB" in lines
 
 
+@pytest.mark.soak
 def test_the_promise_is_measured_on_real_runs(monkeypatch, keys):
     starts = (((1, 1, 1), 4), ((2, 1, 1), 3))
     monkeypatch.setattr(promise, "STARTS", starts)

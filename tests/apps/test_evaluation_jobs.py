@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from lingua.checkpoint import find, marks
 from lingua.harness import WAITING
 from tests.apps.runs import SMALL, write_text
@@ -29,6 +31,7 @@ def until(found: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.soak
 def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path) -> None:
     text, dump_dir = tmp_path / "text", tmp_path / "run"
     text.mkdir()

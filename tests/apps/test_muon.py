@@ -35,7 +35,7 @@ def on_its_own(sizes: Sizes) -> dict[str, Any]:
     return {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp32"])
+@pytest.fixture(scope="module", params=["bf16", pytest.param("fp32", marks=pytest.mark.soak)])
 def dtype(request: pytest.FixtureRequest) -> dict[str, Any]:
     return MUON | {"optim.muon.dtype": request.param, "stop_at": END}
 

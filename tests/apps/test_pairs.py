@@ -64,6 +64,12 @@ PAIRS = [(saved, loaded) for loaded in MESHES for saved in MESHES if saved != lo
 PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  # for time
 
 
+def case(saved: Sizes, loaded: Sizes) -> Any:
+    """Those that only load take as long together as those that go on."""
+    marks = () if goes_on(saved, loaded) else pytest.mark.soak
+    return pytest.param(saved, loaded, id=f"{name_of(saved)}-to-{name_of(loaded)}", marks=marks)
+
+
 @dataclass
 class Whole:
     """Runs that did not stop before END, each made when it is first asked for."""
@@ -124,9 +130,7 @@ def resume(runs: Runs, sizes: Sizes, run: Outcome, settings: dict[str, Any], twi
     return first
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), PAIRS, ids=[f"{name_of(a)}-to-{name_of(b)}" for a, b in PAIRS]
-)
+@pytest.mark.parametrize(("saved", "loaded"), [case(*pair) for pair in PAIRS])
 def test_what_one_topology_saves_another_goes_on_from(
     runs: Runs, whole: Whole, tolerance: float, tmp_path: Path, saved: Sizes, loaded: Sizes
 ) -> None:

@@ -92,7 +92,7 @@ def documents_apart(runs: Runs) -> Outcome:
     [
         ((2, 1, 1), {}),
         ((1, 1, 2), {"distributed.activation_checkpointing": "full"}),
-        ((1, 2, 2), {"distributed.compile": True}),
+        pytest.param((1, 2, 2), {"distributed.compile": True}, marks=pytest.mark.soak),
     ],
 )
 def test_document_masks_train_the_same_run(
@@ -201,7 +201,15 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("mode", ["last", "replica_last", "every"])
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (2, 2, 2)], ids=name_of)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((1, 2, 2), marks=pytest.mark.soak),
+        pytest.param((2, 2, 1), marks=pytest.mark.soak),
+        (2, 2, 2),
+    ],
+    ids=name_of,
+)
 def test_the_gradient_of_uneven_masks_is_that_of_plain_torch(
     runs: Runs, plain_gradients: dict[str, Tensor], sizes: Sizes, mode: str
 ) -> None:
@@ -322,7 +330,11 @@ CHECKPOINTING = "distributed.activation_checkpointing"
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (1, 2, 2)], ids=name_of)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.soak), (1, 2, 2)],
+    ids=name_of,
+)
 def test_activation_checkpointing_trains_the_same_run(
     runs: Runs, short: Outcome, sizes: Sizes, kind: str
 ) -> None:
@@ -351,11 +363,11 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs: Runs) -> Non
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
-        ((1, 2, 2), "none"),
+        pytest.param((1, 2, 2), "none", marks=pytest.mark.soak),
         ((1, 2, 2), "full"),
-        ((1, 2, 2), "selective"),
+        pytest.param((1, 2, 2), "selective", marks=pytest.mark.soak),
         ((2, 1, 1), "none"),
-        ((2, 1, 1), "selective"),
+        pytest.param((2, 1, 1), "selective", marks=pytest.mark.soak),
     ],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
