@@ -17,8 +17,8 @@ import re
 import shutil
 import sys
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -99,7 +100,7 @@ class Checkpoint:
     path: Path
     step: int
     serial: int  # order of publication, which can differ from the order of steps
-    files: dict[str, dict[str, Any]]  # name -> {"size": bytes, "crc32": hexadecimal}
+    files: dict[str, dict[str, Any]]  # name -> {"size": bytes, "xxh3_64": hexadecimal}
 
 
 # --------------------------------------------------------------------------------------- state
@@ -185,6 +186,8 @@ def _writing(work: Callable[[], None]) -> None:
 
 class _Writer(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
+        crc32 = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # of each tensor: the manifest has a checksum
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -192,6 +195,8 @@ class _Writer(FileSystemWriter):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+        finally:
+            torch.serialization.set_crc32_options(crc32)
 
 
 def _write_tensors(
@@ -201,7 +206,7 @@ def _write_tensors(
     try:
         dcp.save(
             tensors,
-            storage_writer=_Writer(folder, single_file_per_rank=True, sync_files=True),
+            storage_writer=_Writer(folder, single_file_per_rank=True, sync_files=False),
             planner=DefaultSavePlanner(),
             process_group=group,
         )
@@ -210,7 +215,7 @@ def _write_tensors(
         raise NotSaved(f"{why} (rank {rank})") from error
     mine: dict[str, dict[str, Any]] | str
     try:
-        mine = {p.name: _describe(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
+        mine = {p.name: _sync(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
     except OSError as error:
         mine = f"{error} (rank {dist.get_rank()})"
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -224,10 +229,10 @@ def _write_tensors(
 def _publish(
     folder: Path, final: Path, step: int, files: dict[str, dict], state: dict, config: str
 ) -> None:
-    _write(folder / STATE, json.dumps(state, indent=1))
-    _write(folder / CONFIG, config)
+    (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    (folder / CONFIG).write_text(config, encoding="utf-8")
     for name in (STATE, CONFIG, ".metadata"):
-        files[name] = _describe(folder / name)
+        files[name] = _sync(folder / name)
     serial = 1 + max((c.serial for c in find(final.parent)), default=0)
     manifest = {
         "format": 1,
@@ -236,8 +241,9 @@ def _publish(
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "files": dict(sorted(files.items())),
     }
-    manifest["crc32"] = _checksum_of(manifest)
-    _write(folder / MANIFEST, json.dumps(manifest, indent=1))
+    manifest["xxh3_64"] = _checksum_of(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    _sync(folder / MANIFEST)
     whole, why = read_checkpoint(folder)
     if whole is None:
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
@@ -249,23 +255,26 @@ def _publish(
 
 
 def _checksum_of(manifest: dict) -> str:
-    text = json.dumps({k: v for k, v in manifest.items() if k != "crc32"}, sort_keys=True)
-    return f"{zlib.crc32(text.encode()):08x}"
+    text = json.dumps({k: v for k, v in manifest.items() if k != "xxh3_64"}, sort_keys=True)
+    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    crc, size = 0, 0
+    checksum, size, block = xxhash.xxh3_64(), 0, memoryview(bytearray(1 << 20))
     with path.open("rb", buffering=0) as f:
-        while block := f.read(1 << 24):
-            crc, size = zlib.crc32(block, crc), size + len(block)
-    return {"size": size, "crc32": f"{crc:08x}"}
+        while n := f.readinto(block):
+            checksum.update(block[:n])
+            size += n
+    return {"size": size, "xxh3_64": checksum.hexdigest()}
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
+def _sync(path: Path) -> dict[str, Any]:
+    """`_describe` of a file that was just written, while it goes to the disk."""
+    with path.open("r+b") as f, ThreadPoolExecutor(1) as thread:
+        synced = thread.submit(os.fsync, f.fileno())
+        described = _describe(path)
+        synced.result()
+    return described
 
 
 def sync_folder(folder: Path) -> None:
@@ -372,7 +381,7 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
     """The checkpoint in a folder, or None and why the folder is not one. Compares sizes too."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["crc32"] != _checksum_of(manifest):
+        if manifest["xxh3_64"] != _checksum_of(manifest):
             return None, f"{MANIFEST} is damaged"
         checkpoint = Checkpoint(path, manifest["step"], manifest["serial"], manifest["files"])
         for name, entry in checkpoint.files.items():

@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from tests.apps.runs import SMALL, Runs, Sizes, differs, mesh
 
@@ -142,9 +142,9 @@ class Killed:
             assert manifest["step"] == int(folder.name)
             for name, entry in manifest["files"].items():
                 content = (folder / name).read_bytes()
-                assert (len(content), f"{zlib.crc32(content):08x}") == (
+                assert (len(content), xxhash.xxh3_64_hexdigest(content)) == (
                     entry["size"],
-                    entry["crc32"],
+                    entry["xxh3_64"],
                 )
             steps.append(int(folder.name))
         return steps
