@@ -32,6 +32,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
 
 from lingua.args import Free
 from lingua.distributed import on_rank_0
@@ -118,6 +119,9 @@ def tensors_of(
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward without gradients the root is still whole
     tensors: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         tensors[f"model.{canonical_name(name)}"] = p.detach()
@@ -297,19 +301,10 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     Returns:
         The checkpoints removed.
     """
-    found = find(root)
-    evals = [c for c in found if args.eval.every > 0 and c.step % args.eval.every == 0]
-    keep = {
-        c.path
-        for checkpoints, kind in ((found, args.dump), (evals, args.eval))
-        for c in (checkpoints if kind.keep <= 0 else checkpoints[: kind.keep])
-    }
-    if args.keep_every > 0:
-        keep |= {c.path for c in found if c.step % args.keep_every == 0}
-    if args.keep_best:
-        keep |= {c.path for c in best(found)}
     gone = []
     try:
+        found = find(root)
+        keep = _to_keep(found, args)
         for path in (c.path for c in found if c.path not in keep and set(marks(c.path)) <= {BEST}):
             # Under another name first: half a removal must not look like a checkpoint.
             path.rename(root / f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
@@ -321,6 +316,21 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     except OSError as error:
         logger.warning(f"old checkpoints cannot be removed: {error}")
     return gone
+
+
+def _to_keep(found: list[Checkpoint], args: CheckpointArgs) -> set[Path]:
+    """Those that options keep; `found` is newest first."""
+    evals = [c for c in found if args.eval.every > 0 and c.step % args.eval.every == 0]
+    keep = {
+        c.path
+        for checkpoints, kind in ((found, args.dump), (evals, args.eval))
+        for c in (checkpoints if kind.keep <= 0 else checkpoints[: kind.keep])
+    }
+    if args.keep_every > 0:
+        keep |= {c.path for c in found if c.step % args.keep_every == 0}
+    if args.keep_best:
+        keep |= {c.path for c in best(found)}
+    return keep
 
 
 def best(found: list[Checkpoint]) -> list[Checkpoint]:
@@ -418,13 +428,23 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
 
 
 def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
-    """The last published checkpoint that verifies. Called by every rank; rank 0 chooses."""
+    """The last published checkpoint that verifies, None where there is none at all. Called by every
+    rank; rank 0 chooses.
+
+    Raises:
+        UserError: there are checkpoints, but none verifies. To begin anew beside them would remove
+            what may be whole (a disk that fails, a folder without permission).
+    """
     for checkpoint in on_rank_0(lambda: find(root, report)):
         damaged = damaged_files(checkpoint) if verify == "full" else []
         if not damaged:
             return checkpoint
         if dist.get_rank() == 0:
             report(f"{checkpoint.path} is damaged ({', '.join(damaged)}: checksum): skipped")
+    if on_rank_0(lambda: any(NAME.fullmatch(path.name) for path in root.glob("*"))):
+        raise UserError(
+            f"{root}: has checkpoints, but none that can be used; move them away to begin anew"
+        )
     return None
 
 

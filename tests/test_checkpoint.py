@@ -28,6 +28,7 @@ from lingua.checkpoint import (
     tensors_of,
 )
 from lingua.distributed import on_rank_0
+from lingua.errors import UserError
 from lingua.optim import OptimArgs, build_optimizer
 from tests.checkpoints import (
     ANY,
@@ -42,6 +43,15 @@ from tests.checkpoints import (
 from tests.ranks import Ranks
 
 KINDS = ("__0_0.distcp", ".metadata", "train_state.json", "config.yaml", "manifest.json")
+
+
+def refused_here(root: Path) -> str:
+    join()
+    try:
+        newest(root, "full", lambda line: None)
+    except UserError as error:
+        return str(error)
+    return "not refused"
 
 
 def newest_here(roots: list[Path], verify: str) -> list[tuple[str | None, list[str]]]:
@@ -212,6 +222,15 @@ def test_leftovers_and_other_peoples_folders_are_skipped_with_a_line(ranks, save
     ]
     assert find(tmp_path / "nothing here") == []
     assert ranks.run(1, newest_here, [tmp_path / "nothing here"], "full") == [[(None, [])]]
+
+
+def test_where_no_checkpoint_can_be_used_nothing_begins_anew_beside_them(ranks, saved, tmp_path):
+    root = shutil.copytree(saved, tmp_path / "root")
+    for step, name in ((1, "__0_0.distcp"), (2, "manifest.json")):
+        flip_bit(root / f"{step:010d}" / name)
+    for told in ranks.run(2, refused_here, root):
+        assert told == f"{root}: has checkpoints, but none that can be used; move them away to " \
+            "begin anew"  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- saved over ruins

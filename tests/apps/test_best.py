@@ -6,7 +6,8 @@ import pytest
 
 from lingua.checkpoint import find, marks
 from lingua.checkpoint_commands import describe
-from tests.apps.runs import Outcome, Runs, Sizes, relative
+from tests.apps.runs import Outcome, Runs, Sizes, build, digests, relative
+from tests.apps.test_topologies import build_plain
 
 # The rate is far too high after its warm-up: the loss falls and then rises.
 RISING = {"optim.lr": 2, "optim.warmup": 8, "optim.clip": 100, "steps": 8, "stop_at": "null"}
@@ -55,6 +56,23 @@ def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(
     shown = dict(describe(find(run.checkpoint(0).parent)[-1]))
     assert shown["held-out"] == f"{losses[best]:.4f} nats per byte"
     assert shown["saved"].endswith(", marked best")
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "without a plan"])
+def test_measuring_before_a_save_changes_nothing_that_is_saved(runs: Runs, tied: bool) -> None:
+    """A forward without gradients leaves FSDP's root whole, in the dtype of the compute."""
+    settings = {"stop_at": 2, "model.weight_tying": tied}
+    settings["distributed.model_dtype"] = "bf16" if tied else "fp32"
+    saved = []
+    for measured in (True, False):
+        settings["checkpoint.keep_best"] = measured
+        run = runs.train((1, 2, 1), settings, build=build if tied else build_plain)
+        assert bool(run.held_out) == measured
+        saved.append(digests(run.tensors(2)))
+    assert saved[0] == saved[1]
+    assert {name.split(".")[1] for name in saved[0] if name[:5] == "optim"} == {
+        "exp_avg", "exp_avg_sq", "step",
+    }  # fmt: skip
 
 
 def test_a_best_that_is_not_to_be_kept_is_the_best_of_what_is_left(runs: Runs) -> None:
