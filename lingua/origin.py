@@ -21,6 +21,7 @@ from lingua.checkpoint_source import TensorSource, find_source
 from lingua.distributed import on_rank_0
 from lingua.errors import UserError
 from lingua.resume import (
+    TOKENIZER,
     Change,
     Progress,
     Saved,
@@ -33,7 +34,6 @@ from lingua.resume import (
 )
 from lingua.tokenizer import Tokenizer
 
-TOKENIZER = "data.tokenizer.content"
 # Keys of a model that say how it is trained or was initialised, and not what its weights compute.
 NO_MATTER = ("model.init_base_std", "model.init_std_factor", "model.dropout")
 

@@ -25,6 +25,7 @@ from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer
 
 MIXTURE = ("data.sources", "data.stages")
+TOKENIZER = "data.tokenizer.content"
 CONTENT = "data.content."  # and a source's name: the fingerprint of its tokens
 
 logger = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ def _mixture_before(config: Mapping[str, Any], step: int) -> list[tuple[int, dic
 def data_content(sources: Mapping[str, Source], tokenizer: Tokenizer) -> dict[str, str]:
     """Fingerprints of what stands behind the names in the config, for `check_data`."""
     content = {f"{CONTENT}{name}": source.fingerprint for name, source in sources.items()}
-    return {**content, "data.tokenizer.content": tokenizer.fingerprint()}
+    return {**content, TOKENIZER: tokenizer.fingerprint()}
 
 
 def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) -> list[Change]:

@@ -24,13 +24,15 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: str | None = None  # name of the first one received
+        self._process = os.getpid()
         self._interrupted_at: float | None = None
         self._raising = False
         self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
-        # Who started this process may have held them back until now (become).
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        take_signals()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            os._exit(128 + number)  # forked off by some library, which wants it to end
         self.signal = self.signal or signal.Signals(number).name
         if number == signal.SIGINT:
             now = time.monotonic()
@@ -59,11 +61,16 @@ class StopRequest:
             signal.signal(number, handler)
 
 
+def take_signals() -> None:
+    """Let stop signals in that who started this process may have held back until now (`become`)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
 def become(argv: list[str]) -> None:
     """Make this process the given program: what Slurm signals is then the program itself.
 
-    Stop signals wait until its StopRequest takes them, since importing takes seconds in which they
-    would end it.
+    Stop signals wait until it takes them (StopRequest does), since importing takes seconds in which
+    they would end it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     os.execv(argv[0], argv)

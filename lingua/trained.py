@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from lingua.args import load
-from lingua.checkpoint import CONFIG, Checkpoint, find, read_checkpoint
+from lingua.checkpoint import CONFIG, Checkpoint, damaged_files, find, read_checkpoint, read_state
 from lingua.checkpoint_load import load_weights
 from lingua.errors import UserError
 from lingua.init import init_parameters, ties_kept
-from lingua.resume import flat_config
+from lingua.resume import TOKENIZER, flat_config
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
 M = TypeVar("M")
@@ -40,6 +40,12 @@ class Trained(Generic[M]):
                 f"{tokenizer.vocab_size} tokens, the model of {self.checkpoint.path} only {size} "
                 "(model.vocab_size): it is not the tokenizer of this model"
             )
+        trained_with = read_state(self.checkpoint).get("data", {}).get(TOKENIZER)
+        if trained_with not in (None, tokenizer.fingerprint()):
+            raise UserError(
+                f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) is not the "
+                f"one that {self.checkpoint.path} was trained with: its tokens are others"
+            )
         return tokenizer
 
     def load(self, model: nn.Module, device: torch.device) -> None:
@@ -50,6 +56,8 @@ class Trained(Generic[M]):
         else:
             with ties_kept(model):
                 model.to_empty(device=device)
+        if damaged := damaged_files(self.checkpoint):
+            raise UserError(f"{self.checkpoint.path} is damaged: checksum of {', '.join(damaged)}")
         load_weights(self.checkpoint, model)
 
 

@@ -24,6 +24,7 @@ from lingua.distributed import DistributedArgs, detect_launch, parallelize_model
 from lingua.errors import UserError
 from lingua.hugging_face import LlamaFolder, check_model, feed_forward_size, load_llama
 from lingua.init import canonical_name, init_parameters
+from lingua.resume import TOKENIZER
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.transformer import RopeScaling, TransformerArgs
 from tests.apps.test_model import CASES, initialised, model_args
@@ -49,13 +50,16 @@ def a_model(**changed: Any) -> ModelArgs:
     return model_args(**(changed | {"vocab_size": 259}))
 
 
-def save_here(root: Path, model: ModelArgs, config: dict[str, Any]) -> None:
-    """A checkpoint of step 3; `config` is laid over its model group and tokenizer."""
+def save_here(
+    root: Path, model: ModelArgs, config: dict[str, Any], tokens: str | None = None
+) -> None:
+    """A checkpoint of step 3; `config` is laid over its model group and tokenizer, `tokens` is the
+    fingerprint of the tokenizer it says that it was trained with."""
     start(CPU, detect_launch(), DistributedArgs())
     tokenizer = config.pop("tokenizer", {"name": "bytes", "path": None})
     data = {"seq_len": 64, "add_bos": True, "add_eos": True, "tokenizer": tokenizer}
     text = OmegaConf.to_yaml({"model": asdict(model) | config, "data": data})
-    save(root, 3, tensors_of(initialised(model)), {}, text)
+    save(root, 3, tensors_of(initialised(model)), {"data": {TOKENIZER: tokens}}, text)
 
 
 def convert_here(*arguments: str) -> str:

@@ -1,10 +1,13 @@
 """Asking a process to stop: the first request is a flag, an impatient second one leaves."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from lingua.signals import STOPPING, StopRequest
 
 PROGRAM = """
 import time
@@ -57,10 +60,24 @@ def test_a_signal_in_the_seconds_of_importing_is_kept_for_the_program() -> None:
 
 
 def test_the_handlers_of_before_come_back() -> None:
-    from lingua.signals import STOPPING, StopRequest
-
     before = [signal.getsignal(number) for number in STOPPING]
     stop = StopRequest()
     assert all(signal.getsignal(number) == stop._receive for number in STOPPING)
     stop.close()
     assert [signal.getsignal(number) for number in STOPPING] == before
+
+
+def test_a_process_forked_by_a_library_ends_when_it_is_asked_to() -> None:
+    """Pools of processes end their workers by SIGTERM, and wait for them."""
+    stop = StopRequest()
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b"1")
+        time.sleep(30)
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    stop.close()
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM and stop.signal is None

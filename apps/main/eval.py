@@ -48,6 +48,7 @@ from lingua.harness import (
 from lingua.launch import run_program
 from lingua.logger import init_logger
 from lingua.metrics import MetricsFile
+from lingua.signals import take_signals
 from lingua.trained import open_trained
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class EvalArgs(HarnessArgs):
 
 def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Build = build) -> None:
     """The program of this app, or of a fork with its own model."""
+    take_signals()
     args, _ = load(EvalArgs, argv)
     launch = detect_launch()
     device = pick_device(args.device, launch)
@@ -81,7 +83,8 @@ def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Bui
     init_logger(None, dist.get_rank())
 
     # ---- what can be wrong, before the model is loaded
-    trained = open_trained("ckpt", args.ckpt, model_args)
+    # A run may be saving and pruning meanwhile: one rank says which is the newest.
+    trained = on_rank_0(lambda: open_trained("ckpt", args.ckpt, model_args))
     tokenizer = trained.build_tokenizer(args.tokenizer_path)
     context = args.context or trained.seq_len
     folder, metrics = places(args.dump_dir, trained.checkpoint)

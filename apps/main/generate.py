@@ -102,7 +102,8 @@ def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Bui
     init_logger(None, dist.get_rank())
 
     # ---- what can be wrong, before the model is loaded
-    trained = open_trained("ckpt", args.ckpt, model_args)
+    # A run may be saving and pruning meanwhile: one rank says which is the newest.
+    trained = on_rank_0(lambda: open_trained("ckpt", args.ckpt, model_args))
     tokenizer = trained.build_tokenizer(args.tokenizer_path)
     context = args.context or trained.seq_len
     prompts = list(read_prompts(args))

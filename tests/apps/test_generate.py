@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +47,11 @@ def main_here(*arguments: str, stdin: str = "") -> tuple[str, str]:
             if dist.is_initialized():
                 dist.destroy_process_group()
     return refused, printed.getvalue()
+
+
+def one_file(folder: Path, name: str) -> Path:
+    [path] = folder.rglob(name)
+    return path
 
 
 def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
@@ -141,6 +148,12 @@ def test_what_cannot_be_done_is_told_by_key_or_line(ranks, ckpt, tmp_path):
     ranks.run(1, save_here, tmp_path / "small", a_model(vocab_size=259), {"head_layers": 1})
     ranks.run(1, save_here, tmp_path / "few", model_args(vocab_size=100), {})
     (tmp_path / "there.jsonl").write_text("")
+    other = tmp_path / "other"
+    ranks.run(1, save_here, other, MODEL, {}, "another")
+    damaged = shutil.copytree(ckpt, tmp_path / "damaged")
+    with one_file(damaged, "__0_0.distcp").open("r+b") as file:
+        file.seek(-50, os.SEEK_END)
+        file.write(b"0")
     bad = {
         "blank": (b"one\n\nthree\n", "txt", ":2: is blank"),
         "bytes": (b"one\ntwo\n\xff\n", "txt", ":3: is not UTF-8 text (byte 0)"),
@@ -167,6 +180,8 @@ def test_what_cannot_be_done_is_told_by_key_or_line(ranks, ckpt, tmp_path):
         ("absent", [f"ckpt={tmp_path / 'no'}", "prompt=a"], "must be the folder of a checkpoint"),
         ("fork", [f"ckpt={tmp_path / 'small'}", "prompt=a"], "model.head_layers: unknown key"),
         ("few", [f"ckpt={tmp_path / 'few'}", "prompt=a"], "258 tokens, the model of"),
+        ("tokenizer", [f"ckpt={other}", "prompt=a"], "is not the one that"),
+        ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged: checksum of __0_0.distcp"),
         ("both", [f"ckpt={ckpt}", "prompt=a", "prompts=b"], "not be given together"),
         ("no file", [f"ckpt={ckpt}", "prompts=/no/file"], "prompts = /no/file: cannot be read"),
         ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "there already"),
