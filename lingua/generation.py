@@ -32,6 +32,9 @@ class Request:
     prompt: list[int]  # not empty
     settings: SamplingArgs
     seed: int = 0
+    # The text is as it reads behind the prompt. Some tokenizers drop the space that a text begins
+    # with: alone it would lose the space between the two.
+    behind_prompt: bool = True
 
 
 @dataclass
@@ -90,13 +93,15 @@ def generate(
     model.eval()
     # Tensors that autograd can never see are faster to make, but FSDP does not take them.
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    with uncompiled(), torch.inference_mode(mesh.size() == 1 and not sharded):
-        for i in range(n_batches):
-            part = order[i * batch_size : (i + 1) * batch_size]
-            rows = [_Row(k, requests[k], tokenizer, on_text) for k in part]
-            _complete(model, rows, tokenizer.vocab_size, mesh)
-            found |= {row.index: row.result for row in rows}
-    model.train(training)
+    try:
+        with uncompiled(), torch.inference_mode(mesh.size() == 1 and not sharded):
+            for i in range(n_batches):
+                part = order[i * batch_size : (i + 1) * batch_size]
+                rows = [_Row(k, requests[k], tokenizer, on_text) for k in part]
+                _complete(model, rows, tokenizer.vocab_size, mesh)
+                found |= {row.index: row.result for row in rows}
+    finally:
+        model.train(training)
     return [found[i] for i in range(len(requests))]
 
 
@@ -250,13 +255,21 @@ class _Row:
         result.tokens.append(token)
         result.logprobs.append(logprob)
         if token in self.stop_tokens:
-            result.finish, result.text = "stop_token", self.tokenizer.decode(result.tokens[:-1])
+            result.finish, result.text = "stop_token", self._decode(result.tokens[:-1])
         elif settings.stop and (text := self._before_stop()) is not None:
             result.finish, result.text = "stop_string", text
         elif len(result.tokens) == settings.max_gen_tokens:
-            result.finish, result.text = "length", self.tokenizer.decode(result.tokens)
+            result.finish, result.text = "length", self._decode(result.tokens)
         if self.on_text is not None:
             self._tell()
+
+    def _decode(self, tokens: list[int]) -> str:
+        if self.request.behind_prompt:
+            last = self.request.prompt[-1:]
+            before, both = self.tokenizer.decode(last), self.tokenizer.decode([*last, *tokens])
+            if before and both.startswith(before):  # not so inside of a character
+                return both[len(before) :]
+        return self.tokenizer.decode(tokens)
 
     def _before_stop(self) -> str | None:
         """The text before the first stop string, None where there is none."""
@@ -264,7 +277,7 @@ class _Row:
         tail = self.tokenizer.decode(tokens[-self.tail :])
         if not any(stop in tail for stop in stops):
             return None
-        text = self.tokenizer.decode(tokens)
+        text = self._decode(tokens)
         found = [at for stop in stops if (at := text.find(stop)) >= 0]
         return text[: min(found)] if found else None
 
@@ -272,7 +285,7 @@ class _Row:
         """Hand on the text that no further token can change or take back."""
         text = self.result.text
         if not self.result.finish:
-            text = self.tokenizer.decode(self.result.tokens).rstrip("\ufffd")
+            text = self._decode(self.result.tokens).rstrip("\ufffd")
             begun = (
                 n
                 for stop in self.request.settings.stop

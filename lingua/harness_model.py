@@ -89,7 +89,9 @@ class HarnessModel(LM):
 
     def to_request(self, i: int, context: str, given: Mapping[str, Any]) -> Request:
         tokens = self.tokenizer.encode(context, bos=self.add_bos).tolist() or self.before_text()
-        return Request(tokens, to_settings(given, self.max_gen_tokens), self.seed + i)
+        settings = to_settings(given, self.max_gen_tokens)
+        # Its text alone, as the harness's own class gives it.
+        return Request(tokens, settings, self.seed + i, behind_prompt=False)
 
 
 def to_settings(given: Mapping[str, Any], max_gen_tokens: int) -> SamplingArgs:

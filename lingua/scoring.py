@@ -57,9 +57,11 @@ def score(
             found += _score_batch(model, mine[i * batch_size : (i + 1) * batch_size], mesh)
         return found
 
-    with uncompiled():
-        found = divide(score_mine, [window for _, window in rows], mesh)
-    model.train(training)
+    try:
+        with uncompiled():
+            found = divide(score_mine, [window for _, window in rows], mesh)
+    finally:
+        model.train(training)
     sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
     for (i, _), (logprob, likeliest) in zip(rows, found, strict=True):
         sums[i] += logprob

@@ -27,6 +27,7 @@ from lingua.sampling import SamplingArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.apps.test_model import reference
 from tests.ranks import Ranks
+from tests.test_tokenizer import write_sentencepiece
 
 CPU = torch.device("cpu")
 BYTES = build_tokenizer(TokenizerArgs())
@@ -251,6 +252,39 @@ def test_it_ends_at_a_stop_string_a_stop_token_or_a_number_of_tokens(ranks):
 
 
 # -------------------------------------------------------------------------------- long prompts
+
+
+class Recites(nn.Module):
+    """Whatever it is given, its n-th token is that of a text."""
+
+    def __init__(self, text: list[int], vocab_size: int) -> None:
+        super().__init__()
+        self.logits = nn.functional.one_hot(torch.tensor([*text[1:], 0]), vocab_size).float()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits[: tokens.shape[1]].expand(len(tokens), -1, -1)
+
+
+def text_here(path: str, text: str, n_prompt: int) -> tuple[list[str], str, str]:
+    """What follows a prompt: as it is streamed, as it is returned, and decoded alone."""
+    tokenizer = build_tokenizer(TokenizerArgs("sp", path))
+    tokens = tokenizer.encode(text).tolist()
+    mesh = start(CPU, detect_launch(), DistributedArgs())
+    settings = replace(GREEDY, max_gen_tokens=len(tokens) - n_prompt)
+    told: list[str] = []
+    [result] = generate(
+        Recites(tokens, tokenizer.vocab_size), [Request(tokens[:n_prompt], settings)], tokenizer,
+        mesh, 4, lambda _, new: told.append(new),
+    )  # fmt: skip
+    assert result.tokens == tokens[n_prompt:]
+    return told, result.text, tokenizer.decode(result.tokens)
+
+
+def test_text_goes_on_where_the_prompt_ends_also_with_a_space(ranks, tmp_path):
+    path = write_sentencepiece(tmp_path / "sp.model", model_type="bpe")
+    [(told, text, alone)] = ranks.run(1, text_here, path, "quick brown fox", 3)
+    assert "".join(told) == text == " brown fox"
+    assert alone == "brown fox"
 
 
 def test_a_prompt_without_room_for_its_tokens_is_cut_on_the_left_or_refused():
