@@ -5,6 +5,7 @@ of the model is encoded there and answered by all ranks together; the others wai
 """
 
 import json
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +20,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.args import Free
-from lingua.distributed import divide, on_rank_0
+from lingua.distributed import divide, dp_degree, on_rank_0
 from lingua.errors import UserError, nearest
 from lingua.generation import generate
 from lingua.scoring import score
 from lingua.tokenizer import Tokenizer
+
+PART = 32  # batches of each data-parallel rank after which an evaluation may be left
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.eval"  # the .jsonl file that collects results over the steps of a run
 WAITING = "eval"  # the mark of a checkpoint that a job was launched for, which takes it off
@@ -162,6 +167,8 @@ class Team:
     mesh: DeviceMesh
     batch_size: int
     context: int  # positions of the model
+    stopping: Callable[[], bool]  # whether rank 0 is asked to leave the evaluation
+    asking: bool = False
 
     def run(self, lead: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """What `lead` gives, on rank 0; it may call `ask`. What it raises every rank raises."""
@@ -172,14 +179,28 @@ class Team:
         try:
             result = lead()
         except Exception as error:
+            if self.asking:  # the other ranks are at work on the answer, and cannot be told
+                raise
             failure = error
+            if not isinstance(error, UserError):  # what tasks do can fail in any way
+                logger.exception("the evaluation failed")
+                failure = UserError(f"the evaluation failed: {type(error).__name__}: {error}")
             on_rank_0(lambda: _raise(failure))
         on_rank_0(lambda: None)
         return result
 
     def ask(self, kind: str, items: list) -> list:
-        on_rank_0(lambda: kind)
-        return self.answer(kind, items)
+        """Results for the items, in parts: between them the evaluation may be left."""
+        size = PART * self.batch_size * dp_degree(self.mesh)
+        answers = []
+        for first in range(0, len(items), size):
+            if self.stopping():
+                raise UserError("a signal asks the run to stop")
+            on_rank_0(lambda: kind)
+            self.asking = True
+            answers += self.answer(kind, items[first : first + size])
+            self.asking = False
+        return answers
 
     def answer(self, kind: str, items: list) -> list:
         """Results for rank 0's items. Called by every rank."""
@@ -207,6 +228,7 @@ def evaluate(
     mesh: DeviceMesh,
     add_bos: bool,
     context: int,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """lm_eval's results and samples, on rank 0. Called by every rank.
 
@@ -214,8 +236,9 @@ def evaluate(
         tasks: what open_tasks gave rank 0.
         add_bos: texts begin with bos, as documents of the model do.
         context: positions of the model; longer contexts are cut on the left.
+        stopping: whether rank 0 is asked to leave; then every rank raises UserError.
     """
-    team = Team(model, tokenizer, mesh, args.batch_size, context)
+    team = Team(model, tokenizer, mesh, args.batch_size, context, stopping)
 
     def lead() -> dict[str, Any]:
         from lm_eval.evaluator import evaluate

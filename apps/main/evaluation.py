@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from apps.main.eval import EvalArgs
 from lingua.args import Free, flatten, load
 from lingua.checkpoint import mark, unmark
-from lingua.distributed import on_rank_0
+from lingua.distributed import mesh_sizes, on_rank_0
 from lingua.errors import UserError
 from lingua.harness import (
     WAITING,
@@ -25,6 +25,7 @@ from lingua.harness import (
     table,
     write_results,
 )
+from lingua.signals import StopRequest
 from lingua.slurm import environment_of_another
 from lingua.status import status
 from lingua.stool import parted
@@ -62,8 +63,11 @@ def check_evaluation(args: EvaluationArgs | None) -> None:
     try:
         find_tasks(args)
         if args.launcher == "slurm":
-            _, of_eval, _ = parted(job_words(args))
-            load(EvalArgs, ["ckpt=later", *of_eval])
+            job, of_eval, _ = parted(job_words(args))
+            if job.launcher != "slurm":
+                raise UserError(f"job.launcher = {job.launcher}: must be slurm, or left out")
+            evaluation, _ = load(EvalArgs, ["ckpt=later", *of_eval])
+            mesh_sizes(evaluation.distributed, job.nodes * job.ngpu)
     except UserError as error:
         raise UserError(f"eval: {error}") from None
 
@@ -85,16 +89,16 @@ def open_evaluation(args: "TrainArgs") -> dict[str, Any]:
     return tasks
 
 
-def evaluate_step(args: "TrainArgs", run: "Run") -> None:
+def evaluate_step(args: "TrainArgs", run: "Run", stop: StopRequest) -> None:
     """Evaluate the model as it is, or have its checkpoint evaluated. What fails is told, and
-    training goes on."""
+    training goes on; an evaluation is left where the run is asked to stop."""
     with run.report.paused():
         try:
             if args.eval.launcher == "slurm":
                 run.saver.wait()
                 on_rank_0(lambda: launch(args, run))
             else:
-                evaluate_here(args, run)
+                evaluate_here(args, run, stop)
         except UserError as error:  # on every rank
             logger.error(f"step {run.progress.step} is not evaluated: {error}")
 
@@ -103,10 +107,17 @@ def folder_of(args: "TrainArgs", step: int) -> Path:
     return Path(args.dump_dir).absolute() / "evals" / f"{step:010d}"
 
 
-def evaluate_here(args: "TrainArgs", run: "Run") -> None:
+def evaluate_here(args: "TrainArgs", run: "Run", stop: StopRequest) -> None:
     step, data = run.progress.step, args.data
     results = evaluate(
-        args.eval, run.tasks, run.model, run.tokenizer, run.mesh, data.add_bos, data.seq_len
+        args.eval,
+        run.tasks,
+        run.model,
+        run.tokenizer,
+        run.mesh,
+        data.add_bos,
+        data.seq_len,
+        lambda: stop.signal is not None,
     )
 
     def tell() -> None:
@@ -138,8 +149,8 @@ def launch(args: "TrainArgs", run: "Run") -> None:
     words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *job_words(args.eval)]
     # In a process of its own: neither this one's place in its job nor its libraries are the job's.
     command = [sys.executable, "-m", "lingua.stool", *words]
-    mark(checkpoint, WAITING)  # until it is evaluated: the job may start after many a save
     try:
+        mark(checkpoint, WAITING)  # until it is evaluated: the job may start after many a save
         done = subprocess.run(
             command, env=environment_of_another(), capture_output=True, text=True, timeout=LAUNCH_S
         )

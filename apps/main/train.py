@@ -98,7 +98,7 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
 
         log_due, save_due = report.due(step), args.checkpoint.due(step) or step == run.end
         evaluate_due = args.eval is not None and args.eval.due(step, args.steps)
-        save_due |= evaluate_due and args.eval.launcher == "slurm"  # a job needs the checkpoint
+        save_due |= evaluate_due  # a job needs the checkpoint, and one here takes its time
         if log_due or save_due:
             count_skipped(args, run, guard)
         if log_due:
@@ -108,7 +108,7 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
         if save_due:
             save_checkpoint(args, run, final=step == run.end)
         if evaluate_due:
-            evaluate_step(args, run)
+            evaluate_step(args, run, stop)
     profiler.close()
     if stopping and progress.step:
         count_skipped(args, run, guard)

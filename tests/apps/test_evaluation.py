@@ -83,6 +83,37 @@ def test_results_that_cannot_be_written_do_not_stop_training(runs: Runs, task_di
     assert "done: 4 steps" in run.log and len(of_evals(run)) == 1
 
 
+def test_a_task_that_fails_on_the_way_does_not_stop_training(runs: Runs, tmp_path: Path) -> None:
+    task_dir = write_tasks(tmp_path / "tasks", n=4)
+    broken = 'def length(doc, results):\n    return {"length": 1 / 0}\n'
+    (task_dir / "measure.py").write_text(broken)
+    settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[reply]", "eval.every": 2}
+    run = runs.train((1, 2, 1), settings)
+    for step in (2, 4):
+        assert f"error: step {step} is not evaluated: the evaluation failed: ZeroDiv" in run.log
+    assert "done: 4 steps" in run.log
+
+
+def test_an_evaluation_is_left_where_a_signal_asks_the_run_to_stop(
+    runs: Runs, tmp_path: Path
+) -> None:
+    task_dir, dump_dir = write_tasks(tmp_path / "tasks", n=4), runs.folder / "signalled"
+    # Sent while the questions are written, of the first evaluation: its checkpoint is there.
+    code = "import os, signal\n\ndef text(doc):\n"
+    code += f"    if os.path.exists({str(dump_dir / 'checkpoints' / '0000000001')!r}):\n"
+    code += '        os.kill(os.getpid(), signal.SIGUSR2)\n    return doc["question"]\n'
+    with (task_dir / "measure.py").open("a") as file:
+        file.write(code)
+    task = (task_dir / "reply.yaml").read_text()
+    by_function = task.replace('doc_to_text: "{{question}}"', "doc_to_text: !function measure.text")
+    assert by_function != task
+    (task_dir / "reply.yaml").write_text(by_function)
+    settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[reply]", "eval.every": 1}
+    run = runs.train((1, 2, 1), settings, dump_dir=dump_dir)
+    assert "error: step 1 is not evaluated: a signal asks the run to stop" in run.log
+    assert "stopped by SIGUSR2" in run.log and run.column("step") == [1]
+
+
 def test_the_mistakes_of_an_evaluation_are_found_before_training(
     runs: Runs, task_dir: Path
 ) -> None:
@@ -93,6 +124,8 @@ def test_the_mistakes_of_an_evaluation_are_found_before_training(
         (good | {"data.seq_len": 12}, "eval: tasks: reply generates up to 12 tokens"),
         (slurm | {"eval.job": "{nods: 2}"}, "nods: unknown key"),
         (slurm | {"eval.job": "{nodes: 0}"}, "nodes = 0: must be at least 1"),
+        (slurm | {"eval.job": "{launcher: local}"}, "job.launcher = local: must be slurm"),
+        (slurm | {"eval.job": "{ngpu: 3, distributed.tp_size: 2}"}, "2 does not divide the number"),
     ):
         run = runs.train((1, 2, 1), settings, refused=True)
         assert told in run.error, run.error
