@@ -54,7 +54,9 @@ def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
     step = last.get("step", 0)
     step_s = last.get("step_time_s")
     done = step >= steps if steps else any(dump_dir.glob(RESULTS))
-    failed = not done and state in ("gone", *ENDED) and state != "COMPLETED"
+    # One that has made its last step may still have failed to save it; where Slurm has forgotten
+    # the job, the step is all that is known.
+    failed = not done if state == "gone" else state in ENDED and state != "COMPLETED"
     return RunStatus(
         name=dump_dir.name,
         state=state if job else "-",

@@ -1,7 +1,7 @@
 """Launch runs on Slurm, one or a sweep, and see how they are:
 
     python -m lingua.stool config=FILE nodes=2 ngpu=8 [script=apps.main.train] [key=value ...]
-    python -m lingua.stool config=FILE sweep.optim.lr=1e-3,3e-4 limit=2 [key=value ...]
+    python -m lingua.stool config=FILE sweep.optim.lr=1e-3,3e-4 at_once=2 [key=value ...]
     python -m lingua.stool status DIR
 
 A launch checks the whole config, freezes it with the code in the dump dir, and submits a job that
@@ -54,11 +54,11 @@ class JobArgs:
     # any other option of sbatch by its long name, slurm.reservation=NAME; one without value is true
     slurm: dict[str, Any] = field(default_factory=dict)
     setup: list[str] = field(default_factory=list)  # lines of shell before the run: [module load x]
-    limit: int | None = None  # of a sweep, how many runs at once; null: all
+    at_once: int | None = None  # of a sweep, how many runs at once; null: all
     dirs_exists_ok: bool = False  # go on in a dump dir that exists
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for key in ("nodes", "ngpu", "ncpu", "signal_s", "limit"):
+        for key in ("nodes", "ngpu", "ncpu", "signal_s", "at_once"):
             if (value := getattr(self, key)) is not None and value < 1:
                 yield key, "must be at least 1"
         for f in fields(self):
@@ -104,7 +104,7 @@ def launch(job: JobArgs, arguments: list[str]) -> Launched | str:
 def launch_sweep(
     job: JobArgs, arguments: list[str], sweep: dict[str, list[str]]
 ) -> list[Launched] | str:
-    """Launch a run for each combination of values as one job array, `job.limit` of them at a time.
+    """Launch a run for each combination of values as one job array, `job.at_once` at a time.
 
     Each has a name and a dump dir of its own, inside that of the sweep. Otherwise as `launch`.
     """
@@ -190,7 +190,7 @@ def _launch(job: JobArgs, root: Path, name: str, members: list[Member]) -> list[
     if job.launcher == "local":
         _check_free(job, root)
         _freeze(job, root, members)
-        return [Launched(m.dump_dir, None, _run_here(job, root, m)) for m in members]
+        return list(_run_each_here(job, root, members))
     executor, script = _batch(job, root, name, len(members))
     if job.launcher == "print":
         return script
@@ -271,7 +271,7 @@ def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
         constraint=job.constraint,
         exclude=job.exclude,
         signal_delay_s=job.signal_s,
-        array_parallelism=job.limit or count,
+        array_parallelism=job.at_once or count,
         wckey=None,
         setup=[f"mkdir -p {shlex.quote(str(logs))}/{in_shell}", *_setup(job, root)],
         # srun takes its own number of cores, not the batch script's (Slurm 22.05)
@@ -301,8 +301,18 @@ def _submit(executor: Any, commands: list[list[str]]) -> list[str]:
         ) from None
 
 
-def _run_here(job: JobArgs, root: Path, member: Member) -> int:
-    """The exit code of the job's run in processes of this machine, as many as it has ranks."""
+def _run_each_here(job: JobArgs, root: Path, members: list[Member]) -> Iterator[Launched]:
+    """One after the other, none more once one was told to stop."""
+    for member in members:
+        code, stopped = _run_here(job, root, member)
+        yield Launched(member.dump_dir, None, code)
+        if stopped:
+            return
+
+
+def _run_here(job: JobArgs, root: Path, member: Member) -> tuple[int, bool]:
+    """The exit code of the job's run in processes of this machine, as many as it has ranks, and
+    whether a signal came."""
     logs = member.dump_dir / "logs"
     logs.mkdir(exist_ok=True)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -311,13 +321,20 @@ def _run_here(job: JobArgs, root: Path, member: Member) -> int:
     shell = "\n".join(["set -e", *_setup(job, root), 'exec "$@"'])
     command = ["bash", "-c", shell, "bash", *ranks, *_command(job, member)[2:]]
     # What torchrun puts before each line of rank 0 on the console; its default names the role.
-    prefix = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " "}
-    process = subprocess.Popen(command, env=os.environ | prefix)
+    env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " "}
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "300"  # seconds to save, before it kills
+    process = subprocess.Popen(command, env=os.environ | env)
     # torchrun passes SIGTERM on, and a terminal gives its Ctrl-C to all of us.
-    before = {n: signal.signal(n, lambda *_: process.terminate()) for n in STOPPING}
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    came: list[int] = []
+
+    def receive(number: int, _: Any) -> None:
+        came.append(number)
+        if number != signal.SIGINT:
+            process.terminate()
+
+    before = {n: signal.signal(n, receive) for n in STOPPING}
     try:
-        return process.wait()
+        return process.wait(), bool(came)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -285,7 +285,11 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = cluster.runs / "sweep"
-    values = ["sweep.optim.lr=1e-3,3e-4", "sweep.data.sources={one: 1},{one: 1, two: 1}", "limit=2"]
+    values = [
+        "sweep.optim.lr=1e-3,3e-4",
+        "sweep.data.sources={one: 1},{one: 1, two: 1}",
+        "at_once=2",
+    ]
     job = ["script=tests.slurm_app", "gpus=none", "setup=[export STEP_S=0.2]"]
     command = [sys.executable, "-m", "lingua.stool", *values, *job, *cluster.arguments(root)]
     done = subprocess.run(

@@ -23,7 +23,7 @@ from lingua.data.documents import DocumentMarks, document_marks
 from lingua.data.heldout import HeldOut, held_out_windows
 from lingua.data.loader import Loader, micro_steps
 from lingua.data.prepare import check_sources, open_sources, prepare_sources
-from lingua.data.shards import Source
+from lingua.data.shards import Source, write_atomically
 from lingua.distributed import (
     AXES,
     ParallelPlan,
@@ -113,8 +113,7 @@ def set_up(
     resolve(args, dp_degree(mesh), tokenizer, saved, dump_dir)
     llama = None  # a run's own checkpoint wins over the weights it began with
     if saved is None and args.checkpoint.init_from is not None:
-        llama = LlamaFolder(args.checkpoint.init_from, "checkpoint.init_from")
-        check_model(llama, args.model, args.checkpoint.allow_change)
+        llama = open_llama(args)
     config, allowed = flatten(args), args.checkpoint.allow_change
     found = check_config(saved, config, classes, allowed)
     found += check_origin(origin, config, tokenizer, classes, allowed)
@@ -138,14 +137,15 @@ def set_up(
     if saved is not None:
         load_tensors(saved.checkpoint, tensors_of(model, optimizer))
         progress = saved.progress
-        saver.saved_step = progress.step
+        if saved.checkpoint.path.parent == saver.root:  # not of a run that this one branches from
+            saver.saved_step = progress.step
         tell(saved, found, optimizer, tuple(mesh.shape))
     elif origin is not None:
         progress = start_from(origin, found, model, optimizer, args.data.global_batch_size)
     elif llama is not None:
         load_llama(llama, model)
         logger.info(f"it begins with the weights of {llama.path}")
-    on_rank_0(lambda: (dump_dir / "config.yaml").write_text(to_yaml(args), encoding="utf-8"))
+    on_rank_0(lambda: write_atomically(dump_dir / "config.yaml", to_yaml(args)))
     for line in description(args, mesh, model, n_micro, rows):
         logger.info(line)
 
@@ -205,6 +205,13 @@ def open_report(
         trained_s=progress.trained_s,
         evaluates=args.eval is not None and args.eval.launcher == "process",
     )
+
+
+def open_llama(args: TrainArgs) -> LlamaFolder:
+    """The folder of checkpoint.init_from. Raises UserError where it is not one of this model."""
+    llama = LlamaFolder(args.checkpoint.init_from, "checkpoint.init_from")
+    check_model(llama, args.model, args.checkpoint.allow_change)
+    return llama
 
 
 def prepare_data(args: TrainArgs, tokenizer: Tokenizer, stop: StopRequest) -> bool:
@@ -308,6 +315,8 @@ def check(
         quick = replace(args.checkpoint, verify="size")
         saved, origin = find_start(checkpoints, quick, classes)
         resolve(trial, degree, tokenizer, saved, dump_dir)
+        if saved is None and args.checkpoint.init_from is not None:
+            open_llama(trial)
         wanted, allowed = flatten(trial), args.checkpoint.allow_change
         check_config(saved, wanted, classes, allowed)
         check_origin(origin, wanted, tokenizer, classes, allowed)

@@ -89,8 +89,8 @@ def _start_worker(n_read: Any, started: Any, stop: Any) -> None:
     with started.get_lock():
         _state.update(n_read=n_read, number=started.value, stop=stop)
         started.value += 1
-    # Signals to the whole group are for the parent, which stops its workers.
-    for number in (signal.SIGINT, signal.SIGUSR2):
+    # Signals to all, such as Slurm's SIGTERM, are for the parent, which stops its workers.
+    for number in (signal.SIGINT, signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # One process per core already: threads of the tokenizers library would only get in the way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
