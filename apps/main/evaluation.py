@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from apps.main.eval import EvalArgs
 from lingua.args import Free, flatten, load
-from lingua.checkpoint import mark, unmark
+from lingua.checkpoint import mark, marks, unmark
 from lingua.distributed import mesh_sizes, on_rank_0
 from lingua.errors import UserError
 from lingua.harness import (
@@ -149,6 +149,7 @@ def launch(args: "TrainArgs", run: "Run") -> None:
     words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *job_words(args.eval)]
     # In a process of its own: neither this one's place in its job nor its libraries are the job's.
     command = [sys.executable, "-m", "lingua.stool", *words]
+    waited_for = WAITING in marks(checkpoint)  # by a job of a former start
     try:
         mark(checkpoint, WAITING)  # until it is evaluated: the job may start after many a save
         done = subprocess.run(
@@ -158,7 +159,8 @@ def launch(args: "TrainArgs", run: "Run") -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
     if failure:
-        unmark(checkpoint, WAITING)
+        if not waited_for:
+            unmark(checkpoint, WAITING)
         raise UserError(f"its job was not launched: {failure}")
     logger.info(f"step {step} is evaluated by a job: {done.stdout.splitlines()[0]}")
 
