@@ -2,6 +2,7 @@
 other run writes into the same folder."""
 
 import logging
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,7 +46,9 @@ class Saver:
     def _claim(self) -> None:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._held.enter_context(alone(self.root / "run.lock", logger.warning))
+            # A former start of a job may outlive the node that Slurm gave up, and its run goes on.
+            requeued = "SLURM_RESTART_COUNT" in os.environ
+            self._held.enter_context(alone(self.root / "run.lock", logger.warning, requeued))
         except OSError as error:
             raise UserError(f"{self.root}: checkpoints cannot be written there: {error}") from error
 

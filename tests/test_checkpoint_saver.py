@@ -5,10 +5,12 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -159,8 +161,13 @@ def open_here(root: Path) -> str:
     return refusal(work, UserError)
 
 
+def open_requeued_here(root: Path) -> str:
+    with mock.patch.dict(os.environ, SLURM_RESTART_COUNT="1"):
+        return open_here(root)
+
+
 @pytest.mark.soak  # a lock is known to be dead after 20 seconds
-def test_a_second_run_on_the_same_folder_is_refused_and_a_dead_one_is_not_in_the_way(
+def test_a_second_run_on_the_same_folder_is_refused_and_one_of_a_requeued_job_waits(
     ranks, tmp_path
 ):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
@@ -170,9 +177,14 @@ def test_a_second_run_on_the_same_folder_is_refused_and_a_dead_one_is_not_in_the
         assert process.stdout.readline() == "open\n"
         for told in ranks.run(2, open_here, tmp_path):
             assert f"process {process.pid} on " in told and f"{tmp_path / 'run.lock'}" in told
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    begin = time.monotonic()
+        begin = time.monotonic()
+
+        def end() -> None:
+            process.kill()
+            process.wait()
+
+        threading.Timer(5, end).start()
+        assert ranks.run(2, open_requeued_here, tmp_path) == ["not refused"] * 2
+        assert 4 < time.monotonic() - begin < 35 and process.poll() == -signal.SIGKILL
     assert ranks.run(2, open_here, tmp_path) == ["not refused"] * 2
-    assert time.monotonic() - begin < 30
     assert os.listdir(tmp_path) == []

@@ -46,8 +46,9 @@ def waits() -> Iterator[float]:
 
 
 @contextmanager
-def alone(path: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock file `path`, or raise UserError where a living process does.
+def alone(path: Path, report: Callable[[str], None], patient: bool = False) -> Iterator[None]:
+    """Hold the lock file `path`, or raise UserError where a living process does; `patient` waits
+    until that is done.
 
     A lock whose owner has died is taken over: at once where this machine knows of its death, else
     (it ran elsewhere, or another process has its number now) after it was silent for a lifetime.
@@ -61,7 +62,7 @@ def alone(path: Path, report: Callable[[str], None]) -> Iterator[None]:
             if first is None:
                 report(f"{path} is held by {holder(path)}: waiting to see whether that still runs")
                 first = claim
-            if claim != first:
+            if claim != first and not patient:
                 raise UserError(f"{holder(path)} is at work there: it holds {path}")
         time.sleep(wait_s)
     with _held(lock):
