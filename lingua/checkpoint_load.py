@@ -5,16 +5,19 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.futures import Future
 
 from lingua.checkpoint import Checkpoint, tensors_of
 from lingua.errors import UserError
@@ -71,10 +74,68 @@ class _Reader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As torch's own, without its two copies of all bytes in new memory: they are read where
+        they belong, or through memory that is used again."""
+        scratch = torch.empty(0, dtype=torch.uint8)
+        files: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in files.items():
+            with (Path(self.path) / name).open("rb", buffering=0) as f:
+                items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
+                for item in items:
+                    info = self.storage_data[item.storage_index]
+                    if item.type != LoadItemType.TENSOR:
+                        raise UserError(f"{item.dest_index.fqn} is not a tensor: not loaded")
+                    # On the meta device: all but the elements, and where they are.
+                    stored = torch.load(
+                        self._slice_file(f, info), map_location="meta", weights_only=True
+                    )
+                    target = planner.resolve_tensor(item).detach()
+                    scratch = _read_part(f, info, item, stored, target, scratch)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-class _TensorsOnly(DefaultLoadPlanner):
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise UserError(f"{read_item.dest_index.fqn} of a checkpoint is not a tensor: not loaded")
+
+def _read_part(
+    f: FileIO, info: _StorageInfo, item: ReadItem, stored: Tensor, target: Tensor, scratch: Tensor
+) -> Tensor:
+    """Fill `target` with the part of `stored` that is meant for it, through `scratch` where it
+    cannot be read into. Returns `scratch`, or what took its place because it was too small."""
+    ends = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
+    part = stored[tuple(map(slice, item.storage_offsets, ends))]
+    begin = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
+    if begin is None or part.shape != target.shape:
+        raise UserError(f"{item.dest_index.fqn} is not what .metadata says")
+    if not part.numel():
+        return scratch
+    begin += part.storage_offset() * part.itemsize
+    last = sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
+    length = (last + 1) * part.itemsize
+    if begin + length > info.length:
+        raise UserError(f"{item.dest_index.fqn} is not what .metadata says")
+    f.seek(info.offset + begin)
+    in_place = target.device.type == "cpu" and target.dtype == part.dtype
+    if in_place and target.is_contiguous() and part.is_contiguous():
+        _read_into(f, target.view(-1).view(torch.uint8))
+    else:
+        if scratch.numel() < length:
+            scratch = torch.empty(length, dtype=torch.uint8)
+        _read_into(f, scratch[:length])
+        target.copy_(scratch[:length].view(part.dtype).as_strided(part.shape, part.stride()))
+    return scratch
+
+
+def _read_into(f: FileIO, memory: Tensor) -> None:
+    rest = memoryview(memory.numpy())
+    while rest:
+        n = f.readinto(rest)
+        if not n:
+            raise UserError(f"{f.name} ends too early")
+        rest = rest[n:]
 
 
 def read_metadata(checkpoint: Checkpoint) -> dcp_metadata.Metadata:
@@ -147,7 +208,7 @@ def check_fit(path: Path, stored: Mapping[str, Tensor | None], tensors: dict[str
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` from a folder of DCP's that is known to have them. Called by every rank."""
     try:
-        dcp.load(tensors, storage_reader=_Reader(folder), planner=_TensorsOnly())
+        dcp.load(tensors, storage_reader=_Reader(folder))
     except CheckpointException as error:  # what any rank met, on every rank
         (met, _), *_ = error.failures.values()
         raise UserError(f"{folder} cannot be read: {reason(met)}") from error

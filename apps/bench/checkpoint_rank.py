@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,31 @@ def measure(args: TrainArgs, folder: Path, repeats: int) -> dict[str, Any]:
     saved, *others = states
     fill(states[saved])
     root, plain = folder / "checkpoints", folder / f"plain{launch.rank}"
-    content = b""
+    save(root, 0, states[saved], {}, "")
+    (mine,) = (root / f"{0:010d}").glob(f"__{launch.rank}_*")
+    content = mine.read_bytes()
+    writes = {
+        "save": lambda: save(root, 0, states[saved], {}, ""),
+        "write": lambda: write(plain, content),
+    }
+    reads = {"read": lambda: read(plain)} | {
+        f"load {name}": partial(load_newest, root, tensors) for name, tensors in states.items()
+    }
     rounds = []
-    for step in range(1 + repeats):
-        seconds = {"save": timed(lambda: save(root, step, states[saved], {}, ""))}  # noqa: B023
-        (mine,) = (root / f"{step:010d}").glob(f"__{launch.rank}_*")
-        content = content or mine.read_bytes()
-        forget(mine)  # so that the next to write finds the same memory free
-        seconds["write"] = timed(lambda: write(plain, content))  # noqa: B023
-        forget(plain)
-        seconds["read"] = timed(lambda: read(plain))
-        plain.unlink()
-        for name, tensors in states.items():
-            forget(mine)
-            seconds[f"load {name}"] = timed(lambda: load_newest(root, tensors))  # noqa: B023
-        rounds.append(seconds)
+    for i in range(1 + repeats):
         dist.barrier()
         if launch.rank == 0:
             shutil.rmtree(root)
+        dist.barrier()
+        plain.unlink(missing_ok=True)
+        seconds = {}
+        for turns in (writes, reads):
+            for name in (*turns, *turns)[i % len(turns) :][: len(turns)]:  # none is always first
+                for path in (mine, plain):
+                    if path.exists():
+                        forget(path)
+                seconds[name] = timed(turns[name])
+        rounds.append({name: seconds[name] for name in (*writes, *reads)})
     for name in others:
         check_equal(states[saved], states[name])
     size = torch.tensor(len(content))
