@@ -450,7 +450,7 @@ def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint
         if not damaged:
             return checkpoint
         if dist.get_rank() == 0:
-            report(f"{checkpoint.path} is damaged ({', '.join(damaged)}: checksum): skipped")
+            report(f"{checkpoint.path} is damaged ({'; '.join(damaged)}): skipped")
     if on_rank_0(lambda: any(NAME.fullmatch(path.name) for path in root.glob("*"))):
         raise UserError(
             f"{root}: has checkpoints, but none that can be used; move them away to begin anew"
@@ -459,21 +459,22 @@ def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint
 
 
 def damaged_files(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Files whose checksum is not the manifest's. Called by every rank: each file is read by one,
-    and the verdicts are shared."""
+    """Files that are not what the manifest says, each with why: `__0_0.distcp: wrong checksum`.
+    Called by every rank: each file is read by one, and the verdicts are shared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = sorted(checkpoint.files.items())[rank::world]
-    bad = [name for name, entry in mine if not _holds(checkpoint.path / name, entry)]
+    wrong = {name: _wrong(checkpoint.path / name, entry) for name, entry in mine}
+    bad = [f"{name}: {why}" for name, why in wrong.items() if why]
     verdicts: list[list[str]] = [[]] * world
     dist.all_gather_object(verdicts, bad, group)
-    return sorted(name for part in verdicts for name in part)
+    return sorted(line for part in verdicts for line in part)
 
 
-def _holds(path: Path, entry: dict) -> bool:
+def _wrong(path: Path, entry: dict) -> str:
     try:
-        return _describe(path) == entry
-    except OSError:
-        return False
+        return "" if _describe(path) == entry else "wrong checksum"
+    except OSError as error:
+        return str(error.strerror)
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:

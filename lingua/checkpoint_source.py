@@ -93,7 +93,7 @@ def find_source(path: Path, verify: str, report: Callable[[str], None]) -> Tenso
     if source.checkpoint is not None and verify == "full":
         damaged = damaged_files(source.checkpoint)
         if damaged:
-            raise UserError(f"{path} is damaged ({', '.join(damaged)}: checksum)")
+            raise UserError(f"{path} is damaged: {'; '.join(damaged)}")
     return source
 
 

@@ -95,7 +95,7 @@ def export_llama(args: ConvertArgs) -> None:
     check_space(Path(args.out), sum(sizes.values()))
     damaged = damaged_files(trained.checkpoint)
     if damaged:
-        raise UserError(f"{trained.checkpoint.path} is damaged: checksum of {', '.join(damaged)}")
+        raise UserError(f"{trained.checkpoint.path} is damaged: {'; '.join(damaged)}")
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config |= special | {"dtype": args.dtype or str(dtypes[0]).removeprefix("torch.")}
     folder = Path(f"{args.out}.tmp-{uuid.uuid4().hex[:8]}")

@@ -57,7 +57,7 @@ class Trained(Generic[M]):
             with ties_kept(model):
                 model.to_empty(device=device)
         if damaged := damaged_files(self.checkpoint):
-            raise UserError(f"{self.checkpoint.path} is damaged: checksum of {', '.join(damaged)}")
+            raise UserError(f"{self.checkpoint.path} is damaged: {'; '.join(damaged)}")
         load_weights(self.checkpoint, model)
 
 

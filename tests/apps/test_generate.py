@@ -181,7 +181,7 @@ def test_what_cannot_be_done_is_told_by_key_or_line(ranks, ckpt, tmp_path):
         ("fork", [f"ckpt={tmp_path / 'small'}", "prompt=a"], "model.head_layers: unknown key"),
         ("few", [f"ckpt={tmp_path / 'few'}", "prompt=a"], "258 tokens, the model of"),
         ("tokenizer", [f"ckpt={other}", "prompt=a"], "is not the one that"),
-        ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged: checksum of __0_0.distcp"),
+        ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged: __0_0.distcp: wrong checksum"),
         ("both", [f"ckpt={ckpt}", "prompt=a", "prompts=b"], "not be given together"),
         ("no file", [f"ckpt={ckpt}", "prompts=/no/file"], "prompts = /no/file: cannot be read"),
         ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "there already"),

@@ -124,7 +124,7 @@ def test_what_cannot_be_started_from_is_refused_by_name(
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    assert "is damaged (__1_0.distcp: checksum)" in refused(damaged)
+    assert "is damaged: __1_0.distcp: wrong checksum" in refused(damaged)
     shard.unlink()
     assert "is not a whole checkpoint: __1_0.distcp is missing" in refused(damaged)
 

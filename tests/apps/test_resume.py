@@ -273,7 +273,7 @@ def test_what_is_no_checkpoint_is_skipped_with_a_line_and_lines_are_cut_back(
     assert f"resuming {run.checkpoint(4)} (step 4)" in run.log
     for folder, why in (
         (newest, "is not a whole checkpoint (__1_0.distcp has 100 bytes"),
-        (damaged, "is damaged (__0_0.distcp: checksum): skipped"),
+        (damaged, "is damaged (__0_0.distcp: wrong checksum): skipped"),
         (leftover, "is not a checkpoint: skipped"),
         (foreign, "is not a checkpoint: skipped"),
     ):
