@@ -1,15 +1,19 @@
 """Asking a run to stop: the signals of people, schedulers and operating systems set a flag.
 
 The handler does nothing else. The loop shares the flag among all ranks at the next step boundary,
-where the run can be saved whole. Work that may be left anywhere is left `at_once`.
+where the run can be saved whole. Work that may be left anywhere is left `at_once`, on rank 0 also
+for what another rank received.
 """
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+import torch.distributed as dist
 
 STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 IMPATIENCE_S = 2.0  # torchrun passes a terminal's Ctrl-C on, so one press may arrive twice
@@ -27,6 +31,7 @@ class StopRequest:
         self._process = os.getpid()
         self._interrupted_at: float | None = None
         self._raising = False
+        self._share: Callable[[str], None] | None = None
         self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
         take_signals()
 
@@ -34,6 +39,8 @@ class StopRequest:
         if os.getpid() != self._process:
             os._exit(128 + number)  # forked off by some library, which wants it to end
         self.signal = self.signal or signal.Signals(number).name
+        if self._share is not None:
+            self._share(self.signal)
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._interrupted_at is None:
@@ -54,6 +61,36 @@ class StopRequest:
             yield
         finally:
             self._raising = False
+
+    @contextmanager
+    def passed_to_rank_0(self) -> Iterator[None]:
+        """Within it rank 0 also receives what any other rank does, or did. Entered by every rank;
+        for the time that rank 0 works alone and the others wait without a collective."""
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        key = f"lingua/stop/{store.add(f'lingua/stop/calls_of_{rank}', 1)}"
+        left = threading.Event()
+
+        def watch() -> None:
+            while not left.wait(0.2):
+                if store.check([key]):
+                    number = signal.Signals[store.get(key).decode()]
+                    signal.pthread_kill(threading.main_thread().ident, number)
+                    return
+
+        watching = threading.Thread(target=watch)
+        if rank == 0:
+            watching.start()
+        else:
+            self._share = lambda name: store.set(key, name)
+            if self.signal is not None:
+                self._share(self.signal)
+        try:
+            yield
+        finally:
+            self._share = None
+            left.set()
+            if rank == 0:
+                watching.join()
 
     def close(self) -> None:
         """Give the signals back to who handled them before."""

@@ -215,8 +215,8 @@ def open_llama(args: TrainArgs) -> LlamaFolder:
 
 
 def prepare_data(args: TrainArgs, tokenizer: Tokenizer, stop: StopRequest) -> bool:
-    """Tokenize what is not yet, on rank 0. False where a signal ended that: it may take hours, and
-    what is finished stays. (One to another rank alone ends the run at its first step boundary.)"""
+    """Tokenize what is not yet, on rank 0. False where a signal to any rank ended that: it may take
+    hours, and what is finished stays."""
 
     def prepare() -> bool:
         try:
@@ -230,7 +230,8 @@ def prepare_data(args: TrainArgs, tokenizer: Tokenizer, stop: StopRequest) -> bo
             return False
         return True
 
-    return on_rank_0(prepare)
+    with stop.passed_to_rank_0():
+        return on_rank_0(prepare)
 
 
 def open_data(

@@ -232,8 +232,11 @@ def write_samples(args: TrainArgs, run: Run) -> None:
             before, after = run.tokenizer.decode(prompt), result.text
             if dist.get_rank() == 0:
                 line = {"step": run.progress.step, "source": name, "prompt": before, "text": after}
-                with path.open("a", encoding="utf-8") as f:
-                    f.write(json.dumps(line, ensure_ascii=False) + "\n")
+                try:
+                    with path.open("a", encoding="utf-8") as f:
+                        f.write(json.dumps(line, ensure_ascii=False) + "\n")
+                except OSError as error:  # a full disk: the run is done all the same
+                    logger.error(f"what the model wrote is lost: {error}")
             shown = "\n".join(f"  | {row}" for row in f"{before} >>> {after}".splitlines())
             logger.info(f"held-out text of {name} >>> as the model goes on:\n{shown}")
 

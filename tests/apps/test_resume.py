@@ -383,7 +383,7 @@ def test_a_signal_at_any_moment_stops_and_saves_all(
 
 
 def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_path: Path) -> None:
-    """One rank gets it; the part that is waited for is never finished."""
+    """A rank gets it that does not prepare; the part that is waited for is never finished."""
     shutil.copy(runs.text / "one.jsonl", tmp_path)
     args = arguments({"data.root_dir": tmp_path, "data.sources": "{one: 1}"})
     folder = shard_folder("one", args.data, build_tokenizer(args.data.tokenizer))
@@ -400,7 +400,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_pat
         while not (log.exists() and "waiting for 1 parts" in log.read_text()):
             assert job.poll() is None, job.stdout.read()
             time.sleep(0.02)
-        os.kill(process_of_rank(job.pid, 0), signal.SIGUSR2)
+        os.kill(process_of_rank(job.pid, 1), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
     assert "stopped by SIGUSR2 while the text was prepared. The same command goes on" in said
