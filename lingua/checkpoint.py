@@ -305,8 +305,9 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
 
     Kept are the newest `dump.keep` checkpoints, whatever they were saved for, the newest
     `eval.keep` of those that fall on `eval.every`, all that fall on `keep_every`, the best with
-    `keep_best`, and all that are marked otherwise. Other files and folders are not touched, save
-    the leftovers of saves that did not finish: no other save may be under way in the folder.
+    `keep_best`, and all that are marked otherwise or have files that no save put there. Other files
+    and folders are not touched, save the leftovers of saves that did not finish: no other save may
+    be under way in the folder.
 
     Returns:
         The checkpoints removed.
@@ -315,10 +316,15 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     try:
         found = find(root)
         keep = _to_keep(found, args)
-        for path in (c.path for c in found if c.path not in keep and set(marks(c.path)) <= {BEST}):
+        for c in found:
+            if c.path in keep or set(marks(c.path)) - {BEST}:
+                continue
+            if others := _foreign_files(c):
+                logger.warning(f"{c.path} is kept: it has files of others ({', '.join(others)})")
+                continue
             # Under another name first: half a removal must not look like a checkpoint.
-            path.rename(root / f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-            gone.append(path)
+            c.path.rename(root / f"{c.path.name}.tmp-{uuid.uuid4().hex[:8]}")
+            gone.append(c.path)
         _mark_best(root, [c for c in found if c.path not in gone])
         for path in root.iterdir():
             if LEFTOVER.fullmatch(path.name):
@@ -431,10 +437,14 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
             report(f"{path} is not a whole checkpoint ({why}): skipped")
         else:
             found.append(checkpoint)
-            files = {p.name for p in path.iterdir()} - {MANIFEST, *checkpoint.files}
-            if files:
-                report(f"{path}: {', '.join(sorted(files))} not in its manifest: not read")
+            if files := _foreign_files(checkpoint):
+                report(f"{path}: {', '.join(files)} not in its manifest: not read")
     return sorted(found, key=lambda c: c.serial, reverse=True)
+
+
+def _foreign_files(checkpoint: Checkpoint) -> list[str]:
+    names = {path.name for path in checkpoint.path.iterdir()}
+    return sorted(names - {MANIFEST, *checkpoint.files})
 
 
 def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:

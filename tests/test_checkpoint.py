@@ -458,6 +458,17 @@ def test_retention_touches_nothing_that_is_not_its_own(ranks, saved, tmp_path):
     assert (root / "0000000002" / "notes.txt").exists() and len(list(outside.iterdir())) == 6
 
 
+def test_a_checkpoint_stays_while_it_has_what_no_save_put_there(saved, tmp_path, caplog):
+    root = shutil.copytree(saved, tmp_path / "root")
+    notes = root / "0000000001" / "notes.txt"
+    notes.write_text("mine")
+    one = CheckpointArgs(dump=SaveEvery(keep=1))
+    assert prune(root, one) == [] and notes.exists()
+    assert f"{notes.parent} is kept: it has files of others (notes.txt)" in caplog.text
+    notes.unlink()
+    assert prune(root, one) == [notes.parent]
+
+
 def test_a_damaged_checkpoint_does_not_count_as_one_to_keep(saved, tmp_path):
     root = shutil.copytree(saved, tmp_path / "root")
     cut(root / "0000000002" / "__0_0.distcp")

@@ -1,8 +1,10 @@
 """What a new run starts from: another run's model or everything of it, Meta Lingua's checkpoints,
 files of torch.save; on any topology, and never what does not fit."""
 
+import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import apps.main.train as program
-from apps.main.train import Run, TrainArgs
+from apps.main.train import Built, Run, TrainArgs, build
 from apps.main.transformer import Transformer
 from lingua import checkpoint_convert
 from tests import lingua_checkpoint
@@ -53,6 +55,12 @@ def without(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------ of our own
 
 
+def stopped_at_once(args: TrainArgs) -> Built:
+    """A builder of the model, in processes that are asked to stop before they train."""
+    os.kill(os.getpid(), signal.SIGUSR2)
+    return build(args)
+
+
 def test_the_model_of_another_run_begins_a_new_one_on_any_topology(
     runs: Runs, first: Outcome, tmp_path: Path
 ) -> None:
@@ -85,6 +93,10 @@ def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_che
     run = runs.train((1, 1, 2), branch | {"stop_at": K + 1})
     taken = "model, optimizer, step and position"
     assert f"branching from another run: {taken} of {first.checkpoint(K)}" in run.log
+    # Stopped before a step of its own, it has what it was given.
+    early = runs.train((2, 1, 1), branch, build=stopped_at_once)
+    assert f"stopped by SIGUSR2 after step {K}, which is saved" in early.log
+    assert digests(early.tensors(K)) == digests(first.tensors(K))
     # Requeued with the same command, it resumes what it has itself.
     run = runs.train((2, 1, 1), branch | {"stop_at": END}, dump_dir=run.dump_dir)
     assert f"resuming {run.checkpoint(K + 1)}" in run.log

@@ -20,10 +20,11 @@ BACKGROUND = {"checkpoint.async_save": True}
 
 
 @dataclass
-class FullDisk:
-    """A builder of a model on one of whose ranks files cannot grow, from a step on to another. The
-    saves before it, and the one that fails, may be under way: it waits for them."""
+class Fault:
+    """A builder of a model on one of whose ranks files cannot grow, or cannot be made, from a step
+    on to another. The saves before it, and the one that fails, may be under way: it waits."""
 
+    kind: str  # `full` disk, or `read-only` folder
     rank: int
     begin: int
     end: int
@@ -35,10 +36,14 @@ class FullDisk:
             step = next(forwards)
             if int(os.environ["RANK"]) == self.rank and step == self.begin:
                 wait_until((dump_dir / "checkpoints" / "0000000002").exists)
-                limit(LIMIT)
+                if self.kind == "full":
+                    limit(LIMIT)
+                else:
+                    protect(dump_dir / "checkpoints")
             elif int(os.environ["RANK"]) == self.rank and step == self.end:
+                os.seteuid(os.getuid())
                 wait_until(lambda: "could not be saved" in (dump_dir / "train.log").read_text())
-                limit(resource.RLIM_INFINITY)
+                mend(dump_dir / "checkpoints")
 
         built.module.register_forward_pre_hook(forward_pre)
         return built
@@ -54,17 +59,30 @@ def limit(n_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
 
 
-def train_on_full_disk_here(overrides: dict[str, Any], disk: FullDisk) -> dict[str, Any]:
+def protect(folder: Path) -> None:
+    """This process can make no files in a folder."""
+    folder.chmod(0o555)
+    if os.geteuid() == 0:  # to whom nothing is forbidden
+        os.seteuid(65534)
+
+
+def mend(folder: Path) -> None:
+    limit(resource.RLIM_INFINITY)
+    os.seteuid(os.getuid())
+    folder.chmod(0o755)
+
+
+def train_with_here(overrides: dict[str, Any], fault: Fault) -> dict[str, Any]:
     try:
-        return train_here(overrides, disk)
+        return train_here(overrides, fault)
     finally:
-        limit(resource.RLIM_INFINITY)
+        mend(Path(overrides["dump_dir"]) / "checkpoints")
 
 
-def train_on(disk: FullDisk, runs: Runs, settings: dict[str, Any]) -> Outcome:
+def train_with(fault: Fault, runs: Runs, settings: dict[str, Any]) -> Outcome:
     dump_dir = runs.folder / str(next(runs.numbers))
     config = runs.config((1, 2, 1), settings | {"dump_dir": dump_dir})
-    return Outcome(dump_dir, runs.ranks.run(2, train_on_full_disk_here, config, disk))
+    return Outcome(dump_dir, runs.ranks.run(2, train_with_here, config, fault))
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +94,20 @@ def steps_saved(run: Outcome) -> list[int]:
     return sorted(int(path.name) for path in run.checkpoint(0).parent.iterdir())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("settings", [{}, BACKGROUND], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    ("kind", "rank", "settings"),
+    [("full", 0, {}), ("full", 1, {}), ("full", 0, BACKGROUND), ("full", 1, BACKGROUND),
+     ("read-only", 0, {})],
+)  # fmt: skip
 def test_a_run_goes_on_over_a_save_that_fails(
-    runs: Runs, through: Outcome, settings: dict[str, Any], rank: int
+    runs: Runs, through: Outcome, kind: str, rank: int, settings: dict[str, Any]
 ) -> None:
-    run = train_on(FullDisk(rank, begin=4, end=6), runs, OFTEN | settings)
+    run = train_with(Fault(kind, rank, begin=4, end=6), runs, OFTEN | settings)
     assert run.error is None
     assert steps_saved(run) == [2, 6, 7]
     [told] = [line for line in run.log.splitlines() if "error: " in line]
     assert "step 4 could not be saved" in told and "training goes on" in told
+    assert {"full": "File too large", "read-only": "Permission denied"}[kind] in told
     assert differs(run, through) == []
     assert digests(run.tensors(6)) == digests(through.tensors(6))
 
@@ -99,7 +121,7 @@ def test_a_run_goes_on_over_a_save_that_fails(
 def test_a_run_ends_with_an_error_where_its_last_save_fails_or_it_is_told_to(
     runs: Runs, through: Outcome, settings: dict[str, Any], step: int
 ) -> None:
-    run = train_on(FullDisk(1, begin=4, end=99), runs, OFTEN | settings)
+    run = train_with(Fault("full", 1, begin=4, end=99), runs, OFTEN | settings)
     assert f"step {step} could not be saved into {run.checkpoint(0).parent}: " in run.error
     assert "File too large" in run.error
     assert steps_saved(run) == [2]
