@@ -214,9 +214,17 @@ def start_wandb(args: WandbArgs, name: str, config: Mapping[str, Any], dump_dir:
             id=run_id or None,
             resume="allow",
         )
-    except wandb.Error as error:
+    except Exception as error:  # wandb.Error, and what its own process or the system meets
         raise UserError(f"logging.wandb: wandb did not start: {error}") from None
     id_file.write_text(run.id + "\n")
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def wandb_values(kind: str, line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of `<kind>.jsonl` by wandb's names: what is of a source or a task is under its own,
+    such as `validation/wiki/nats_per_byte`."""
+    of = {"metrics.validation": "source", "metrics.eval": "task"}.get(kind, "")
+    prefix = f"{kind.removeprefix('metrics.')}/{line[of]}/" if of else ""
+    return {k if k == "step" else prefix + k: v for k, v in line.items() if k != of}

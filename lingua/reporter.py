@@ -25,6 +25,7 @@ from lingua.metrics import (
     peak_flops,
     peak_mem_gib,
     start_wandb,
+    wandb_values,
 )
 from lingua.resume import Progress
 
@@ -169,11 +170,7 @@ class Reporter:
             logger.error(f"the line of step {line['step']} is lost: {error}")
             written = line
         if self.wandb is not None:
-            of = {"metrics.validation": "source", "metrics.eval": "task"}.get(kind, "")
-            prefix = f"{kind.removeprefix('metrics.')}/{line[of]}/" if of else ""
-            self.wandb.log(
-                {k if k == "step" else prefix + k: v for k, v in written.items() if k != of}
-            )
+            self.wandb.log(wandb_values(kind, written))
 
     def close(self) -> None:
         for file in self.files.values():

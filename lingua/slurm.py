@@ -81,10 +81,11 @@ def _requeue() -> None:
 
 # ------------------------------------------------------------------------------- outside of jobs
 
-# Variables that say where in its job a process is: of Slurm, MPI, torchrun and torch.
+# Variables that say where in its job a process is, of Slurm, MPI, torchrun and torch, and where
+# wandb's own process for it listens.
 PLACE = re.compile(
     r"(SLURM|SLURMD|SRUN|PMI|PMIX|TORCHELASTIC|MASTER|GROUP|ROLE)_.*|(LOCAL_)?(RANK|WORLD_SIZE)"
-    r"|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
+    r"|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|WANDB_SERVICE"
 )
 
 

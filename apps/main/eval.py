@@ -47,7 +47,7 @@ from lingua.harness import (
 )
 from lingua.launch import run_program
 from lingua.logger import init_logger
-from lingua.metrics import MetricsFile
+from lingua.metrics import MetricsFile, WandbArgs, start_wandb, wandb_values
 from lingua.signals import take_signals
 from lingua.trained import open_trained
 
@@ -61,6 +61,7 @@ class EvalArgs(HarnessArgs):
     # folder of everything that is written; null: evals/<step> of the run
     dump_dir: Free[str | None] = None
     context: Free[int | None] = None  # tokens the model sees at once; null: data.seq_len of the run
+    wandb: Free[WandbArgs | None] = None  # Weights & Biases, when given: a run of its own
     tokenizer_path: Free[str | None] = None  # where the tokenizer lies now; null: where it lay
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
     distributed: DistributedArgs = field(
@@ -89,10 +90,13 @@ def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Bui
     context = args.context or trained.seq_len
     folder, metrics = places(args.dump_dir, trained.checkpoint)
     tasks: dict[str, Any] = {}  # of rank 0
+    wandb_runs: list[Any] = []
 
     def prepare() -> None:
         make_folder(folder)
         tasks.update(open_tasks(args, context))
+        if args.wandb is not None:
+            wandb_runs.append(start_wandb(args.wandb, args.name, flatten(args), folder))
 
     on_rank_0(prepare)
 
@@ -103,6 +107,10 @@ def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Bui
         step = trained.checkpoint.step
         path = write_results(folder, results, step, flatten(args))
         write_lines(metrics, results, step)
+        for wandb_run in wandb_runs:
+            for line in metrics_lines(results, step):
+                wandb_run.log(wandb_values("metrics.eval", line))
+            wandb_run.finish()
         print(table(results))
         logger.info(f"step {step}: results and samples are in {path.parent}")
         unmark(trained.checkpoint.path, WAITING)
@@ -126,13 +134,13 @@ def check(
 
 
 def places(dump_dir: str | None, checkpoint: Checkpoint) -> tuple[Path, Path]:
-    """The folder of the results, and the file that collects them over the steps: the run's, unless
-    the folder lies outside of the run."""
+    """The folder of the results, and the file that collects them over the steps: the run's, where
+    it is a folder of the run's evals/."""
     run = checkpoint.path.parent
     run = run.parent if run.name == "checkpoints" else run
     folder = run / "evals" / checkpoint.path.name if dump_dir is None else Path(dump_dir)
-    of_run = folder.resolve().is_relative_to(run.resolve())
-    return folder, (run if of_run else folder) / f"{METRICS}.jsonl"
+    collected = folder.parent.parent if folder.parent.name == "evals" else folder
+    return folder, collected / f"{METRICS}.jsonl"
 
 
 def write_lines(path: Path, results: dict[str, Any], step: int) -> None:

@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,6 +103,17 @@ def evaluate_step(args: "TrainArgs", run: "Run", stop: StopRequest) -> None:
             logger.error(f"step {run.progress.step} is not evaluated: {error}")
 
 
+def make_up(args: "TrainArgs", run: "Run", stop: StopRequest) -> None:
+    """Evaluate the step that a run goes on from, if a former start was stopped before it did."""
+    step = run.progress.step
+    if args.eval is None or step == 0 or not args.eval.due(step, args.steps):
+        return
+    folder = folder_of(args, step)
+    # Or it was left to a job.
+    if on_rank_0(lambda: not any((*folder.glob("results_*"), *folder.glob("job_id")))):
+        evaluate_step(args, run, stop)
+
+
 def folder_of(args: "TrainArgs", step: int) -> Path:
     return Path(args.dump_dir).absolute() / "evals" / f"{step:010d}"
 
@@ -138,6 +149,16 @@ def job_words(args: EvaluationArgs) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in given.items()]
 
 
+def wandb_words(args: "TrainArgs") -> list[str]:
+    """An evaluation is a wandb run of its own, in the same group as the run that it evaluates: two
+    processes cannot write into one."""
+    wandb = args.logging.wandb
+    if wandb is None:
+        return []
+    given = asdict(replace(wandb, name=None, group=wandb.group or args.name, job_type="eval"))
+    return [f"wandb.{key}={json.dumps(value)}" for key, value in given.items()]
+
+
 def launch(args: "TrainArgs", run: "Run") -> None:
     """Launch the evaluation of the checkpoint just saved; on rank 0. Raises UserError."""
     tell_failed(args, run)
@@ -146,7 +167,8 @@ def launch(args: "TrainArgs", run: "Run") -> None:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} was not saved")
     words = [f"name={args.name}-eval-{step}", f"dump_dir={folder_of(args, step)}"]
-    words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *job_words(args.eval)]
+    words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *wandb_words(args)]
+    words += job_words(args.eval)
     # In a process of its own: neither this one's place in its job nor its libraries are the job's.
     command = [sys.executable, "-m", "lingua.stool", *words]
     waited_for = WAITING in marks(checkpoint)  # by a job of a former start

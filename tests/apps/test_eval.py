@@ -247,6 +247,7 @@ def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tm
     checkpoint = tmp_path / "run" / "checkpoints" / "0000000003"
     mark(checkpoint, WAITING)
     argv = [f"ckpt={tmp_path / 'run'}", f"tasks=[{task_dir / 'rolling.yaml'}]", "limit=1"]
+    argv += ["wandb.mode=offline", "wandb.group=mine"]
     [(refused, printed)] = ranks.run(1, eval_here, *argv)
     assert not refused and "|rolling|" in printed and "bits_per_byte" in printed
     folder = tmp_path / "run" / "evals" / "0000000003"
@@ -254,4 +255,8 @@ def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tm
     assert results_in(folder)["config"]["limit"] == 1 and len(samples_in(folder, "rolling")) == 1
     [line] = (tmp_path / "run" / "metrics.eval.jsonl").read_text().splitlines()
     assert json.loads(line)["task"] == "rolling"
+    [sent] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    values = {key: value for key, value in json.loads(line).items() if "," in key}
+    assert all(f"eval/rolling/{key}".encode() in sent.read_bytes() for key in values)
+    assert json.dumps(values["bits_per_byte,none"]).encode() in sent.read_bytes()
     assert marks(checkpoint) == []  # no job waits for it any longer

@@ -112,6 +112,12 @@ def test_an_evaluation_is_left_where_a_signal_asks_the_run_to_stop(
     run = runs.train((1, 2, 1), settings, dump_dir=dump_dir)
     assert "error: step 1 is not evaluated: a signal asks the run to stop" in run.log
     assert "stopped by SIGUSR2" in run.log and run.column("step") == [1]
+    assert of_evals(run) == []
+
+    (task_dir / "reply.yaml").write_text(task)
+    run = runs.train((1, 1, 1), settings, dump_dir=dump_dir)  # makes up for it
+    assert [line["step"] for line in of_evals(run)] == [1, 2, 3, 4]
+    assert "resuming" in run.log and "done: 4 steps" in run.log
 
 
 def test_the_mistakes_of_an_evaluation_are_found_before_training(

@@ -39,13 +39,15 @@ def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path
     task_dir = write_tasks(tmp_path / "tasks", n=3)
     settings = SMALL | {"dump_dir": dump_dir, "data.root_dir": text, "steps": 6}
     settings |= {"checkpoint.dump.every": 6, "checkpoint.dump.keep": 1, "eval.every": 2}
+    checkpoints = tmp_path / "elsewhere"
+    settings |= {"checkpoint.path": checkpoints, "logging.wandb.mode": "offline"}
     settings |= {"eval.launcher": "slurm", "eval.tasks": "[reply]", "eval.task_dir": task_dir}
 
     def evaluation(step: int) -> Path:
         return dump_dir / "evals" / f"{step:010d}"
 
     def marked(step: int) -> list[str]:
-        return marks(dump_dir / "checkpoints" / f"{step:010d}")
+        return marks(checkpoints / f"{step:010d}")
 
     with slurm_here(tmp_path / "cluster", 1) as env:
 
@@ -80,6 +82,7 @@ def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path
         [line] = (dump_dir / "metrics.eval.jsonl").read_text().splitlines()
         assert (json.loads(line)["step"], json.loads(line)["task"]) == (4, "reply")
         assert results_in(evaluation(4))["config"]["num_fewshot"] is None
+        assert len(list(evaluation(4).glob("wandb/offline-run-*/run-*.wandb"))) == 1
         assert marked(4) == [] and marked(2) == [WAITING]
 
         # One that cannot be launched.
@@ -87,5 +90,5 @@ def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path
         assert "error: step 6 is not evaluated: its job was not launched: error: " in said
         assert "nowhere" in said and "done: 6 steps" in said
         assert not list(evaluation(6).glob("results_*")) and WAITING not in marked(6)
-        saved = sorted(c.step for c in find(dump_dir / "checkpoints"))
+        saved = sorted(c.step for c in find(checkpoints))
         assert saved == [2, 6]  # 4 is evaluated, 2 was never

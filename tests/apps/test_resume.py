@@ -1,5 +1,6 @@
 """A run that stops goes on as the same run, on any topology; and what is said when it cannot."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from lingua.data.lock import claimed
-from lingua.data.prepare import shard_folder, source_files
+from lingua.data.prepare import prepare_sources, shard_folder, source_files
 from lingua.data.units import UNIT_BYTES, plan_units
 from lingua.tokenizer import build_tokenizer
 from tests.apps.plain import build_plain, build_split
@@ -31,6 +32,7 @@ from tests.apps.runs import (
     name_of,
     relative,
 )
+from tests.test_tokenizer import write_byte_level
 
 K, END = 4, 7  # where the run stops first, and then
 HERE: Sizes = (1, 2, 2)  # the topology it starts on
@@ -206,6 +208,33 @@ def test_an_announced_change_is_printed_and_holds(
     assert ["optim.weight_decay", "0.1", "0.5", "announced"] in table
     assert ["optim.lr", "0.004", "0.001", "announced"] in table
     assert run.lines[K]["lr"] == pytest.approx(1e-3, rel=0.1)
+
+
+def test_another_tokenizer_behind_the_same_name_is_refused(runs: Runs, tmp_path: Path) -> None:
+    shutil.copy(runs.text / "one.jsonl", tmp_path)
+    path = tmp_path / "tokenizer.json"
+    settings = {
+        "data.root_dir": tmp_path,
+        "data.sources": "{one: 1}",
+        "data.tokenizer.name": "hf",
+        "data.tokenizer.path": write_byte_level(path),
+        "model.vocab_size": 400,
+        "stop_at": 2,
+    }
+    data = arguments(settings).data
+    prepare_sources(data, build_tokenizer(data.tokenizer), report=str)
+    run = runs.train((1, 1, 1), settings)
+
+    spec = json.loads(path.read_text())
+    vocabulary = spec["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(spec))
+    prepare_sources(data, build_tokenizer(data.tokenizer), report=str)
+    error = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir, refused=True).error
+    assert "data.tokenizer.content: " in error
+    write_byte_level(path)
+    again = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir)
+    assert again.column("step")[:3] == [1, 2, 3]
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(
