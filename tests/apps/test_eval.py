@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -148,13 +149,13 @@ def expected(run: Path, task_dir: Path) -> dict[str, Any]:
     return theirs(run, task_dir, list(TASKS))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_scores_are_those_of_the_harness_on_the_exported_model(
     ranks, run, task_dir, expected, tmp_path, sizes
 ):
     keys = ("dp_replicate", "dp_shard", "tp_size")
     mesh = [f"distributed.{key}={size}" for key, size in zip(keys, sizes, strict=True)]
-    out = ours(ranks, run, task_dir, tmp_path / "out", *mesh, n=sizes[1] * sizes[2])
+    out = ours(ranks, run, task_dir, tmp_path / "out", *mesh, n=prod(sizes))
     found, there = numbers(results_in(out)), numbers(expected)
     assert set(found) == set(there) and len(there) > 8
     for key, value in there.items():
@@ -167,6 +168,26 @@ def test_scores_are_those_of_the_harness_on_the_exported_model(
     assert all(line["step"] == 3 and "created_at" in line for line in lines)
     assert lines[0]["acc,none"] == found["choice acc,none"]
     assert lines[0]["num_fewshot"] == 2
+
+
+def test_groups_and_tags_are_those_of_the_harness(ranks, run, task_dir, tmp_path):
+    folder = shutil.copytree(task_dir, tmp_path / "tasks")
+    choice = (folder / "choice.yaml").read_text()
+    for name, tag in (("other", ""), ("third", "\ntag: quick")):
+        task = choice.replace("task: choice", f"task: {name}{tag}").replace("Answer: ", f"{name} ")
+        (folder / f"{name}.yaml").write_text(task)
+    (folder / "both.yaml").write_text(
+        "group: both\ntask: [choice, other]\n"
+        "aggregate_metric_list: [{metric: acc, weight_by_size: false}]\n"
+    )
+    there = theirs(run, folder, ["both", "quick"])
+    found = results_in(ours(ranks, run, folder, tmp_path / "out", "tasks=[both,quick]"))
+    assert set(found["results"]) == set(there["results"]) == {"both", "choice", "other", "third"}
+    assert found["groups"]["both"]["acc,none"] == there["groups"]["both"]["acc,none"]
+    for key, value in numbers(there).items():
+        assert numbers(found)[key] == pytest.approx(value, abs=1e-4), key
+    lines = (tmp_path / "out" / "metrics.eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["task"] for line in lines].count("both") == 1
 
 
 def test_another_seed_chooses_other_examples_as_the_harness_does(
