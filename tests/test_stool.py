@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -394,6 +395,32 @@ def test_a_dump_dir_in_use_is_refused_and_a_sweep_names_its_bad_member(
     with pytest.raises(UserError, match=r"model\.dim=0: model\.dim = 0"):
         args = JobArgs(script="tests.slurm_app", gpus="none")
         launch_sweep(args, cluster.arguments(tmp_path / "new"), {"model.dim": ["22", "0"]})
+
+
+def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Path) -> None:
+    text, sweep = tmp_path / "text", tmp_path / "sweep"
+    text.mkdir()
+    write_text(text)
+    job = ["script=tests.slurm_app", "launcher=local", "ngpu=2", "setup=[export STEP_S=0.2]"]
+    values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
+    values["sweep.optim.lr"] = "1e-3,3e-4"
+    command = [sys.executable, "-m", "lingua.stool", *job, *(f"{k}={v}" for k, v in values.items())]
+    with subprocess.Popen(
+        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as launcher:
+        try:
+            while not list(sweep.glob("*/metrics.jsonl")):
+                assert launcher.poll() is None, launcher.stdout.read().decode()
+                time.sleep(0.05)
+            launcher.send_signal(signal.SIGTERM)
+            said = launcher.communicate(timeout=60)[0].decode()
+        finally:
+            launcher.kill()
+    [log] = sweep.glob("*/train.log")  # of the first: the second was not begun
+    assert "stopped by SIGTERM after step" in log.read_text(), said
+    [checkpoint] = (log.parent / "checkpoints").glob("0*")
+    assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
+    assert launcher.returncode, said
 
 
 def test_print_shows_the_script_and_needs_no_slurm(
