@@ -90,6 +90,9 @@ class Profiler:
             return
         if self._traced:
             self._write_trace()
+        elif self._trace is not None:
+            self._trace.start_trace()  # what is prepared can only be ended so
+            self._trace.stop_trace()
         self._trace = None
         if self._remembered:
             self._write_memory()
