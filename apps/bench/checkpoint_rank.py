@@ -57,11 +57,7 @@ def measure(args: TrainArgs, folder: Path, repeats: int) -> dict[str, Any]:
     }
     rounds = []
     for i in range(1 + repeats):
-        dist.barrier()
-        if launch.rank == 0:
-            shutil.rmtree(root)
-        dist.barrier()
-        plain.unlink(missing_ok=True)
+        start_over(root, plain)
         seconds = {}
         for turns in (writes, reads):
             for name in (*turns, *turns)[i % len(turns) :][: len(turns)]:  # none is always first
@@ -70,11 +66,21 @@ def measure(args: TrainArgs, folder: Path, repeats: int) -> dict[str, Any]:
                         forget(path)
                 seconds[name] = timed(turns[name])
         rounds.append({name: seconds[name] for name in (*writes, *reads)})
+    start_over(root, plain)
     for name in others:
         check_equal(states[saved], states[name])
     size = torch.tensor(len(content))
     dist.all_reduce(size)
     return {"bytes": size.item(), "rounds": rounds[1:]}
+
+
+def start_over(root: Path, plain: Path) -> None:
+    """Remove what was written, on every rank."""
+    plain.unlink(missing_ok=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root)
+    dist.barrier()
 
 
 def state_on(args: TrainArgs, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
