@@ -217,7 +217,8 @@ def dp_rank(mesh: DeviceMesh) -> int:
 
 def dp_degree(mesh: DeviceMesh) -> int:
     """The number of data-parallel ranks."""
-    return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+    replicate, shard, _ = mesh.shape  # asked for with each token: mesh["dp_shard"] takes 60 us
+    return replicate * shard
 
 
 def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
