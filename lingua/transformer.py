@@ -108,7 +108,7 @@ class TransformerArgs:
 class Context:
     """What the blocks of one forward share.
 
-    cos, sin: float32 S D/2, or B S D/2 with documents, of the rotary angle of each position.
+    cos, sin: float32 S 1 D, or B S 1 D with documents, of each position: what `rotate` takes.
     mask: bool S S, or B 1 S S with documents, True where a query (row) sees a key (column); None:
         plain causal attention.
     noise: int64 B S, a random key of each position for dropout; None: nothing is dropped.
@@ -147,7 +147,7 @@ class Cache:
         self.padding, self.size = padding, size
         self.padded = bool(padding.any())
         self.length = 0  # columns filled: where those of the next forward begin
-        self.angles: tuple[Tensor, Tensor] | None = None  # cos and sin of each: B size D/2
+        self.angles: tuple[Tensor, Tensor] | None = None  # what `rotate` takes: B size 1 D each
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # B H size D each
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ def make_context(
     angle = position[..., None].float() * rotary_frequencies(args, device)
     if noise is not None:
         noise = hash_bits(noise[:, None], place)  # B S
-    return Context(angle.cos(), angle.sin(), mask, noise)
+    return Context(*rotation(angle), mask, noise)
 
 
 def cached_context(args: TransformerArgs, seq_len: int, cache: Cache) -> Context:
@@ -219,7 +219,7 @@ def cached_context(args: TransformerArgs, seq_len: int, cache: Cache) -> Context
     if cache.angles is None:
         position = (torch.arange(cache.size, device=device) - padding).clamp(min=0)  # B size
         angle = position[..., None].float() * rotary_frequencies(args, device)
-        cache.angles = angle.cos(), angle.sin()
+        cache.angles = rotation(angle)
     cos, sin = (angle[:, begin:end] for angle in cache.angles)
     window = args.sliding_window if args.sliding_window is not None else end
     if not cache.padded and window >= end and (begin == 0 or seq_len == 1):
@@ -232,12 +232,20 @@ def cached_context(args: TransformerArgs, seq_len: int, cache: Cache) -> Context
     return Context(cos, sin, (mask & seen)[:, None], cache=cache)
 
 
+def rotation(angle: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotate` takes to turn pairs of features by these angles (... D/2): ... 1 D each."""
+    cos, sin = angle.cos(), angle.sin()
+    of_pair = torch.stack((cos, cos), dim=-1), torch.stack((-sin, sin), dim=-1)
+    return tuple(t.flatten(-2).unsqueeze(-2) for t in of_pair)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of features (2i, 2i + 1) of x (B S H D) by the angle of its position."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # B S H D/2 each
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # S 1 D/2, or B S 1 D/2
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).type_as(x)
+    """Turn each pair of features (2i, 2i + 1) of x (B S H D) by the angle of its position: (a, b)
+    becomes (a cos - b sin, b cos + a sin)."""
+    wide = x.float()
+    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)  # B S H D/2 each
+    swapped = torch.stack((odd, even), dim=-1).flatten(-2)
+    return (wide * cos + swapped * sin).type_as(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
