@@ -254,9 +254,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     q is B H S D; k and v are B H' L D with H' dividing H. mask is bool S L or B 1 S L, or None
     where L is S, or S is 1 and the query the last of all. Returns B H S D.
     """
-    causal = mask is None and q.shape[2] > 1
+    if q.shape[2] == 1:  # the heads that share keys as queries of one head, which reads them once
+        grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # B H' H/H' D
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 

@@ -57,6 +57,8 @@ def test_a_token_sees_itself_and_at_most_window_minus_one_before(n_kv_heads, win
     mask = make_context(replace(SMALL, sliding_window=window), 9, CPU).mask
     expected = explicit_attention(q, k, v, window or 9)
     torch.testing.assert_close(attend(q, k, v, mask).double(), expected, rtol=1e-5, atol=1e-6)
+    last = attend(q[:, :, -1:], k, v, None if mask is None else mask[-1:])  # as while generating
+    torch.testing.assert_close(last.double(), expected[:, :, -1:], rtol=1e-5, atol=1e-6)
     if window == 5:  # the tolerance tells windows apart that differ by one
         off = explicit_attention(q, k, v, window + 1)
         assert (off - expected).abs().max() > 1e-2
