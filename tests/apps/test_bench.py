@@ -5,6 +5,7 @@ arithmetic, and the loop's reference does the loop's work. No test looks at how 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from apps.bench.checkpoint import TOPOLOGIES
 from apps.bench.checkpoint import report as report_checkpoint
 from apps.bench.checkpoint_rank import measure as measure_checkpoint
 from apps.bench.debug import measure as measure_debug
+from apps.bench.generate import measure as measure_generate
+from apps.bench.generate import take_turns
 from apps.bench.loop import Reference
 from apps.bench.report import columns, spread
 from apps.bench.startup import PARTS, start_once
@@ -146,6 +149,30 @@ def test_debug_reports_time_and_held_out_loss(keys):
     assert 0 < waiting < training < wall
     assert report.results["held_out"][-1]["step"] == 4
     assert any("held-out text after step 4" in line for line in report.lines)
+
+
+def test_generation_is_timed_beside_transformers_which_finds_the_same_tokens(ranks: Ranks, keys):
+    report = ranks.run(1, measure_generate, [*keys, "data.seq_len=72"], 2)[0]
+    assert report.results["prompt_tokens"] == 64 and report.results["new_tokens"] == 8
+    for batch in ("batch_1", "batch_32"):
+        of_batch = report.results[batch]
+        assert of_batch["equal_tokens"] == 1.0
+        here, there, ratio = (of_batch[key] for key in ("here", "transformers", "ratio"))
+        assert here.n == there.n == ratio.n == 2
+        assert here.low / there.high <= ratio.median <= here.high / there.low
+    assert sum("100.00%" in line for line in report.lines) == 2
+
+
+def test_turns_alternate_and_a_token_that_differs_shows():
+    called = []
+
+    def says(name: str, tokens: list[int]) -> Callable[[int], list[list[int]]]:
+        return lambda n: called.append(name) or [tokens] * n
+
+    seconds, equal = take_turns(says("a", [1, 2, 3, 4]), says("b", [1, 2, 3, 5]), 2, 3)
+    assert equal == 0.75
+    assert called == ["b", "a", "a", "b", "b", "a", "a", "b"]
+    assert [len(of) for of in seconds] == [3, 3]  # the first turn only warms up
 
 
 def test_checkpoints_are_timed_beside_plain_files_of_their_size(ranks: Ranks, tmp_path, keys):
