@@ -10,11 +10,16 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
@@ -206,12 +211,24 @@ def check_fit(path: Path, stored: Mapping[str, Tensor | None], tensors: dict[str
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` from a folder of DCP's that is known to have them. Called by every rank."""
+    """Fill `tensors` from a folder of DCP's that is known to have them. Called by every rank, or by
+    a process without a group."""
+    # As torch's own `load`, which gathers the plans of all ranks on one and hands them back.
+    reader, planner = _Reader(folder), DefaultLoadPlanner()
+    failure: Exception | None = None
     try:
-        dcp.load(tensors, storage_reader=_Reader(folder))
-    except CheckpointException as error:  # what any rank met, on every rank
-        (met, _), *_ = error.failures.values()
-        raise UserError(f"{folder} cannot be read: {reason(met)}") from error
+        metadata = reader.read_metadata()
+        planner.set_up_planner(tensors, metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except Exception as error:  # a damaged file may raise anything
+        failure = error
+    everyone = [failure and reason(failure)]
+    if dist.is_initialized():
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, everyone[0])
+    if met := next(filter(None, everyone), None):
+        raise UserError(f"{folder} cannot be read: {met}") from failure
 
 
 def reason(error: BaseException) -> str:
