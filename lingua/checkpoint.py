@@ -18,7 +18,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -189,19 +189,11 @@ def _writing(work: Callable[[], None]) -> None:
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, which begins to sync what this rank wrote before it waits for the others."""
-
-    synced: Future[dict[str, Any]]  # size and checksum of each file of this rank
-
-    def __init__(self, folder: Path, thread: ThreadPoolExecutor) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=False)
-        self.thread = thread
-
     def write_data(self, plan: Any, planner: Any) -> Any:
         crc32 = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # of each tensor: the manifest has a checksum
         try:
-            written = super().write_data(plan, planner)
+            return super().write_data(plan, planner)
         except RuntimeError as error:
             # Of a write that failed, torch tells how closing the file failed ("unexpected pos").
             if isinstance(error.__context__, OSError):
@@ -209,29 +201,27 @@ class _Writer(FileSystemWriter):
             raise
         finally:
             torch.serialization.set_crc32_options(crc32)
-        mine = list(Path(self.path).glob(f"__{dist.get_rank()}_*"))
-        self.synced = self.thread.submit(lambda: {path.name: _sync(path) for path in mine})
-        return written
 
 
 def _write_tensors(
     folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> dict[str, dict[str, Any]]:
     """Every rank writes and syncs its part; returns size and checksum of all ranks' files."""
+    try:
+        dcp.save(
+            tensors,
+            storage_writer=_Writer(folder, single_file_per_rank=True, sync_files=False),
+            planner=DefaultSavePlanner(),
+            process_group=group,
+        )
+    except CheckpointException as error:  # of any rank, on every rank
+        rank, (why, _) = min(error.failures.items())
+        raise NotSaved(f"{why} (rank {rank})") from error
     mine: dict[str, dict[str, Any]] | str
-    with ThreadPoolExecutor(1) as thread:
-        writer = _Writer(folder, thread)
-        try:
-            dcp.save(
-                tensors, storage_writer=writer, planner=DefaultSavePlanner(), process_group=group
-            )
-        except CheckpointException as error:  # of any rank, on every rank
-            rank, (why, _) = min(error.failures.items())
-            raise NotSaved(f"{why} (rank {rank})") from error
-        try:
-            mine = writer.synced.result()
-        except OSError as error:
-            mine = f"{error} (rank {dist.get_rank()})"
+    try:
+        mine = {p.name: _sync(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
+    except OSError as error:
+        mine = f"{error} (rank {dist.get_rank()})"
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group)
     for part in everyone:
