@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -53,7 +53,7 @@ class Codec(Protocol):
     eos_id: int | None
     content: bytes  # whatever decides which ids a text gets
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Any]: ...
+    def encode_batch(self, texts: Sequence[str]) -> Iterable[Any]: ...
     def decode(self, ids: list[int]) -> str: ...
     def byte_offsets(self, text: str) -> np.ndarray: ...
 
@@ -83,11 +83,11 @@ class Tokenizer:
         """Ids of each text, without bos and eos, by one call of the library."""
         try:
             encoded = self._codec.encode_batch(texts)
+            return [np.asarray(ids, dtype=self.dtype) for ids in encoded]
         except (TypeError, RuntimeError):  # what the libraries make of a lone surrogate
             for text in texts:
                 text.encode("utf-8")
             raise
-        return [np.asarray(ids, dtype=self.dtype) for ids in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text; special tokens leave none, bytes that are no UTF-8 become U+FFFD. An id outside
@@ -207,7 +207,8 @@ SPLIT = "|".join(
 N_SPECIAL = 256  # bos, eos and 254 reserved ids behind the ranks, as in Llama 3
 # In a run of some hundred thousand spaces the library's regex engine fails ("Max stack size
 # exceeded"). A text is cut only inside such a run, so all others get exactly the library's tokens.
-LONGEST_SPACE = re.compile(r"\s{100000}")
+LONGEST_SPACE = 100_000
+_LONG_SPACE = re.compile(rf"\s{{{LONGEST_SPACE}}}")
 
 
 class _Tiktoken:
@@ -235,14 +236,17 @@ class _Tiktoken:
         tokens = (self.encoding.decode_single_token_bytes(i) for i in range(self.n_ranks))
         return np.fromiter(map(len, tokens), dtype=np.int64, count=self.n_ranks)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self._encode(text) for text in texts]
+    def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        return map(self._encode, texts)
 
     def _encode(self, text: str) -> np.ndarray:
-        cuts = [0, *(m.end() for m in LONGEST_SPACE.finditer(text)), len(text)]
+        if len(text) < LONGEST_SPACE:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        cuts = [0, *(m.end() for m in _LONG_SPACE.finditer(text)), len(text)]
         parts = [text[a:b] for a, b in pairwise(cuts)]
-        ids = [self.encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
-        return ids[0] if len(ids) == 1 else np.concatenate(ids)
+        return np.concatenate(
+            [self.encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
+        )
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode([i for i in ids if i < self.n_ranks], errors="replace")

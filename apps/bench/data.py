@@ -32,8 +32,10 @@ from lingua.data.units import UNIT_BYTES
 from lingua.tokenizer import SPLIT, Tokenizer, TokenizerArgs, build_tokenizer
 
 TEXT_BYTES = 12_000_000
-TEXT_REPEATS = {"text": 3, "more": 12}  # the bytes tokenizer is done with little at once
-SHARED_UNIT_BYTES = 2**22  # so that two processes have parts to share
+# How often the text comes in what each tokenizer is given: a round takes all of them seconds, and
+# what a source costs once, whatever its size (files synced, a look at the disk), is small in it.
+TEXT_REPEATS = {"tiktoken": 6, "sentencepiece": 2, "bytes": 12}
+SHARED_PARTS = 16  # of one size: as many for each of two processes
 TRAINED_ON = 4_000_000  # characters of the text
 VOCABULARY = 16_000
 SEQ_LEN, ROWS, MICRO_ROWS = 2048, 64, 8
@@ -48,13 +50,13 @@ def measure(keys: list[str], repeats: int = 8) -> Report:
     with TemporaryDirectory() as folder:
         work = Path(folder)
         texts = write_text(work)
-        for name, tokenizer in make_tokenizers(work, texts).items():
+        tokenizers = make_tokenizers(work, texts)
+        for name, tokenizer in tokenizers.items():
             _say(f"tokenizing with {name}")
             results[name] = measured = tokenizing(work, name, tokenizer, repeats)
             rows.append(_row(f"{name}, million tokens/s", measured))
         _say("two processes")
-        tiktoken = TokenizerArgs("tiktoken", str(work / "tiktoken"))
-        results["two processes"] = measured = two_processes(work, tiktoken, repeats)
+        results["two processes"] = measured = two_processes(work, tokenizers["tiktoken"], repeats)
         rows.append(_row("two processes over one, million tokens/s", measured))
         _say("rows")
         results["rows"] = measured = gathering(work, repeats)
@@ -92,13 +94,18 @@ def _row(name: str, measured: dict[str, Spread]) -> tuple[str, ...]:
 
 
 def alternate(
-    ours: Callable[[], int], reference: Callable[[], int], repeats: int
+    ours: Callable[[], int],
+    reference: Callable[[], int],
+    repeats: int,
+    before: Callable[[], None] = lambda: None,
 ) -> dict[str, Spread]:
-    """Units of work a second of both, each function returning what it did."""
+    """Units of work a second of both, each function returning what it did. `before` comes before
+    each and is not timed."""
     speeds: dict[str, list[float]] = {"ours": [], "reference": [], "ratio": [], "cpu_ratio": []}
     for turn in range(repeats + 1):
         wall, cpu = {}, {}
         for name, function in (("ours", ours), ("reference", reference))[:: 1 if turn % 2 else -1]:
+            before()
             wall_0, cpu_0 = time.perf_counter(), time.process_time()
             done = function()
             wall[name] = done / (time.perf_counter() - wall_0)
@@ -115,7 +122,7 @@ def alternate(
 
 
 def write_text(work: Path) -> list[str]:
-    """Documents of some thousand characters as JSON lines, in sources `text` and `more`."""
+    """Documents of some thousand characters as JSON lines, in a source for each tokenizer."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     files = [file for file in files if not {"site-packages", "test"} & set(file.parts)]
     whole = "\n".join(file.read_text("utf-8", errors="replace") for file in files)[:TEXT_BYTES]
@@ -125,11 +132,15 @@ def write_text(work: Path) -> list[str]:
         texts.append(whole[at : at + length])
         at += length
     lines = "".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts))
-    for source, repeats in TEXT_REPEATS.items():
-        with open(work / f"{source}.jsonl", "w", encoding="utf-8") as file:
+    for name, repeats in TEXT_REPEATS.items():
+        with open(_text_file(work, name), "w", encoding="utf-8") as file:
             for _ in range(repeats):
                 file.write(lines)
     return texts
+
+
+def _text_file(work: Path, source: str) -> Path:
+    return work / f"{source}.jsonl"
 
 
 def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
@@ -162,7 +173,7 @@ def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
         base64.b64encode(bytes(byte_of[c] for c in token)) + b" %d\n" % rank
         for token, rank in vocabulary
     )
-    (work / "tiktoken").write_bytes(b"".join(ranks))
+    (work / "ranks").write_bytes(b"".join(ranks))
 
     model = io.BytesIO()
     lines = (line[:4000] for text in some for line in text.split("\n") if line)
@@ -171,20 +182,22 @@ def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
         byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
         minloglevel=2,
     )  # fmt: skip
-    (work / "sp").write_bytes(model.getvalue())
+    (work / "model").write_bytes(model.getvalue())
     return {
-        "tiktoken": TokenizerArgs("tiktoken", str(work / "tiktoken")),
-        "sentencepiece": TokenizerArgs("sp", str(work / "sp")),
+        "tiktoken": TokenizerArgs("tiktoken", str(work / "ranks")),
+        "sentencepiece": TokenizerArgs("sp", str(work / "model")),
         "bytes": TokenizerArgs("bytes"),
     }
 
 
 def plain_encode(args: TokenizerArgs) -> Callable[[str], Any]:
-    """The library's own encode."""
+    """The library's own encode, of the object that ours uses: where the tables of another one
+    happen to lie in memory makes it some percent faster or slower."""
+    codec = _built(args.name, args.path)._codec
     if args.name == "tiktoken":
-        return build_tokenizer(args)._codec.encoding.encode_ordinary
+        return codec.encoding.encode_ordinary
     if args.name == "sp":
-        return build_tokenizer(args)._codec.model.encode
+        return codec.model.encode
     return lambda text: np.frombuffer(text.encode(), np.uint8)
 
 
@@ -193,24 +206,23 @@ def plain_encode(args: TokenizerArgs) -> Callable[[str], Any]:
 
 def tokenizing(work: Path, name: str, tokenizer: TokenizerArgs, repeats: int) -> dict[str, Spread]:
     """Text files to token shards in one process, over the library's encode of the same texts."""
-    source = "more" if name == "bytes" else "text"
-    with open(work / f"{source}.jsonl", encoding="utf-8") as file:
+    with open(_text_file(work, name), encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
     encode = plain_encode(tokenizer)
 
     def reference() -> int:
         return sum(len(encode(text)) for text in texts)
 
-    return alternate(functools.partial(prepare, work, source, tokenizer), reference, repeats)
+    ours = functools.partial(prepare, work, name, tokenizer, UNIT_BYTES)
+    return alternate(ours, reference, repeats, before=functools.partial(_remove_shards, work))
 
 
-def prepare(work: Path, source: str, tokenizer: TokenizerArgs) -> int:
-    """Build the shards of a source anew; its tokens, without the two that frame a document."""
+def _remove_shards(work: Path) -> None:
     shutil.rmtree(work / ".tokens", ignore_errors=True)
-    return _prepare(work, source, tokenizer, UNIT_BYTES)
 
 
-def _prepare(work: Path, source: str, tokenizer: TokenizerArgs, unit_bytes: int) -> int:
+def prepare(work: Path, source: str, tokenizer: TokenizerArgs, unit_bytes: int) -> int:
+    """Build the shards of a source; its tokens, without the two that frame a document."""
     args = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=tokenizer)
     built = _built(tokenizer.name, tokenizer.path)
     manifest = prepare_source(
@@ -249,7 +261,7 @@ def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> dict[st
     for turn in range(repeats + 1):
         wall, cpu = {}, {}
         for n in (1, 2) if turn % 2 else (2, 1):
-            shutil.rmtree(work / ".tokens", ignore_errors=True)
+            _remove_shards(work)
             begin = time.perf_counter()
             for pipe in pipes[:n]:
                 pipe.send("go")
@@ -261,17 +273,19 @@ def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> dict[st
             speeds["reference"].append(wall[1])
             speeds["ratio"].append(wall[2] / wall[1])
             speeds["cpu_ratio"].append(cpu[2] / cpu[1])
-    for process in processes:
-        process.terminate()
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join()
     return {name: spread(values) for name, values in speeds.items()}
 
 
 def _worker(pipe: Any, work: Path, tokenizer: TokenizerArgs) -> None:
     _built(tokenizer.name, tokenizer.path)
+    unit_bytes = -(-_text_file(work, "tiktoken").stat().st_size // SHARED_PARTS)
     pipe.send("ready")
     while pipe.recv():
         cpu = time.process_time()
-        pipe.send((_prepare(work, "text", tokenizer, SHARED_UNIT_BYTES), time.process_time() - cpu))
+        pipe.send((prepare(work, "tiktoken", tokenizer, unit_bytes), time.process_time() - cpu))
 
 
 # ---- rows

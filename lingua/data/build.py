@@ -2,8 +2,10 @@
 
 import json
 import os
+import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 
@@ -29,6 +31,7 @@ from lingua.tokenizer import Tokenizer
 BATCH_BYTES = 2**18  # text tokenized at once
 SAMPLE_BYTES = 2**17  # text tokenized to see how much space shards take
 HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
+_DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
 
 
 def build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, show: Callable[[int], None]) -> None:
@@ -147,13 +150,11 @@ def _split_of(record: Record) -> str:
 def _write_batch(
     batch: list[Record], tokenizer: Tokenizer, writers: dict[str, "_SplitWriter"]
 ) -> None:
-    ids = tokenizer.encode_batch([record.text for record in batch])
-    chosen: dict[str, list[tuple[Record, np.ndarray]]] = {split: [] for split in SPLITS}
-    for record, document in zip(batch, ids, strict=True):
-        chosen[_split_of(record)].append((record, document))
-    for split, documents in chosen.items():
-        if documents:
-            writers[split].add(documents)
+    encoded = tokenizer.encode_batch([record.text for record in batch])
+    for record, ids in zip(batch, encoded, strict=True):
+        writers[_split_of(record)].add(record, ids)
+    for writer in writers.values():
+        writer.flush()
 
 
 class _SplitWriter:
@@ -167,13 +168,17 @@ class _SplitWriter:
         self._tokens, self._documents = (path.open("wb") for path in self._paths)
         self._counts = Split(tokens=0, documents=0, bytes=0, hash="")
         self._content = xxhash.xxh3_128()
+        self._added: list[np.ndarray] = []
 
-    def add(self, documents: list[tuple[Record, np.ndarray]]) -> None:
-        self._write(
-            np.concatenate([p for _, ids in documents for p in (self._bos, ids, self._eos)])
-        )
-        extra = len(self._bos) + len(self._eos)
-        self._describe((record, len(ids) + extra) for record, ids in documents)
+    def add(self, record: Record, ids: np.ndarray) -> None:
+        """A document, written by the next `flush`."""
+        self._added += (self._bos, ids, self._eos)
+        self._describe(record, len(self._bos) + len(ids) + len(self._eos))
+
+    def flush(self) -> None:
+        if self._added:
+            self._write(np.concatenate(self._added))
+            self._added.clear()
 
     def add_long(self, record: Record, pieces: Pieces) -> None:
         text = record.text
@@ -185,7 +190,7 @@ class _SplitWriter:
         for part in chain([self._bos], pieces.encode(blocks), [self._eos]):
             self._write(part)
             n_tokens += len(part)
-        self._describe([(record, n_tokens)])
+        self._describe(record, n_tokens)
 
     def _write(self, tokens: np.ndarray) -> None:
         largest = int(tokens.max(initial=0))
@@ -198,12 +203,10 @@ class _SplitWriter:
         self._content.update(data)
         self._counts.tokens += len(tokens)
 
-    def _describe(self, documents: Iterable[tuple[Record, int]]) -> None:
-        rows = [(n_tokens, record.n_bytes, record.hash) for record, n_tokens in documents]
-        table = np.array(rows, np.uint64).astype("<u8")  # the hash as int64: the same bits
-        self._documents.write(table.tobytes())
-        self._counts.documents += len(rows)
-        self._counts.bytes += sum(n_bytes for _, n_bytes, _ in rows)
+    def _describe(self, record: Record, n_tokens: int) -> None:
+        self._documents.write(_DOCUMENT.pack(n_tokens, record.n_bytes, record.hash))
+        self._counts.documents += 1
+        self._counts.bytes += record.n_bytes
 
     def finish(self) -> Split:
         for file in (self._tokens, self._documents):
@@ -215,5 +218,6 @@ class _SplitWriter:
     def discard(self) -> None:
         """Remove what still has its temporary name."""
         for file, path in zip((self._tokens, self._documents), self._paths, strict=True):
-            file.close()
+            with suppress(OSError):  # on a full disk what is still in its buffer cannot be written
+                file.close()
             path.unlink(missing_ok=True)

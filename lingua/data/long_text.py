@@ -27,15 +27,19 @@ def split_lines(blocks: Iterator[bytes], scratch: Path) -> Iterator[bytes | Bina
     takes its space in the folder `scratch`."""
     rest, long = b"", None
     for block in blocks:
-        if long is not None:
-            head, newline, block = block.partition(b"\n")
-            long.write(head)
-            if not newline:
-                continue
-            yield long
-            long = None
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
+        begin = 0
+        while (end := block.find(b"\n", begin)) >= 0:
+            if long is None:
+                yield rest + block[begin:end]
+            else:
+                long.write(block[begin:end])
+                yield long
+            rest, long = b"", None
+            begin = end + 1
+        if long is None:
+            rest += block[begin:]
+        else:
+            long.write(block[begin:])
         if len(rest) > LONG:
             long, rest = file_of(rest, scratch), b""
     if long is not None:

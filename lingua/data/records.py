@@ -290,8 +290,10 @@ def _json_record(
     if not isinstance(record, dict):
         what = f"a {type(record).__name__}, not an object with a text"
         return Record(number, wrong="no text", detail=what)
-    key = next((key for key in keys if key in record), None)
-    if key is None:
+    for key in keys:
+        if key in record:
+            break
+    else:
         return Record(number, wrong="no text", detail=_without(keys, "key", record))
     text = record[key]
     if text is None:
@@ -299,7 +301,7 @@ def _json_record(
     if not isinstance(text, str):
         detail = f"key {key} is {json.dumps(text)[:40]}"
         return Record(number, wrong="text is not a string", detail=detail)
-    return _record(number, long.get(text, text))
+    return _record(number, long.get(text, text) if long else text)
 
 
 def _lenient_json(line: bytes) -> tuple[Any, str, str]:
