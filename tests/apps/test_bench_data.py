@@ -6,10 +6,10 @@ from apps.bench import data
 def test_every_measurement_has_its_reference_and_both_did_the_same_work(monkeypatch):
     small = {
         "TEXT_BYTES": 400_000,
-        "TEXT_REPEATS": {"text": 1, "more": 1},
+        "TEXT_REPEATS": {"tiktoken": 1, "sentencepiece": 1, "bytes": 1},
         "TRAINED_ON": 200_000,
         "VOCABULARY": 700,
-        "SHARED_UNIT_BYTES": 2**16,
+        "SHARED_PARTS": 4,
         "GATHERED_TOKENS": 2**21,
         "SPARSE_TOKENS": 10**8,
     }
@@ -18,9 +18,9 @@ def test_every_measurement_has_its_reference_and_both_did_the_same_work(monkeypa
     counted = []
     real = data.alternate
 
-    def alternate(ours, reference, repeats):
+    def alternate(ours, reference, repeats, **options):
         counted.append((ours(), reference()))
-        return real(ours, reference, repeats)
+        return real(ours, reference, repeats, **options)
 
     monkeypatch.setattr(data, "alternate", alternate)
     report = data.measure([], repeats=2)
