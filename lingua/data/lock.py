@@ -94,6 +94,13 @@ def is_free(path: Path) -> bool:
     return True
 
 
+def is_claim(path: Path) -> bool:
+    """Whether a file is that of a process which tries to get a lock just now: it is dated ahead."""
+    with suppress(FileNotFoundError):
+        return ".lock|" in path.name and path.stat().st_mtime + CLOCK_SLOP.seconds > time.time()
+    return False
+
+
 def holder(path: Path) -> str | None:
     """Whose lock it is: `process 17 on node-3`."""
     with suppress(NotLockedError):

@@ -29,7 +29,7 @@ from lingua.args import Free, load
 from lingua.data.args import DataArgs
 from lingua.data.build import bytes_per_byte
 from lingua.data.files import STDLIB, SourceFiles, TextFile, find_files
-from lingua.data.lock import claimed, holder, is_free, locked, waits
+from lingua.data.lock import claimed, holder, is_claim, is_free, locked, waits
 from lingua.data.progress import Progress
 from lingua.data.records import TextOptions
 from lingua.data.shards import (
@@ -264,8 +264,11 @@ def _valid_manifest(folder: Path, files: list[TextFile], skip: bool) -> tuple[Ma
 
 
 def _missing_shard(folder: Path, manifest: Manifest) -> str:
+    sizes = {}
     with os.scandir(folder) as entries:
-        sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        for entry in entries:
+            with suppress(FileNotFoundError):  # a lock that another process gives back
+                sizes[entry.name] = entry.stat().st_size
     for shard in manifest.shards:
         for name, size in shard_files(shard, manifest.dtype).items():
             if name not in sizes:
@@ -382,7 +385,9 @@ def _remove_others(units: list[Unit], records: list[UnitRecord], job: Job) -> No
         keep |= unit_files(unit, record, job)
     for path in job.folder.iterdir():
         lock = job.folder / f"{path.name[:16]}.lock"
-        if path.name not in keep and path.is_file() and is_free(lock):
+        if path.name in keep or not path.is_file() or not is_free(lock):
+            continue
+        if not is_claim(path):  # of one that looks whether there is something left to do
             path.unlink(missing_ok=True)
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,18 @@ def test_any_number_of_processes_gives_the_same_bytes(corpus, tmp_path_factory):
     two = Prepared(args, processes=2, unit_bytes=27_000).source
     assert len(one.manifest.shards) == 3
     assert contents(one.folder) == contents(two.folder)
+
+
+def test_clearing_up_leaves_the_claims_of_others_who_look_for_work(corpus):
+    folder = Prepared(make_args(corpus)).source.folder
+    now = time.time()
+    looking, dead = (folder / f"{'0' * 16}.lock|elsewhere|{i}|1" for i in range(2))
+    for claim, dated in ((looking, now + 60), (dead, now - 60)):
+        claim.touch()
+        os.utime(claim, (dated, dated))
+    write_jsonl(corpus / "a" / "new.jsonl", ["another document"])
+    assert Prepared(make_args(corpus)).built
+    assert looking.exists() and not dead.exists()
 
 
 def test_the_fingerprint_is_of_the_tokens_not_of_the_machine(corpus, tmp_path):
