@@ -252,8 +252,9 @@ def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> dict[st
         context.Process(target=_worker, args=(there, work, tokenizer), daemon=True)
         for _, there in crew
     ]
-    for process in processes:
+    for process, (_, there) in zip(processes, crew, strict=True):
         process.start()
+        there.close()  # here: else a process that fails would be waited for without end
     pipes = [here for here, _ in crew]
     for pipe in pipes:
         pipe.recv()
