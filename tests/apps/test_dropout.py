@@ -30,7 +30,9 @@ def alone(runs: Runs) -> Outcome:
         ((1, 2, 1), {"data.batch_size": 3, CHECKPOINTING: "selective"}),
         ((1, 1, 2), {}),
         ((2, 1, 2), {"data.batch_size": 2, CHECKPOINTING: "full"}),
-        ((1, 1, 2), {CHECKPOINTING: "selective", COMPILE: True}),
+        pytest.param(
+            (1, 1, 2), {CHECKPOINTING: "selective", COMPILE: True}, marks=pytest.mark.soak
+        ),
     ],
     ids=lambda value: name_of(value) if isinstance(value, tuple) else "",
 )

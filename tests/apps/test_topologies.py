@@ -364,7 +364,7 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs: Runs) -> Non
     ("sizes", "kind"),
     [
         pytest.param((1, 2, 2), "none", marks=pytest.mark.soak),
-        ((1, 2, 2), "full"),
+        pytest.param((1, 2, 2), "full", marks=pytest.mark.soak),
         pytest.param((1, 2, 2), "selective", marks=pytest.mark.soak),
         ((2, 1, 1), "none"),
         pytest.param((2, 1, 1), "selective", marks=pytest.mark.soak),
