@@ -108,15 +108,16 @@ def alternate(
     ours: Callable[[], int], reference: Callable[[], int], turns: Iterable[int]
 ) -> list[Round]:
     """A round for each of `turns`, which takes them in the other order than the one before. Each
-    function returns what it did."""
+    function returns how much it did, which must be the same."""
     rounds = []
     for turn in turns:
-        wall, cpu = {}, {}
+        work, wall, cpu = {}, {}, {}
         for name, function in (("ours", ours), ("reference", reference))[:: 1 if turn % 2 else -1]:
             wall_0, cpu_0 = time.perf_counter(), time.process_time()
-            done = function()
-            wall[name] = done / (time.perf_counter() - wall_0)
-            cpu[name] = done / (time.process_time() - cpu_0)
+            work[name] = function()
+            wall[name] = work[name] / (time.perf_counter() - wall_0)
+            cpu[name] = work[name] / (time.process_time() - cpu_0)
+        assert work["ours"] == work["reference"] > 0, work
         rounds.append(Round(wall, cpu))
     return rounds
 
