@@ -15,7 +15,9 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +36,8 @@ from lingua.tokenizer import SPLIT, Tokenizer, TokenizerArgs, build_tokenizer
 TEXT_BYTES = 12_000_000
 # How often the text comes in what each tokenizer is given: a round takes all of them seconds, and
 # what a source costs once, whatever its size (files synced, a look at the disk), is small in it.
-TEXT_REPEATS = {"tiktoken": 6, "sentencepiece": 2, "bytes": 12}
+TEXT_REPEATS = {"tiktoken": 4, "sentencepiece": 2, "bytes": 12}
+WARM_UP = 1000  # documents that are encoded before a round
 SHARED_PARTS = 16  # of one size: as many for each of two processes
 TRAINED_ON = 4_000_000  # characters of the text
 VOCABULARY = 16_000
@@ -93,29 +96,39 @@ def _row(name: str, measured: dict[str, Spread]) -> tuple[str, ...]:
     )
 
 
+@dataclass
+class Round:
+    """Units of work a second of ours and of the reference, by the clock and by processor time."""
+
+    wall: dict[str, float]
+    cpu: dict[str, float]
+
+
 def alternate(
-    ours: Callable[[], int],
-    reference: Callable[[], int],
-    repeats: int,
-    before: Callable[[], None] = lambda: None,
-) -> dict[str, Spread]:
-    """Units of work a second of both, each function returning what it did. `before` comes before
-    each and is not timed."""
-    speeds: dict[str, list[float]] = {"ours": [], "reference": [], "ratio": [], "cpu_ratio": []}
-    for turn in range(repeats + 1):
-        wall, cpu = {}, {}
+    ours: Callable[[], int], reference: Callable[[], int], turns: Iterable[int]
+) -> list[Round]:
+    """A round for each of `turns`, which takes them in the other order than the one before. Each
+    function returns how much it did, which must be the same."""
+    rounds = []
+    for turn in turns:
+        work, wall, cpu = {}, {}, {}
         for name, function in (("ours", ours), ("reference", reference))[:: 1 if turn % 2 else -1]:
-            before()
             wall_0, cpu_0 = time.perf_counter(), time.process_time()
-            done = function()
-            wall[name] = done / (time.perf_counter() - wall_0)
-            cpu[name] = done / (time.process_time() - cpu_0)
-        if turn:  # the first warms up
-            for name in wall:
-                speeds[name].append(wall[name])
-            speeds["ratio"].append(wall["ours"] / wall["reference"])
-            speeds["cpu_ratio"].append(cpu["ours"] / cpu["reference"])
-    return {name: spread(values) for name, values in speeds.items()}
+            work[name] = function()
+            wall[name] = work[name] / (time.perf_counter() - wall_0)
+            cpu[name] = work[name] / (time.process_time() - cpu_0)
+        assert work["ours"] == work["reference"] > 0, work
+        rounds.append(Round(wall, cpu))
+    return rounds
+
+
+def spreads(rounds: list[Round]) -> dict[str, Spread]:
+    return {
+        "ours": spread([r.wall["ours"] for r in rounds]),
+        "reference": spread([r.wall["reference"] for r in rounds]),
+        "ratio": spread([r.wall["ours"] / r.wall["reference"] for r in rounds]),
+        "cpu_ratio": spread([r.cpu["ours"] / r.cpu["reference"] for r in rounds]),
+    }
 
 
 # ---- text and tokenizers
@@ -191,8 +204,7 @@ def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
 
 
 def plain_encode(args: TokenizerArgs) -> Callable[[str], Any]:
-    """The library's own encode, of the object that ours uses: where the tables of another one
-    happen to lie in memory makes it some percent faster or slower."""
+    """The library's own encode, of the object that ours uses too."""
     codec = _built(args.name, args.path)._codec
     if args.name == "tiktoken":
         return codec.encoding.encode_ordinary
@@ -205,7 +217,19 @@ def plain_encode(args: TokenizerArgs) -> Callable[[str], Any]:
 
 
 def tokenizing(work: Path, name: str, tokenizer: TokenizerArgs, repeats: int) -> dict[str, Spread]:
-    """Text files to token shards in one process, over the library's encode of the same texts."""
+    """Text files to token shards in one process, over the library's encode of the same texts.
+
+    Each round is a process of its own: where the tables happen to lie in its memory makes both
+    sides some percent faster or slower, and not by the same."""
+    rounds: list[Round] = []
+    context = multiprocessing.get_context("spawn")
+    for turn in range(repeats):
+        with ProcessPoolExecutor(1, context) as process:
+            rounds += process.submit(_tokenize, work, name, tokenizer, turn).result()
+    return spreads(rounds)
+
+
+def _tokenize(work: Path, name: str, tokenizer: TokenizerArgs, turn: int) -> list[Round]:
     with open(_text_file(work, name), encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
     encode = plain_encode(tokenizer)
@@ -213,8 +237,13 @@ def tokenizing(work: Path, name: str, tokenizer: TokenizerArgs, repeats: int) ->
     def reference() -> int:
         return sum(len(encode(text)) for text in texts)
 
-    ours = functools.partial(prepare, work, name, tokenizer, UNIT_BYTES)
-    return alternate(ours, reference, repeats, before=functools.partial(_remove_shards, work))
+    def ours() -> int:
+        return prepare(work, name, tokenizer, UNIT_BYTES)
+
+    for text in texts[:WARM_UP]:
+        encode(text)
+    _remove_shards(work)
+    return alternate(ours, reference, [turn])
 
 
 def _remove_shards(work: Path) -> None:
@@ -258,26 +287,22 @@ def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> dict[st
     pipes = [here for here, _ in crew]
     for pipe in pipes:
         pipe.recv()
-    speeds: dict[str, list[float]] = {"ours": [], "reference": [], "ratio": [], "cpu_ratio": []}
+    rounds = []
     for turn in range(repeats + 1):
         wall, cpu = {}, {}
-        for n in (1, 2) if turn % 2 else (2, 1):
+        for name, n in (("ours", 2), ("reference", 1))[:: 1 if turn % 2 else -1]:
             _remove_shards(work)
             begin = time.perf_counter()
             for pipe in pipes[:n]:
                 pipe.send("go")
             done = [pipe.recv() for pipe in pipes[:n]]
-            wall[n] = done[0][0] / (time.perf_counter() - begin)
-            cpu[n] = n * done[0][0] / sum(seconds for _, seconds in done)
-        if turn:
-            speeds["ours"].append(wall[2])
-            speeds["reference"].append(wall[1])
-            speeds["ratio"].append(wall[2] / wall[1])
-            speeds["cpu_ratio"].append(cpu[2] / cpu[1])
+            wall[name] = done[0][0] / (time.perf_counter() - begin)
+            cpu[name] = n * done[0][0] / sum(seconds for _, seconds in done)
+        rounds.append(Round(wall, cpu))
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(None)
         process.join()
-    return {name: spread(values) for name, values in speeds.items()}
+    return spreads(rounds[1:])  # the first warms up
 
 
 def _worker(pipe: Any, work: Path, tokenizer: TokenizerArgs) -> None:
@@ -317,11 +342,11 @@ def gathering(work: Path, repeats: int) -> dict[str, Spread]:
                 out[i] = memory[start : start + SEQ_LEN + 1]
         return steps * ROWS * SEQ_LEN
 
-    return alternate(ours, reference, repeats)
+    return spreads(alternate(ours, reference, range(repeats + 1))[1:])  # the first warms up
 
 
 def first_batches(work: Path, repeats: int) -> tuple[Spread, float]:
-    """(ms from opening the source to the first batch, MiB that memory grows by 200 batches)."""
+    """(ms from opening the source to the first batch, MiB that memory grows by 200 later ones)."""
     folder, size = work / "sparse", SPARSE_TOKENS // SPARSE_SHARDS
     folder.mkdir()
     for i in range(SPARSE_SHARDS):
@@ -336,10 +361,13 @@ def first_batches(work: Path, repeats: int) -> tuple[Spread, float]:
         loader = _loader(stream, rng.randrange(10**12))
         next(loader)
         seconds.append(1000 * (time.perf_counter() - begin))
-    before = _anonymous_mib()
-    for _ in range(200):
-        next(loader)
-    return spread(seconds[1:]), _anonymous_mib() - before
+    grown = 0.0
+    for _ in range(2):  # first what the allocator takes once, then what is asked
+        before = _anonymous_mib()
+        for _ in range(200):
+            next(loader)
+        grown = _anonymous_mib() - before
+    return spread(seconds[1:]), grown
 
 
 def _source(folder: Path, sizes: list[int]) -> Source:
