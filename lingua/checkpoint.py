@@ -433,7 +433,8 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
 
 
 def _foreign_files(checkpoint: Checkpoint) -> list[str]:
-    names = {path.name for path in checkpoint.path.iterdir()}
+    # `glob` finds nothing in a folder that another process has just removed; `iterdir` raises.
+    names = {path.name for path in checkpoint.path.glob("*")}
     return sorted(names - {MANIFEST, *checkpoint.files})
 
 

@@ -238,7 +238,7 @@ def reason(error: BaseException) -> str:
         return f"it refers to {found[1]}, which is not executed"
     if text.startswith("mmap can only"):
         return "it is not in the zip format of torch.save"
-    return text.split(". ")[0]
+    return text.split(". ")[0] or type(error).__name__
 
 
 def missing_bytes(folder: Path) -> list[str]:

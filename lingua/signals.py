@@ -1,8 +1,8 @@
 """Asking a run to stop: the signals of people, schedulers and operating systems set a flag.
 
-The handler does nothing else. The loop shares the flag among all ranks at the next step boundary,
-where the run can be saved whole. Work that may be left anywhere is left `at_once`, on rank 0 also
-for what another rank received.
+The loop shares the flag among all ranks at the next step boundary, where the run can be saved
+whole. Only work that may be left anywhere is left `at_once`, by the handler itself, and on rank 0
+also for what another rank received.
 """
 
 import os

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -176,6 +177,18 @@ def test_a_metadata_that_points_outside_its_folder_or_is_no_pickle_is_refused(
         (folder / ".metadata").write_bytes(damage)
         for said in ranks.run(2, trusting_here, folder):
             assert said.startswith("UserError") and f"{folder / '.metadata'} cannot be read" in said
+
+
+def test_an_error_without_a_message_is_a_refusal_too(ranks, saved, tmp_path):
+    """A pickle that ends before it began: torch raises an EOFError that says nothing."""
+    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+    torch.save(torch.zeros(1), tmp_path / "whole")
+    with zipfile.ZipFile(tmp_path / "whole") as read, zipfile.ZipFile(folder / "cut", "w") as cut:
+        for name in read.namelist():
+            cut.writestr(name, b"" if name.endswith("data.pkl") else read.read(name))
+    redirect(folder, "cut", (folder / "cut").stat().st_size)
+    for said in ranks.run(2, trusting_here, folder):
+        assert said == f"UserError: {folder} cannot be read: EOFError"
 
 
 def test_the_metadata_of_our_own_checkpoints_is_all_on_the_allow_list(saved):

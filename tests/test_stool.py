@@ -409,7 +409,7 @@ def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Pa
         command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as launcher:
         try:
-            while not list(sweep.glob("*/metrics.jsonl")):
+            while not any(path.stat().st_size for path in sweep.glob("*/metrics.jsonl")):
                 assert launcher.poll() is None, launcher.stdout.read().decode()
                 time.sleep(0.05)
             launcher.send_signal(signal.SIGTERM)
