@@ -3,8 +3,9 @@
 One folder per step. Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name;
 everything else is `train_state.json`, one file for the run. A save writes into a temporary folder,
 lists every file with size and checksum in `manifest.json`, and renames the folder last, so a folder
-with a manifest that holds is a checkpoint and anything else is a leftover. `checkpoint_load` reads
-the tensors, `resume` says what may differ from what was saved, `checkpoint_saver` is a run's saves.
+with a manifest that holds is a checkpoint and anything else is a leftover. `checkpoint_write` has
+the files that are written, `checkpoint_load` reads the tensors, `resume` says what may differ from
+what was saved, `checkpoint_saver` is a run's saves.
 
     python -m lingua.checkpoint --help     to look at checkpoints from outside a run
 """
@@ -12,13 +13,11 @@ the tensors, `resume` says what may differ from what was saved, `checkpoint_save
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,14 +26,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
 from lingua.args import Free
+from lingua.checkpoint_write import NotSaved, describe, sync_folder, write_tensors, write_text
 from lingua.distributed import on_rank_0
 from lingua.errors import UserError
 from lingua.init import canonical_name
@@ -88,10 +85,6 @@ class CheckpointArgs:
     def due(self, step: int) -> bool:
         """Whether a save is due once `step` is complete."""
         return any(kind.every > 0 and step % kind.every == 0 for kind in (self.dump, self.eval))
-
-
-class NotSaved(UserError):
-    """A save that failed. Every rank raises it; nothing is published and no file is left."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +159,7 @@ def save(
     folder = on_rank_0(lambda: root / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         _writing(lambda: folder.mkdir(parents=True))
-        files = _write_tensors(folder, tensors, group)
+        files = write_tensors(folder, tensors, group)
         _writing(lambda: _publish(folder, final, step, files, state, config))
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -188,55 +181,11 @@ def _writing(work: Callable[[], None]) -> None:
     on_rank_0(attempt)
 
 
-class _Writer(FileSystemWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        crc32 = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # of each tensor: the manifest has a checksum
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # Of a write that failed, torch tells how closing the file failed ("unexpected pos").
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-        finally:
-            torch.serialization.set_crc32_options(crc32)
-
-
-def _write_tensors(
-    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> dict[str, dict[str, Any]]:
-    """Every rank writes and syncs its part; returns size and checksum of all ranks' files."""
-    try:
-        dcp.save(
-            tensors,
-            storage_writer=_Writer(folder, single_file_per_rank=True, sync_files=False),
-            planner=DefaultSavePlanner(),
-            process_group=group,
-        )
-    except CheckpointException as error:  # of any rank, on every rank
-        rank, (why, _) = min(error.failures.items())
-        raise NotSaved(f"{why} (rank {rank})") from error
-    mine: dict[str, dict[str, Any]] | str
-    try:
-        mine = {p.name: _sync(p) for p in folder.glob(f"__{dist.get_rank()}_*")}
-    except OSError as error:
-        mine = f"{error} (rank {dist.get_rank()})"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group)
-    for part in everyone:
-        if isinstance(part, str):
-            raise NotSaved(part)
-    return {name: entry for part in everyone for name, entry in part.items()}
-
-
 def _publish(
     folder: Path, final: Path, step: int, files: dict[str, dict], state: dict, config: str
 ) -> None:
-    (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-    (folder / CONFIG).write_text(config, encoding="utf-8")
-    for name in (STATE, CONFIG, ".metadata"):
-        files[name] = _sync(folder / name)
+    files[STATE] = write_text(folder / STATE, json.dumps(state, indent=1))
+    files[CONFIG] = write_text(folder / CONFIG, config)
     serial = 1 + max((c.serial for c in find(final.parent)), default=0)
     manifest = {
         "format": 1,
@@ -246,8 +195,7 @@ def _publish(
         "files": dict(sorted(files.items())),
     }
     manifest["xxh3_64"] = _checksum_of(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    _sync(folder / MANIFEST)
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
     whole, why = read_checkpoint(folder)
     if whole is None:
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
@@ -261,32 +209,6 @@ def _publish(
 def _checksum_of(manifest: dict) -> str:
     text = json.dumps({k: v for k, v in manifest.items() if k != "xxh3_64"}, sort_keys=True)
     return xxhash.xxh3_64_hexdigest(text.encode())
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    checksum, size, block = xxhash.xxh3_64(), 0, memoryview(bytearray(1 << 20))
-    with path.open("rb", buffering=0) as f:
-        while n := f.readinto(block):
-            checksum.update(block[:n])
-            size += n
-    return {"size": size, "xxh3_64": checksum.hexdigest()}
-
-
-def _sync(path: Path) -> dict[str, Any]:
-    """`_describe` of a file that was just written, while it goes to the disk."""
-    with path.open("r+b") as f, ThreadPoolExecutor(1) as thread:
-        synced = thread.submit(os.fsync, f.fileno())
-        described = _describe(path)
-        synced.result()
-    return described
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def prune(root: Path, args: CheckpointArgs) -> list[Path]:
@@ -473,7 +395,7 @@ def damaged_files(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None
 
 def _wrong(path: Path, entry: dict) -> str:
     try:
-        return "" if _describe(path) == entry else "wrong checksum"
+        return "" if describe(path) == entry else "wrong checksum"
     except OSError as error:
         return str(error.strerror)
 

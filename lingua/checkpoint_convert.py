@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lingua.checkpoint import save, sync_folder
+from lingua.checkpoint import save
 from lingua.checkpoint_source import TensorSource, find_source, read_file
+from lingua.checkpoint_write import sync_folder
 from lingua.errors import UserError
 
 

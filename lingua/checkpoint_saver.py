@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lingua.checkpoint import CheckpointArgs, NotSaved, find, prune, save
+from lingua.checkpoint import CheckpointArgs, find, prune, save
+from lingua.checkpoint_write import NotSaved
 from lingua.data.lock import alone
 from lingua.distributed import on_rank_0
 from lingua.errors import UserError

@@ -278,6 +278,34 @@ def test_a_save_takes_nothing_from_earlier_attempts_and_replaces_a_damaged_step(
     assert [p.name for p in sorted(root.iterdir())] == ["0000000001", "0000000002", "0000000003"]
 
 
+def synced_here(root: Path) -> list[tuple[str, int]]:
+    """What this rank had the system bring to the disk in a save: names, and sizes at that time."""
+    mesh, synced, fsync = join(), [], os.fsync
+
+    def recorded(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name.removesuffix(".tmp"), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    os.fsync = recorded
+    try:
+        save(root, 1, tensors_on(mesh), STATE, CONFIG)
+    finally:
+        os.fsync = fsync
+    return synced
+
+
+def test_every_file_is_on_the_disk_to_its_last_byte_before_its_folder_gets_its_name(
+    ranks, tmp_path
+):
+    synced, of_rank_1 = ranks.run(2, synced_here, tmp_path / "root")
+    files = {p.name: p.stat().st_size for p in (tmp_path / "root" / "0000000001").iterdir()}
+    assert files.keys() == {*KINDS, "__1_0.distcp"}
+    *of_files, (temporary, _), (root, _) = synced
+    assert dict(of_files + of_rank_1) == files
+    assert temporary.startswith("0000000001.tmp-") and root == "root"
+
+
 def fail_here(root: Path, limits: dict[int, int], state: dict) -> tuple[str, list[str]]:
     """A save in which files cannot grow past a size, by rank; then one that can."""
     mesh = join()
