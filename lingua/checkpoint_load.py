@@ -1,13 +1,15 @@
 """Loading a checkpoint's tensors on any topology, without trust in what is read: nothing in a
 checkpoint is executed, and nothing is loaded that does not fit."""
 
+import io
 import pickle
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from torch.futures import Future
 from lingua.checkpoint import Checkpoint, tensors_of
 from lingua.errors import UserError
 
-_ALLOWED: dict[tuple[str, str], object] = {
+_OF_METADATA: dict[tuple[str, str], object] = {
     (thing.__module__, thing.__qualname__): thing
     for thing in (
         dcp_metadata.Metadata,
@@ -52,11 +54,75 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Builds the classes that DCP's `.metadata` consists of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
-            return value
-        raise UserError(f"a checkpoint's .metadata refers to {module}.{name}: it is not loaded")
+        if (module, name) in _OF_METADATA:
+            return _OF_METADATA[module, name]
+        return _dtype(module, name) or _refuse(module, name)
+
+
+def _dtype(module: str, name: str) -> torch.dtype | None:
+    found = getattr(torch, name, None) if module == "torch" else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _refuse(module: str, name: str) -> None:
+    raise UserError(f"it refers to {module}.{name}, which is not executed")
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Of what torch.save says of one tensor: the tensor without its elements, where it begins in
+    its storage, in bytes, and that storage's name."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in _OF_TENSORS:
+            return _OF_TENSORS[module, name]
+        return _dtype(module, name) or _refuse(module, name)
+
+    def persistent_load(self, pid: tuple) -> tuple[torch.dtype, str]:
+        _, dtype, name, *_ = pid
+        return dtype, name
+
+
+def _without_elements(
+    storage: tuple[torch.dtype, str],
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    hooks: dict,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, int, str]:
+    """In place of `torch._utils._rebuild_tensor_v2` and `_v3`, the latter with a dtype."""
+    tensor = torch.empty_strided(size, stride, dtype=dtype or storage[0], device="meta")
+    return tensor, offset * tensor.itemsize, storage[1]
+
+
+_OF_TENSORS: dict[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _without_elements,
+    ("torch._utils", "_rebuild_tensor_v3"): _without_elements,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch.storage", "UntypedStorage"): torch.uint8,
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "ComplexDoubleStorage"): torch.complex128,
+    ("torch", "ComplexFloatStorage"): torch.complex64,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "IntStorage"): torch.int32,
+    ("torch", "ShortStorage"): torch.int16,
+    ("torch", "CharStorage"): torch.int8,
+    ("torch", "ByteStorage"): torch.uint8,
+    ("torch", "BoolStorage"): torch.bool,
+}
+
+
+def _tensor_in(stream: IO[bytes]) -> tuple[Tensor, int]:
+    """What torch.save wrote: the tensor on the meta device, and where in `stream` it begins."""
+    file = torch._C.PyTorchFileReader(stream)
+    tensor, offset, name = _TensorUnpickler(io.BytesIO(file.get_record("data.pkl"))).load()
+    if file.has_record("byteorder") and file.get_record("byteorder").decode() != sys.byteorder:
+        raise UserError("its bytes are in the order of another kind of processor")
+    return tensor, file.get_record_offset(f"data/{name}") + offset
 
 
 class _Reader(FileSystemReader):
@@ -67,8 +133,6 @@ class _Reader(FileSystemReader):
         try:
             with path.open("rb") as f:
                 metadata = _MetadataUnpickler(f).load()
-        except UserError:
-            raise
         except Exception as error:  # a damaged pickle may raise anything
             raise UserError(f"{path} cannot be read: {error}") from error
         for info in (metadata.storage_data or {}).values():
@@ -93,12 +157,9 @@ class _Reader(FileSystemReader):
                     info = self.storage_data[item.storage_index]
                     if item.type != LoadItemType.TENSOR:
                         raise UserError(f"{item.dest_index.fqn} is not a tensor: not loaded")
-                    # On the meta device: all but the elements, and where they are.
-                    stored = torch.load(
-                        self._slice_file(f, info), map_location="meta", weights_only=True
-                    )
+                    stored, begin = _tensor_in(self._slice_file(f, info))
                     target = planner.resolve_tensor(item).detach()
-                    scratch = _read_part(f, info, item, stored, target, scratch)
+                    scratch = _read_part(f, info, item, stored, begin, target, scratch)
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -106,14 +167,23 @@ class _Reader(FileSystemReader):
 
 
 def _read_part(
-    f: FileIO, info: _StorageInfo, item: ReadItem, stored: Tensor, target: Tensor, scratch: Tensor
+    f: FileIO,
+    info: _StorageInfo,
+    item: ReadItem,
+    stored: Tensor,
+    begin: int,
+    target: Tensor,
+    scratch: Tensor,
 ) -> Tensor:
     """Fill `target` with the part of `stored` that is meant for it, through `scratch` where it
-    cannot be read into. Returns `scratch`, or what took its place because it was too small."""
+    cannot be read into. `begin` is the place of `stored` in what `info` is of.
+
+    Returns:
+        `scratch`, or what took its place because it was too small.
+    """
     ends = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
     part = stored[tuple(map(slice, item.storage_offsets, ends))]
-    begin = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
-    if begin is None or part.shape != target.shape:
+    if part.shape != target.shape:
         raise UserError(f"{item.dest_index.fqn} is not what .metadata says")
     if not part.numel():
         return scratch

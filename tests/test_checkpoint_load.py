@@ -49,6 +49,35 @@ def test_what_one_topology_saves_another_loads_bit_for_bit(ranks, tmp_path):
         assert results == [True] * n, (TOPOLOGIES[i], sizes)
 
 
+DTYPES = (
+    # with a storage class of their own in torch, and without
+    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"),
+)
+
+
+def of_every_kind(fill: float) -> dict[str, torch.Tensor]:
+    rows = torch.arange(60).reshape(5, 4, 3).remainder(7) + fill
+    tensors = {name: rows.to(getattr(torch, name)) for name in DTYPES}
+    strided = {"transposed": rows.permute(2, 0, 1), "every second": rows[:, ::2], "part": rows[1:3]}
+    return tensors | strided | {"scalar": rows[1, 2, 0], "empty": rows[:0]}
+
+
+def every_kind_here(root: Path) -> dict[str, bool]:
+    """As DCP itself saves them, one by one as they are, not as parts of a model."""
+    join()
+    saved, loaded = of_every_kind(0), of_every_kind(1)
+    dcp.save(saved, checkpoint_id=root)
+    load(Checkpoint(root, 1, 1, {}), loaded)
+    return {name: loaded[name].tolist() == t.tolist() for name, t in saved.items()}
+
+
+def test_tensors_of_every_dtype_and_layout_are_read(ranks, tmp_path):
+    [equal] = ranks.run(1, every_kind_here, tmp_path / "root")
+    assert equal == dict.fromkeys(of_every_kind(0), True)
+
+
 # -------------------------------------------------------------------------------- what does not fit
 
 
@@ -179,16 +208,29 @@ def test_a_metadata_that_points_outside_its_folder_or_is_no_pickle_is_refused(
             assert said.startswith("UserError") and f"{folder / '.metadata'} cannot be read" in said
 
 
+def replace_record(folder: Path, record: str, content: bytes) -> None:
+    """Let every tensor be read from a file of torch.save one of whose records is another."""
+    torch.save(torch.zeros(1), folder / "whole")
+    with zipfile.ZipFile(folder / "whole") as whole, zipfile.ZipFile(folder / "t", "w") as other:
+        for name in whole.namelist():
+            other.writestr(name, content if name.endswith(record) else whole.read(name))
+    redirect(folder, "t", (folder / "t").stat().st_size)
+
+
 def test_an_error_without_a_message_is_a_refusal_too(ranks, saved, tmp_path):
-    """A pickle that ends before it began: torch raises an EOFError that says nothing."""
+    """A pickle that asks for 2^62 bytes: Python's MemoryError says nothing."""
     folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
-    torch.save(torch.zeros(1), tmp_path / "whole")
-    with zipfile.ZipFile(tmp_path / "whole") as read, zipfile.ZipFile(folder / "cut", "w") as cut:
-        for name in read.namelist():
-            cut.writestr(name, b"" if name.endswith("data.pkl") else read.read(name))
-    redirect(folder, "cut", (folder / "cut").stat().st_size)
+    too_much = pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + (2**62).to_bytes(8, "little")
+    replace_record(folder, "data.pkl", too_much)
     for said in ranks.run(2, trusting_here, folder):
-        assert said == f"UserError: {folder} cannot be read: EOFError"
+        assert said == f"UserError: {folder} cannot be read: MemoryError"
+
+
+def test_bytes_in_another_order_are_refused(ranks, saved, tmp_path):
+    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+    replace_record(folder, "byteorder", b"big")
+    for said in ranks.run(2, trusting_here, folder):
+        assert "in the order of another kind of processor" in said
 
 
 def test_the_metadata_of_our_own_checkpoints_is_all_on_the_allow_list(saved):
