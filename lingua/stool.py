@@ -27,7 +27,14 @@ from lingua.errors import UserError, nearest
 from lingua.freeze import CODE, freeze_code, set_aside
 from lingua.launch import run_program
 from lingua.signals import STOPPING, become
-from lingua.slurm import ENDED, ask, job_states, partition_limit, seconds_of
+from lingua.slurm import (
+    ENDED,
+    ask,
+    environment_of_another,
+    job_states,
+    partition_limit,
+    seconds_of,
+)
 from lingua.status import BASE, JOB, status, table
 
 SCRIPT = "submit.slurm"
@@ -247,6 +254,11 @@ def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
 
     class Executor(submitit.SlurmExecutor):
         affinity = classmethod(lambda cls: 2)  # a script can be written where Slurm is not
+
+        def _make_submission_command(self, path: Path) -> list[str]:
+            # One may launch from within a job, whose variables srun would take for options.
+            own = sorted(os.environ.keys() - environment_of_another().keys())
+            return ["env", *(f"--unset={key}" for key in own), "sbatch", str(path)]
 
     time = job.time or partition_limit(job.partition)
     if (limit_s := seconds_of(time)) is not None and limit_s <= job.signal_s:
