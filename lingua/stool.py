@@ -186,6 +186,18 @@ def _check_free(job: JobArgs, root: Path) -> None:
                 )
 
 
+def _check_possible(job: JobArgs, script: str) -> None:
+    """Refuse what the cluster would never run."""
+    try:
+        ask("sbatch", "--test-only", given=script)
+    except UserError as error:  # Slurm may not say what it is that no node has
+        keys = ("partition", "nodes", "ngpu", "gpus", "ncpu", "mem", "constraint", "exclude")
+        asked = {key: getattr(job, key) for key in keys}
+        asked |= {f"slurm.{option}": value for option, value in job.slurm.items()}
+        said = ", ".join(f"{k} = {v}" for k, v in asked.items() if v is not None)
+        raise UserError(f"{error} (asked for: {said})") from None
+
+
 # ------------------------------------------------------------------------------------- launching
 
 
@@ -202,7 +214,7 @@ def _launch(job: JobArgs, root: Path, name: str, members: list[Member]) -> list[
     if job.launcher == "print":
         return script
     _check_free(job, root)
-    ask("sbatch", "--test-only", given=script)
+    _check_possible(job, script)
     _freeze(job, root, members)
     set_aside(root / SCRIPT)
     (root / SCRIPT).write_text(script)
