@@ -27,7 +27,14 @@ from lingua.errors import UserError, nearest
 from lingua.freeze import CODE, freeze_code, set_aside
 from lingua.launch import run_program
 from lingua.signals import STOPPING, become
-from lingua.slurm import ENDED, ask, job_states, partition_limit, seconds_of
+from lingua.slurm import (
+    ENDED,
+    ask,
+    environment_of_another,
+    job_states,
+    partition_limit,
+    seconds_of,
+)
 from lingua.status import BASE, JOB, status, table
 
 SCRIPT = "submit.slurm"
@@ -179,6 +186,18 @@ def _check_free(job: JobArgs, root: Path) -> None:
                 )
 
 
+def _check_possible(job: JobArgs, script: str) -> None:
+    """Refuse what the cluster would never run."""
+    try:
+        ask("sbatch", "--test-only", given=script)
+    except UserError as error:  # Slurm may not say what it is that no node has
+        keys = ("partition", "nodes", "ngpu", "gpus", "ncpu", "mem", "constraint", "exclude")
+        asked = {key: getattr(job, key) for key in keys}
+        asked |= {f"slurm.{option}": value for option, value in job.slurm.items()}
+        said = ", ".join(f"{k} = {v}" for k, v in asked.items() if v is not None)
+        raise UserError(f"{error} (asked for: {said})") from None
+
+
 # ------------------------------------------------------------------------------------- launching
 
 
@@ -195,7 +214,7 @@ def _launch(job: JobArgs, root: Path, name: str, members: list[Member]) -> list[
     if job.launcher == "print":
         return script
     _check_free(job, root)
-    ask("sbatch", "--test-only", given=script)
+    _check_possible(job, script)
     _freeze(job, root, members)
     set_aside(root / SCRIPT)
     (root / SCRIPT).write_text(script)
@@ -247,6 +266,11 @@ def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
 
     class Executor(submitit.SlurmExecutor):
         affinity = classmethod(lambda cls: 2)  # a script can be written where Slurm is not
+
+        def _make_submission_command(self, path: Path) -> list[str]:
+            # One may launch from within a job, whose variables srun would take for options.
+            own = sorted(os.environ.keys() - environment_of_another().keys())
+            return ["env", *(f"--unset={key}" for key in own), "sbatch", str(path)]
 
     time = job.time or partition_limit(job.partition)
     if (limit_s := seconds_of(time)) is not None and limit_s <= job.signal_s:

@@ -7,7 +7,8 @@
 # Everything lives in DIR (default: lingua-slurm-UID in $TMPDIR or /tmp), on free ports. It needs
 # Debian's packages slurm-wlm and munge, and installs nothing. Nodes are called n1, n2, ...; jobs of
 # the partition urgent take the place of those of main, the default; a node that does not answer
-# counts as dead after seconds.
+# counts as dead after seconds. Each has four GPUs, in name: Slurm grants and binds them as it does
+# those of real nodes, while behind each there is nothing (its device file is /dev/null).
 set -euo pipefail
 
 say() { printf 'setup/slurm_local.sh: %s\n' "$*" >&2; }
@@ -50,6 +51,7 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
 SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
@@ -61,10 +63,18 @@ MinJobAge=3600
 END
     # More cores than the machine has: which job runs beside which is not for it to decide.
     for ((node = 1; node <= n; node++)); do
-        echo "NodeName=n$node NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[node]} CPUs=8 RealMemory=65536"
+        echo "NodeName=n$node NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[node]} CPUs=8 RealMemory=65536 Gres=gpu:4"
     done
     echo "PartitionName=main Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 GraceTime=20"
     echo "PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=off"
+}
+
+gpus() { # makes their device files, and prints gres.conf
+    local gpu
+    for gpu in 0 1 2 3; do
+        ln -s /dev/null "$dir/gpu$gpu" # the number of its name is what CUDA_VISIBLE_DEVICES gets
+    done
+    echo "Name=gpu File=$dir/gpu[0-3]"
 }
 
 idle_nodes() { # a node is listed once for each partition
@@ -87,6 +97,7 @@ start() {
     trap 'code=$?; tail -n 5 "$dir"/*.log >&2 || true; stop; exit "$code"' ERR
     mkdir -- "$dir/state"
     configuration >"$SLURM_CONF"
+    gpus >"$dir/gres.conf"
     (umask 077 && head -c 128 /dev/urandom >"$dir/munge.key")
     # --force: a private parent folder is no danger where all are one user
     munged --force --key-file="$dir/munge.key" --socket="$dir/munge.socket" \

@@ -26,6 +26,7 @@ def test_a_time_limit_in_any_form_of_sbatch_is_so_many_seconds(time, seconds) ->
 def test_what_launches_another_job_does_not_hand_on_its_own_place(monkeypatch) -> None:
     own = ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "PMIX_RANK", "RANK", "LOCAL_WORLD_SIZE")
     own += ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "CUDA_VISIBLE_DEVICES")
+    own += ("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
     kept = ("SLURM_CONF", "SBATCH_ACCOUNT", "HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
     for name in (*own, *kept):
         monkeypatch.setenv(name, "1")

@@ -70,11 +70,13 @@ class Cluster:
             *(f"{k}={'null' if v is None else v}" for k, v in values.items()),
         ]
 
-    def launch(self, *jobs: tuple[dict[str, Any], list[str]]) -> list[list[Any]]:
-        """(job id, exit code) of each, launched from the checkout."""
+    def launch(
+        self, *jobs: tuple[dict[str, Any], list[str]], within: tuple[str, ...] = ()
+    ) -> list[list[Any]]:
+        """(job id, exit code) of each, launched from the checkout (by the command `within`)."""
         common = {"script": "tests.slurm_app", "gpus": "none", "time": "5"}
         given = json.dumps([(common | job, arguments) for job, arguments in jobs])
-        command = [sys.executable, "-c", LAUNCH]
+        command = [*within, sys.executable, "-c", LAUNCH]
         done = subprocess.run(
             command, cwd=self.repo, env=self.env, input=given, capture_output=True, text=True
         )
@@ -278,6 +280,33 @@ def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_sho
     assert run.errors[0] in table([run])
 
 
+@needs_slurm
+def test_a_rank_is_shown_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_has(
+    cluster: Cluster,
+) -> None:
+    # Another job has the first GPU of n1, so that what a job has is another part of either node.
+    other = ["--parsable", "--nodelist=n1", "--gpus=1", "--output=/dev/null", "--wrap=sleep 300"]
+    holder = cluster.ask("sbatch", *other).strip()
+    cluster.until(lambda: cluster.shown(holder)["JobState"] == "RUNNING", "the other job")
+    job = {"script": "tests.gpu_app", "nodes": 2, "ngpu": 2, "exclude": "n3,n4,n5,n6"}
+    places = {gpus: cluster.runs / f"gpus {gpus}" for gpus in ("node", "task")}
+    # They are launched from within a job whose GPUs are bound, which must not become their way.
+    launched = cluster.launch(
+        *((job | {"gpus": gpus}, [f"dump_dir={place}"]) for gpus, place in places.items()),
+        within=("salloc", "--nodelist=n6", "--ntasks=2", "--gpus-per-task=1"),
+    )
+    shown = {}
+    for (gpus, place), (job_id, _) in zip(places.items(), launched, strict=True):
+        cluster.ended(job_id)
+        logs = (place / "logs" / job_id).glob("*_log.out")
+        shown[gpus] = sorted(log.read_text().splitlines()[-1] for log in logs)
+    cluster.ask("scancel", holder)
+    assert shown == {  # rank, node, local rank, GPUs
+        "node": ["0 n1 0 1,2", "1 n1 1 1,2", "2 n2 0 0,1", "3 n2 1 0,1"],
+        "task": ["0 n1 0 1", "1 n1 1 2", "2 n2 0 0", "3 n2 1 1"],
+    }
+
+
 # --------------------------------------------------------------------------------------- sweeps
 
 
@@ -335,13 +364,16 @@ def refused(
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "kept").write_text("kept")
 
+    def known() -> set[str]:
+        return set(cluster.ask("squeue", "--noheader", "--states=all", "--format=%i").split())
+
     def call(dump_dir: str = "new", arguments: list[str] | None = None, **job: Any) -> str:
         args = JobArgs(**{"script": "tests.slurm_app", "gpus": "none", "time": "5"} | job)
         here = sorted(tmp_path.rglob("*"))
-        known = cluster.ask("squeue", "--noheader", "--states=all", "--format=%i")
+        before = known()
         with pytest.raises(UserError) as raised:
             launch(args, [*cluster.arguments(tmp_path / dump_dir), *(arguments or [])])
-        assert cluster.ask("squeue", "--noheader", "--states=all", "--format=%i") == known
+        assert known() == before
         assert sorted(tmp_path.rglob("*")) == here
         return str(raised.value)
 
@@ -355,6 +387,11 @@ def test_wrong_input_is_refused_by_name_before_anything_is_done(
     assert "nope" in refused(partition="nope")
     assert "Partition nope" in refused(partition="nope", time=None)
     assert "node configuration is not available" in refused(nodes=9)
+    for gpus in ("node", "task"):
+        told = refused(gpus=gpus, ngpu=5, arguments=["data.global_batch_size=10"])  # nodes have 4
+        assert "node configuration is not available" in told
+        assert f"nodes = 1, ngpu = 5, gpus = {gpus}" in told
+    assert "slurm.gpus = 5" in refused(slurm={"gpus": 5})
     assert "config=missing.yaml: cannot be read" in refused(arguments=["config=missing.yaml"])
     assert "exists" in (told := refused("there")) and "dirs_exists_ok=true" in told
     assert "cannot be imported" in refused(script="apps.nope")

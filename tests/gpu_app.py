@@ -1,0 +1,21 @@
+"""An app that trains nothing, for tests on Slurm: each rank prints its place and its GPUs."""
+
+import os
+from dataclasses import dataclass
+
+from lingua.args import load
+
+
+@dataclass
+class GpuArgs:
+    name: str = "gpus"
+    dump_dir: str | None = None
+
+
+def check(argv: list[str], world_size: int) -> tuple[GpuArgs, list[str]]:
+    return load(GpuArgs, argv)
+
+
+if __name__ == "__main__":
+    said = ("SLURM_PROCID", "SLURMD_NODENAME", "SLURM_LOCALID", "CUDA_VISIBLE_DEVICES")
+    print(*(os.environ.get(name) for name in said))
