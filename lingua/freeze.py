@@ -25,8 +25,10 @@ def freeze_code(module_file: Path, dump_dir: Path) -> Path:
             return _copy_again(copy, dump_dir)
     root = Path(os.fsdecode(_git(module_file.parent, "rev-parse", "--show-toplevel")[:-1]))
     listed = _git(root, "ls-files", "-co", "--exclude-standard", "-z").split(b"\0")
+    commit = _git(root, "rev-parse", "--verify", "HEAD")
+    changed = _git(root, "diff", "--binary", "HEAD")
     code = dump_dir / CODE
-    code.mkdir()
+    code.mkdir(parents=True)
     for name in filter(None, map(os.fsdecode, listed)):
         source = root / name
         # Deleted but still tracked; or the folder of a submodule, another repository's.
@@ -35,13 +37,13 @@ def freeze_code(module_file: Path, dump_dir: Path) -> Path:
         target = code / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
-    commit = _git(root, "rev-parse", "--verify", "HEAD")
     (dump_dir / f"{CODE}.commit").write_bytes(commit)
-    (dump_dir / f"{CODE}.diff").write_bytes(_git(root, "diff", "--binary", "HEAD"))
+    (dump_dir / f"{CODE}.diff").write_bytes(changed)
     return code
 
 
 def _copy_again(copy: Path, dump_dir: Path) -> Path:
+    dump_dir.mkdir(parents=True, exist_ok=True)
     for name in (f"{CODE}.commit", f"{CODE}.diff"):
         shutil.copy2(copy.with_name(name), dump_dir / name)
     no_caches = shutil.ignore_patterns("__pycache__")

@@ -230,11 +230,10 @@ def _launch(job: JobArgs, root: Path, name: str, members: list[Member]) -> list[
 
 def _freeze(job: JobArgs, root: Path, members: list[Member]) -> None:
     """Write what the runs are started from: code and configs."""
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "logs").mkdir(exist_ok=True)
     for file in (CODE, f"{CODE}.commit", f"{CODE}.diff"):
         set_aside(root / file)
     freeze_code(Path(_script(job).__file__), root)
+    (root / "logs").mkdir(exist_ok=True)
     for member in members:
         member.dump_dir.mkdir(exist_ok=True)
         set_aside(member.dump_dir / BASE)
