@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lingua.args import Free
-from lingua.checkpoint_write import NotSaved, describe, sync_folder, write_tensors, write_text
+from lingua.checkpoint_write import NotSaved, describe, write_tensors, write_text
 from lingua.distributed import on_rank_0
 from lingua.errors import UserError
+from lingua.files import sync_folder
 from lingua.init import canonical_name
 
 MANIFEST, STATE, CONFIG = "manifest.json", "train_state.json", "config.yaml"

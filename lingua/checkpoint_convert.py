@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lingua.checkpoint import save
 from lingua.checkpoint_source import TensorSource, find_source, read_file
-from lingua.checkpoint_write import sync_folder
 from lingua.errors import UserError
+from lingua.files import sync_folder
 
 
 def main(arguments: list[str]) -> None:

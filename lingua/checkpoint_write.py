@@ -5,7 +5,6 @@ written, not of what a disk or a page cache made of them.
 """
 
 import io
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,41 +20,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from lingua.errors import UserError
+from lingua.files import SyncedFile
 
 BLOCK = 1 << 20  # bytes of small writes that are collected, and that are read at once
-WRITE_BACK = 32 << 20  # bytes after which they begin to go to the disk
 
 
 class NotSaved(UserError):
     """A save that failed. Every rank raises it; nothing is published and no file is left."""
 
 
-class _File(io.FileIO):
-    """Written once, from its begin on, and on its way to the disk while more is made."""
-
+class _File(SyncedFile):
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb")
-        self._size, self._checksum = 0, xxhash.xxh3_64()
+        super().__init__(path)
+        self._checksum = xxhash.xxh3_64()
 
     def write(self, data: Any) -> int:
-        n = super().write(memoryview(data)[:WRITE_BACK])
+        n = super().write(data)
         self._checksum.update(memoryview(data)[:n])
-        if hasattr(os, "posix_fadvise"):  # Linux: dirty pages are not dropped but written back
-            os.posix_fadvise(self.fileno(), self._size, n, os.POSIX_FADV_DONTNEED)
-        self._size += n
         return n
 
-    def close(self) -> None:
-        """When it returns, all that was written is on the disk."""
-        if self.closed:
-            return
-        try:
-            os.fsync(self.fileno())
-        finally:
-            super().close()
-
     def description(self) -> dict[str, Any]:
-        return {"size": self._size, "xxh3_64": self._checksum.hexdigest()}
+        return {"size": self.size, "xxh3_64": self._checksum.hexdigest()}
 
 
 class _Files(FileSystem):
@@ -134,12 +119,3 @@ def describe(path: Path) -> dict[str, Any]:
             checksum.update(block[:n])
             size += n
     return {"size": size, "xxh3_64": checksum.hexdigest()}
-
-
-def sync_folder(folder: Path) -> None:
-    """Let what was created and renamed in a folder outlast a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

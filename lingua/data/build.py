@@ -1,5 +1,6 @@
 """Builds one unit: its files' text -> tokens -> a shard and the record that it is finished."""
 
+import io
 import json
 import os
 import struct
@@ -26,9 +27,11 @@ from lingua.data.shards import (
 )
 from lingua.data.units import Job, Unit, UnitRecord, record_path
 from lingua.errors import UserError
+from lingua.files import SyncedFile
 from lingua.tokenizer import Tokenizer
 
 BATCH_BYTES = 2**18  # text tokenized at once
+BUFFER = 2**20  # bytes of a shard written at once
 SAMPLE_BYTES = 2**17  # text tokenized to see how much space shards take
 HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
 _DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
@@ -165,7 +168,9 @@ class _SplitWriter:
         self._bos = np.array([tokenizer.bos_id] if job.add_bos else [], tokenizer.dtype)
         self._eos = np.array([tokenizer.eos_id] if job.add_eos else [], tokenizer.dtype)
         self._paths = [job.folder / f"{name}.{split}.{what}" for what in ("tokens", "documents")]
-        self._tokens, self._documents = (path.open("wb") for path in self._paths)
+        self._tokens, self._documents = (
+            io.BufferedWriter(SyncedFile(path), BUFFER) for path in self._paths
+        )
         self._counts = Split(tokens=0, documents=0, bytes=0, hash="")
         self._content = xxhash.xxh3_128()
         self._added: list[np.ndarray] = []
@@ -209,9 +214,8 @@ class _SplitWriter:
         self._counts.bytes += record.n_bytes
 
     def finish(self) -> Split:
-        for file in (self._tokens, self._documents):
-            file.flush()
-            os.fsync(file.fileno())
+        self._tokens.close()
+        self._documents.close()
         self._counts.hash = self._content.hexdigest()
         return self._counts
 
