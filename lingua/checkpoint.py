@@ -207,6 +207,16 @@ def _publish(
     sync_folder(final.parent)
 
 
+def publish_config(root: Path, config: str) -> Path:
+    """A checkpoint of step 0 without tensors, in an empty folder: it says what a model is before
+    there is one. By one process."""
+    folder, final = root / "config", root / f"{0:010d}"
+    folder.mkdir()
+    (folder / ".metadata").touch()
+    _publish(folder, final, 0, {}, {}, config)
+    return final
+
+
 def _checksum_of(manifest: dict) -> str:
     text = json.dumps({k: v for k, v in manifest.items() if k != "xxh3_64"}, sort_keys=True)
     return xxhash.xxh3_64_hexdigest(text.encode())

@@ -165,7 +165,7 @@ def there(name: str, t: Tensor, args: LlamaArgs, dtype: str | None) -> Tensor:
 
 def write_tokenizer(folder: Path, trained: Trained, tokenizer: TokenizerArgs) -> str:
     """The tokenizer's files where transformers has a form for it; returns what became of it."""
-    if tokenizer.name not in ("hf", "sp") or not is_bpe(tokenizer):
+    if tokenizer.name not in ("hf", "sp") or not has_form(tokenizer):
         return f"transformers has no form of its {tokenizer.name} tokenizer: no file of it is there"
     path = Path(tokenizer.path)
     if tokenizer.name == "hf":
@@ -187,13 +187,16 @@ def write_tokenizer(folder: Path, trained: Trained, tokenizer: TokenizerArgs) ->
     return "with its tokenizer"
 
 
-def is_bpe(tokenizer: TokenizerArgs) -> bool:
-    """False for a sentencepiece model that is no BPE, as transformers' LlamaTokenizer takes it."""
+def has_form(tokenizer: TokenizerArgs) -> bool:
+    """False for a sentencepiece model that transformers' LlamaTokenizer would take for another: it
+    is a BPE, and puts a space before a text, of which it changes nothing else."""
     if tokenizer.name == "hf":
         return True
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
+    if model.normalize(" \ufb01  x ") != "▁▁\ufb01▁▁x▁":  # a ligature
+        return False
     # BPE scores a piece by its rank, a whole number; others by its probability.
     return all(model.get_score(i).is_integer() for i in range(model.vocab_size()))
 

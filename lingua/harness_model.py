@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 class HarnessModel(LM):
     """Encodes requests as the harness's own class for Hugging Face's models does, and hands them to
-    `ask`. But bos is no text: that of a rolling text is not scored."""
+    `ask`."""
 
     def __init__(
         self,
@@ -50,7 +50,11 @@ class HarnessModel(LM):
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         texts = self.tokenizer.encode_batch([request.args[0] for request in requests])
-        scores = self.ask("score", [(self.before_text(), text.tolist()) for text in texts])
+        before = self.before_text()
+        # Numbers are compared with the harness's: the bos that a text begins with is scored there,
+        # as a token that follows another bos.
+        bos = before if self.add_bos else []
+        scores = self.ask("score", [(before, [*bos, *text.tolist()]) for text in texts])
         return [logprob for logprob, _ in scores]
 
     def generate_until(self, requests: list[Instance]) -> list[str]:

@@ -252,13 +252,22 @@ def test_a_tokenizer_travels_with_its_model_both_ways(ranks, convert_to, tmp_pat
     assert again.fingerprint() == ours.fingerprint()
 
 
-@pytest.mark.parametrize("kind", ["bytes", "unigram"])
+FORMLESS = {
+    "bytes": None,
+    "unigram": {"hard_vocab_limit": False},
+    "no space before a text": {"model_type": "bpe", "add_dummy_prefix": False},
+    "characters made others": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"},
+    "spaces made one": {"model_type": "bpe", "remove_extra_whitespaces": True},
+}
+
+
+@pytest.mark.parametrize("kind", FORMLESS)
 def test_a_tokenizer_that_transformers_has_no_form_for_is_not_written(
     ranks, convert_to, tmp_path, kind
 ):
     config = {}
-    if kind == "unigram":
-        path = write_sentencepiece(tmp_path / "some.model", hard_vocab_limit=False)
+    if (options := FORMLESS[kind]) is not None:
+        path = write_sentencepiece(tmp_path / "some.model", **options)
         config = {"tokenizer": {"name": "sp", "path": path}}
     ranks.run(1, save_here, tmp_path / "ours", model_args(vocab_size=600), config)
     out = convert_to(tmp_path / "ours", tmp_path / "theirs")

@@ -59,10 +59,11 @@ def test_the_tokens_at_the_boundary_are_those_of_running_text(tmp_path):
     assert n_split  # where the continuation by itself is other tokens
 
 
-def test_a_rolling_text_is_scored_from_its_first_token_on():
+@pytest.mark.parametrize(("add_bos", "scored"), [(False, [97, 98]), (True, [*BOS, 97, 98])])
+def test_a_rolling_text_is_scored_from_its_first_token_on(add_bos, scored):
     asked: list[Any] = []
-    a_model(asked).loglikelihood_rolling(instances(("ab",)))
-    assert asked == [("score", [(BOS, [97, 98])])]
+    a_model(asked, add_bos=add_bos).loglikelihood_rolling(instances(("ab",)))
+    assert asked == [("score", [(BOS, scored)])]
 
 
 def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):

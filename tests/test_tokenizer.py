@@ -44,11 +44,13 @@ TEXTS = [
 
 def write_sentencepiece(path: Path, **options: object) -> str:
     model = io.BytesIO()
+    given = {
+        "vocab_size": 450, "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "character_coverage": 0.98, "minloglevel": 2,
+    }  # fmt: skip
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=450, byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.98,
-        minloglevel=2, **options,
-    )  # fmt: skip
+        sentence_iterator=iter(CORPUS), model_writer=model, **(given | options)
+    )
     path.write_bytes(model.getvalue())
     return str(path)
 

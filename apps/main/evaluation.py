@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from apps.main.eval import EvalArgs
-from lingua.args import Free, flatten, load
-from lingua.checkpoint import mark, marks, unmark
-from lingua.distributed import mesh_sizes, on_rank_0
+from lingua import stool
+from lingua.args import Free, flatten, to_yaml
+from lingua.checkpoint import mark, marks, publish_config, unmark
+from lingua.distributed import on_rank_0
 from lingua.errors import UserError
 from lingua.harness import (
     WAITING,
@@ -56,20 +57,35 @@ class EvaluationArgs(HarnessArgs):
         return step % self.every == 0 or step == steps
 
 
-def check_evaluation(args: EvaluationArgs | None) -> None:
-    """Raises UserError where an evaluation would: of its tasks it looks at the names alone."""
-    if args is None:
+def check_evaluation(args: "TrainArgs") -> None:
+    """Raises UserError where an evaluation would: of its tasks it looks at the names alone. By one
+    process, of a config whose every value is resolved."""
+    if args.eval is None:
         return
     try:
-        find_tasks(args)
-        if args.launcher == "slurm":
-            job, of_eval, _ = parted(job_words(args))
-            if job.launcher != "slurm":
-                raise UserError(f"job.launcher = {job.launcher}: must be slurm, or left out")
-            evaluation, _ = load(EvalArgs, ["ckpt=later", *of_eval])
-            mesh_sizes(evaluation.distributed, job.nodes * job.ngpu)
+        if args.eval.launcher == "slurm":
+            check_job(args)
+        else:
+            find_tasks(args.eval)
     except UserError as error:
         raise UserError(f"eval: {error}") from None
+
+
+def check_job(args: "TrainArgs") -> None:
+    """Have the job's own program judge it, of a checkpoint such as this run will save. Raises
+    UserError where a launch would, but asks nothing of Slurm."""
+    with TemporaryDirectory() as folder:
+        checkpoint = publish_config(Path(folder), to_yaml(args))
+        job, of_eval, sweep = parted(job_words(args, checkpoint, 0))
+        if job.launcher != "slurm":
+            raise UserError(f"job.launcher = {job.launcher}: must be slurm, or left out")
+        if sweep:
+            raise UserError(f"job.sweep.{next(iter(sweep))}: must be left out, it is one job")
+        try:
+            stool.launch(replace(job, launcher="print", time=job.time or "UNLIMITED"), of_eval)
+        except UserError as error:
+            said = str(error).replace(f"{checkpoint}/", "this run's ")
+            raise UserError(f"job.script = {job.script} would refuse its job: {said}") from None
 
 
 def open_evaluation(args: "TrainArgs") -> dict[str, Any]:
@@ -78,7 +94,7 @@ def open_evaluation(args: "TrainArgs") -> dict[str, Any]:
     tasks: dict[str, Any] = {}
 
     def work() -> None:
-        check_evaluation(args.eval)
+        check_evaluation(args)
         try:
             tasks.update(open_tasks(args.eval, args.data.seq_len))
         except UserError as error:
@@ -142,11 +158,14 @@ def evaluate_here(args: "TrainArgs", run: "Run", stop: StopRequest) -> None:
 # ------------------------------------------------------------------------------------------- jobs
 
 
-def job_words(args: EvaluationArgs) -> list[str]:
-    """What the job of an evaluation is, as words of a command line; `job` has the last word."""
-    given = {f.name: getattr(args, f.name) for f in fields(HarnessArgs)}
-    given = {"script": "apps.main.eval"} | given | args.job
-    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+def job_words(args: "TrainArgs", checkpoint: Path, step: int) -> list[str]:
+    """The command line of lingua.stool for the job that evaluates a checkpoint; `eval.job` has the
+    last word."""
+    given = {f.name: getattr(args.eval, f.name) for f in fields(HarnessArgs)}
+    given = {"script": "apps.main.eval"} | given | args.eval.job
+    words = [f"name={args.name}-eval-{step}", f"dump_dir={folder_of(args, step)}"]
+    words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *wandb_words(args)]
+    return [*words, *(f"{key}={json.dumps(value)}" for key, value in given.items())]
 
 
 def wandb_words(args: "TrainArgs") -> list[str]:
@@ -166,11 +185,8 @@ def launch(args: "TrainArgs", run: "Run") -> None:
     checkpoint = (run.saver.root / f"{step:010d}").absolute()
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} was not saved")
-    words = [f"name={args.name}-eval-{step}", f"dump_dir={folder_of(args, step)}"]
-    words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *wandb_words(args)]
-    words += job_words(args.eval)
     # In a process of its own: neither this one's place in its job nor its libraries are the job's.
-    command = [sys.executable, "-m", "lingua.stool", *words]
+    command = [sys.executable, "-m", "lingua.stool", *job_words(args, checkpoint, step)]
     waited_for = WAITING in marks(checkpoint)  # by a job of a former start
     try:
         mark(checkpoint, WAITING)  # until it is evaluated: the job may start after many a save

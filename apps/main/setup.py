@@ -324,6 +324,7 @@ def check(
     global_batch_size, batch_size = trial.data.global_batch_size, trial.data.batch_size
     micro_steps(global_batch_size, degree, batch_size, trial.grad_acc_steps)
     document_marks(trial.data, tokenizer)
-    check_evaluation(args.eval)
+    trial.dump_dir = str(dump_dir)
+    check_evaluation(trial)
     check_tensor_parallel(build(trial).plan or ParallelPlan(), tp)
     return args, notices

@@ -6,43 +6,56 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lm_eval
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from apps.main.eval import main
+from apps.main.transformer import ModelArgs
 from lingua import convert
 from lingua.checkpoint import mark, marks, save, tensors_of
 from lingua.distributed import DistributedArgs, detect_launch, start
 from lingua.errors import UserError
 from lingua.harness import WAITING
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.apps.tasks import TASKS, write_tasks
 from tests.apps.test_model import initialised, model_args
 from tests.ranks import Ranks
-from tests.test_tokenizer import write_byte_level
+from tests.test_tokenizer import write_byte_level, write_ranks, write_sentencepiece
 
 CPU = torch.device("cpu")
 MODEL = model_args(vocab_size=400, dim=36, n_heads=6, n_kv_heads=2, init_base_std=0.3)
 SEQ_LEN = 64
+SP_BYTES = slice(3, 259)  # the ids of bytes in a sentencepiece model
 GIVEN = {"num_fewshot": 2, "limit": 5}
 
 
-def make_run_here(folder: Path, tokenizer: str, add_bos: bool) -> None:
+def make_run_here(folder: Path, model: ModelArgs, tokenizer: TokenizerArgs, add_bos: bool) -> None:
     """A run whose checkpoint of step 3 is exported to `folder`/hf."""
     start(CPU, detect_launch(), DistributedArgs())
     data = {"seq_len": SEQ_LEN, "add_bos": add_bos, "add_eos": True}
-    data["tokenizer"] = {"name": "hf", "path": tokenizer}
-    text = OmegaConf.to_yaml({"model": OmegaConf.structured(MODEL), "data": data})
-    save(folder / "checkpoints", 3, tensors_of(initialised(MODEL)), {}, text)
+    data["tokenizer"] = asdict(tokenizer)
+    text = OmegaConf.to_yaml({"model": OmegaConf.structured(model), "data": data})
+    made = initialised(model)
+    if tokenizer.name == "sp":
+        # Never the likeliest: of bytes in a row that are no UTF-8, sentencepiece gives up those
+        # that are none, but transformers all.
+        made.output.weight.data[SP_BYTES] = 0
+    save(folder / "checkpoints", 3, tensors_of(made), {}, text)
     dist.destroy_process_group()
     convert.main([f"source={folder}", f"out={folder / 'hf'}"])
 
@@ -72,28 +85,36 @@ def task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
+WRITE = {
+    "hf": write_byte_level,
+    "sp": partial(write_sentencepiece, model_type="bpe"),
+    "tiktoken": write_ranks,
+}
+
+
 @pytest.fixture(scope="module")
-def make_run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
-    def make(add_bos: bool) -> Path:
+def make_run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    def make(add_bos: bool, kind: str = "hf", **changed: Any) -> Path:
         folder = tmp_path_factory.mktemp("run")
-        tokenizer = write_byte_level(folder / "tokenizer.json")
-        ranks.run(1, make_run_here, folder, tokenizer, add_bos)
+        tokenizer = TokenizerArgs(kind, WRITE[kind](folder / "tokenizer"))
+        model = replace(MODEL, vocab_size=build_tokenizer(tokenizer).vocab_size, **changed)
+        ranks.run(1, make_run_here, folder, model, tokenizer, add_bos)
         return folder
 
     return make
 
 
 @pytest.fixture(scope="module")
-def run(make_run: Callable[[bool], Path]) -> Path:
+def run(make_run: Callable[..., Path]) -> Path:
     return make_run(False)
 
 
 def theirs(run: Path, task_dir: Path, tasks: list[str], **given: Any) -> dict[str, Any]:
     """What the harness finds itself, with its own class for models of transformers."""
-    bos = given.pop("add_bos_token", None)
+    of_model = {key: given.pop(key, None) for key in ("add_bos_token", "tokenizer")}
     model = HFLM(
         pretrained=str(run / "hf"), device="cpu", dtype="float32", batch_size=3,
-        max_length=SEQ_LEN, add_bos_token=bos,
+        max_length=SEQ_LEN, **of_model,
     )  # fmt: skip
     manager = TaskManager(include_path=str(task_dir), include_defaults=False)
     return lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **(GIVEN | given))
@@ -134,9 +155,9 @@ def replies(samples: list[dict[str, Any]]) -> list[str]:
 
 
 def answers(samples: list[dict[str, Any]]) -> list[list[float]]:
-    """The log-probability of every choice of every document."""
+    """The log-probability of every choice of every document, or of the document as a whole."""
     return [
-        [float(answer[0]) for answer in sample["filtered_resps"]]
+        [float(np.atleast_1d(answer)[0]) for answer in sample["filtered_resps"]]
         for sample in sorted(samples, key=lambda s: s["doc_id"])
     ]
 
@@ -168,6 +189,34 @@ def test_scores_are_those_of_the_harness_on_the_exported_model(
     assert all(line["step"] == 3 and "created_at" in line for line in lines)
     assert lines[0]["acc,none"] == found["choice acc,none"]
     assert lines[0]["num_fewshot"] == 2
+
+
+def read_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
+    """A file of tiktoken's ranks as transformers reads it. What is exported has no tokenizer."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # it would keep a copy under the name of the file
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    made = TikTokenConverter(str(path), extra_special_tokens=special).converted()
+    bos, eos = special
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=bos, eos_token=eos, add_bos_token=True
+    )
+
+
+@pytest.mark.parametrize("kind", ["sp", "tiktoken"])
+def test_with_other_tokenizers_and_tied_weights_scores_are_those_of_the_harness_too(
+    ranks, make_run, task_dir, tmp_path, monkeypatch, kind
+):
+    run = make_run(True, kind, weight_tying=True)
+    tokenizer = read_ranks(run / "tokenizer", monkeypatch) if kind == "tiktoken" else None
+    there = theirs(run, task_dir, list(TASKS), num_fewshot=0, tokenizer=tokenizer)
+    argv = ["distributed.tp_size=2", "num_fewshot=0"]  # whole prompts, most of which fit
+    out = ours(ranks, run, task_dir, tmp_path / "out", *argv, n=2)
+    for task in ("choice", "rolling"):
+        found, same = answers(samples_in(out, task)), answers(there["samples"][task])
+        for line, expected in zip(found, same, strict=True):
+            assert line == pytest.approx(expected, abs=1e-4, rel=1e-6), task
+    for task in ("reply", "story"):
+        assert replies(samples_in(out, task)) == replies(there["samples"][task])
 
 
 def test_groups_and_tags_are_those_of_the_harness(ranks, run, task_dir, tmp_path):

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from apps.main.train import check
+from lingua.errors import UserError
 from lingua.status import status, table
-from tests.apps.runs import Outcome, Runs, differs
+from tests.apps.runs import SMALL, Outcome, Runs, differs
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import eval_here, results_in
 
@@ -136,6 +138,42 @@ def test_the_mistakes_of_an_evaluation_are_found_before_training(
         run = runs.train((1, 2, 1), settings, refused=True)
         assert told in run.error, run.error
         assert not list((run.dump_dir / "checkpoints").glob("0*"))
+
+
+def checked_here(settings: dict[str, Any], jobs: list[str]) -> list[str]:
+    """What a launcher of the run is told with each `eval.job`, or nothing."""
+    told = []
+    for job in jobs:
+        words = [f"{key}={value}" for key, value in settings.items()]
+        try:
+            check([*words, f"eval.job={job}"], 1)
+            told.append("")
+        except UserError as error:
+            told.append(str(error))
+    return told
+
+
+def test_the_program_of_its_jobs_judges_them_before_the_run_is_launched(
+    runs: Runs, task_dir: Path, tmp_path: Path
+) -> None:
+    settings = SMALL | runs.config((1, 1, 1), TRAINED | {"dump_dir": tmp_path / "run"})
+    settings |= {"eval.task_dir": task_dir, "eval.launcher": "slurm"}
+    cases = {
+        "{ngpu: 2, distributed.tp_size: 2, context: 16, time: 5, signal_s: 60}": "",
+        "{ngpu: 4, distributed.tp_size: 4}": "eval: job.script = apps.main.eval would refuse its "
+        "job: distributed.tp_size = 4: must divide model.n_kv_heads = 2",
+        "{batchsize: 4}": 'batchsize: unknown key (did you mean "batch_size"?)',
+        "{limit: 1.5}": "limit = 1.5: must be a whole number",
+        "{script: apps.main.evl}": "No module named 'apps.main.evl'",
+        "{script: lingua.convert}": "must have a function check(arguments, world_size)",
+        "{time: 2}": "signal_s = 120: must be below time = 2, 120 s",
+        "{sweep.seed: 1}": "job.sweep.seed: must be left out",
+        "{name: 'a:b'}": "must not contain ':'",
+    }
+    [found] = runs.ranks.run(1, checked_here, settings, list(cases))
+    for (job, told), said in zip(cases.items(), found, strict=True):
+        assert told in said if told else not said, (job, said)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_status_of_a_job_that_does_not_train_is_what_it_came_to(tmp_path: Path) -> None:

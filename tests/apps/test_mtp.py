@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,17 +17,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import apps.main.train as app
 import apps.mtp.train as program
+from apps.main import eval as evaluation
 from apps.main.train import Built, set_up, train
 from apps.main.transformer import ModelArgs as PlainArgs
 from apps.main.transformer import build_transformer
-from apps.mtp.model import ModelArgs, MultiToken, build_multi_token
+from apps.mtp.model import ModelArgs, MultiToken, build_multi_token, build_trained
 from apps.mtp.train import TrainArgs, build
 from lingua.args import load
 from lingua.data import IGNORE
+from lingua.errors import UserError
 from lingua.init import canonical_name, init_parameters
 from lingua.signals import StopRequest
 from tests.apps.runs import SMALL as RUN
 from tests.apps.runs import write_text
+from tests.apps.tasks import write_tasks
 
 CPU = torch.device("cpu")
 SMALL = ModelArgs(dim=24, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=50, multiple_of=8)
@@ -289,6 +293,48 @@ def test_it_goes_on_with_a_run_on_another_mesh(ranks, data, single, tmp_path):
     ranks.run(2, train_here, overrides | on_mesh((1, 1, 2), rows=3) | {"stop_at": 4})
     ranks.run(1, train_here, overrides | on_mesh(SINGLE, rows=4))
     assert same_run(lines_of(tmp_path), lines_of(single))
+
+
+def evaluate_here(*arguments: str) -> None:
+    try:
+        evaluation.main(list(arguments), ModelArgs, build_trained)
+    finally:
+        dist.destroy_process_group()
+
+
+def checked_here(overrides: dict[str, Any]) -> str:
+    """What a launcher is told, or nothing."""
+    try:
+        app.check(command_line(overrides), 1, TrainArgs, build)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_its_checkpoints_are_evaluated_by_its_own_program_as_while_it_trains(ranks, data, tmp_path):
+    task_dir, run = write_tasks(tmp_path / "tasks", n=4), tmp_path / "run"
+    settings = data | on_mesh(SINGLE) | {"dump_dir": str(run), "stop_at": 2, "eval.every": 2}
+    settings |= {"eval.tasks": "[rolling,reply]", "eval.task_dir": task_dir}
+    ranks.run(1, train_here, settings)
+    argv = [f"ckpt={run}", "tasks=[rolling,reply]", f"task_dir={task_dir}"]
+    argv += [f"dump_dir={tmp_path / 'out'}", "distributed.tp_size=2"]
+    ranks.run(2, evaluate_here, *argv)
+    then, now = (
+        [json.loads(line) for line in (folder / "metrics.eval.jsonl").read_text().splitlines()]
+        for folder in (run, tmp_path / "out")
+    )
+    assert [line["task"] for line in then] == ["rolling", "reply"]
+    for line, alone in zip(then, now, strict=True):
+        numbers = {key: value for key, value in line.items() if "," in key}
+        assert numbers and numbers == pytest.approx({k: alone[k] for k in numbers}, rel=1e-4)
+
+    jobs = settings | {"eval.launcher": "slurm", "dump_dir": str(tmp_path / "later")}
+    for script, told in (
+        ("apps.main.eval", "model.head_layers: unknown key"),
+        ("apps.mtp.eval", ""),
+    ):
+        [said] = ranks.run(1, checked_here, jobs | {"eval.job": f"{{script: {script}}}"})
+        assert told in said if told else not said
 
 
 def test_under_tensor_parallelism_heads_are_split_as_the_trunk_is(ranks, data, tmp_path):
