@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import apps.main.train as app
 import apps.mtp.train as program
 from apps.main import eval as evaluation
+from apps.main import generate as generation
 from apps.main.train import Built, set_up, train
 from apps.main.transformer import ModelArgs as PlainArgs
 from apps.main.transformer import build_transformer
@@ -157,8 +159,9 @@ def test_flops_are_what_torch_counts():
 
 
 def test_the_fork_is_a_model_a_config_and_at_most_sixty_lines():
-    lines = Path(program.__file__).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 60
+    folder = Path(program.__file__).parent
+    programs = [(folder / name).read_text() for name in ("train.py", "eval.py", "generate.py")]
+    assert sum(bool(line) for text in programs for line in text.splitlines()) <= 60
     args, _ = load(TrainArgs, ["config=apps/mtp/configs/debug.yaml"])
     assert (args.data.n_views, args.model.head_layers) == (4, 1)
 
@@ -295,9 +298,10 @@ def test_it_goes_on_with_a_run_on_another_mesh(ranks, data, single, tmp_path):
     assert same_run(lines_of(tmp_path), lines_of(single))
 
 
-def evaluate_here(*arguments: str) -> None:
+def command_here(command: Callable, *arguments: str) -> None:
+    """apps.main.eval's or generate's main, as this app calls it."""
     try:
-        evaluation.main(list(arguments), ModelArgs, build_trained)
+        command(list(arguments), ModelArgs, build_trained)
     finally:
         dist.destroy_process_group()
 
@@ -318,7 +322,7 @@ def test_its_checkpoints_are_evaluated_by_its_own_program_as_while_it_trains(ran
     ranks.run(1, train_here, settings)
     argv = [f"ckpt={run}", "tasks=[rolling,reply]", f"task_dir={task_dir}"]
     argv += [f"dump_dir={tmp_path / 'out'}", "distributed.tp_size=2"]
-    ranks.run(2, evaluate_here, *argv)
+    ranks.run(2, command_here, evaluation.main, *argv)
     then, now = (
         [json.loads(line) for line in (folder / "metrics.eval.jsonl").read_text().splitlines()]
         for folder in (run, tmp_path / "out")
@@ -327,6 +331,14 @@ def test_its_checkpoints_are_evaluated_by_its_own_program_as_while_it_trains(ran
     for line, alone in zip(then, now, strict=True):
         numbers = {key: value for key, value in line.items() if "," in key}
         assert numbers and numbers == pytest.approx({k: alone[k] for k in numbers}, rel=1e-4)
+
+    written = []
+    for n in (1, 2):
+        out = tmp_path / f"{n}.jsonl"
+        argv = [f"ckpt={run}", "prompt=def main", "max_gen_tokens=5", f"out={out}"]
+        ranks.run(n, command_here, generation.main, *argv, f"distributed.tp_size={n}")
+        written.append(json.loads(out.read_text())["text"])
+    assert written[0] and written[0] == written[1]
 
     jobs = settings | {"eval.launcher": "slurm", "dump_dir": str(tmp_path / "later")}
     for script, told in (
