@@ -40,7 +40,13 @@ from lingua.hugging_face import (
 )
 from lingua.launch import run_program
 from lingua.resume import Progress
-from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
+from lingua.tokenizer import (
+    Tokenizer,
+    TokenizerArgs,
+    build_tokenizer,
+    tokenizer_config,
+    tokenizer_file,
+)
 from lingua.trained import Trained, open_trained
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -167,9 +173,8 @@ def write_tokenizer(folder: Path, trained: Trained, tokenizer: TokenizerArgs) ->
     """The tokenizer's files where transformers has a form for it; returns what became of it."""
     if tokenizer.name not in ("hf", "sp") or not has_form(tokenizer):
         return f"transformers has no form of its {tokenizer.name} tokenizer: no file of it is there"
-    path = Path(tokenizer.path)
+    path = tokenizer_file(tokenizer)
     if tokenizer.name == "hf":
-        path = path / "tokenizer.json" if path.is_dir() else path
         shutil.copyfile(path, folder / "tokenizer.json")
         if path.with_name(TOKENIZER_CONFIG).is_file():
             shutil.copyfile(path.with_name(TOKENIZER_CONFIG), folder / TOKENIZER_CONFIG)
@@ -178,11 +183,12 @@ def write_tokenizer(folder: Path, trained: Trained, tokenizer: TokenizerArgs) ->
         shutil.copyfile(path, folder / "tokenizer.model")
     config: dict[str, Any] = special_tokens(tokenizer)
     config |= {"model_max_length": trained.seq_len, "clean_up_tokenization_spaces": False}
+    config["add_bos_token"] = trained.add_bos
     if tokenizer.name == "hf":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     else:
         config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
-        config |= {"add_bos_token": trained.add_bos, "add_eos_token": False}
+        config["add_eos_token"] = False
     write_json(folder / TOKENIZER_CONFIG, config)
     return "with its tokenizer"
 
@@ -206,9 +212,7 @@ def special_tokens(tokenizer: TokenizerArgs) -> dict[str, str]:
     if tokenizer.name == "hf":
         import tokenizers
 
-        path = Path(tokenizer.path)
-        path = path / "tokenizer.json" if path.is_dir() else path
-        spell = tokenizers.Tokenizer.from_file(str(path)).id_to_token
+        spell = tokenizers.Tokenizer.from_file(str(tokenizer_file(tokenizer))).id_to_token
     else:
         import sentencepiece
 
@@ -241,7 +245,7 @@ def import_llama(args: ConvertArgs) -> None:
         tensors[f"model.{name}"] = t if args.dtype is None else t.to(getattr(torch, args.dtype))
     data = {
         "seq_len": source.seq_len,
-        "add_bos": built.bos_id is not None,
+        "add_bos": adds_bos(tokenizer, built),
         "add_eos": built.eos_id is not None,
         "tokenizer": asdict(tokenizer),
     }
@@ -260,6 +264,20 @@ def find_tokenizer(folder: Path) -> TokenizerArgs:
         f"source = {folder}: has no tokenizer.json or tokenizer.model; say which tokenizer is the "
         "model's: tokenizer.name=... tokenizer.path=..."
     )
+
+
+def adds_bos(tokenizer: TokenizerArgs, built: Tokenizer) -> bool:
+    """Whether texts of the model begin with bos: what a tokenizer.json puts before one, or what
+    add_bos_token in the tokenizer_config.json beside it says; else, unless it is `hf`, they do."""
+    if built.bos_id is None or tokenizer.path is None:
+        return built.bos_id is not None
+    if tokenizer.name == "hf":
+        import tokenizers
+
+        path = str(tokenizer_file(tokenizer))
+        if tokenizers.Tokenizer.from_file(path).encode("").ids[:1] == [built.bos_id]:
+            return True
+    return bool(tokenizer_config(tokenizer).get("add_bos_token", tokenizer.name != "hf"))
 
 
 # ------------------------------------------------------------------------------------------- both

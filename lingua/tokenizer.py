@@ -259,7 +259,7 @@ class _Tiktoken:
 def _pattern(args: TokenizerArgs) -> str:
     """How text is cut before merging: Llama 3's way, unless a file .pattern beside the ranks, named
     as they are, gives another regular expression."""
-    path = _file(args).with_suffix(".pattern")
+    path = tokenizer_file(args).with_suffix(".pattern")
     return path.read_text(encoding="utf-8") if path.is_file() else SPLIT
 
 
@@ -303,7 +303,7 @@ class _HuggingFace:
         self.content = content
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values(), default=-1) + 1
-        config = _tokenizer_config(args)
+        config = tokenizer_config(args)
         self.bos_id = _named_token(config, "bos_token", BOS_NAMES, ids)
         self.eos_id = _named_token(config, "eos_token", EOS_NAMES, ids)
         spec = json.loads(content)
@@ -353,8 +353,9 @@ class _HuggingFace:
         return np.array(starts, dtype=np.int64)
 
 
-def _tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:
-    path = _file(args).with_name("tokenizer_config.json")
+def tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:
+    """The tokenizer_config.json beside the file, empty where there is none."""
+    path = tokenizer_file(args).with_name("tokenizer_config.json")
     if not path.is_file():
         return {}
     try:
@@ -376,7 +377,8 @@ def _named_token(
 # ---- files, libraries and what is said about them
 
 
-def _file(args: TokenizerArgs) -> Path:
+def tokenizer_file(args: TokenizerArgs) -> Path:
+    """The file, also where `path` is the folder it is in."""
     path = Path(args.path or "")
     return path / "tokenizer.json" if args.name == "hf" and path.is_dir() else path
 
@@ -387,14 +389,14 @@ def _path_problem(args: TokenizerArgs) -> str | None:
         return None
     if not args.path:
         return f"must be given for the tokenizer {args.name}: {FILES[args.name]}"
-    if not _file(args).is_file():
-        return f"must be {FILES[args.name]}; {_file(args)} is not a file"
+    if not tokenizer_file(args).is_file():
+        return f"must be {FILES[args.name]}; {tokenizer_file(args)} is not a file"
     return None
 
 
 def _read(args: TokenizerArgs) -> bytes:
     try:
-        return _file(args).read_bytes()
+        return tokenizer_file(args).read_bytes()
     except OSError as e:
         raise UserError(_about_path(args, f"cannot be read: {e.strerror}")) from None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
@@ -250,6 +251,39 @@ def test_a_tokenizer_travels_with_its_model_both_ways(ranks, convert_to, tmp_pat
     data = OmegaConf.load(back / "0000000000" / "config.yaml").data
     again = build_tokenizer(TokenizerArgs(**data.tokenizer))
     assert again.fingerprint() == ours.fingerprint()
+    assert data.add_bos
+
+
+@pytest.mark.parametrize("kind", ["hf", "hf with bos", "sp"])
+def test_an_imported_model_begins_texts_with_bos_where_its_tokenizer_does(tmp_path, kind):
+    path = tmp_path / ("tokenizer.model" if kind == "sp" else "tokenizer.json")
+    if kind == "sp":
+        write_sentencepiece(path, model_type="bpe")
+    else:
+        write_metaspace(path)
+    args = TokenizerArgs(kind[:2], str(path))
+    ours = build_tokenizer(args)
+    special = convert.special_tokens(args)
+    if kind == "hf with bos":
+        made = tokenizers.Tokenizer.from_file(str(path))
+        bos = special["bos_token"]
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, ours.bos_id)]
+        )
+        made.save(str(path))
+    found = {}
+    for said in (None, True, False):
+        config = {"tokenizer_class": "LlamaTokenizer", **special}
+        config |= {} if said is None else {"add_bos_token": said}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        there = AutoTokenizer.from_pretrained(tmp_path).encode("x")[0] == ours.bos_id
+        found[said] = (convert.adds_bos(args, ours), there)
+    # Where the two differ, older transformers did what is done here.
+    assert found == {
+        "hf": {None: (False, False), True: (True, False), False: (False, False)},
+        "hf with bos": {None: (True, True), True: (True, True), False: (True, True)},
+        "sp": {None: (True, False), True: (True, True), False: (False, False)},
+    }[kind]  # fmt: skip
 
 
 FORMLESS = {
