@@ -2,6 +2,7 @@
 
 import io
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ class SyncedFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         n = super().write(memoryview(data)[:AT_ONCE])
-        if hasattr(os, "posix_fadvise"):  # Linux: dirty pages are not dropped but written back
+        with suppress(AttributeError, OSError):  # not every system has it, or heeds it
+            # Of pages that are not on the disk yet, Linux begins to write them.
             os.posix_fadvise(self.fileno(), self.size, n, os.POSIX_FADV_DONTNEED)
         self.size += n
         return n

@@ -83,7 +83,13 @@ def open_trained(key: str, path: str, model: type[M]) -> Trained[M]:
         checkpoint = of_run[0]
     config = checkpoint.path / CONFIG
     group = make_dataclass("Config", [("model", model, field(default_factory=model))])
-    args, _ = load(group, [f"config={config}"], partial=True)
+    try:
+        args, _ = load(group, [f"config={config}"], partial=True)
+    except UserError as error:
+        raise UserError(
+            f"{error}\n{key} = {path}: its model is not this app's; a fork's checkpoints are for "
+            "the fork's own programs"
+        ) from None
     keys = ("data.seq_len", "data.add_bos", "data.add_eos")
     names = ("data.tokenizer.name", "data.tokenizer.path")
     flat = flat_config(config, dict.fromkeys((*keys, *names)))
