@@ -122,6 +122,6 @@ class Saver:
             copied[name] = (
                 DTensor(copy, t._spec, requires_grad=False) if isinstance(t, DTensor) else copy
             )
-        if torch.cuda.is_available():
+        if any(t.is_cuda for t in tensors.values()):
             torch.cuda.synchronize()
         return copied

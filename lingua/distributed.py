@@ -134,13 +134,14 @@ def pick_device(name: str, launch: Launch) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("device = cuda: torch finds no CUDA device on this machine", local=True)
-    count = torch.cuda.device_count()  # 1 where the launcher binds one device to each task
-    if count != 1 and launch.local_rank >= count:
+    count = torch.cuda.device_count()
+    bound = count == 1 and launch.by == "slurm"  # which can show each task one of its own
+    if not bound and launch.local_rank >= count:
         raise UserError(
             f"device = cuda: {launch.local_world_size} processes on a node with {count} devices",
             local=True,
         )
-    return torch.device("cuda", launch.local_rank if count > 1 else 0)
+    return torch.device("cuda", 0 if bound else launch.local_rank)
 
 
 def start(

@@ -100,6 +100,30 @@ def test_a_device_that_is_not_there_is_refused_by_the_machine_that_lacks_it() ->
     assert raised.value.local
 
 
+@pytest.mark.parametrize(
+    ("by", "local_rank", "visible", "taken"),
+    [
+        ("python", 0, 1, "cuda:0"),
+        ("torchrun", 1, 2, "cuda:1"),
+        ("torchrun", 1, 1, None),  # two processes on one device
+        ("slurm", 3, 4, "cuda:3"),  # all visible
+        ("slurm", 3, 1, "cuda:0"),  # one bound to each task
+        ("slurm", 3, 2, None),
+    ],
+)
+def test_a_process_takes_the_device_of_its_local_rank_or_the_one_bound_to_it(
+    monkeypatch, by, local_rank, visible, taken
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    launch = Launch(local_rank, 4, local_rank, 4, by)
+    if taken is None:
+        with pytest.raises(UserError, match=f"4 processes on a node with {visible} devices"):
+            pick_device("auto", launch)
+    else:
+        assert pick_device("auto", launch) == torch.device(taken)
+
+
 # --------------------------------------------------------------------------------------- mesh
 
 
