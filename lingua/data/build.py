@@ -31,7 +31,6 @@ from lingua.files import SyncedFile
 from lingua.tokenizer import Tokenizer
 
 BATCH_BYTES = 2**18  # text tokenized at once
-BUFFER = 2**20  # bytes of a shard written at once
 SAMPLE_BYTES = 2**17  # text tokenized to see how much space shards take
 HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
 _DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
@@ -169,7 +168,7 @@ class _SplitWriter:
         self._eos = np.array([tokenizer.eos_id] if job.add_eos else [], tokenizer.dtype)
         self._paths = [job.folder / f"{name}.{split}.{what}" for what in ("tokens", "documents")]
         self._tokens, self._documents = (
-            io.BufferedWriter(SyncedFile(path), BUFFER) for path in self._paths
+            io.BufferedWriter(SyncedFile(path)) for path in self._paths
         )
         self._counts = Split(tokens=0, documents=0, bytes=0, hash="")
         self._content = xxhash.xxh3_128()

@@ -95,9 +95,13 @@ def is_free(path: Path) -> bool:
 
 
 def is_claim(path: Path) -> bool:
-    """Whether a file is that of a process which tries to get a lock just now: it is dated ahead."""
+    """Whether a file is that of a process which tries to get a lock just now: it is dated ahead,
+    and the process is not one of this machine that has died."""
+    if ".lock|" not in path.name:
+        return False
     with suppress(FileNotFoundError):
-        return ".lock|" in path.name and path.stat().st_mtime + CLOCK_SLOP.seconds > time.time()
+        ahead = path.stat().st_mtime + CLOCK_SLOP.seconds > time.time()
+        return ahead and _lock(path).state is not LockState.stale  # it names its process as a lock
     return False
 
 

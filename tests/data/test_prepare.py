@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -127,13 +128,17 @@ def test_any_number_of_processes_gives_the_same_bytes(corpus, tmp_path_factory):
 def test_clearing_up_leaves_the_claims_of_others_who_look_for_work(corpus):
     folder = Prepared(make_args(corpus)).source.folder
     now = time.time()
-    looking, dead = (folder / f"{'0' * 16}.lock|elsewhere|{i}|1" for i in range(2))
-    for claim, dated in ((looking, now + 60), (dead, now - 60)):
-        claim.touch()
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    owners = {f"elsewhere|{killed.pid}": now + 60, f"{socket.getfqdn()}|{os.getpid()}": now + 60}
+    owners |= {"elsewhere|1": now - 60, f"{socket.getfqdn()}|{killed.pid}": now + 60}
+    claims = [folder / f"{'0' * 16}.lock|{owner}|1" for owner in owners]
+    for claim, dated in zip(claims, owners.values(), strict=True):
+        claim.write_text(str(claim))
         os.utime(claim, (dated, dated))
     write_jsonl(corpus / "a" / "new.jsonl", ["another document"])
     assert Prepared(make_args(corpus)).built
-    assert looking.exists() and not dead.exists()
+    assert [claim.exists() for claim in claims] == [True, True, False, False]
 
 
 def test_the_fingerprint_is_of_the_tokens_not_of_the_machine(corpus, tmp_path):
