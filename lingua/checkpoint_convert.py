@@ -14,7 +14,6 @@ file that is read, only what is being written is in memory.
 """
 
 import argparse
-import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor
 from lingua.checkpoint import save
 from lingua.checkpoint_source import TensorSource, find_source, read_file
 from lingua.errors import UserError
-from lingua.files import sync_folder
+from lingua.files import open_synced, sync_folder
 
 
 def main(arguments: list[str]) -> None:
@@ -97,10 +96,8 @@ def _to_file(source: TensorSource, names: list[str], dst: Path, everything: bool
     temporary = dst.with_name(f"{dst.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as f:
+        with open_synced(temporary) as f:
             torch.save(content, f)
-            f.flush()
-            os.fsync(f.fileno())
         temporary.rename(dst)
         sync_folder(dst.parent)
     except (OSError, RuntimeError) as error:  # torch reports a write that failed as the latter

@@ -50,34 +50,23 @@ _OF_METADATA: dict[tuple[str, str], object] = {
 }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes that DCP's `.metadata` consists of, and nothing else."""
+class _Unpickler(pickle.Unpickler):
+    """Finds what is allowed and torch's dtypes, and nothing else."""
+
+    def __init__(self, stream: IO[bytes], allowed: dict[tuple[str, str], object]) -> None:
+        super().__init__(stream)
+        self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _OF_METADATA:
-            return _OF_METADATA[module, name]
-        return _dtype(module, name) or _refuse(module, name)
-
-
-def _dtype(module: str, name: str) -> torch.dtype | None:
-    found = getattr(torch, name, None) if module == "torch" else None
-    return found if isinstance(found, torch.dtype) else None
-
-
-def _refuse(module: str, name: str) -> None:
-    raise UserError(f"it refers to {module}.{name}, which is not executed")
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Of what torch.save says of one tensor: the tensor without its elements, where it begins in
-    its storage, in bytes, and that storage's name."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _OF_TENSORS:
-            return _OF_TENSORS[module, name]
-        return _dtype(module, name) or _refuse(module, name)
+        if (module, name) in self._allowed:
+            return self._allowed[module, name]
+        found = getattr(torch, name, None) if module == "torch" else None
+        if not isinstance(found, torch.dtype):
+            raise UserError(f"it refers to {module}.{name}, which is not executed")
+        return found
 
     def persistent_load(self, pid: tuple) -> tuple[torch.dtype, str]:
+        """Of a tensor's storage: its dtype and its name."""
         _, dtype, name, *_ = pid
         return dtype, name
 
@@ -91,7 +80,8 @@ def _without_elements(
     hooks: dict,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, int, str]:
-    """In place of `torch._utils._rebuild_tensor_v2` and `_v3`, the latter with a dtype."""
+    """In place of `torch._utils._rebuild_tensor_v2` and `_v3`, the latter with a dtype: the tensor
+    on the meta device, where it begins in its storage, in bytes, and that storage's name."""
     tensor = torch.empty_strided(size, stride, dtype=dtype or storage[0], device="meta")
     return tensor, offset * tensor.itemsize, storage[1]
 
@@ -119,7 +109,7 @@ _OF_TENSORS: dict[tuple[str, str], object] = {
 def _tensor_in(stream: IO[bytes]) -> tuple[Tensor, int]:
     """What torch.save wrote: the tensor on the meta device, and where in `stream` it begins."""
     file = torch._C.PyTorchFileReader(stream)
-    tensor, offset, name = _TensorUnpickler(io.BytesIO(file.get_record("data.pkl"))).load()
+    tensor, offset, name = _Unpickler(io.BytesIO(file.get_record("data.pkl")), _OF_TENSORS).load()
     if file.has_record("byteorder") and file.get_record("byteorder").decode() != sys.byteorder:
         raise UserError("its bytes are in the order of another kind of processor")
     return tensor, file.get_record_offset(f"data/{name}") + offset
@@ -132,7 +122,7 @@ class _Reader(FileSystemReader):
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as f:
-                metadata = _MetadataUnpickler(f).load()
+                metadata = _Unpickler(f, _OF_METADATA).load()
         except Exception as error:  # a damaged pickle may raise anything
             raise UserError(f"{path} cannot be read: {error}") from error
         for info in (metadata.storage_data or {}).values():

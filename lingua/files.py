@@ -34,6 +34,11 @@ class SyncedFile(io.FileIO):
             super().close()
 
 
+def open_synced(path: Path) -> io.BufferedWriter:
+    """A new file, which is on the disk once it is closed."""
+    return io.BufferedWriter(SyncedFile(path))
+
+
 def sync_folder(folder: Path) -> None:
     """Let what was created and renamed in a folder outlast a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)

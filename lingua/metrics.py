@@ -19,6 +19,7 @@ import torch
 
 from lingua.args import Free
 from lingua.errors import UserError
+from lingua.files import open_synced
 
 
 @dataclass
@@ -102,10 +103,8 @@ def cut_back(path: Path, step: int) -> int:
     kept = [line for line in lines if _is_line_up_to(line, step)]
     if len(kept) < len(lines):
         new = Path(f"{path}.new")
-        with open(new, "wb") as file:
+        with open_synced(new) as file:
             file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(new, path)
     return len(lines) - len(kept)
 

@@ -1,6 +1,5 @@
 """Builds one unit: its files' text -> tokens -> a shard and the record that it is finished."""
 
-import io
 import json
 import os
 import struct
@@ -27,7 +26,7 @@ from lingua.data.shards import (
 )
 from lingua.data.units import Job, Unit, UnitRecord, record_path
 from lingua.errors import UserError
-from lingua.files import SyncedFile
+from lingua.files import open_synced
 from lingua.tokenizer import Tokenizer
 
 BATCH_BYTES = 2**18  # text tokenized at once
@@ -167,9 +166,7 @@ class _SplitWriter:
         self._bos = np.array([tokenizer.bos_id] if job.add_bos else [], tokenizer.dtype)
         self._eos = np.array([tokenizer.eos_id] if job.add_eos else [], tokenizer.dtype)
         self._paths = [job.folder / f"{name}.{split}.{what}" for what in ("tokens", "documents")]
-        self._tokens, self._documents = (
-            io.BufferedWriter(SyncedFile(path)) for path in self._paths
-        )
+        self._tokens, self._documents = map(open_synced, self._paths)
         self._counts = Split(tokens=0, documents=0, bytes=0, hash="")
         self._content = xxhash.xxh3_128()
         self._added: list[np.ndarray] = []

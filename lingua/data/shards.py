@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lingua.errors import UserError
+from lingua.files import open_synced
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -96,10 +97,8 @@ class Manifest:
 def write_atomically(path: Path, text: str) -> None:
     """Other processes see the old file or the whole new one."""
     temporary = path.with_name(f"{path.name}{temporary_suffix()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with open_synced(temporary) as file:
+        file.write(text.encode())
     os.replace(temporary, path)
 
 
