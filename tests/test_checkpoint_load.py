@@ -78,6 +78,22 @@ def test_tensors_of_every_dtype_and_layout_are_read(ranks, tmp_path):
     assert equal == dict.fromkeys(of_every_kind(0), True)
 
 
+def view_here(root: Path) -> bool:
+    """A tensor that was saved together with the elements before and behind it, as a view is."""
+    join()
+    part = torch.arange(60.0).reshape(5, 4, 3)[1:3].transpose(0, 2)
+    dcp.save({"t": part}, checkpoint_id=root)
+    torch.save(part, root / "view")
+    redirect(root, "view", (root / "view").stat().st_size)
+    loaded = torch.zeros(part.shape)
+    load(Checkpoint(root, 1, 1, {}), {"t": loaded})
+    return torch.equal(loaded, part)
+
+
+def test_a_tensor_that_is_a_part_of_what_was_saved_is_read(ranks, tmp_path):
+    assert ranks.run(1, view_here, tmp_path / "root") == [True]
+
+
 # -------------------------------------------------------------------------------- what does not fit
 
 
