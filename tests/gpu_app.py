@@ -1,6 +1,8 @@
-"""An app that trains nothing, for tests on Slurm: each rank prints its place and its GPUs."""
+"""An app that trains nothing, for tests on Slurm: each rank prints where it keeps temporary files,
+its place and its GPUs."""
 
 import os
+import tempfile
 from dataclasses import dataclass
 
 from lingua.args import load
@@ -17,5 +19,6 @@ def check(argv: list[str], world_size: int) -> tuple[GpuArgs, list[str]]:
 
 
 if __name__ == "__main__":
+    print(tempfile.gettempdir())
     said = ("SLURM_PROCID", "SLURMD_NODENAME", "SLURM_LOCALID", "CUDA_VISIBLE_DEVICES")
     print(*(os.environ.get(name) for name in said))

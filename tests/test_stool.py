@@ -282,7 +282,7 @@ def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_sho
 
 @needs_slurm
 def test_a_rank_is_shown_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_has(
-    cluster: Cluster,
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     # Another job has the first GPU of n1, so that what a job has is another part of either node.
     other = ["--parsable", "--nodelist=n1", "--gpus=1", "--output=/dev/null", "--wrap=sleep 300"]
@@ -290,17 +290,21 @@ def test_a_rank_is_shown_all_the_gpus_its_job_has_on_the_node_or_one_that_no_oth
     cluster.until(lambda: cluster.shown(holder)["JobState"] == "RUNNING", "the other job")
     job = {"script": "tests.gpu_app", "nodes": 2, "ngpu": 2, "exclude": "n3,n4,n5,n6"}
     places = {gpus: cluster.runs / f"gpus {gpus}" for gpus in ("node", "task")}
+    scratch = ("env", f"TMPDIR={tmp_path}")
     # They are launched from within a job whose GPUs are bound, which must not become their way.
     launched = cluster.launch(
         *((job | {"gpus": gpus}, [f"dump_dir={place}"]) for gpus, place in places.items()),
-        within=("salloc", "--nodelist=n6", "--ntasks=2", "--gpus-per-task=1"),
+        within=("salloc", "--nodelist=n6", "--ntasks=2", "--gpus-per-task=1", *scratch),
     )
-    shown = {}
+    shown, folders = {}, set()
     for (gpus, place), (job_id, _) in zip(places.items(), launched, strict=True):
         cluster.ended(job_id)
         logs = (place / "logs" / job_id).glob("*_log.out")
-        shown[gpus] = sorted(log.read_text().splitlines()[-1] for log in logs)
+        said = [log.read_text().splitlines()[-2:] for log in logs]
+        shown[gpus] = sorted(place for _, place in said)
+        folders |= {folder for folder, _ in said}
     cluster.ask("scancel", holder)
+    assert folders == {str(tmp_path)}
     assert shown == {  # rank, node, local rank, GPUs
         "node": ["0 n1 0 1,2", "1 n1 1 1,2", "2 n2 0 0,1", "3 n2 1 0,1"],
         "task": ["0 n1 0 1", "1 n1 1 2", "2 n2 0 0", "3 n2 1 1"],
