@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-AT_ONCE = 32 << 20  # bytes that the system is given before they begin to go to the disk
+AT_ONCE = 32 << 20  # bytes that gather in memory before they begin to go to the disk
 
 
 class SyncedFile(io.FileIO):
@@ -16,13 +16,17 @@ class SyncedFile(io.FileIO):
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb")
         self.size = 0  # bytes written
+        self._begun = 0  # as many of them began to go to the disk
 
     def write(self, data: Any) -> int:
         n = super().write(memoryview(data)[:AT_ONCE])
-        with suppress(AttributeError, OSError):  # not every system has it, or heeds it
-            # Of pages that are not on the disk yet, Linux begins to write them.
-            os.posix_fadvise(self.fileno(), self.size, n, os.POSIX_FADV_DONTNEED)
         self.size += n
+        if self.size - self._begun >= AT_ONCE:
+            with suppress(AttributeError, OSError):  # not every system has it, or heeds it
+                # Of pages that are not on the disk yet, Linux begins to write them.
+                waiting = self.size - self._begun
+                os.posix_fadvise(self.fileno(), self._begun, waiting, os.POSIX_FADV_DONTNEED)
+            self._begun = self.size
         return n
 
     def close(self) -> None:
