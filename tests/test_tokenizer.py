@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import random
 import subprocess
 import sys
 from itertools import pairwise
@@ -17,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from lingua.args import load
 from lingua.errors import UserError
-from lingua.tokenizer import SPLIT, Tokenizer, TokenizerArgs, build_tokenizer
+from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 2024, and they'll jump 1234567 times!\n",
@@ -201,15 +202,25 @@ def test_vocabularies_and_special_ids(paths):
     assert numbers("hf-byte-level") == (400, 1, 0)
 
 
+LLAMA_3 = (  # as published
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def test_tiktoken_gives_the_librarys_own_tokens(paths):
     ranks = {
         base64.b64decode(line.split()[0]): int(line.split()[1])
         for line in Path(paths["tiktoken"].path).read_text().splitlines()
     }
-    plain = tiktoken.Encoding("plain", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
+    plain = tiktoken.Encoding("plain", pat_str=LLAMA_3, mergeable_ranks=ranks, special_tokens={})
     ours = build_tokenizer(paths["tiktoken"])
     spaces = "x" + " " * 99_999 + "y\n"
-    for text in [*TEXTS, "".join(CORPUS * 50), spaces, "a" * 300_000, "!" * 300_000]:
+    rng = random.Random(0)
+    kinds = [" ", "  ", "\t", "\n", "\r\n", "\u3000", "'", "'S", "'ll", "\u017f", "a", "日", "é"]
+    kinds += ["1", "٣", "Ⅳ", "!", "_", "\u0301", "😀", "\0"]
+    mixed = ["".join(rng.choices(kinds, k=rng.randrange(1, 30))) for _ in range(5000)]
+    for text in [*TEXTS, *mixed, "".join(CORPUS * 50), spaces, "a" * 300_000, "!" * 300_000]:
         assert ours.encode(text).tolist() == plain.encode_ordinary(text)
 
 
