@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the configuration")
     parser.add_argument(
-        "--repeats", type=int, help="rounds: loop, data, checkpoint (8), startup, generate (5)"
+        "--repeats", type=int, help="rounds: loop, data (8), checkpoint (12), startup, generate (5)"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw promise (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
