@@ -49,15 +49,13 @@ def report(size: int, rounds: list[dict[str, float]]) -> Report:
     }
     results: dict[str, Any] = {"bytes": size, "rounds": rounds}
     rows = [("", "median", "range", "GB/s", "of the fastest")]
-    fastest = {}
     for turn in rounds[0]:
         results[turn] = s = spread([seconds[turn] for seconds in rounds])
-        fastest[turn] = s.low
         rates = (f"{size / 1e9 / seconds:.2f}" for seconds in (s.median, s.low))
         rows.append((f"{turn}, s", f"{s.median:.2f}", f"{s.low:.2f} to {s.high:.2f}", *rates))
     for name, (over, under) in ratios.items():
         results[name] = s = spread([seconds[over] / seconds[under] for seconds in rounds])
-        best = f"{fastest[over] / fastest[under]:.2f}"
+        best = f"{results[over].low / results[under].low:.2f}"
         rows.append((name, f"{s.median:.2f}", f"{s.low:.2f} to {s.high:.2f}", "", best))
     lines = [
         *columns(rows),
