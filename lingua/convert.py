@@ -21,10 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lingua.args import Free, load
-from lingua.checkpoint import damaged_files, save
-from lingua.checkpoint_load import read_weights, saved_weights
-from lingua.distributed import DistributedArgs, detect_launch, start
+from lingua.checkpoint.folder import damaged_files
+from lingua.checkpoint.load import read_weights, saved_weights
+from lingua.checkpoint.resume import Progress
+from lingua.checkpoint.save import save
+from lingua.config.load import load
+from lingua.config.schema import Free
 from lingua.errors import UserError
 from lingua.hugging_face import (
     CONFIG,
@@ -38,8 +40,10 @@ from lingua.hugging_face import (
     name_there,
     to_halves,
 )
-from lingua.launch import run_program
-from lingua.resume import Progress
+from lingua.inference.trained import Trained, open_trained
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.program import run_program
 from lingua.tokenizer import (
     Tokenizer,
     TokenizerArgs,
@@ -47,7 +51,6 @@ from lingua.tokenizer import (
     tokenizer_config,
     tokenizer_file,
 )
-from lingua.trained import Trained, open_trained
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 

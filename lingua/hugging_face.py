@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lingua.args import Guarded
+from lingua.config.schema import Guarded
 from lingua.errors import UserError
 from lingua.init import canonical_name
 from lingua.transformer import RopeScaling, TransformerArgs

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.hashing import hash_bits, key_of
 
@@ -40,10 +41,10 @@ def _global_index(t: Tensor, start: int, stop: int) -> Tensor:
 
 def _draw(t: Tensor, key: int, kind: str, a: float, b: float) -> None:
     """Fill the local part of `t`: uniform in [a, b), or normal with mean a and deviation b."""
-    local = _local(t)
-    values = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
-    for start in range(0, local.numel(), CHUNK):
-        stop = min(start + CHUNK, local.numel())
+    own = local(t)
+    values = torch.empty(own.numel(), dtype=own.dtype, device=own.device)
+    for start in range(0, own.numel(), CHUNK):
+        stop = min(start + CHUNK, own.numel())
         bits = hash_bits(key, _global_index(t, start, stop))
         high, low = ((bits >> 32) & 0xFFFFFFFF).double(), (bits & 0xFFFFFFFF).double()
         if kind == "uniform":
@@ -52,7 +53,7 @@ def _draw(t: Tensor, key: int, kind: str, a: float, b: float) -> None:
             radius = ((high + 0.5) / 2**32).log().mul(-2).sqrt()
             x = radius * (low * (2 * math.pi / 2**32)).cos() * b + a
         values[start:stop] = x
-    local.copy_(values.view(local.shape))
+    own.copy_(values.view(own.shape))
 
 
 class _SeededDraws(TorchDispatchMode):
@@ -88,10 +89,6 @@ class _SeededDraws(TorchDispatchMode):
         _draw(t, key_of(self.seed, self.current, self.draws), kinds[func], a, b)
         self.draws += 1
         return t
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def canonical_name(name: str) -> str:
@@ -138,14 +135,14 @@ def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
     versions, shapes = {}, {}
     for name, t in named_tensors(model):
         if t.is_floating_point():
-            _local(t).fill_(math.nan)
-        versions[name], shapes[name] = t._version, _local(t).shape
+            local(t).fill_(math.nan)
+        versions[name], shapes[name] = t._version, local(t).shape
     with _SeededDraws(model, seed):
         for module in reversed(list(model.modules())):
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
-    resized = [name for name, t in named_tensors(model) if _local(t).shape != shapes[name]]
+    resized = [name for name, t in named_tensors(model) if local(t).shape != shapes[name]]
     if resized:  # by an `out=`, which replaces a rank's part by the whole
         raise UserError(
             f"a reset_parameters of the model fills {', '.join(resized)} in a way that does not "
@@ -155,7 +152,7 @@ def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
     for name, t in named_tensors(model):
         whole = t._version != versions[name]
         if t.is_floating_point():
-            whole = not _local(t).isnan().any()
+            whole = not local(t).isnan().any()
         missing.append(not whole)
     # A rank whose shard is empty cannot see a hole, so ranks compare before anyone leaves.
     flags = torch.tensor(missing, dtype=torch.int32)

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from lingua.args import Guarded
+from lingua.config.schema import Guarded
 from lingua.errors import UserError, nearest
 
 Name = Literal["bytes", "sp", "tiktoken", "hf"]

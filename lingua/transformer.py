@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lingua.args import Announced, Guarded
+from lingua.config.schema import Announced, Guarded
 from lingua.data import IGNORE
 from lingua.hashing import hash_bits, key_of
 

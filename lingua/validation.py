@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.args import Free
+from lingua.config.schema import Free
 from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks
 from lingua.data.heldout import HeldOut
-from lingua.distributed import dp_degree, dp_rank, dp_sum_, loss_context
+from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
+from lingua.parallel.parallelize import loss_context
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hub import fetch, run_script
 
-from lingua.data.files import find_files
+from lingua.data.prepare.files import find_files
 from lingua.errors import UserError, nearest
 
 # name -> (repository, patterns); a * goes across folders

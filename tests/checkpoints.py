@@ -10,10 +10,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lingua.checkpoint import read_checkpoint, save
-from lingua.checkpoint_load import load
-from lingua.distributed import DistributedArgs, detect_launch, start
+from lingua.checkpoint.folder import read_checkpoint
+from lingua.checkpoint.load import load
+from lingua.checkpoint.save import save
 from lingua.errors import UserError
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
 
 STATE, CONFIG = {"progress": {"step": 7}, "loss": 0.1}, "name: test\n"
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 
-from lingua.args import load
+from lingua.config.load import load
 
 
 @dataclass

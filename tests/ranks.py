@@ -39,7 +39,7 @@ def _serve(pipe: Connection) -> None:
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from lingua.distributed import leave
+    from lingua.parallel.launch import leave
 
     torch.set_num_threads(1)
     caches = _caches()

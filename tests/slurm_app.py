@@ -11,8 +11,8 @@ from typing import Any
 
 from apps.main import train as app
 from apps.main.train import Built, TrainArgs
-from lingua.distributed import detect_launch
-from lingua.launch import run_program
+from lingua.parallel.launch import detect_launch
+from lingua.parallel.program import run_program
 
 app.SAMPLE_TOKENS = 8  # of the text a finished run shows: it takes longer than the training
 

@@ -19,13 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua import convert
-from lingua.checkpoint import read_checkpoint, save, tensors_of
-from lingua.checkpoint_load import read_weights, saved_weights
-from lingua.distributed import DistributedArgs, detect_launch, parallelize_model, start
+from lingua.checkpoint.folder import read_checkpoint
+from lingua.checkpoint.load import read_weights, saved_weights
+from lingua.checkpoint.resume import TOKENIZER
+from lingua.checkpoint.save import save
+from lingua.checkpoint.tensors import tensors_of
 from lingua.errors import UserError
 from lingua.hugging_face import LlamaFolder, check_model, feed_forward_size, load_llama
 from lingua.init import canonical_name, init_parameters
-from lingua.resume import TOKENIZER
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import parallelize_model
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.transformer import RopeScaling, TransformerArgs
 from tests.apps.test_model import CASES, initialised, model_args

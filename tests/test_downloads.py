@@ -17,7 +17,7 @@ import sentencepiece
 import tiktoken
 
 from lingua.data.args import DataArgs
-from lingua.data.prepare import prepare_source
+from lingua.data.prepare.sources import prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.hub_server import TOKEN, Hub
 

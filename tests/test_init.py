@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lingua import init
-from lingua.distributed import (
-    DistributedArgs,
-    ParallelPlan,
-    detect_launch,
-    parallelize_model,
-    start,
-)
 from lingua.errors import UserError
 from lingua.init import init_parameters
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import tiktoken
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from lingua.args import load
+from lingua.config.load import load
 from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from apps.bench import checkpoint, data, debug, generate, loop, promise, startup, sync
 from apps.bench.report import show
-from lingua.launch import run_program
+from lingua.parallel.program import run_program
 
 MEASUREMENTS = {
     "loop": loop.measure,

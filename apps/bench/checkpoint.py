@@ -17,7 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from apps.bench.launch import run
-from apps.bench.report import Report, columns, spread
+from apps.bench.report import Report, spread
+from lingua.format import align
 
 PROCESSES = 2
 # Where to save and load (dp_replicate, dp_shard, tp); the first is the one that saves.
@@ -58,7 +59,7 @@ def report(size: int, rounds: list[dict[str, float]]) -> Report:
         best = f"{results[over].low / results[under].low:.2f}"
         rows.append((name, f"{s.median:.2f}", f"{s.low:.2f} to {s.high:.2f}", "", best))
     lines = [
-        *columns(rows),
+        *align(rows, left=1),
         "",
         f"{size / 1e9:.2f} GB by {PROCESSES} processes, saved by 2 shards; {len(rounds)} rounds; "
         "what is read is not in the page cache",

@@ -21,13 +21,17 @@ from torch.distributed.tensor import DTensor
 
 from apps.bench.checkpoint import TOPOLOGIES
 from apps.main.train import TrainArgs, build
-from lingua.args import load
-from lingua.checkpoint import newest, save, tensors_of
-from lingua.checkpoint_load import load as load_tensors
-from lingua.distributed import AXES, detect_launch, parallelize_model, start
-from lingua.launch import run_program
-from lingua.meta_lingua import META_LINGUA
-from lingua.optim import build_optimizer
+from lingua.checkpoint.folder import newest
+from lingua.checkpoint.load import load as load_tensors
+from lingua.checkpoint.save import save
+from lingua.checkpoint.tensors import tensors_of
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
+from lingua.optim.optimizer import build_optimizer
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import AXES
+from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.program import run_program
 from lingua.tokenizer import build_tokenizer
 
 BLOCK = 1 << 20  # bytes that a plain read asks for at once

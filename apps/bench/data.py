@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from apps.bench.report import Report, Spread, columns, spread
+from apps.bench.report import Report, Spread, spread
 from lingua.data.args import DataArgs
 from lingua.data.loader import Loader
-from lingua.data.prepare import prepare_source
+from lingua.data.prepare.sources import prepare_source
+from lingua.data.prepare.units import UNIT_BYTES
 from lingua.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, Source, Split
 from lingua.data.stream import RowStream
-from lingua.data.units import UNIT_BYTES
+from lingua.format import align
 from lingua.tokenizer import SPLIT, Tokenizer, TokenizerArgs, build_tokenizer
 
 SAME_OBJECT = "tiktoken, over the object of ours"
@@ -76,7 +77,7 @@ def measure(keys: list[str], repeats: int = 8) -> Report:
         first_ms, grown_mib = first_batches(work, repeats)
         results |= {"first batch, ms": first_ms, "memory grown, MiB": grown_mib}
     lines = [
-        *columns(rows),
+        *align(rows, left=1),
         "",
         f"first batch of {ROWS} rows at a random position of {SPARSE_TOKENS:.0e} tokens: "
         f"{first_ms.median:.1f} ms ({first_ms.low:.1f} to {first_ms.high:.1f}); memory after 200 "

@@ -11,8 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from apps.bench.report import Report, columns, spread
+from apps.bench.report import Report, spread
 from lingua.errors import UserError
+from lingua.format import align
 
 
 def measure(keys: list[str]) -> Report:
@@ -65,7 +66,7 @@ def measure(keys: list[str]) -> Report:
     for line in held_out:
         name = f"held-out {line['source']} after step {line['step']:,}, nats per byte"
         rows.append((name, f"{line['nats_per_byte']:.4f}", ""))
-    return Report(columns(rows), results)
+    return Report(align(rows, left=1), results)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

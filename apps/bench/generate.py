@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 
-from apps.bench.report import Report, columns, spread
+from apps.bench.report import Report, spread
 from apps.main.train import TrainArgs, build
-from lingua.args import load, to_yaml
-from lingua.checkpoint import save, tensors_of
+from lingua.checkpoint.save import save
+from lingua.checkpoint.tensors import tensors_of
+from lingua.config.load import load, to_yaml
+from lingua.config.meta_lingua import META_LINGUA
 from lingua.convert import ConvertArgs, export_llama
-from lingua.distributed import DistributedArgs, detect_launch, pick_device, start
 from lingua.errors import UserError
-from lingua.generation import Request, generate
+from lingua.format import align
+from lingua.inference.generate import Request, generate
+from lingua.inference.sampling import SamplingArgs
 from lingua.init import init_parameters
-from lingua.meta_lingua import META_LINGUA
-from lingua.sampling import SamplingArgs
+from lingua.parallel.launch import detect_launch, pick_device, start
+from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import build_tokenizer
 
 BATCHES, PROMPT_TOKENS = (1, 32), 64
@@ -81,7 +84,7 @@ def measure(keys: list[str], repeats: int = 5) -> Report:
         bounds = f"{ratio.low:.2f} to {ratio.high:.2f}"
         rows.append((f"batch {n}", *medians, f"{ratio.median:.2f}", bounds, f"{equal:.2%}"))
     about = f"prompts of {PROMPT_TOKENS} tokens, {n_new} new ones, greedy, float32; {repeats} turns"
-    return Report([*columns(rows), "", about], results, device.type)
+    return Report([*align(rows, left=1), "", about], results, device.type)
 
 
 def take_turns(

@@ -25,16 +25,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from apps.bench.report import Report, Spread, columns, spread
+from apps.bench.report import Report, Spread, spread
 from apps.main.train import Built, TrainArgs, build, train
-from lingua.args import load
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
 from lingua.data import IGNORE
 from lingua.data.loader import micro_steps
-from lingua.distributed import detect_launch, pick_device
 from lingua.errors import UserError
+from lingua.format import align
 from lingua.init import init_parameters
-from lingua.meta_lingua import META_LINGUA
-from lingua.optim import build_optimizer, lr_at
+from lingua.optim.optimizer import build_optimizer
+from lingua.optim.schedule import lr_at
+from lingua.parallel.launch import detect_launch, pick_device
 
 WARM_UP = 4  # turns that are not measured
 
@@ -214,7 +216,7 @@ def report(args: TrainArgs, turns: Turns, losses: dict[int, float]) -> Report:
         rows.append((name, *_cells(values, "+.2f" if key.endswith("percent") else ".1f")))
     apart = max(abs(expected[step].item() / loss - 1) for step, loss in losses.items())
     lines = [
-        *columns(rows),
+        *align(rows, left=1),
         "",
         f"{len(seconds)} rounds of {steps} steps, taken in turns of {turns.turn_steps}; a step is "
         f"{args.data.global_batch_size} rows of {args.data.seq_len} tokens, micro-steps: "

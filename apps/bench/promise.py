@@ -14,11 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from apps.bench.report import Report, columns
+from apps.bench.report import Report
 from apps.main.train import TrainArgs
-from lingua.args import load
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
 from lingua.errors import UserError
-from lingua.meta_lingua import META_LINGUA
+from lingua.format import align
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
 STARTS = (
@@ -94,7 +95,7 @@ def report(
         )
         begin = end
     lines = [
-        *columns(rows),
+        *align(rows, left=1),
         "",
         f"batch hashes equal in {sum(equal)} of {len(equal)} steps; losses at most "
         f"{max(apart):.1e} apart, relative to the run that never stopped (one process)",

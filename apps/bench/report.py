@@ -44,15 +44,6 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, q1, q3, min(values), max(values), len(values))
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, a header row first: words to the left in the first column, else right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
-
-
 def machine(device: str) -> dict[str, Any]:
     """Where it was measured. `device` is a torch device type."""
     return {

@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from apps.bench.launch import run
-from apps.bench.report import Report, Spread, columns, spread
+from apps.bench.report import Report, Spread, spread
+from lingua.format import align
 
 # What each part ends with is a stamp of the probe, the last one the line of step 1.
 PARTS = {
@@ -42,7 +43,7 @@ def measure(keys: list[str], repeats: int = 5) -> Report:
     rows = [("seconds: median (range)", *CASES.values())]
     for part, name in {**PARTS, "all": "to the first completed step"}.items():
         rows.append((name, *(_cell(results[case][part]) for case in CASES)))
-    lines = [*columns(rows), "", f"{repeats} starts of each"]
+    lines = [*align(rows, left=1), "", f"{repeats} starts of each"]
     return Report(lines, {"seconds": results, "repeats": repeats})
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     import_module("torch")  # measured, so not at the top
     stamp("torch")
     program = import_module("apps.main.train")
-    foreign = import_module("lingua.meta_lingua").META_LINGUA
+    foreign = import_module("lingua.config.meta_lingua").META_LINGUA
     stamp("imports")
     setup = import_module("apps.main.setup")
     start = setup.start

@@ -11,13 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from apps.bench.launch import run
-from apps.bench.report import Report, columns
+from apps.bench.report import Report
 from apps.main.train import TrainArgs
-from lingua.args import load
-from lingua.collectives import human_bytes
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.loader import micro_steps
 from lingua.errors import UserError
-from lingua.meta_lingua import META_LINGUA
+from lingua.format import align, human_bytes
 
 MODES = ("last", "replica_last", "every")
 MESH = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "device=cpu"]
@@ -79,4 +79,4 @@ def table(modes: list[dict]) -> list[str]:
                 human_bytes(m["kept_bytes"]),
             )
         )
-    return columns(rows)
+    return align(rows, left=1)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from apps.main.train import Built, TrainArgs, build, train
-from lingua.args import load
-from lingua.launch import run_program
-from lingua.meta_lingua import META_LINGUA
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
+from lingua.parallel.program import run_program
 
 STEP = 2  # the one that is counted: in the first, FSDP and the allocator settle
 

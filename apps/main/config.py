@@ -8,18 +8,14 @@ from torch import nn
 
 from apps.main.evaluation import EvaluationArgs
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
-from lingua.args import Announced, Free, Guarded
-from lingua.checkpoint import CheckpointArgs
+from lingua.checkpoint.retention import CheckpointArgs
+from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.args import DataArgs
-from lingua.distributed import (
-    DistributedArgs,
-    ParallelPlan,
-)
-from lingua.metrics import LoggingArgs
-from lingua.optim import (
-    OptimArgs,
-)
-from lingua.profiling import ProfilingArgs
+from lingua.monitor.metrics import LoggingArgs
+from lingua.monitor.profiling import ProfilingArgs
+from lingua.optim.args import OptimArgs
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import ParallelPlan
 from lingua.transformer import flops_per_token
 from lingua.validation import ValidationArgs
 

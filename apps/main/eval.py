@@ -20,20 +20,12 @@ from omegaconf import MISSING
 
 from apps.main.generate import Build, build, load_model
 from apps.main.transformer import ModelArgs
-from lingua.args import Free, flatten, load
-from lingua.checkpoint import Checkpoint, unmark
-from lingua.distributed import (
-    DistributedArgs,
-    ParallelPlan,
-    check_tensor_parallel,
-    detect_launch,
-    mesh_sizes,
-    on_rank_0,
-    pick_device,
-    start,
-)
+from lingua.checkpoint.folder import Checkpoint
+from lingua.checkpoint.retention import unmark
+from lingua.config.load import flatten, load
+from lingua.config.schema import Free
 from lingua.errors import UserError
-from lingua.harness import (
+from lingua.inference.harness import (
     METRICS,
     WAITING,
     HarnessArgs,
@@ -45,11 +37,14 @@ from lingua.harness import (
     table,
     write_results,
 )
-from lingua.launch import run_program
-from lingua.logger import init_logger
-from lingua.metrics import MetricsFile, WandbArgs, start_wandb, wandb_values
+from lingua.inference.trained import open_trained
+from lingua.monitor.logger import init_logger
+from lingua.monitor.metrics import MetricsFile, WandbArgs, start_wandb, wandb_values
+from lingua.parallel.launch import detect_launch, pick_device, start
+from lingua.parallel.mesh import DistributedArgs, mesh_sizes, on_rank_0
+from lingua.parallel.parallelize import ParallelPlan, check_tensor_parallel
+from lingua.parallel.program import run_program
 from lingua.signals import take_signals
-from lingua.trained import open_trained
 
 logger = logging.getLogger(__name__)
 

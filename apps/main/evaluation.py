@@ -11,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from lingua import stool
-from lingua.args import Free, flatten, to_yaml
-from lingua.checkpoint import mark, marks, publish_config, unmark
-from lingua.distributed import on_rank_0
+from lingua.checkpoint.retention import mark, marks, unmark
+from lingua.checkpoint.save import publish_config
+from lingua.config.load import flatten, to_yaml
+from lingua.config.schema import Free
 from lingua.errors import UserError
-from lingua.harness import (
+from lingua.inference.harness import (
     WAITING,
     HarnessArgs,
     evaluate,
@@ -26,10 +26,12 @@ from lingua.harness import (
     table,
     write_results,
 )
+from lingua.parallel.mesh import on_rank_0
 from lingua.signals import StopRequest
-from lingua.slurm import environment_of_another
-from lingua.status import status
-from lingua.stool import parted
+from lingua.slurm import launch as stool
+from lingua.slurm.jobs import environment_of_another
+from lingua.slurm.launch import parted
+from lingua.slurm.status import status
 
 if TYPE_CHECKING:  # they import this module
     from apps.main.config import TrainArgs

@@ -24,26 +24,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
-from lingua.args import Free, load
-from lingua.distributed import (
-    DistributedArgs,
-    ParallelPlan,
-    detect_launch,
-    divide,
-    dp_degree,
-    dp_rank,
-    on_rank_0,
-    parallelize_model,
-    pick_device,
-    start,
-)
+from lingua.config.load import load
+from lingua.config.schema import Free
 from lingua.errors import UserError, nearest
-from lingua.generation import Completion, Request, fit_prompt, generate
-from lingua.launch import run_program
-from lingua.logger import init_logger
-from lingua.sampling import SamplingArgs
+from lingua.inference.generate import Completion, Request, fit_prompt, generate
+from lingua.inference.sampling import SamplingArgs
+from lingua.inference.trained import Trained, open_trained
+from lingua.monitor.logger import init_logger
+from lingua.parallel.launch import detect_launch, pick_device, start
+from lingua.parallel.mesh import DistributedArgs, divide, dp_degree, dp_rank, on_rank_0
+from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.parallel.program import run_program
 from lingua.tokenizer import Tokenizer
-from lingua.trained import Trained, open_trained
 
 logger = logging.getLogger(__name__)
 

@@ -15,39 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main.config import Built, TrainArgs, build
 from apps.main.evaluation import check_evaluation, open_evaluation
-from lingua.args import flatten, load, resume_classes, to_yaml
-from lingua.checkpoint import tensors_of
-from lingua.checkpoint_load import load as load_tensors
-from lingua.checkpoint_saver import Saver
-from lingua.data.documents import DocumentMarks, document_marks
-from lingua.data.heldout import HeldOut, held_out_windows
-from lingua.data.loader import Loader, micro_steps
-from lingua.data.prepare import check_sources, open_sources, prepare_sources
-from lingua.data.shards import Source, write_atomically
-from lingua.distributed import (
-    AXES,
-    ParallelPlan,
-    check_tensor_parallel,
-    detect_launch,
-    dp_degree,
-    dp_rank,
-    grad_sync_note,
-    mesh_sizes,
-    on_rank_0,
-    one_process,
-    parallelize_model,
-    pick_device,
-    start,
-)
-from lingua.errors import UserError
-from lingua.hugging_face import LlamaFolder, check_model, load_llama
-from lingua.init import init_parameters
-from lingua.logger import init_logger
-from lingua.meta_lingua import META_LINGUA
-from lingua.optim import build_optimizer, schedule_warnings
-from lingua.origin import check_origin, find_start, start_from
-from lingua.reporter import Reporter
-from lingua.resume import (
+from lingua.checkpoint.load import load as load_tensors
+from lingua.checkpoint.origin import check_origin, find_start, start_from
+from lingua.checkpoint.resume import (
     Progress,
     Saved,
     check_config,
@@ -56,6 +26,26 @@ from lingua.resume import (
     flat_config,
     tell,
 )
+from lingua.checkpoint.saver import Saver
+from lingua.checkpoint.tensors import tensors_of
+from lingua.config.load import flatten, load, resume_classes, to_yaml
+from lingua.config.meta_lingua import META_LINGUA
+from lingua.data.documents import DocumentMarks, document_marks
+from lingua.data.heldout import HeldOut, held_out_windows
+from lingua.data.loader import Loader, micro_steps
+from lingua.data.prepare.sources import check_sources, open_sources, prepare_sources
+from lingua.data.shards import Source, write_atomically
+from lingua.errors import UserError
+from lingua.hugging_face import LlamaFolder, check_model, load_llama
+from lingua.init import init_parameters
+from lingua.monitor.logger import init_logger
+from lingua.monitor.reporter import Reporter
+from lingua.optim.optimizer import build_optimizer
+from lingua.optim.schedule import schedule_warnings
+from lingua.parallel.gradients import grad_sync_note
+from lingua.parallel.launch import detect_launch, one_process, pick_device, start
+from lingua.parallel.mesh import AXES, dp_degree, dp_rank, mesh_sizes, on_rank_0
+from lingua.parallel.parallelize import ParallelPlan, check_tensor_parallel, parallelize_model
 from lingua.signals import Stopped, StopRequest
 from lingua.tokenizer import Tokenizer, build_tokenizer
 

@@ -21,29 +21,27 @@ from apps.main.config import Built, TrainArgs, build
 from apps.main.evaluation import evaluate_step, make_up
 from apps.main.setup import Run, set_up
 from apps.main.setup import check as check  # what lingua.stool asks before it launches
-from lingua.args import load, to_yaml
-from lingua.checkpoint import tensors_of
+from lingua.checkpoint.resume import state_to_save
+from lingua.checkpoint.tensors import tensors_of
+from lingua.config.load import load, to_yaml
+from lingua.config.meta_lingua import META_LINGUA
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
-from lingua.distributed import (
-    clip_grad_norm_,
-    detect_launch,
-    loss_context,
-    set_gradient_sync,
-    world_sum_,
-)
 from lingua.errors import UserError
-from lingua.generation import Request, generate
+from lingua.format import short_time
 from lingua.hashing import batch_hash, hash_bits, key_of
-from lingua.launch import run_program
-from lingua.logger import short_time
-from lingua.meta_lingua import META_LINGUA
-from lingua.optim import NonFiniteGuard, lr_at, update
-from lingua.profiling import Profiler
-from lingua.resume import state_to_save
-from lingua.sampling import SamplingArgs
+from lingua.inference.generate import Request, generate
+from lingua.inference.sampling import SamplingArgs
+from lingua.monitor.profiling import Profiler
+from lingua.optim.optimizer import NonFiniteGuard, update
+from lingua.optim.schedule import lr_at
+from lingua.parallel.gradients import clip_grad_norm_, set_gradient_sync
+from lingua.parallel.launch import detect_launch
+from lingua.parallel.mesh import world_sum_
+from lingua.parallel.parallelize import loss_context
+from lingua.parallel.program import run_program
 from lingua.signals import StopRequest
-from lingua.slurm import requeue
+from lingua.slurm.jobs import requeue
 from lingua.validation import validate
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from lingua.args import Guarded
-from lingua.distributed import ParallelPlan
+from lingua.config.schema import Guarded
+from lingua.parallel.parallelize import ParallelPlan
 from lingua.transformer import (
     Cache,
     TransformerArgs,

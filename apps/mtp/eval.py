@@ -3,7 +3,7 @@
 from apps.main import eval as app
 from apps.main.eval import EvalArgs
 from apps.mtp.model import ModelArgs, build_trained
-from lingua.launch import run_program
+from lingua.parallel.program import run_program
 
 
 def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:

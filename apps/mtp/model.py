@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from apps.main.transformer import ModelArgs as PlainArgs
 from apps.main.transformer import Transformer
 from apps.main.transformer import parallel_plan as plain_plan
-from lingua.args import Guarded
-from lingua.checkpoint import CONFIG
-from lingua.distributed import ParallelPlan
-from lingua.resume import flat_config
-from lingua.trained import Trained
+from lingua.checkpoint.folder import CONFIG
+from lingua.checkpoint.resume import flat_config
+from lingua.config.schema import Guarded
+from lingua.inference.trained import Trained
+from lingua.parallel.parallelize import ParallelPlan
 from lingua.transformer import Cache, TransformerBlock, make_context, sum_token_losses
 
 

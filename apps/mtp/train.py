@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from apps.main import train as app
 from apps.main.train import Built
 from apps.mtp.model import ModelArgs, build_multi_token, parallel_plan
-from lingua.launch import run_program
+from lingua.parallel.program import run_program
 from lingua.transformer import flops_per_token
 
 

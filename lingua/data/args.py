@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lingua.args import Announced, Free, Guarded
-from lingua.data.files import SourceFiles
+from lingua.config.schema import Announced, Free, Guarded
+from lingua.data.prepare.files import SourceFiles
 from lingua.data.shards import Source
 from lingua.data.stream import RowStream, weight_problems
 from lingua.tokenizer import TokenizerArgs

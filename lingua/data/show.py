@@ -17,15 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-from lingua.args import Announced, Free, Guarded, load
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
+from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.args import DataArgs
-from lingua.data.files import TextFile
-from lingua.data.prepare import prepare_sources, source_files, text_options
-from lingua.data.records import Part, TextOptions, read_records, records_before
+from lingua.data.prepare.files import TextFile
+from lingua.data.prepare.records import Part, TextOptions, read_records, records_before
+from lingua.data.prepare.sources import prepare_sources, source_files, text_options
 from lingua.data.shards import Piece, Source
 from lingua.data.stream import RowStream, shares
-from lingua.launch import run_program
-from lingua.meta_lingua import META_LINGUA
+from lingua.format import align
+from lingua.parallel.program import run_program
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -161,10 +163,7 @@ def describe_mixture(
                 f"warning: {name} is seen {epochs:.2f} times: after step {whole:,} each of its "
                 f"{n_rows:,} rows has been read, and they come again in another order"
             )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for first, *others in table:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells])
+    yield from align(table, left=1)
     for from_step, weights in [(0, data.sources), *((s.from_step, s.sources) for s in data.stages)]:
         parts = (f"{name} {float(share):.4%}" for name, share in shares(weights).items())
         yield f"shares of the rows from step {from_step}: {', '.join(parts)}"

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from apps.main.train import Built, TrainArgs
 from lingua.data import IGNORE
-from lingua.distributed import ParallelPlan
+from lingua.parallel.parallelize import ParallelPlan
 
 
 class Block(nn.Module):

@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor
 import apps.main.setup as setup
 import apps.main.train as program
 from apps.main.train import Built, Run, TrainArgs, accumulate, build, set_up, train
-from lingua.args import load
+from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
-from lingua.data.prepare import open_sources, prepare_sources
+from lingua.data.prepare.sources import open_sources, prepare_sources
 from lingua.data.stream import RowStream
-from lingua.distributed import dp_degree, dp_rank
 from lingua.errors import UserError
 from lingua.init import named_tensors
+from lingua.parallel.mesh import dp_degree, dp_rank
 from lingua.signals import StopRequest
 from lingua.tokenizer import build_tokenizer
 from tests.ranks import Ranks

@@ -24,7 +24,7 @@ from apps.bench.startup import PARTS, start_once
 from apps.bench.sync import table
 from apps.bench.sync_rank import count
 from apps.main.train import TrainArgs, build
-from lingua.args import load
+from lingua.config.load import load
 from lingua.errors import UserError
 from tests.ranks import Ranks
 

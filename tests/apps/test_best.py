@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from lingua.checkpoint import find, marks
-from lingua.checkpoint_commands import describe
+from lingua.checkpoint.__main__ import describe
+from lingua.checkpoint.folder import find
+from lingua.checkpoint.retention import marks
 from tests.apps.runs import Outcome, Runs, Sizes, build, digests, relative
 from tests.apps.test_topologies import build_plain
 

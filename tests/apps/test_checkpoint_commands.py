@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lingua.args import to_yaml
-from lingua.checkpoint import CheckpointArgs, SaveEvery, find, prune
-from lingua.checkpoint_commands import main
+from lingua.checkpoint.__main__ import main
+from lingua.checkpoint.folder import find
+from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
+from lingua.config.load import to_yaml
 from lingua.errors import UserError
 from tests.apps.runs import Outcome, Runs, arguments
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from apps.main.train import TrainArgs
-from lingua.args import flatten, load, resume_classes, to_yaml
+from lingua.config.load import flatten, load, resume_classes, to_yaml
+from lingua.config.meta_lingua import META_LINGUA
 from lingua.errors import UserError
-from lingua.meta_lingua import META_LINGUA
 
 CONFIGS = Path("apps/main/configs")
 

@@ -27,10 +27,13 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from apps.main.eval import main
 from apps.main.transformer import ModelArgs
 from lingua import convert
-from lingua.checkpoint import mark, marks, save, tensors_of
-from lingua.distributed import DistributedArgs, detect_launch, start
+from lingua.checkpoint.retention import mark, marks
+from lingua.checkpoint.save import save
+from lingua.checkpoint.tensors import tensors_of
 from lingua.errors import UserError
-from lingua.harness import WAITING
+from lingua.inference.harness import WAITING
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.apps.tasks import TASKS, write_tasks
 from tests.apps.test_model import initialised, model_args

@@ -8,7 +8,7 @@ import pytest
 
 from apps.main.train import check
 from lingua.errors import UserError
-from lingua.status import status, table
+from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, Outcome, Runs, differs
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import eval_here, results_in

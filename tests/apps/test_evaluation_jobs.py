@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lingua.checkpoint import find, marks
-from lingua.harness import WAITING
+from lingua.checkpoint.folder import find
+from lingua.checkpoint.retention import marks
+from lingua.inference.harness import WAITING
 from tests.apps.runs import SMALL, write_text
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import results_in

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from apps.main.generate import Prompt, main, write_results
 from lingua.errors import UserError
-from lingua.generation import Completion
-from lingua.sampling import SamplingArgs
+from lingua.inference.generate import Completion
+from lingua.inference.sampling import SamplingArgs
 from tests.apps.test_model import initialised, model_args
 from tests.ranks import Ranks
 from tests.test_convert import a_model, save_here

@@ -11,8 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from apps.main.transformer import ModelArgs, Transformer, build_transformer, parallel_plan
 from lingua.data import IGNORE
-from lingua.distributed import DistributedArgs, Launch, parallelize_model, start
 from lingua.init import init_parameters
+from lingua.parallel.launch import Launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import parallelize_model
 
 CPU = torch.device("cpu")
 SEQ = 17

@@ -25,7 +25,7 @@ from apps.main.transformer import ModelArgs as PlainArgs
 from apps.main.transformer import build_transformer
 from apps.mtp.model import ModelArgs, MultiToken, build_multi_token, build_trained
 from apps.mtp.train import TrainArgs, build
-from lingua.args import load
+from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.errors import UserError
 from lingua.init import canonical_name, init_parameters

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 import apps.main.train as program
 from apps.main.train import Built, Run, TrainArgs, build
 from apps.main.transformer import Transformer
-from lingua import checkpoint_convert
+from lingua.checkpoint import convert as checkpoint_convert
 from tests import lingua_checkpoint
 from tests.apps.runs import Outcome, Runs, arguments, differs, digest, digests, mesh, whole
 from tests.lingua_checkpoint import STEP, TOKENS

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lingua.data.lock import claimed
-from lingua.data.prepare import prepare_sources, shard_folder, source_files
-from lingua.data.units import UNIT_BYTES, plan_units
+from lingua.data.prepare.sources import prepare_sources, shard_folder, source_files
+from lingua.data.prepare.units import UNIT_BYTES, plan_units
+from lingua.lock import claimed
 from lingua.tokenizer import build_tokenizer
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from apps.main.train import TrainArgs
-from lingua.args import flatten, resume_classes
+from lingua.checkpoint.resume import Change, Saved, check_config, check_data
+from lingua.config.load import flatten, resume_classes
 from lingua.data.args import Stage
 from lingua.errors import UserError
-from lingua.resume import Change, Saved, check_config, check_data
 
 CLASSES = resume_classes(TrainArgs)
 EARLY, LATE = Stage(4, {"b": 1.0}), Stage(8, {"a": 1.0, "c": 1.0})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lingua.data.files import find_files
+from lingua.data.prepare.files import find_files
 from lingua.errors import UserError
 from tests.data.test_prepare import Prepared, expected_tokens, make_args, train_tokens
 

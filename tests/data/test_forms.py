@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lingua.args import load
+from lingua.config.load import load
 from lingua.data.args import DataArgs
-from lingua.data.files import SourceFiles, find_files
+from lingua.data.prepare.files import SourceFiles, find_files
 from lingua.errors import UserError
 from tests.data.test_prepare import (
     TEXTS,

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lingua.data import long_text, records
-from lingua.data.long_text import LongText, elided_json, gathered, split_lines
-from lingua.data.pieces import CONTEXT, TRIES, Pieces
+from lingua.data.prepare import long_text, records
+from lingua.data.prepare.long_text import LongText, elided_json, gathered, split_lines
+from lingua.data.prepare.pieces import CONTEXT, TRIES, Pieces
 from lingua.tokenizer import build_tokenizer
 from tests.data.test_forms import write_form
 from tests.data.test_prepare import Prepared, error_of, expected_tokens, make_args, train_tokens

@@ -15,11 +15,7 @@ import pytest
 import xxhash
 
 from lingua.data.args import DataArgs
-from lingua.data.prepare import (
-    open_sources,
-    prepare_source,
-    prepare_sources,
-)
+from lingua.data.prepare.sources import open_sources, prepare_source, prepare_sources
 from lingua.data.shards import Source
 from lingua.errors import UserError
 from lingua.tokenizer import build_tokenizer

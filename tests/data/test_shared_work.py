@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lingua.data.lock import is_free
-from lingua.data.prepare import shard_folder, source_files
-from lingua.data.units import plan_units
+from lingua.data.prepare.sources import shard_folder, source_files
+from lingua.data.prepare.units import plan_units
 from lingua.errors import UserError
+from lingua.lock import is_free
 from lingua.tokenizer import build_tokenizer
 from tests.data.test_prepare import (
     TEXTS,

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lingua.args import load
+from lingua.config.load import load
 from lingua.data.args import DataArgs, Stage
 from lingua.data.stream import Mixture, RowStream, Stages
 from lingua.errors import UserError

@@ -1,0 +1,165 @@
+"""Which checkpoints are kept: options, marks, and what is removed after a save."""
+
+import logging
+import math
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lingua.checkpoint.folder import Checkpoint, find, foreign_files, read_state
+from lingua.config.schema import Free
+from lingua.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LEFTOVER = re.compile(r"\d{10}\.tmp-[0-9a-f]{8}")
+
+
+MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
+BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
+
+
+@dataclass
+class SaveEvery:
+    every: Free[int] = 1000  # steps between two saves; 0 or -1: none
+    keep: Free[int] = -1  # how many of the newest to keep; 0 or -1: all
+
+
+@dataclass
+class CheckpointArgs:
+    dump: SaveEvery = field(default_factory=SaveEvery)  # to resume from
+    eval: SaveEvery = field(default_factory=lambda: SaveEvery(every=0))  # to evaluate later
+    # of those saved, steps that this divides are kept for ever; 0: none for that reason
+    keep_every: Free[int] = 0
+    # measure the held-out loss at every save, and keep the checkpoint where it is the lowest
+    keep_best: Free[bool] = False
+    path: Free[str | None] = None  # folder of the checkpoints; null: <dump_dir>/checkpoints
+    async_save: Free[bool] = False  # write from a copy in memory, while training goes on
+    # a save that fails: `continue` training and try again at the next one, or `stop`; a run whose
+    # last save fails ends with an error either way
+    on_error: Free[Literal["continue", "stop"]] = "continue"
+    # what is compared with the manifest before loading: sizes and checksums, or sizes alone
+    verify: Free[Literal["full", "size"]] = "full"
+    # what a run without a checkpoint of its own starts from: a checkpoint, a dump_dir (its newest),
+    # a Meta Lingua checkpoint or a file of torch.save; null: initial weights
+    init_ckpt_path: Free[str | None] = None
+    # from init_ckpt_path take optimizer, step and position as well as the model
+    continue_training_from_init: Free[bool] = False
+    # or a folder of a Hugging Face Llama model, whose weights it starts with
+    init_from: Free[str | None] = None
+    # guarded config keys that may differ from the checkpoint's when resuming
+    allow_change: Free[list[str]] = field(default_factory=list)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.continue_training_from_init and self.init_ckpt_path is None:
+            yield "init_ckpt_path", "must be given when continue_training_from_init is true"
+        if self.init_from is not None and self.init_ckpt_path is not None:
+            yield "init_from", "must not be given together with checkpoint.init_ckpt_path"
+
+    def due(self, step: int) -> bool:
+        """Whether a save is due once `step` is complete."""
+        return any(kind.every > 0 and step % kind.every == 0 for kind in (self.dump, self.eval))
+
+
+def prune(root: Path, args: CheckpointArgs) -> list[Path]:
+    """Remove what retention does not keep, and mark the best of the rest; on one rank, after a save
+    was published.
+
+    Kept are the newest `dump.keep` checkpoints, whatever they were saved for, the newest
+    `eval.keep` of those that fall on `eval.every`, all that fall on `keep_every`, the best with
+    `keep_best`, and all that are marked otherwise or have files that no save put there. Other files
+    and folders are not touched, save the leftovers of saves that did not finish: no other save may
+    be under way in the folder.
+
+    Returns:
+        The checkpoints removed.
+    """
+    gone = []
+    try:
+        found = find(root)
+        keep = _to_keep(found, args)
+        for c in found:
+            if c.path in keep or set(marks(c.path)) - {BEST}:
+                continue
+            if others := foreign_files(c):
+                logger.warning(f"{c.path} is kept: it has files of others ({', '.join(others)})")
+                continue
+            # Under another name first: half a removal must not look like a checkpoint.
+            c.path.rename(root / f"{c.path.name}.tmp-{uuid.uuid4().hex[:8]}")
+            gone.append(c.path)
+        _mark_best(root, [c for c in found if c.path not in gone])
+        for path in root.iterdir():
+            if LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        logger.warning(f"old checkpoints cannot be removed: {error}")
+    return gone
+
+
+def _to_keep(found: list[Checkpoint], args: CheckpointArgs) -> set[Path]:
+    """Those that options keep; `found` is newest first."""
+    evals = [c for c in found if args.eval.every > 0 and c.step % args.eval.every == 0]
+    keep = {
+        c.path
+        for checkpoints, kind in ((found, args.dump), (evals, args.eval))
+        for c in (checkpoints if kind.keep <= 0 else checkpoints[: kind.keep])
+    }
+    if args.keep_every > 0:
+        keep |= {c.path for c in found if c.step % args.keep_every == 0}
+    if args.keep_best:
+        keep |= {c.path for c in best(found)}
+    return keep
+
+
+def best(found: list[Checkpoint]) -> list[Checkpoint]:
+    """The one with the lowest held-out loss, the first published of equals; none where no step was
+    measured when it was saved."""
+    measured = []
+    for checkpoint in found:
+        with suppress(ValueError):  # damaged: it is none to keep
+            loss = read_state(checkpoint).get("held_out")
+            if loss is not None and math.isfinite(loss):
+                measured.append((loss, checkpoint.serial, checkpoint))
+    return [min(measured)[2]] if measured else []
+
+
+def _mark_best(root: Path, found: list[Checkpoint]) -> None:
+    lowest = best(found)
+    files = [_mark_file(c.path, BEST) for c in lowest]
+    for file in root.glob(f"*.{BEST}"):
+        if file not in files:
+            file.unlink()
+    for c in lowest:
+        mark(c.path, BEST)
+
+
+def marks(path: Path) -> list[str]:
+    """The names that the checkpoint `path` is marked with. One with any is never pruned, but for
+    that of the best, which `prune` itself puts where it belongs."""
+    return sorted(
+        name
+        for file in path.parent.glob(f"{path.name}.*")
+        if MARK.fullmatch(name := file.suffix[1:]) and file.is_file()
+    )
+
+
+def mark(path: Path, name: str) -> None:
+    """Keep the checkpoint `path` for ever, under a name."""
+    _mark_file(path, name).touch()
+
+
+def unmark(path: Path, name: str) -> None:
+    _mark_file(path, name).unlink(missing_ok=True)
+
+
+def _mark_file(path: Path, name: str) -> Path:
+    if not MARK.fullmatch(name):
+        raise UserError(f'mark "{name}": must be letters, digits, - and _, a letter first')
+    return path.parent / f"{path.name}.{name}"

@@ -1,0 +1,129 @@
+"""The saves of a run: what happens when one fails, which are written in the background, and that no
+other run writes into the same folder."""
+
+import logging
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lingua.checkpoint.folder import find
+from lingua.checkpoint.retention import CheckpointArgs, prune
+from lingua.checkpoint.save import save
+from lingua.checkpoint.write import NotSaved
+from lingua.errors import UserError
+from lingua.lock import alone
+from lingua.parallel.mesh import on_rank_0
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves steps into `root` as `checkpoint.async_save` and `.on_error` say, and prunes.
+
+    A context manager, entered by every rank; its methods too are called by every rank, in the same
+    order. While it is open no other run can open one on the same folder.
+    """
+
+    def __init__(self, root: Path, args: CheckpointArgs) -> None:
+        self.root, self.args = root, args
+        self.saved_step: int | None = None  # the one this start has published last
+        self._failure: NotSaved | None = None  # of the last save
+        self._held = ExitStack()
+        self._copies: dict[str, Tensor] = {}
+        self._writing: Future[None] | None = None
+        self._thread, self._group = None, None
+        if args.async_save:  # its collectives must not mix with those of training
+            self._group = dist.new_group(backend="gloo")
+            self._thread = ThreadPoolExecutor(1, "save")
+
+    def __enter__(self) -> "Saver":
+        on_rank_0(self._claim)
+        return self
+
+    def _claim(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            # A former start of a job may outlive the node that Slurm gave up, and its run goes on.
+            requeued = "SLURM_RESTART_COUNT" in os.environ
+            self._held.enter_context(alone(self.root / "run.lock", logger.warning, requeued))
+        except OSError as error:
+            raise UserError(f"{self.root}: checkpoints cannot be written there: {error}") from error
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()  # a save under way is finished
+        self._held.close()
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank knows that a save in the background failed and the run is to stop."""
+        return self._failure is not None and self.args.on_error == "stop"
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], state: dict, config: str, final: bool = False
+    ) -> None:
+        """Save `step`, unless it is saved. With `async_save` its tensors are copied here and
+        written later, after the save before it; only a `final` one is waited for.
+
+        Raises:
+            NotSaved: this save, or an earlier one in the background, failed, and it is `final` or
+                `on_error` is stop.
+        """
+        self.wait()
+        if step != self.saved_step:
+            if self._thread is None:
+                self._save(step, tensors, state, config, final)
+            else:
+                copied = self._copied(tensors)
+                self._writing = self._thread.submit(self._save, step, copied, state, config, final)
+                if final:
+                    self.wait()
+        if self._failure is not None and (final or self.gave_up):
+            left = on_rank_0(lambda: next(iter(find(self.root)), None))
+            newest = f"the newest checkpoint is {left.path}" if left else "there is no checkpoint"
+            raise NotSaved(f"{self._failure}; {newest}")
+
+    def wait(self) -> None:
+        """For the save in the background, if there is one."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+        if self.gave_up:
+            raise self._failure
+
+    def _save(
+        self, step: int, tensors: dict[str, Tensor], state: dict, config: str, final: bool
+    ) -> None:
+        self._failure = None
+        try:
+            path = save(self.root, step, tensors, state, config, self._group)
+        except NotSaved as failure:
+            self._failure = failure
+            if dist.get_rank() == 0 and not (final or self.gave_up):
+                logger.error(f"{failure}; training goes on, and the next save tries again")
+            return
+        self.saved_step = step
+        on_rank_0(lambda: prune(self.root, self.args))
+        logger.info(f"saved {path}")
+
+    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as they are now, in host memory that is used again at every save."""
+        copied = {}
+        for name, t in tensors.items():
+            local = t.to_local() if isinstance(t, DTensor) else t
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            copy = self._copies[name].copy_(local, non_blocking=True)
+            # `from_local` would take it to the mesh's device.
+            copied[name] = (
+                DTensor(copy, t._spec, requires_grad=False) if isinstance(t, DTensor) else copy
+            )
+        if any(t.is_cuda for t in tensors.values()):
+            torch.cuda.synchronize()
+        return copied

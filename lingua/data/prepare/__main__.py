@@ -1,0 +1,47 @@
+"""Tokenize the text of a run without training:
+
+    python -m lingua.data.prepare config=FILE [key=value ...]
+
+takes the config of a training run and does what training does first. Any number of processes, on
+any number of machines that share the folders, may run it at the same time, or training itself:
+they share the work. Each may be killed; what it had finished stays.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
+from lingua.config.schema import Free
+from lingua.data.args import DataArgs
+from lingua.data.prepare.sources import prepare_sources
+from lingua.tokenizer import build_tokenizer
+
+
+@dataclass
+class PrepareArgs:
+    processes: Free[int | None] = None  # that tokenize on this machine; null: one per core
+    data: DataArgs = field(default_factory=DataArgs)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.processes is not None and self.processes < 1:
+            yield "processes", "must be at least 1, or null"
+
+
+def main() -> None:
+    args, notices = load(PrepareArgs, foreign=META_LINGUA, partial=True)
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+
+    for line in notices:
+        report(line)
+    tokenizer = build_tokenizer(args.data.tokenizer)
+    prepare_sources(args.data, tokenizer, report, True, args.processes)
+
+
+if __name__ == "__main__":
+    # Imported here: the worker processes import this module too, and need no torch.
+    from lingua.parallel.program import run_program
+
+    run_program(main)

@@ -1,0 +1,86 @@
+"""The next token: the likeliest, or one drawn at a temperature among the likeliest.
+
+What is drawn is a function of (logits, seed, how many tokens were drawn before): it does not depend
+on what else is in the batch, nor on the topology.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lingua.config.schema import Free
+from lingua.hashing import hash_bits, key_of
+
+
+@dataclass
+class SamplingArgs:
+    temperature: Free[float] = 1.0  # divides the logits; 0: always the likeliest token (greedy)
+    top_k: Free[int | None] = None  # draw among the k likeliest tokens; null: among all
+    # draw among the likeliest tokens that together have this probability; null: among all
+    top_p: Free[float | None] = None
+    max_gen_tokens: Free[int] = 128  # tokens generated at most
+    # texts that end it; neither they nor what follows them is part of the result
+    stop: Free[list[str]] = field(default_factory=list)
+    stop_tokens: Free[list[int] | None] = None  # tokens that end it; null: the tokenizer's eos
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if not 0 <= self.temperature < math.inf:
+            yield "temperature", "must be at least 0 and finite"
+        if self.top_k is not None and self.top_k < 1:
+            yield "top_k", "must be at least 1, or null"
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            yield "top_p", "must be above 0 and at most 1, or null"
+        if self.max_gen_tokens < 1:
+            yield "max_gen_tokens", "must be at least 1"
+        if "" in self.stop:
+            yield "stop", "must not hold an empty text"
+
+
+class Sampler:
+    """Draws for the rows of a batch, each with settings and a seed of its own."""
+
+    def __init__(
+        self, settings: Sequence[SamplingArgs], seeds: Sequence[int], device: torch.device
+    ) -> None:
+        def column(values: list, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.temperature = column([s.temperature for s in settings], torch.float32)
+        self.top_k = column([s.top_k or 2**62 for s in settings], torch.int64)
+        self.top_p = column([s.top_p or 2.0 for s in settings], torch.float64)
+        self.keys = column([key_of("sample", seed) for seed in seeds], torch.int64)
+        self.draws = any(s.temperature > 0 for s in settings)
+        self.cuts = any(s.top_k is not None or s.top_p is not None for s in settings)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with just these rows (int64)."""
+        self.temperature, self.top_k = self.temperature[rows], self.top_k[rows]
+        self.top_p, self.keys = self.top_p[rows], self.keys[rows]
+
+    def __call__(self, logits: Tensor, step: int) -> Tensor:
+        """Tokens int64 B from logits B V; `step` counts the tokens drawn before."""
+        likeliest = logits.argmax(-1)
+        if not self.draws:
+            return likeliest
+        # A greedy row is drawn for too, at any temperature, and not used.
+        heat = torch.where(self.temperature > 0, self.temperature, 1.0)
+        p = (logits.float() / heat[:, None]).double().softmax(-1)
+        if self.cuts:
+            ranked, order = p.sort(dim=-1, descending=True, stable=True)
+            kept = torch.arange(p.shape[1], device=p.device) < self.top_k[:, None]
+            ranked = ranked * kept
+            # a token stays as long as those likelier than it do not make up top_p
+            likelier = ranked.cumsum(-1) - ranked
+            kept &= likelier < self.top_p[:, None] * ranked.sum(-1, keepdim=True)
+            p = p * torch.zeros_like(kept).scatter(1, order, kept)
+        # Drawn in the order of the vocabulary, also where others in the batch had to be sorted.
+        below = p.cumsum(-1)
+        bits = hash_bits(self.keys, torch.full_like(self.keys, step))
+        u = ((bits >> 11) & ((1 << 53) - 1)).double() / 2**53
+        # right=True: never a token of probability 0, whose sum is that of the one before it
+        drawn = torch.searchsorted(below, (u * below[:, -1])[:, None], right=True)
+        drawn = drawn.clamp(max=p.shape[1] - 1)
+        return torch.where(self.temperature > 0, drawn[:, 0], likeliest)

@@ -1,0 +1,93 @@
+"""How likely a model finds texts that are given: what benchmarks of choices and perplexities ask.
+
+On a mesh every rank calls `score` with the same texts. The data-parallel ranks divide them among
+themselves, and all ranks have all results: the same on every topology.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
+
+from lingua.dtensor import whole
+from lingua.inference.generate import uncompiled
+from lingua.parallel.mesh import divide, dp_degree
+
+Window = tuple[list[int], int]  # tokens, and how many of the last ones are scored
+
+
+def windows(context: Sequence[int], continuation: Sequence[int], length: int) -> Iterator[Window]:
+    """The continuation in pieces that fit a model of `length` positions.
+
+    Each token is scored once, in the last piece too with all the context that fits before it: what
+    is cut is cut on the left. `context` has at least one token.
+    """
+    tokens, start = [*context, *continuation], len(context)
+    while start < len(tokens):
+        end = min(start + length, len(tokens))
+        yield tokens[max(0, end - length - 1) : end], end - start
+        start = end
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    mesh: DeviceMesh,
+    batch_size: int,
+    length: int,
+) -> list[tuple[float, bool]]:
+    """For each (context, continuation): nats of the continuation's log-probability, from float32
+    logits, and whether each of its tokens is the likeliest.
+
+    Args:
+        batch_size: rows of one forward on each data-parallel rank, of like length.
+        length: positions of the model.
+    """
+    rows = [(i, window) for i, pair in enumerate(pairs) for window in windows(*pair, length)]
+    rows.sort(key=lambda row: -len(row[1][0]))  # what does not fit in memory is met at once
+    n_batches = -(-len(rows) // (batch_size * dp_degree(mesh)))
+    training = model.training
+    model.eval()
+
+    def score_mine(mine: list[Window]) -> list[tuple[float, bool]]:
+        found = []
+        for i in tqdm(range(n_batches), "scoring", disable=mesh.get_rank() != 0, leave=False):
+            found += _score_batch(model, mine[i * batch_size : (i + 1) * batch_size], mesh)
+        return found
+
+    try:
+        with uncompiled():
+            found = divide(score_mine, [window for _, window in rows], mesh)
+    finally:
+        model.train(training)
+    sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
+    for (i, _), (logprob, likeliest) in zip(rows, found, strict=True):
+        sums[i] += logprob
+        greedy[i] &= likeliest
+    return list(zip(sums, greedy, strict=True))
+
+
+def _score_batch(
+    model: nn.Module, rows: list[Window], mesh: DeviceMesh
+) -> list[tuple[float, bool]]:
+    """Without rows the model runs all the same: other ranks need this one in its collectives."""
+    tp, device = mesh["tp"].size(), torch.device(mesh.device_type)
+    n_columns = max((len(tokens) - 1 for tokens, _ in rows), default=1)
+    # tp ranks share out the columns; what pads the end of a row cannot reach what is before it.
+    inputs = torch.zeros(max(1, len(rows)), -(-n_columns // tp) * tp, dtype=torch.int64)
+    for (tokens, _), into in zip(rows, inputs, strict=False):
+        into[: len(tokens) - 1] = torch.tensor(tokens[:-1])
+    logits = whole(model(inputs.to(device)))  # B S V
+    found: list[Tensor] = []
+    for (tokens, n), of_row in zip(rows, logits, strict=False):
+        end = len(tokens) - 1
+        logprobs = of_row[end - n : end].float().log_softmax(-1)
+        targets = torch.tensor(tokens[-n:], device=device)
+        total = logprobs.gather(1, targets[:, None]).double().sum()
+        found.append(torch.stack((total, (logprobs.argmax(-1) == targets).all().double())))
+    if not found:
+        return []
+    return [(total, bool(greedy)) for total, greedy in torch.stack(found).tolist()]

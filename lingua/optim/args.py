@@ -1,0 +1,58 @@
+"""The configuration of the optimizer and of the learning rate."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lingua.config.schema import Announced, Guarded
+from lingua.optim.muon import MuonArgs
+
+
+@dataclass
+class OptimArgs:
+    # `muon`: Muon for the matrices inside the blocks, AdamW for the rest (embedding, head, norms)
+    name: Guarded[Literal["adamw", "muon"]] = "adamw"
+    lr: Announced[float] = 3e-4  # peak learning rate
+    # decoupled, times the learning rate; on matrices only, not on embeddings, norms and biases
+    weight_decay: Announced[float] = 0.1
+    beta1: Announced[float] = 0.9  # AdamW: decay per update of the mean of the gradient
+    beta2: Announced[float] = 0.95  # AdamW: decay per update of the mean of the squared gradient
+    epsilon: Announced[float] = 1e-8  # AdamW: added to the root of the second moment
+    muon: MuonArgs = field(default_factory=MuonArgs)  # with `name: muon`; lr and decay are shared
+    clip: Announced[float] = 1.0  # largest global norm of the gradient; .inf: no clipping
+    # how the rate goes on after the warmup
+    scheduler: Announced[Literal["constant", "linear", "inv_sqrt", "cosine", "wsd"]] = "cosine"
+    warmup: Announced[int] = 2000  # updates of linear rise; the last of them has the peak rate
+    lr_min_ratio: Announced[float] = 0.1  # lowest rate of the decay, as a share of the peak
+    # cosine, wsd: length of a cycle as a share of the run; each starts again from the peak
+    cycle_length: Announced[float] = 1.0
+    cosine_theta: Announced[float] = (
+        1.0  # cosine: progress is raised to this power; > 1 decays later
+    )
+    # wsd: the decay that ends a cycle, as a share of the updates from the start of the run to there
+    decay_fraction: Announced[float] = 0.1
+    # power of the decay: inv_sqrt (warmup/step)^p, wsd 1 - progress^p
+    exp_factor: Announced[float] = 0.5
+    # a gradient that is not finite changes nothing; then: stop the run, or count it and go on
+    on_nonfinite: Announced[Literal["stop", "skip"]] = "stop"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(field, what is required of it) for every value out of range."""
+        finite = math.isfinite
+        for key in ("lr", "weight_decay"):
+            if not (finite(getattr(self, key)) and getattr(self, key) >= 0):
+                yield key, "must be at least 0"
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                yield key, "must be at least 0 and below 1"
+        for key in ("epsilon", "cycle_length", "cosine_theta", "exp_factor"):
+            if not (finite(getattr(self, key)) and getattr(self, key) > 0):
+                yield key, "must be above 0"
+        if not self.clip > 0:
+            yield "clip", "must be above 0 (.inf: no clipping)"
+        if self.warmup < 0:
+            yield "warmup", "must be at least 0"
+        for key in ("lr_min_ratio", "decay_fraction"):
+            if not 0 <= getattr(self, key) <= 1:
+                yield key, "must be between 0 and 1"

@@ -1,0 +1,75 @@
+"""Gradients: when they are reduced over ranks, what that costs, and their global norm."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lingua.dtensor import local
+from lingua.format import human_bytes
+
+
+def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
+    """Say, before a micro-step's forward, which reductions its backward runs."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or mode != "last")
+        model.set_requires_all_reduce(last or mode == "every")
+
+
+def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) -> Iterator[str]:
+    """What the choice of `grad_sync` costs in memory and saves in traffic, on each rank."""
+    shards, replicas = mesh["dp_shard"].size(), mesh["dp_replicate"].size()
+    if n_micro == 1 or shards * replicas == 1:
+        return
+    # Gradients of this rank's part under tensor parallelism, float32, before and after they are
+    # split over dp_shard.
+    own = sum(local(p).numel() for p in model.parameters()) * 4
+    whole = own * shards
+    kept = {"last": whole, "replica_last": own if replicas > 1 else 0, "every": 0}[mode]
+    scatters = whole if shards > 1 and mode == "last" else 0
+    reduces = own if replicas > 1 and mode != "every" else 0
+    saved = (n_micro - 1) * (scatters + reduces)
+    yield (
+        f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "
+        f"micro-steps and saves {human_bytes(saved)} of gradient traffic a step"
+    )
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients in place so that their global norm is at most `max_norm`.
+
+    Parameters may live on different meshes. Each group of equal layout sums the squares of its
+    shards over just the axes that split it, so what an axis replicates counts once.
+
+    Returns:
+        The norm before scaling, a float32 scalar on the device, equal on every rank. When it is
+        not finite the gradients are left as they are.
+    """
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        if isinstance(p.grad, DTensor):
+            split = tuple(
+                axis for axis, place in enumerate(p.grad.placements) if not place.is_replicate()
+            )
+            groups.setdefault((p.grad.device_mesh, split), []).append(p.grad.to_local())
+        else:
+            groups.setdefault((None, ()), []).append(p.grad)
+    total = torch.zeros((), device=parameters[0].device)
+    for (mesh, split), grads in groups.items():
+        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
+        for axis in split:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(squares, group=mesh.get_group(axis))
+        total = total + squares
+    norm = total.sqrt()
+    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+    for grads in groups.values():
+        torch._foreach_mul_(grads, scale)
+    return norm

@@ -1,0 +1,151 @@
+"""The DeviceMesh (dp_replicate, dp_shard, tp), ranks on it, and what ranks tell each other.
+
+The mesh always has all three axes, each of any size, 1 included, so that no caller needs a special
+case.
+"""
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lingua.config.schema import Announced, Free
+from lingua.errors import UserError
+
+T = TypeVar("T")
+
+
+R = TypeVar("R")
+
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+@dataclass
+class DistributedArgs:
+    dp_replicate: Free[int | None] = 1  # copies of the sharded model; null takes what remains
+    dp_shard: Free[int | None] = None  # ranks each copy is sharded over; null takes what remains
+    tp_size: Free[int] = 1  # ranks a layer is split over (tensor parallelism)
+    # when gradients travel: `last` micro-step only, `replica_last` reduce-scatters each micro-step
+    # and all-reduces across replicas on the last, `every` does both each time; all give the same
+    # gradient
+    grad_sync: Free[Literal["last", "replica_last", "every"]] = "last"
+    # dtype of forward and backward; parameters, gradients and their reduction stay float32
+    model_dtype: Announced[Literal["bf16", "fp32"]] = "bf16"
+    compile: Announced[bool] = False  # compile each block with torch.compile
+    matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
+    # what a block keeps for its backward: `none` all, `full` its input only, `selective` the
+    # results of matrix products and attention
+    activation_checkpointing: Announced[Literal["none", "full", "selective"]] = "none"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of forward and backward."""
+        return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for key in ("dp_replicate", "dp_shard"):
+            size = getattr(self, key)
+            if size is not None and size < 1:
+                yield key, "must be at least 1, or null for what remains"
+        if self.tp_size < 1:
+            yield "tp_size", "must be at least 1"
+        if self.dp_replicate is None and self.dp_shard is None:
+            yield "dp_replicate", "must be given when distributed.dp_shard is null"
+
+
+def mesh_sizes(args: DistributedArgs, world_size: int) -> tuple[int, int, int]:
+    """(dp_replicate, dp_shard, tp) for `world_size` processes, the null axis filled in."""
+    replicate, shard, tp = args.dp_replicate, args.dp_shard, args.tp_size
+    known = (replicate or 1) * (shard or 1) * tp
+    shown = f"distributed.dp_replicate = {replicate}, dp_shard = {shard}, tp_size = {tp}"
+    shown = shown.replace("None", "null")
+    if replicate is not None and shard is not None and known != world_size:
+        raise UserError(f"{shown}: their product is {known}, but {world_size} processes run")
+    if world_size % known:
+        raise UserError(f"{shown}: {known} does not divide the number of processes, {world_size}")
+    rest = world_size // known
+    return (replicate or rest, shard or rest if replicate is not None else shard or 1, tp)
+
+
+def dp_rank(mesh: DeviceMesh) -> int:
+    """This process's data-parallel rank, the same for every tp rank of a group.
+
+    `replicate_rank * dp_shard + shard_rank`, in `0 ... dp_degree(mesh) - 1`. Everything that
+    differs from one data-parallel rank to the next uses this number.
+    """
+    replicate, shard = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
+    return replicate * mesh["dp_shard"].size() + shard
+
+
+def dp_degree(mesh: DeviceMesh) -> int:
+    """The number of data-parallel ranks."""
+    replicate, shard, _ = mesh.shape  # asked for with each token: mesh["dp_shard"] takes 60 us
+    return replicate * shard
+
+
+def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum `t` over the data-parallel ranks, in place. int64 wraps modulo 2^64."""
+    for axis in ("dp_shard", "dp_replicate"):
+        if mesh[axis].size() > 1:
+            dist.all_reduce(t, group=mesh.get_group(axis))
+    return t
+
+
+def world_sum_(t: Tensor) -> Tensor:
+    """Sum a CPU tensor over all ranks, in place. It goes over gloo, past the device's queue."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(t)
+    return t
+
+
+def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh) -> list[R]:
+    """The results of `work`, an item each, which the data-parallel ranks divide among themselves.
+
+    Every rank calls it with the same items and has all results; the tp ranks of a group do the same
+    part. `work` is also called with no items: it may hold collectives.
+    """
+    parts: list[list[R]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(parts, work(items[dp_rank(mesh) :: dp_degree(mesh)]))
+    by_dp_rank = parts[:: mesh["tp"].size()]  # a row of the mesh is a data-parallel rank
+    return [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(items))]
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and give its result, or the exception it raises, to every rank.
+
+    The others wait at the store, without a limit: the work may be hours of tokenizing, which no
+    collective's timeout should have to cover.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    # The number of this rank's call, counted in the store: a process may outlive its group. Threads
+    # count apart, since the order between them may differ from rank to rank.
+    thread = f"lingua/on_rank_0/{threading.current_thread().name}"
+    key = f"{thread}/{store.add(f'{thread}/calls_of_{rank}', 1)}"
+    if rank == 0:
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        # Only a UserError is meant to be read; of others the text is enough and always pickles.
+        told = error if error is None or isinstance(error, UserError) else RuntimeError(str(error))
+        store.set(key, pickle.dumps((result, told)))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+    pause_s = 0.001
+    while not store.check([key]):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+    result, error = pickle.loads(store.get(key))
+    if error is not None:
+        raise error
+    return result

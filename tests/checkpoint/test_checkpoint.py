@@ -1,0 +1,505 @@
+"""Checkpoints are whole or not there: saved, damaged in every way, found and pruned.
+
+Real ranks do it, with small tensors in place of a model."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lingua.checkpoint.folder import find, newest, read_checkpoint, read_state
+from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
+from lingua.checkpoint.save import save
+from lingua.checkpoint.tensors import tensors_of
+from lingua.errors import UserError
+from lingua.optim.args import OptimArgs
+from lingua.optim.optimizer import build_optimizer
+from lingua.parallel.mesh import on_rank_0
+from tests.checkpoints import (
+    ANY,
+    CONFIG,
+    STATE,
+    join,
+    load_here,
+    refusal,
+    save_here,
+    tensors_on,
+)
+from tests.ranks import Ranks
+
+KINDS = ("__0_0.distcp", ".metadata", "train_state.json", "config.yaml", "manifest.json")
+
+
+def refused_here(root: Path) -> str:
+    join()
+    try:
+        newest(root, "full", lambda line: None)
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def newest_here(roots: list[Path], verify: str) -> list[tuple[str | None, list[str]]]:
+    """For each root: the name of what is chosen, and what is told. Called by every rank."""
+    join()
+    results = []
+    for root in roots:
+        told: list[str] = []
+        chosen = newest(root, verify, told.append)
+        results.append((chosen and chosen.path.name, told))
+    return results
+
+
+def newest_as_another_user(root: Path) -> list[str]:
+    """What is told when a user without rights takes the newest. Called by one rank."""
+    me = os.geteuid()
+    if me == 0:  # to whom nothing is forbidden
+        os.seteuid(65534)
+    try:
+        ((_, told),) = newest_here([root], "full")
+    finally:
+        os.seteuid(me)
+    return told
+
+
+# --------------------------------------------------------------------------------- saved
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory) -> Path:
+    """Steps 1 and 2, saved by two ranks. Tests copy it, or only read."""
+    root = tmp_path_factory.mktemp("saved")
+    ranks.run(2, save_here, root, [1, 2])
+    return root
+
+
+def test_the_manifest_lists_exactly_the_files(saved):
+    folder = saved / "0000000002"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    names = {p.name for p in folder.iterdir()}
+    assert names == {*KINDS, "__1_0.distcp"}
+    assert manifest["files"].keys() == names - {"manifest.json"}
+    for name, entry in manifest["files"].items():
+        assert entry["size"] == (folder / name).stat().st_size
+    assert (manifest["step"], manifest["serial"]) == (2, 2)
+    assert sorted(p.name for p in saved.iterdir()) == ["0000000001", "0000000002"]
+    assert read_state(read_checkpoint(folder)[0]) == STATE
+    assert (folder / "config.yaml").read_text() == CONFIG
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2, bias=False)
+        self.tied = nn.Linear(3, 2, bias=False)
+        self.tied.weight = self.linear.weight
+        self.register_buffer("mean", torch.ones(2))
+        self.register_buffer("angles", torch.ones(2), persistent=False)
+
+
+def test_the_tensors_of_a_run_are_parameters_moments_and_lasting_buffers():
+    model = Model()
+    tensors = tensors_of(model, build_optimizer(model, OptimArgs()))
+    assert tensors.keys() == {
+        "model.linear.weight",
+        "optim.exp_avg.linear.weight",
+        "optim.exp_avg_sq.linear.weight",
+        "optim.step.linear.weight",
+        "model.mean",
+    }
+    assert tensors["model.mean"] is model.mean
+    assert tensors["model.linear.weight"].data_ptr() == model.linear.weight.data_ptr()
+
+
+def photograph(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    return {
+        p.name: (p.stat().st_mtime_ns, p.stat().st_ino, p.read_bytes()) for p in folder.iterdir()
+    }
+
+
+def test_saving_a_published_step_again_changes_nothing(ranks, saved, tmp_path):
+    root = shutil.copytree(saved, tmp_path / "root")
+    before = [photograph(folder) for folder in sorted(root.iterdir())]
+    ranks.run(4, save_here, root, [2, 1])  # other ranks, other tensors
+    assert [photograph(folder) for folder in sorted(root.iterdir())] == before
+
+
+def test_the_last_published_is_the_newest_not_the_highest_step(ranks, tmp_path):
+    ranks.run(1, save_here, tmp_path, [10, 30, 20])
+    assert [c.step for c in find(tmp_path)] == [20, 30, 10]
+    assert ranks.run(2, newest_here, [tmp_path], "full") == [
+        [("0000000020", [])],
+        [("0000000020", [])],
+    ]
+
+
+# ------------------------------------------------------------------------------------------ damaged
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def damaged_roots(saved: Path, folder: Path, damage) -> dict[str, Path]:
+    """A copy of the two checkpoints for each kind of file, damaged in the newer one."""
+    roots = {}
+    for name in (*KINDS, "__1_0.distcp"):
+        roots[name] = shutil.copytree(saved, folder / name)
+        damage(roots[name] / "0000000002" / name)
+    return roots
+
+
+@pytest.mark.parametrize("damage", [flip_bit, cut, empty, os.remove])
+@pytest.mark.parametrize("verify", ["full", "size"])
+def test_a_damaged_file_of_any_kind_is_named_and_the_checkpoint_before_it_taken(
+    ranks, saved, tmp_path, damage, verify
+):
+    roots = damaged_roots(saved, tmp_path, damage)
+    first, second = ranks.run(2, newest_here, list(roots.values()), verify)
+    for name, (chosen, told), (also, _) in zip(roots, first, second, strict=True):
+        assert chosen == also
+        if verify == "size" and damage is flip_bit and name != "manifest.json":
+            assert (chosen, told) == ("0000000002", [])  # sizes alone cannot show it
+            continue
+        assert chosen == "0000000001", name
+        (line,) = told
+        assert "0000000002" in line and name in line and "skipped" in line
+        assert second[list(roots).index(name)][1] == []  # one rank tells it
+
+
+def test_a_file_that_cannot_be_read_is_told_from_one_that_is_damaged(ranks, saved):
+    with TemporaryDirectory() as folder:  # one that others may enter, which tmp_path is not
+        root = shutil.copytree(saved, Path(folder) / "root")
+        for path in (Path(folder), root):
+            path.chmod(0o755)
+        (root / "0000000002" / "__0_0.distcp").chmod(0)
+        [(line,)] = ranks.run(1, newest_as_another_user, root)
+    assert line.endswith("0000000002 is damaged (__0_0.distcp: Permission denied): skipped")
+
+
+def test_every_single_flipped_bit_of_the_manifest_is_seen(saved, tmp_path):
+    folder = shutil.copytree(saved / "0000000001", tmp_path / "0000000001")
+    manifest = folder / "manifest.json"
+    text = manifest.read_bytes()
+    assert read_checkpoint(folder)[0] is not None
+    for i in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[i // 8] ^= 1 << i % 8
+        manifest.write_bytes(flipped)
+        checkpoint, why = read_checkpoint(folder)
+        assert checkpoint is None and "manifest.json" in why, (i, why)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", "1", '{"xxh3_64": "0"}', "\xff", "{"])
+def test_a_manifest_that_says_nothing_is_no_checkpoint(saved, tmp_path, text):
+    folder = shutil.copytree(saved / "0000000001", tmp_path / "0000000001")
+    (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+    checkpoint, why = read_checkpoint(folder)
+    assert checkpoint is None and "manifest.json" in why
+
+
+def test_leftovers_and_other_peoples_folders_are_skipped_with_a_line(ranks, saved, tmp_path):
+    root = shutil.copytree(saved, tmp_path / "root")
+    shutil.copytree(root / "0000000002", root / "0000000002_bak")
+    shutil.copytree(root / "0000000002", root / "0000000003.tmp-0123abcd")
+    shutil.copytree(root / "0000000002", root / "0000000009")  # renamed by hand
+    (root / "0000000004").mkdir()
+    (root / "notes").mkdir()
+    (root / "0000000005").write_text("a file")
+    (root / "0000000001" / "__5_0.distcp").write_bytes(b"stale")
+    told: list[str] = []
+    assert [c.path.name for c in find(root, told.append)] == ["0000000002", "0000000001"]
+    assert [line.replace(f"{root}/", "") for line in told] == [
+        "0000000001: __5_0.distcp not in its manifest: not read",
+        "0000000002_bak is not a checkpoint: skipped",
+        "0000000003.tmp-0123abcd is not a checkpoint: skipped",
+        "0000000004 is not a whole checkpoint (manifest.json is missing): skipped",
+        "0000000009 is not a whole checkpoint (its manifest is of step 2): skipped",
+        "notes is not a checkpoint: skipped",
+    ]
+    assert find(tmp_path / "nothing here") == []
+    assert ranks.run(1, newest_here, [tmp_path / "nothing here"], "full") == [[(None, [])]]
+
+
+def test_where_no_checkpoint_can_be_used_nothing_begins_anew_beside_them(ranks, saved, tmp_path):
+    root = shutil.copytree(saved, tmp_path / "root")
+    for step, name in ((1, "__0_0.distcp"), (2, "manifest.json")):
+        flip_bit(root / f"{step:010d}" / name)
+    for told in ranks.run(2, refused_here, root):
+        assert told == f"{root}: has checkpoints, but none that can be used; move them away to " \
+            "begin anew"  # fmt: skip
+
+
+# --------------------------------------------------------------------------------- saved over ruins
+
+
+def test_a_save_takes_nothing_from_earlier_attempts_and_replaces_a_damaged_step(
+    ranks, saved, tmp_path
+):
+    root = shutil.copytree(saved, tmp_path / "root")
+    for folder in ("0000000003", "0000000003.tmp-0123abcd"):  # by more ranks, not finished
+        (root / folder).mkdir()
+        (root / folder / "__5_0.distcp").write_bytes(b"stale")
+        (root / folder / ".metadata").write_bytes(b"stale")
+    flip_bit(root / "0000000002" / "__1_0.distcp")  # its size is right
+    ranks.run(2, save_here, root, [3, 2])
+    for folder in ("0000000003", "0000000002"):
+        assert {p.name for p in (root / folder).iterdir()} == {*KINDS, "__1_0.distcp"}
+    chosen = ranks.run(2, newest_here, [root], "full")
+    assert [answer[0][0] for answer in chosen] == ["0000000002"] * 2
+    assert ranks.run(1, load_here, root / "0000000002", 2) == [True]
+    prune(root, CheckpointArgs())
+    assert [p.name for p in sorted(root.iterdir())] == ["0000000001", "0000000002", "0000000003"]
+
+
+def synced_here(root: Path) -> list[tuple[str, int]]:
+    """What this rank had the system bring to the disk in a save: names, and sizes at that time."""
+    mesh, synced, fsync = join(), [], os.fsync
+
+    def recorded(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name.removesuffix(".tmp"), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    os.fsync = recorded
+    try:
+        save(root, 1, tensors_on(mesh), STATE, CONFIG)
+    finally:
+        os.fsync = fsync
+    return synced
+
+
+def test_every_file_is_on_the_disk_to_its_last_byte_before_its_folder_gets_its_name(
+    ranks, tmp_path
+):
+    synced, of_rank_1 = ranks.run(2, synced_here, tmp_path / "root")
+    files = {p.name: p.stat().st_size for p in (tmp_path / "root" / "0000000001").iterdir()}
+    assert files.keys() == {*KINDS, "__1_0.distcp"}
+    *of_files, (temporary, _), (root, _) = synced
+    assert dict(of_files + of_rank_1) == files
+    assert temporary.startswith("0000000001.tmp-") and root == "root"
+
+
+def fail_here(root: Path, limits: dict[int, int], state: dict) -> tuple[str, list[str]]:
+    """A save in which files cannot grow past a size, by rank; then one that can."""
+    mesh = join()
+    limit = limits.get(dist.get_rank())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        work = lambda: save(root, 5, tensors_on(mesh), state, CONFIG)  # noqa: E731
+        told = refusal(work, ANY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    after_failure = on_rank_0(lambda: sorted(p.name for p in root.iterdir()))
+    assert not (root / "0000000005").exists()
+    dist.barrier()
+    save(root, 5, tensors_on(mesh, fill=5), STATE, CONFIG)
+    return told, after_failure
+
+
+@pytest.mark.parametrize(
+    ("limits", "big_state"),
+    [({1: 100}, False), ({0: 100}, False), ({0: 100, 1: 100}, False), ({0: 100_000}, True)],
+    ids=["tensors of rank 1", "tensors of rank 0", "tensors of both", "state after the tensors"],
+)
+def test_a_write_that_fails_publishes_nothing_and_raises_on_every_rank(
+    ranks, saved, tmp_path, limits, big_state
+):
+    root = shutil.copytree(saved, tmp_path / "root")
+    state = {"big": "x" * 200_000} if big_state else STATE
+    for told, found in ranks.run(2, fail_here, root, limits, state):
+        assert told.startswith(f"NotSaved: step 5 could not be saved into {root}: ")
+        assert "File too large" in told
+        assert found == ["0000000001", "0000000002"]  # no leftover either
+    assert [c.step for c in find(root)] == [5, 2, 1]  # the next attempt is not in its way
+    assert ranks.run(1, load_here, root / "0000000005", 5) == [True]
+
+
+def no_folder_here(root: Path) -> str:
+    mesh = join()
+    return refusal(lambda: save(root, 1, tensors_on(mesh), STATE, CONFIG), ANY)
+
+
+def test_a_folder_that_cannot_be_made_raises_on_every_rank(ranks, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for told in ranks.run(2, no_folder_here, tmp_path / "file" / "checkpoints"):
+        assert "NotSaved: step 1 could not be saved" in told and "Not a directory" in told
+
+
+def own_disk_here(disks: Path) -> str:
+    """Every rank with a disk of its own, as on nodes that share no file system."""
+    mesh = join()
+    disk = disks / str(dist.get_rank())
+    disk.mkdir()
+    before = Path.cwd()
+    os.chdir(disk)
+    try:
+        return refusal(lambda: save(Path("checkpoints"), 1, tensors_on(mesh), STATE, CONFIG))
+    finally:
+        os.chdir(before)
+
+
+def test_ranks_that_share_no_file_system_are_told_so_and_nothing_is_published(ranks, tmp_path):
+    # The others wait at the store for rank 0, so all are told the same.
+    for told in ranks.run(2, own_disk_here, tmp_path):
+        assert "__1_0.distcp is missing" in told and "file system that all processes share" in told
+    assert find(tmp_path / "0" / "checkpoints") == []
+
+
+def save_for_ever(root: Path) -> None:
+    mesh = join()
+    tensors = tensors_on(mesh)
+    tensors["model.large"] = torch.zeros(1 << 21)
+    for step in range(1, 10_000):
+        save(root, step, tensors, STATE, CONFIG)
+
+
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("written", [".metadata", "__1_0.distcp"])
+def test_a_kill_in_the_middle_of_a_save_leaves_whole_checkpoints_and_a_leftover(
+    ranks, tmp_path, written
+):
+    victims = Ranks()
+    victims._grow(2)
+    saving = threading.Thread(
+        target=lambda: refusal(lambda: victims.run(2, save_for_ever, tmp_path), ANY)
+    )
+    saving.start()
+    pids = [process.pid for process in victims.processes]
+
+    def signal_all(number: int) -> None:
+        for pid in pids:
+            os.kill(pid, number)
+
+    while True:
+        time.sleep(0.0005)
+        if not (tmp_path / "0000000001").exists() or not any(tmp_path.glob(f"*.tmp-*/{written}")):
+            continue
+        signal_all(signal.SIGSTOP)
+        while not all(stopped(pid) for pid in pids):  # a rename may be under way
+            time.sleep(0.001)
+        if any(tmp_path.glob(f"*.tmp-*/{written}")):  # not published in the meantime
+            break
+        signal_all(signal.SIGCONT)
+    signal_all(signal.SIGKILL)
+    saving.join()
+    victims.close()
+
+    told: list[str] = []
+    steps = sorted(c.step for c in find(tmp_path, told.append))
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(told) == 1 and ".tmp-" in told[0]  # a final name means a whole checkpoint
+    chosen = ranks.run(2, newest_here, [tmp_path], "full")
+    assert chosen[0][0][0] == f"{steps[-1]:010d}"
+    ranks.run(1, save_here, tmp_path, [500])
+    prune(tmp_path, CheckpointArgs(dump=SaveEvery(keep=1)))
+    assert [p.name for p in tmp_path.iterdir()] == ["0000000500"]
+
+
+# ------------------------------------------------------------------------------------------- pruned
+
+
+def kept_here(root: Path, cases: list[tuple[dict[str, int], dict[str, int], list[int]]]) -> list:
+    """Of each case (dump, eval, steps saved): the steps that are left, pruned after every save."""
+    join()
+    left = []
+    for i, (dump, eval_, steps) in enumerate(cases):
+        args = CheckpointArgs(SaveEvery(**dump), SaveEvery(**eval_))
+        for step in steps:
+            save(root / str(i), step, {"model.w": torch.ones(2)}, {}, "")
+            prune(root / str(i), args)
+        left.append(sorted(int(p.name) for p in (root / str(i)).iterdir()))
+    return left
+
+
+def test_retention_keeps_the_newest_dumps_and_the_newest_evaluations(ranks, tmp_path):
+    none, steps = {"every": 0}, list(range(1, 9))
+    cases = {
+        "all": ({"every": 1}, none, steps, steps),
+        "all, as 0 says too": ({"every": 1, "keep": 0}, none, steps, steps),
+        "the last two": ({"every": 1, "keep": 2}, none, steps, [7, 8]),
+        "the last one": ({"every": 1, "keep": 1}, none, steps, [8]),
+        "more than there are": ({"every": 1, "keep": 99}, none, steps, steps),
+        "a save at a signal counts, whatever its step": (
+            {"every": 4, "keep": 2}, none, [4, 8, 9], [8, 9],
+        ),
+        "every third is for evaluation": (
+            {"every": 1, "keep": 1}, {"every": 3}, steps, [3, 6, 8],
+        ),
+        "the last of those": (
+            {"every": 1, "keep": 1}, {"every": 3, "keep": 1}, steps, [6, 8],
+        ),
+        "evaluations alone": ({"every": 0, "keep": 1}, {"every": 2, "keep": 2}, steps, [6, 8]),
+        "published last, not highest": ({"every": 1, "keep": 2}, none, [5, 9, 3], [3, 9]),
+    }  # fmt: skip
+    left = ranks.run(1, kept_here, tmp_path, [case[:3] for case in cases.values()])[0]
+    assert dict(zip(cases, left, strict=True)) == {name: case[3] for name, case in cases.items()}
+
+
+def test_retention_touches_nothing_that_is_not_its_own(ranks, saved, tmp_path):
+    root = shutil.copytree(saved, tmp_path / "root")
+    for name in ("0000000001_bak", "0000000001.old", "0000000002.tmp-XYZ", "best", "00000000021"):
+        shutil.copytree(root / "0000000001", root / name)
+    (root / "0000000004").mkdir()  # no checkpoint, but no leftover of ours either
+    (root / "notes.txt").write_text("mine")
+    (root / "0000000002" / "notes.txt").write_text("mine")
+    outside = shutil.copytree(root / "0000000001", tmp_path / "outside")
+    (root / "0000000000.tmp-00000000").symlink_to(outside)
+    (root / "0000000007.tmp-89abcdef").mkdir()
+    before = {p.name for p in root.iterdir()}
+    gone = prune(root, CheckpointArgs(dump=SaveEvery(keep=1)))
+    assert gone == [root / "0000000001"]
+    after = {p.name for p in root.iterdir()}
+    assert before - after == {"0000000001", "0000000007.tmp-89abcdef"}
+    assert not after - before
+    assert (root / "0000000002" / "notes.txt").exists() and len(list(outside.iterdir())) == 6
+
+
+def test_a_checkpoint_stays_while_it_has_what_no_save_put_there(saved, tmp_path, caplog):
+    root = shutil.copytree(saved, tmp_path / "root")
+    notes = root / "0000000001" / "notes.txt"
+    notes.write_text("mine")
+    one = CheckpointArgs(dump=SaveEvery(keep=1))
+    assert prune(root, one) == [] and notes.exists()
+    assert f"{notes.parent} is kept: it has files of others (notes.txt)" in caplog.text
+    notes.unlink()
+    assert prune(root, one) == [notes.parent]
+
+
+def test_a_damaged_checkpoint_does_not_count_as_one_to_keep(saved, tmp_path):
+    root = shutil.copytree(saved, tmp_path / "root")
+    cut(root / "0000000002" / "__0_0.distcp")
+    assert prune(root, CheckpointArgs(dump=SaveEvery(keep=1))) == []
+    assert [c.step for c in find(root)] == [1]
+
+
+def test_a_save_is_due_for_either_reason():
+    args = CheckpointArgs(SaveEvery(every=4), SaveEvery(every=6))
+    assert [s for s in range(1, 13) if args.due(s)] == [4, 6, 8, 12]
+    never = CheckpointArgs(SaveEvery(every=0), SaveEvery(every=-1))
+    assert not any(never.due(s) for s in range(1, 13))

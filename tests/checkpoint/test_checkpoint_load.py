@@ -1,0 +1,277 @@
+"""Loading checkpoints: on any topology, never what does not fit, and nothing is executed."""
+
+import os
+import pickle
+import shutil
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lingua.checkpoint.folder import Checkpoint, read_checkpoint
+from lingua.checkpoint.load import load
+from lingua.checkpoint.resume import Change, changes, check_changes
+from lingua.errors import UserError
+from tests.checkpoints import (
+    ANY,
+    join,
+    load_here,
+    refusal,
+    save_here,
+    tensors_on,
+    whole,
+    whole_values,
+)
+from tests.ranks import Ranks
+
+TOPOLOGIES = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 1, 2), (1, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory) -> Path:
+    """Steps 1 and 2, saved by two ranks. Tests copy it, or only read."""
+    root = tmp_path_factory.mktemp("saved")
+    ranks.run(2, save_here, root, [1, 2])
+    return root
+
+
+def test_what_one_topology_saves_another_loads_bit_for_bit(ranks, tmp_path):
+    for i, sizes in enumerate(TOPOLOGIES):
+        ranks.run(sizes[0] * sizes[1] * sizes[2], save_here, tmp_path / str(i), [7], sizes)
+    for i, _ in enumerate(TOPOLOGIES):
+        sizes = TOPOLOGIES[i - 1]
+        n = sizes[0] * sizes[1] * sizes[2]
+        results = ranks.run(n, load_here, tmp_path / str(i) / "0000000007", 7, sizes)
+        assert results == [True] * n, (TOPOLOGIES[i], sizes)
+
+
+DTYPES = (
+    # with a storage class of their own in torch, and without
+    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"),
+)
+
+
+def of_every_kind(fill: float) -> dict[str, torch.Tensor]:
+    rows = torch.arange(60).reshape(5, 4, 3).remainder(7) + fill
+    tensors = {name: rows.to(getattr(torch, name)) for name in DTYPES}
+    strided = {"transposed": rows.permute(2, 0, 1), "every second": rows[:, ::2], "part": rows[1:3]}
+    return tensors | strided | {"scalar": rows[1, 2, 0], "empty": rows[:0]}
+
+
+def every_kind_here(root: Path) -> dict[str, bool]:
+    """As DCP itself saves them, one by one as they are, not as parts of a model."""
+    join()
+    saved, loaded = of_every_kind(0), of_every_kind(1)
+    dcp.save(saved, checkpoint_id=root)
+    load(Checkpoint(root, 1, 1, {}), loaded)
+    return {name: loaded[name].tolist() == t.tolist() for name, t in saved.items()}
+
+
+def test_tensors_of_every_dtype_and_layout_are_read(ranks, tmp_path):
+    [equal] = ranks.run(1, every_kind_here, tmp_path / "root")
+    assert equal == dict.fromkeys(of_every_kind(0), True)
+
+
+def view_here(root: Path) -> bool:
+    """A tensor that was saved together with the elements before and behind it, as a view is."""
+    join()
+    part = torch.arange(60.0).reshape(5, 4, 3)[1:3].transpose(0, 2)
+    dcp.save({"t": part}, checkpoint_id=root)
+    torch.save(part, root / "view")
+    redirect(root, "view", (root / "view").stat().st_size)
+    loaded = torch.zeros(part.shape)
+    load(Checkpoint(root, 1, 1, {}), {"t": loaded})
+    return torch.equal(loaded, part)
+
+
+def test_a_tensor_that_is_a_part_of_what_was_saved_is_read(ranks, tmp_path):
+    assert ranks.run(1, view_here, tmp_path / "root") == [True]
+
+
+# -------------------------------------------------------------------------------- what does not fit
+
+
+def misfit_here(path: Path) -> dict[str, tuple[str, bool]]:
+    """Each case: what is said, and whether every tensor is as it was."""
+    mesh = join()
+    checkpoint, _ = read_checkpoint(path)
+    results = {}
+    for case in ("shape", "missing", "extra", "many", "fits"):
+        tensors = tensors_on(mesh, fill=-99)
+        if case == "shape":
+            tensors["model.matrix"] = torch.full((7, 4), -99.0)
+        elif case == "missing":
+            tensors["model.new"] = torch.zeros(2, 5)
+        elif case == "extra":
+            del tensors["model.small"], tensors["model.flag"]
+        elif case == "many":
+            tensors |= {f"model.new{i:02d}": torch.zeros(1) for i in range(30)}
+        before = {name: whole(t).clone() for name, t in tensors.items()}
+        said = refusal(lambda tensors=tensors: load(checkpoint, tensors))
+        untouched = all(torch.equal(whole(t), before[name]) for name, t in tensors.items())
+        results[case] = (said, untouched)
+    return results
+
+
+def test_tensors_that_do_not_fit_are_named_before_anything_is_loaded(ranks, saved):
+    for results in ranks.run(2, misfit_here, saved / "0000000002"):
+        said = {case: text for case, (text, _) in results.items()}
+        assert "model.matrix: (7, 4) here, (7, 3) in the checkpoint" in said["shape"]
+        assert "model.new: (2, 5) here, not in the checkpoint" in said["missing"]
+        assert "model.small: in the checkpoint, not here" in said["extra"]
+        assert "model.flag: in the checkpoint, not here" in said["extra"]
+        assert said["many"].count("\n") == 11 and "and 20 more" in said["many"]
+        assert said["fits"] == "not refused"
+        untouched = {case: unchanged for case, (_, unchanged) in results.items()}
+        assert untouched == dict.fromkeys(untouched, True) | {"fits": False}
+
+
+# --------------------------------------------------------------------- what executes code when read
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.marker),))
+
+
+def trusting_here(path: Path) -> str:
+    """Loads without looking at checksums, as `verify: size` would of files of the right size."""
+    mesh = join()
+    tensors = tensors_on(mesh)
+    checkpoint = Checkpoint(path, 2, 2, {})
+    return refusal(lambda: load(checkpoint, tensors), ANY)
+
+
+def evil_metadata(folder: Path, marker: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+
+
+def evil_deep_in_metadata(folder: Path, marker: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = {"innocent": Evil(marker)}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def evil_tensor(folder: Path, marker: Path) -> None:
+    torch.save(Evil(marker), folder / "evil.distcp")
+    redirect(folder, "evil.distcp", (folder / "evil.distcp").stat().st_size)
+
+
+def redirect(folder: Path, name: str, length: int) -> None:
+    """Let every tensor be read from one file."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path, info.offset, info.length = name, 0, length
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("plant", [evil_metadata, evil_deep_in_metadata, evil_tensor])
+def test_reading_a_checkpoint_executes_nothing_from_it(ranks, saved, tmp_path, plant):
+    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+    plant(folder, tmp_path / "executed")
+    for said in ranks.run(2, trusting_here, folder):
+        assert "posix.mkdir" in said and "not refused" not in said
+    assert not (tmp_path / "executed").exists()
+    # the bait does bite: a reader that trusts runs it
+    if plant is evil_tensor:
+        torch.load(folder / "evil.distcp", weights_only=False)
+    else:
+        pickle.loads((folder / ".metadata").read_bytes())
+    assert (tmp_path / "executed").exists()
+
+
+def bytes_here(root: Path, marker: Path) -> str:
+    """An entry that is no tensor, saved as DCP saves any object."""
+    join()
+    state = {"model.w": torch.ones(2), "model.evil": Evil(marker)}
+    dcp.save(state, checkpoint_id=root)
+    checkpoint = Checkpoint(root, 1, 1, {})
+    extra = refusal(lambda: load(checkpoint, {"model.w": torch.ones(2)}))
+    asked = refusal(
+        lambda: load(checkpoint, {"model.w": torch.ones(2), "model.evil": torch.ones(2)})
+    )
+    return extra + asked
+
+
+def test_an_entry_that_is_no_tensor_is_refused_by_name(ranks, tmp_path):
+    [said] = ranks.run(1, bytes_here, tmp_path / "root", tmp_path / "executed")
+    assert "model.evil: in the checkpoint, not here" in said
+    assert "model.evil: (2,) here, not in the checkpoint" in said
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_metadata_that_points_outside_its_folder_or_is_no_pickle_is_refused(
+    ranks, saved, tmp_path
+):
+    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+    redirect(folder, "../../etc/passwd", 10)
+    for said in ranks.run(2, trusting_here, folder):
+        assert "refers to the file ../../etc/passwd" in said
+    for damage in (b"", b"no pickle", (saved / "0000000002" / ".metadata").read_bytes()[:-20]):
+        (folder / ".metadata").write_bytes(damage)
+        for said in ranks.run(2, trusting_here, folder):
+            assert said.startswith("UserError") and f"{folder / '.metadata'} cannot be read" in said
+
+
+def replace_record(folder: Path, record: str, content: bytes) -> None:
+    """Let every tensor be read from a file of torch.save one of whose records is another."""
+    torch.save(torch.zeros(1), folder / "whole")
+    with zipfile.ZipFile(folder / "whole") as whole, zipfile.ZipFile(folder / "t", "w") as other:
+        for name in whole.namelist():
+            other.writestr(name, content if name.endswith(record) else whole.read(name))
+    redirect(folder, "t", (folder / "t").stat().st_size)
+
+
+def test_an_error_without_a_message_is_a_refusal_too(ranks, saved, tmp_path):
+    """A pickle that asks for 2^62 bytes: Python's MemoryError says nothing."""
+    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+    too_much = pickle.PROTO + b"\x05" + pickle.BYTEARRAY8 + (2**62).to_bytes(8, "little")
+    replace_record(folder, "data.pkl", too_much)
+    for said in ranks.run(2, trusting_here, folder):
+        assert said == f"UserError: {folder} cannot be read: MemoryError"
+
+
+def test_bytes_in_another_order_are_refused(ranks, saved, tmp_path):
+    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+    replace_record(folder, "byteorder", b"big")
+    for said in ranks.run(2, trusting_here, folder):
+        assert "in the order of another kind of processor" in said
+
+
+def test_the_metadata_of_our_own_checkpoints_is_all_on_the_allow_list(saved):
+    """Its entries, read by the trusting pickle: what the allow-list must let through."""
+    metadata = pickle.loads((saved / "0000000002" / ".metadata").read_bytes())
+    kinds = {type(entry) for entry in metadata.state_dict_metadata.values()}
+    assert kinds == {TensorStorageMetadata}
+    assert metadata.state_dict_metadata.keys() == whole_values().keys()
+
+
+# ---------------------------------------------------------------------------------- what may change
+
+
+def test_changes_are_told_by_class_and_guarded_ones_refused_unless_allowed():
+    classes = {"lr": "announced", "seed": "guarded", "name": "free", "dim": "guarded"}
+    saved = {"lr": 1.0, "seed": 1, "name": "a"}
+    now = {"lr": 2.0, "seed": 1, "name": "b", "dim": 8}
+    found = changes(saved, now, classes)
+    assert [asdict(c) for c in found] == [
+        asdict(Change("lr", 1.0, 2.0, "announced")),
+        asdict(Change("dim", "(absent)", 8, "guarded")),
+    ]
+    check_changes(found, ["dim"])
+    with pytest.raises(UserError, match=r"dim: \(absent\) in the checkpoint, 8 now") as error:
+        check_changes(found, ["seed"])
+    assert "checkpoint.allow_change: [dim]" in str(error.value)
+    assert "lr" not in str(error.value).replace("allow", "")
+    check_changes([], [])

@@ -1,0 +1,191 @@
+"""The saves of a run: one that fails, one in the background, one folder for one run."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lingua.checkpoint.folder import find, read_checkpoint
+from lingua.checkpoint.load import load
+from lingua.checkpoint.retention import CheckpointArgs, SaveEvery
+from lingua.checkpoint.saver import Saver
+from lingua.errors import UserError
+from lingua.parallel.mesh import on_rank_0
+from tests.checkpoints import CONFIG, STATE, equal, join, refusal, tensors_on
+
+
+@contextmanager
+def no_space_on(rank: int):
+    """Files of one rank cannot grow past 100 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names(root: Path) -> list[str]:
+    """What is in the folder, as rank 0 sees it before any rank goes on."""
+    return on_rank_0(lambda: sorted(p.name for p in root.iterdir()))
+
+
+def failing_here(root: Path, settings: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Saves of step 1, of step 2 with no space on one rank, and of 3; what is left after each."""
+    mesh = join()
+    seen: dict[str, Any] = {}
+    with Saver(root, CheckpointArgs(**settings)) as saver:
+        saver.save(1, tensors_on(mesh, fill=1), STATE, CONFIG, final=True)
+        seen["first"] = names(root)
+        with no_space_on(rank):
+            seen["told"] = refusal(lambda: saver.save(2, tensors_on(mesh, fill=2), STATE, CONFIG))
+            if saver._writing is not None:
+                saver._writing.result()
+            seen["gave up"] = saver.gave_up
+            seen["second"] = names(root)
+            final = refusal(lambda: saver.save(2, tensors_on(mesh), STATE, CONFIG, final=True))
+            seen["final"] = final
+        third = lambda: saver.save(3, tensors_on(mesh, fill=3), STATE, CONFIG, final=True)  # noqa: E731
+        seen["third"] = refusal(third)
+    seen["left"] = names(root)
+    return seen
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failed_save_publishes_nothing_and_the_next_one_tries_again(
+    ranks, tmp_path, background, rank
+):
+    root, one = tmp_path / "root", "0000000001"
+    settings = {"async_save": background, "dump": SaveEvery(keep=1)}
+    for seen in ranks.run(2, failing_here, root, settings, rank):
+        assert one in seen["first"] and seen["second"] == seen["first"]
+        assert seen["told"] == "not refused" and not seen["gave up"]
+        assert "NotSaved: step 2 could not be saved" in seen["final"]
+        assert "File too large" in seen["final"]
+        assert f"the newest checkpoint is {root / one}" in seen["final"]
+        assert seen["third"] == "not refused"
+        assert seen["left"] == ["0000000003"]  # the first stayed until this was published
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_a_failed_save_stops_the_run_where_it_is_told_to(ranks, tmp_path, background):
+    settings = {"async_save": background, "on_error": "stop"}
+    for seen in ranks.run(2, failing_here, tmp_path / "root", settings, 1):
+        # In the background it is known at the next boundary of a step.
+        assert ("File too large" in seen["told"]) != background
+        assert seen["gave up"]
+        assert "File too large" in seen["final"]
+        assert seen["left"][0] == "0000000001"
+
+
+def moving_here(root: Path) -> dict[str, Any]:
+    """Steps saved in the background while their tensors change at once."""
+    mesh = join()
+    tensors = tensors_on(mesh)
+    tensors["model.large"] = torch.zeros(1 << 22)  # takes a while to write
+    addresses = set()
+    published_late = 0
+    with Saver(root, CheckpointArgs(async_save=True)) as saver:
+        for step in range(1, 4):
+            change(tensors, tensors_on(mesh, fill=step))
+            tensors["model.large"].fill_(step)
+            saver.save(step, tensors, STATE, CONFIG)
+            published_late += not (root / f"{step:010d}").exists()
+            addresses.add(saver._copies["model.large"].data_ptr())
+            change(tensors, tensors_on(mesh, fill=-1))  # the optimizer moves on
+            tensors["model.large"].fill_(-1)
+            for _ in range(50):  # training's own collectives meanwhile
+                dist.all_reduce(torch.ones(8))
+        saver.save(3, tensors, STATE, CONFIG, final=True)  # only waits
+    right = []
+    for step in range(1, 4):
+        read = tensors_on(mesh, fill=-99) | {"model.large": torch.zeros(1 << 22)}
+        load(read_checkpoint(root / f"{step:010d}")[0], read)
+        large = read.pop("model.large")
+        right.append(equal(read, fill=step) and bool((large == step).all()))
+    return {"late": published_late, "buffers": len(addresses), "right": right}
+
+
+def change(tensors: dict[str, Tensor], to: dict[str, Tensor]) -> None:
+    for name, value in to.items():
+        t = tensors[name]
+        (t.to_local() if isinstance(t, DTensor) else t).copy_(
+            value.to_local() if isinstance(value, DTensor) else value
+        )
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_its_step(ranks, tmp_path):
+    for seen in ranks.run(2, moving_here, tmp_path / "root"):
+        assert seen["right"] == [True] * 3
+        assert seen["late"] == 3 and seen["buffers"] == 1
+    assert [c.step for c in find(tmp_path / "root")] == [3, 2, 1]  # in order, one at a time
+    assert sorted(p.name[-1] for p in (tmp_path / "root").iterdir()) == ["1", "2", "3"]
+
+
+# ----------------------------------------------------------------------------- one run a folder
+
+HOLDER = """
+import sys, time, torch
+from pathlib import Path
+from lingua.checkpoint import CheckpointArgs
+from lingua.checkpoint_saver import Saver
+from lingua.distributed import DistributedArgs, detect_launch, start
+start(torch.device("cpu"), detect_launch({}), DistributedArgs())
+with Saver(Path(sys.argv[1]), CheckpointArgs()):
+    print("open", flush=True)
+    time.sleep(100)
+"""
+
+
+def open_here(root: Path) -> str:
+    join()
+
+    def work() -> None:
+        with Saver(root, CheckpointArgs()):
+            pass
+
+    return refusal(work, UserError)
+
+
+def open_requeued_here(root: Path) -> str:
+    with mock.patch.dict(os.environ, SLURM_RESTART_COUNT="1"):
+        return open_here(root)
+
+
+@pytest.mark.soak  # a lock is known to be dead after 20 seconds
+def test_a_second_run_on_the_same_folder_is_refused_and_one_of_a_requeued_job_waits(
+    ranks, tmp_path
+):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "open\n"
+        for told in ranks.run(2, open_here, tmp_path):
+            assert f"process {process.pid} on " in told and f"{tmp_path / 'run.lock'}" in told
+        begin = time.monotonic()
+
+        def end() -> None:
+            process.kill()
+            process.wait()
+
+        threading.Timer(5, end).start()
+        assert ranks.run(2, open_requeued_here, tmp_path) == ["not refused"] * 2
+        assert 4 < time.monotonic() - begin < 35 and process.poll() == -signal.SIGKILL
+    assert ranks.run(2, open_here, tmp_path) == ["not refused"] * 2
+    assert os.listdir(tmp_path) == []

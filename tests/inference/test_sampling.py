@@ -1,0 +1,105 @@
+"""Tokens drawn with the chances that the settings say, each row as if it were alone."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from lingua.inference.sampling import Sampler, SamplingArgs
+
+CPU = torch.device("cpu")
+V, DRAWS = 12, 20_000
+LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(4)) * 2
+
+
+def chances_there(settings: SamplingArgs) -> Tensor:
+    """Of each token, by transformers' own processors of scores."""
+    scores = TemperatureLogitsWarper(settings.temperature)(None, LOGITS[None])
+    if settings.top_k is not None:
+        scores = TopKLogitsWarper(settings.top_k)(None, scores)
+    if settings.top_p is not None:
+        scores = TopPLogitsWarper(settings.top_p)(None, scores)
+    return scores.softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingArgs(),
+        SamplingArgs(temperature=0.6),
+        SamplingArgs(temperature=3.0),
+        SamplingArgs(top_k=3),
+        SamplingArgs(top_k=V + 5),
+        SamplingArgs(top_p=0.7),
+        SamplingArgs(top_p=1e-9),
+        SamplingArgs(temperature=1.5, top_k=8, top_p=0.8),
+    ],
+)
+def test_tokens_come_with_the_chances_that_transformers_gives_them(settings):
+    sampler = Sampler([settings] * DRAWS, range(DRAWS), CPU)
+    drawn = sampler(LOGITS.expand(DRAWS, V), step=0)
+    expected = chances_there(settings)
+    share = torch.bincount(drawn, minlength=V) / DRAWS
+    assert ((share > 0) <= (expected > 0)).all()  # what is cut off is never drawn
+    deviation = (expected * (1 - expected) / DRAWS).sqrt()
+    assert ((share - expected).abs() <= 5 * deviation).all()
+    # the tolerance tells another temperature apart, unless one token has all chances
+    other = chances_there(SamplingArgs(settings.temperature * 1.2, settings.top_k, settings.top_p))
+    if expected.max() < 1:
+        assert ((share - other).abs() > 5 * deviation).any()
+
+
+def test_the_steps_of_a_row_are_drawn_independently():
+    sampler = Sampler([SamplingArgs()] * 50, range(50), CPU)
+    pairs = Counter()
+    for step in range(400):
+        first, second = (sampler(torch.zeros(50, 2), s) for s in (2 * step, 2 * step + 1))
+        pairs.update(zip(first.tolist(), second.tolist(), strict=True))
+    assert all(abs(n - 5000) < 5 * math.sqrt(5000) for n in pairs.values()) and len(pairs) == 4
+
+
+def test_a_row_draws_what_it_draws_alone_whatever_else_is_in_the_batch():
+    kinds = [
+        SamplingArgs(temperature=0.0),
+        SamplingArgs(),
+        SamplingArgs(top_k=2),
+        SamplingArgs(temperature=0.5, top_p=0.9),
+    ]
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1))
+    together = Sampler(kinds, [5, 6, 7, 8], CPU)
+    for step in range(20):
+        alone = [
+            Sampler([kind], [5 + i], CPU)(logits[i : i + 1], step).item()
+            for i, kind in enumerate(kinds)
+        ]
+        assert together(logits, step).tolist() == alone
+        assert alone[0] == logits[0].argmax()
+    together.keep(torch.tensor([3, 1]))
+    rest = together(logits[[3, 1]], 20).tolist()
+    assert rest == [Sampler([kinds[i]], [5 + i], CPU)(logits[i : i + 1], 20).item() for i in (3, 1)]
+
+
+def test_another_seed_draws_other_tokens():
+    def text(seed: int) -> list[int]:
+        sampler = Sampler([SamplingArgs()], [seed], CPU)
+        return [sampler(torch.zeros(1, 100), step).item() for step in range(30)]
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_settings_that_make_no_sense_are_refused_by_name():
+    for changed, key in (
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_gen_tokens": 0}, "max_gen_tokens"),
+        ({"stop": ["a", ""]}, "stop"),
+    ):
+        assert [name for name, _ in SamplingArgs(**changed).problems()] == [key]
+    assert list(SamplingArgs(temperature=0.0, top_k=1, top_p=1.0).problems()) == []

@@ -1,0 +1,267 @@
+"""Lines for programs, lines for people, and the device's numbers."""
+
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from lingua.config.load import load, resume_classes
+from lingua.errors import UserError
+from lingua.format import short_count, short_time
+from lingua.monitor.logger import init_logger, progress_line
+from lingua.monitor.metrics import (
+    LoggingArgs,
+    MetricsFile,
+    WandbArgs,
+    cut_back,
+    mfu,
+    peak_flops,
+    peak_mem_gib,
+    start_wandb,
+)
+
+
+def strict(text: str):
+    """JSON as the standard has it: no NaN, no Infinity."""
+
+    def refuse(word):
+        raise ValueError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_line_is_strict_json_with_its_time_and_there_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    written = file.write({"step": 1, "loss": math.nan, "lr": 0.1, "by": {"a": [math.inf, "ü"]}})
+    (line,) = path.read_text().splitlines()
+    assert strict(line) == written
+    assert (written["step"], written["loss"], written["by"]) == (1, None, {"a": [None, "ü"]})
+    created = datetime.fromisoformat(written["created_at"])
+    assert created.utcoffset() == timedelta(0)
+
+    file.event("topology", step=1, old=[1, 1, 1], new=[2, 1, 1])
+    file.close()
+    MetricsFile(path).write({"step": 2, "loss": 1.5})  # a second start appends
+    lines = [strict(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 1, 2]
+    assert lines[1]["event"] == "topology" and "loss" not in lines[1]
+
+
+def write_lines(path: Path, steps: list[int], torn: bytes = b"") -> None:
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in steps]
+    path.write_bytes("".join(lines).encode() + torn)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [strict(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 3, "lo', b'{"step": 3}', b"\x00\xff", b"\n"])
+def test_cutting_back_drops_later_lines_and_a_torn_one(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [1, 2, 2, 10, 11], torn)
+    assert cut_back(path, 2) == 2 + bool(torn)
+    assert steps_of(path) == [1, 2, 2]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_cutting_back_leaves_what_needs_no_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert cut_back(path, 5) == 0 and not path.exists()
+    write_lines(path, [0, 5])
+    before = path.stat()
+    assert cut_back(path, 5) == 0
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert cut_back(path, 0) == 1 and steps_of(path) == [0]
+    assert cut_back(path, -1) == 1 and path.read_bytes() == b""
+
+
+def test_a_process_killed_while_it_writes_leaves_lines_that_can_be_gone_on_from(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    script = (
+        "import itertools, pathlib, sys\n"
+        "from lingua.monitor.metrics import MetricsFile\n"
+        "file = MetricsFile(pathlib.Path(sys.argv[1]))\n"
+        "for step in itertools.count():\n"
+        "    file.write({'step': step, 'x': 'y' * 500})\n"
+    )
+    root = Path(__file__).resolve().parent.parent
+    process = subprocess.Popen([sys.executable, "-c", script, str(path)], cwd=root)
+    while process.poll() is None and not (path.exists() and path.stat().st_size > 50_000):
+        pass
+    process.kill()
+    process.wait()
+    assert cut_back(path, 20) > 0
+    MetricsFile(path).write({"step": 21})
+    assert steps_of(path) == list(range(22))
+
+
+# ---- the device
+
+
+def test_peaks_are_of_the_very_device_or_unknown():
+    known = {
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA A100 80GB PCIe": 312e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H100 NVL": 835.5e12,
+        "NVIDIA H200": 989e12,
+        "NVIDIA B200": 2250e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA GeForce RTX 4090": 165.2e12,
+        "AMD Instinct MI300X": 1307.4e12,
+    }
+    for name, peak in known.items():
+        assert peak_flops(name, torch.bfloat16) == pytest.approx(peak), name
+        assert peak_flops(name, torch.float32) is None
+    for name in (
+        "",
+        "cpu",
+        "NVIDIA A10G",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "Tesla V100-SXM2-32GB",
+    ):
+        assert peak_flops(name, torch.bfloat16) is None, name
+
+
+def test_mfu_is_in_percent_and_unknown_where_the_peak_is():
+    assert mfu(6e9, 20_000, 312e12) == pytest.approx(100 * 6e9 * 20_000 / 312e12)
+    assert mfu(6e9, 20_000, None) is None
+
+
+def test_peak_memory_of_the_process_grows_by_what_it_touches():
+    before = peak_mem_gib(torch.device("cpu"))
+    block = bytearray(b"x") * 2**28  # 0.25 GiB
+    assert 0.05 < before < 50
+    assert peak_mem_gib(torch.device("cpu")) >= min(before + 0.2, len(block) / 2**30)
+
+
+# ---- people
+
+
+@pytest.fixture
+def restored_logging():
+    """The logging module is the process's own: give it back as it was."""
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    yield
+    for handler in [h for h in root.handlers if h not in before[1]]:
+        handler.close()
+    root.level, root.handlers = before
+    for name in ("lingua", "apps", "__main__"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def test_rank_0_speaks_on_the_console_and_into_the_appended_log(tmp_path, capsys, restored_logging):
+    dump_dir = tmp_path / "runs" / "a"
+    for message in ("first start", "second start"):
+        init_logger(dump_dir, rank=0)
+        logging.getLogger("lingua.data").info(message)
+    logging.getLogger("apps.main.train").warning("mind %s", "this")
+    logging.getLogger("somebody.else").info("not shown")
+    out, err = capsys.readouterr()
+    said = ["first start", "second start", "warning: mind this"]
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in out.splitlines()] == said
+    assert err == ""
+    stamped = [line.split(" ", 1) for line in (dump_dir / "train.log").read_text().splitlines()]
+    assert [text for _, text in stamped] == said
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", when) for when, _ in stamped)
+
+
+def test_other_ranks_only_warn_and_say_who_they_are(tmp_path, capsys, restored_logging):
+    init_logger(tmp_path, rank=3)
+    logging.getLogger("lingua.data").info("quiet")
+    logging.getLogger("lingua.data").warning("loud")
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"\d\d:\d\d:\d\d \[rank 3\] warning: loud\n", err)
+    assert not (tmp_path / "train.log").exists()
+
+
+def test_a_log_that_cannot_be_written_is_the_users_error(tmp_path, restored_logging):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"dump_dir = .*file/run: .*train\.log cannot be written"):
+        init_logger(tmp_path / "file" / "run", rank=0)
+
+
+def test_the_progress_line_tells_everything_and_stays_aligned():
+    line = {"loss": 2.13449, "grad_norm": 0.8123, "lr": 0.003, "tokens_per_s": 31_234.0}
+    line |= {"mfu": 41.23, "peak_mem_gib": 1.23, "skipped_steps": 0}
+    early = progress_line(120, 2000, line, 125.2)
+    assert early == (
+        "step  120/2000  loss  2.1345  grad  0.81  lr 3.00e-03   31.2k tok/s  mfu 41.2%"
+        "  1.2 GiB  eta 2m05s"
+    )
+    late = progress_line(1990, 2000, line | {"loss": 10.5, "tokens_per_s": 950, "mfu": 9.0}, 4)
+    assert [early.index(w) for w in ("lr", "tok/s", "GiB")] == [
+        late.index(w) for w in ("lr", "tok/s", "GiB")
+    ]
+
+    unknown = progress_line(1, 5, {"loss": math.nan, "mfu": None, "skipped_steps": 2}, None)
+    assert unknown == "step 1/5  loss     nan  skipped 2"
+
+
+def test_counts_and_times_are_short():
+    counts = {0: "0", 999: "999", 999.6: "1.00k", 12_345: "12.3k", 999_600: "1.00M", 2.5e9: "2.50G"}
+    assert {count: short_count(count) for count in counts} == counts
+    times = {0.4: "0s", 59.6: "1m00s", 3599: "59m59s", 3600: "1h00m", 86_399: "23h59m"}
+    times |= {90_000: "1d01h"}
+    assert {seconds: short_time(seconds) for seconds in times} == times
+
+
+# ---- configuration and wandb
+
+
+@dataclass
+class RunArgs:
+    logging: LoggingArgs = field(default_factory=LoggingArgs)
+
+
+def test_logging_is_configured_as_documented_and_may_change_freely():
+    assert set(resume_classes(RunArgs).values()) == {"free"}
+    assert load(RunArgs, [])[0].logging.wandb is None
+    args, _ = load(RunArgs, ["logging.wandb.project=p", "logging.wandb.tags=[a,b]"])
+    assert args.logging.wandb == WandbArgs(project="p", tags=["a", "b"])
+    with pytest.raises(UserError, match=r"logging\.freq = 0"):
+        load(RunArgs, ["logging.freq=0"])
+    with pytest.raises(UserError, match="offline"):
+        load(RunArgs, ["logging.wandb.mode=ofline"])
+
+
+def test_wandb_goes_on_with_the_same_run_of_the_dump_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    args = WandbArgs(mode="offline", tags=["a"])
+    ids = []
+    for start in range(2):
+        run = start_wandb(args, "name", {"steps": 10 + start}, tmp_path)
+        ids.append(run.id)
+        assert (run.name, run.project, run.config["steps"]) == ("name", "lingua", 10 + start)
+        for step in (5, 6):  # the second start repeats steps
+            run.log({"step": step, "loss": 1.0, "mfu": None})
+        assert run.summary["step"] == 6
+        run.finish()
+    assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text().strip()
+    assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
+
+    other = tmp_path / "other"
+    other.mkdir()
+    run = start_wandb(args, "name", {}, other)
+    run.finish()
+    assert run.id != ids[0]
+
+
+def test_wandb_that_is_not_installed_is_the_users_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for an absent package
+    with pytest.raises(UserError, match="wandb is not installed"):
+        start_wandb(WandbArgs(), "name", {}, tmp_path)

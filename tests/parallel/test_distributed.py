@@ -1,0 +1,381 @@
+"""Launch detection, mesh and ranks, what parallelism refuses, clipping, work on rank 0."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from lingua.errors import UserError
+from lingua.parallel.gradients import clip_grad_norm_
+from lingua.parallel.launch import (
+    Launch,
+    _slurm_rendezvous,
+    detect_launch,
+    pick_device,
+    start,
+)
+from lingua.parallel.mesh import (
+    AXES,
+    DistributedArgs,
+    dp_degree,
+    dp_rank,
+    mesh_sizes,
+    on_rank_0,
+)
+from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from tests.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------- launch
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "launch"),
+    [
+        ({"HOME": "/"}, Launch(0, 1, 0, 1, "python")),
+        (TORCHRUN, Launch(5, 8, 1, 4, "torchrun")),
+        (SLURM, Launch(9, 12, 1, 4, "slurm")),
+        # torchrun inside a task of srun, one a node: its variables are the inner ones
+        (SLURM | TORCHRUN, Launch(5, 8, 1, 4, "torchrun")),
+        # plain Python in a batch script or an salloc shell: a job, but no step of it
+        ({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launch()),
+    ],
+    ids=["python", "torchrun", "slurm", "torchrun in slurm", "batch script"],
+)
+def test_a_process_finds_its_place(env: dict[str, str], launch: Launch) -> None:
+    assert detect_launch(env) == launch
+
+
+def test_slurm_tasks_meet_at_their_first_host_on_a_port_of_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\ncase "$*" in\n'
+        '"show hostnames n[1-3]") printf "n1\\nn2\\nn3\\n" ;;\n'
+        '"show node --oneliner n1") echo "NodeName=n1 NodeAddr=10.0.0.7 Port=1" ;;\n'
+        "*) exit 1 ;;\nesac\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ports = set()
+    for step in ("3", "4"):
+        for key in ("MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(key, "")
+            monkeypatch.delenv(key)
+        _slurm_rendezvous(SLURM | {"SLURM_STEP_ID": step})
+        assert os.environ["MASTER_ADDR"] == "10.0.0.7"
+        ports.add(int(os.environ["MASTER_PORT"]))
+    assert len(ports) == 2 and all(1024 < port < 2**16 for port in ports)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test asks for")
+def test_a_device_that_is_not_there_is_refused_by_the_machine_that_lacks_it() -> None:
+    assert pick_device("cpu", Launch()) == pick_device("auto", Launch()) == CPU
+    with pytest.raises(UserError, match="device = cuda: torch finds no CUDA device") as raised:
+        pick_device("cuda", Launch())
+    assert raised.value.local
+
+
+@pytest.mark.parametrize(
+    ("by", "local_rank", "visible", "taken"),
+    [
+        ("python", 0, 1, "cuda:0"),
+        ("torchrun", 1, 2, "cuda:1"),
+        ("torchrun", 1, 1, None),  # two processes on one device
+        ("slurm", 3, 4, "cuda:3"),  # all visible
+        ("slurm", 3, 1, "cuda:0"),  # one bound to each task
+        ("slurm", 3, 2, None),
+    ],
+)
+def test_a_process_takes_the_device_of_its_local_rank_or_the_one_bound_to_it(
+    monkeypatch, by, local_rank, visible, taken
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    launch = Launch(local_rank, 4, local_rank, 4, by)
+    if taken is None:
+        with pytest.raises(UserError, match=f"4 processes on a node with {visible} devices"):
+            pick_device("auto", launch)
+    else:
+        assert pick_device("auto", launch) == torch.device(taken)
+
+
+# --------------------------------------------------------------------------------------- mesh
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "sizes"),
+    [
+        ((1, None, 1), 1, (1, 1, 1)),
+        ((1, None, 1), 8, (1, 8, 1)),
+        ((2, None, 2), 8, (2, 2, 2)),
+        ((None, 1, 1), 4, (4, 1, 1)),
+        ((None, 2, 3), 12, (2, 2, 3)),
+        ((3, 1, 2), 6, (3, 1, 2)),
+    ],
+)
+def test_the_axis_left_open_takes_what_remains(
+    given: tuple, world: int, sizes: tuple[int, int, int]
+) -> None:
+    args = DistributedArgs(dp_replicate=given[0], dp_shard=given[1], tp_size=given[2])
+    assert list(args.problems()) == []
+    assert mesh_sizes(args, world) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "message"),
+    [
+        ((1, 2, 1), 4, "dp_replicate = 1, dp_shard = 2, tp_size = 1: their product is 2, but 4"),
+        ((2, 2, 2), 4, "their product is 8, but 4 processes run"),
+        ((1, None, 4), 6, "dp_shard = null, tp_size = 4: 4 does not divide the number of .* 6"),
+        ((None, 3, 1), 4, "dp_replicate = null, dp_shard = 3, tp_size = 1: 3 does not divide"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_processes_are_refused(
+    given: tuple, world: int, message: str
+) -> None:
+    args = DistributedArgs(dp_replicate=given[0], dp_shard=given[1], tp_size=given[2])
+    with pytest.raises(UserError, match=message):
+        mesh_sizes(args, world)
+
+
+def test_sizes_out_of_range_are_named() -> None:
+    args = DistributedArgs(dp_replicate=None, dp_shard=None, tp_size=0)
+    assert [key for key, _ in args.problems()] == ["tp_size", "dp_replicate"]
+    assert [key for key, _ in DistributedArgs(dp_replicate=0, dp_shard=-1).problems()] == [
+        "dp_replicate",
+        "dp_shard",
+    ]
+
+
+MANY_MESHES = [
+    (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2),
+    (1, 3, 1), (3, 1, 2), (1, 5, 1), (4, 2, 1), (2, 4, 1), (2, 3, 4), (3, 2, 2), (8, 1, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", MANY_MESHES, ids=lambda s: "x".join(map(str, s)))
+def test_the_dp_rank_of_every_coordinate(sizes: tuple[int, int, int]) -> None:
+    """Tensor-parallel ranks are neighbours: a group of them has one dp rank, counted in order."""
+    replicas, shards, tp = sizes
+    for rank in range(replicas * shards * tp):
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=replicas * shards * tp
+        )
+        try:
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+            assert dp_rank(mesh) == rank // tp
+            assert dp_degree(mesh) == replicas * shards
+            # The definition, from the coordinate.
+            replicate, shard, _ = mesh.get_coordinate()
+            assert dp_rank(mesh) == replicate * shards + shard
+        finally:
+            dist.destroy_process_group()
+
+
+def place() -> tuple[int, int, list[int]]:
+    mesh = start(CPU, detect_launch(), DistributedArgs(dp_replicate=2, dp_shard=2, tp_size=2))
+    same = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(same, torch.tensor(dp_rank(mesh)), group=mesh.get_group("tp"))
+    return dp_rank(mesh), dp_degree(mesh), [int(rank) for rank in same]
+
+
+def test_real_ranks_have_their_dp_rank_in_common_with_their_tp_group(ranks: Ranks) -> None:
+    assert ranks.run(8, place) == [(r // 2, 4, [r // 2] * 2) for r in range(8)]
+
+
+# ---------------------------------------------------------------------------------- refusals
+
+
+def refusal(model: ModelArgs | None, tp: int, seq_len: int = 12) -> str:
+    args = DistributedArgs(tp_size=tp)
+    mesh = start(CPU, detect_launch(), args)
+    try:
+        if model is None:
+            parallelize_model(nn.Linear(4, 4), mesh, None, args)
+        else:
+            parallelize_model(build_transformer(model), mesh, parallel_plan(model, seq_len), args)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_what_tensor_parallelism_does_not_allow_is_refused_by_name(ranks: Ranks) -> None:
+    heads = ModelArgs(dim=24, n_heads=4, n_kv_heads=2, n_layers=1, vocab_size=7, multiple_of=1)
+    assert set(ranks.run(2, refusal, heads, 2)) == {""}
+    [said] = set(ranks.run(3, refusal, heads, 3, 16))
+    assert said == (
+        "distributed.tp_size = 3: must divide model.n_heads = 4, model.n_kv_heads = 2, "
+        "data.seq_len = 16"
+    )
+    [said] = set(ranks.run(2, refusal, None, 2))
+    assert said == (
+        "distributed.tp_size = 2: this model gives no tensor-parallel layout; set it to 1"
+    )
+
+
+def sizes_refused() -> str:
+    try:
+        start(CPU, detect_launch(), DistributedArgs(dp_shard=3))
+    except UserError as error:
+        return f"{error}, {dist.is_initialized()}"
+    return ""
+
+
+def test_sizes_are_checked_before_processes_meet(ranks: Ranks) -> None:
+    assert all(said.endswith("but 2 processes run, False") for said in ranks.run(2, sizes_refused))
+
+
+# ----------------------------------------------------------------------------------- clipping
+
+SHAPES = {"split twice": (5, 6), "shared by tp": (7,), "on no mesh": (3, 2), "empty here": (1, 4)}
+
+
+def gradients(factor: float) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {k: torch.randn(shape, generator=generator) * factor for k, shape in SHAPES.items()}
+
+
+def clipped(max_norm: float, factor: float) -> tuple[float, dict[str, Any]]:
+    """Norm and clipped gradients of parameters on three kinds of mesh."""
+    sizes = DistributedArgs(dp_shard=2, tp_size=2)
+    mesh = start(CPU, detect_launch(), sizes)
+    both, data = mesh["dp_shard", "tp"], mesh["dp_shard"]
+    layouts = {
+        "split twice": (both, [Shard(0), Shard(1)]),
+        "shared by tp": (data, [Shard(0)]),
+        "empty here": (both, [Shard(0), Replicate()]),
+    }
+    parameters = {}
+    for name, gradient in gradients(factor).items():
+        where = layouts.get(name)
+        on_mesh = (
+            (lambda t, w=where: distribute_tensor(t, *w, src_data_rank=None))
+            if where
+            else (lambda t: t)
+        )
+        p = parameters[name] = nn.Parameter(on_mesh(torch.zeros_like(gradient)))
+        p.grad = on_mesh(gradient)
+    unused = nn.Parameter(torch.zeros(2))  # without a gradient
+    norm = clip_grad_norm_([*parameters.values(), unused], max_norm)
+    whole = {k: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+             for k, p in parameters.items()}  # fmt: skip
+    return norm.item(), {name: t.numpy() for name, t in whole.items()}
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
+def test_the_norm_over_several_meshes_is_that_of_all_gradients(
+    ranks: Ranks, max_norm: float
+) -> None:
+    expected = [nn.Parameter(torch.zeros_like(g)) for g in gradients(1).values()]
+    for p, gradient in zip(expected, gradients(1).values(), strict=True):
+        p.grad = gradient
+    norm = nn.utils.clip_grad_norm_(expected, max_norm)
+    for found_norm, found in ranks.run(4, clipped, max_norm, 1.0):
+        assert found_norm == pytest.approx(norm.item(), rel=1e-6)
+        for p, gradient in zip(expected, found.values(), strict=True):
+            torch.testing.assert_close(torch.from_numpy(gradient), p.grad)
+
+
+def test_gradients_without_a_finite_norm_are_left_as_they_are(ranks: Ranks) -> None:
+    for norm, found in ranks.run(4, clipped, 1.0, math.inf):
+        assert not math.isfinite(norm)
+        assert all(math.inf in abs(gradient) for gradient in found.values())
+
+
+# ------------------------------------------------------------------------------ work on rank 0
+
+
+def shared_work() -> list[Any]:
+    start(CPU, detect_launch(), DistributedArgs())
+    rank = dist.get_rank()
+
+    def refuse() -> None:
+        raise UserError("not so", local=True)
+
+    def fail() -> None:
+        raise FileNotFoundError("gone")
+
+    seen: list[Any] = [on_rank_0(lambda: {"rank": rank, "path": Path("a")})]
+    for work in (refuse, fail):
+        try:
+            on_rank_0(work)
+        except Exception as error:
+            seen.append((isinstance(error, UserError), str(error)))
+    return [*seen, on_rank_0(lambda: rank)]
+
+
+def test_the_result_or_error_of_rank_0_is_that_of_all(ranks: Ranks) -> None:
+    """Also where a rank did more such work before, in another process group."""
+    ranks.run(1, shared_work)
+    expected = [{"rank": 0, "path": Path("a")}, (True, "not so"), (False, "gone"), 0]
+    assert ranks.run(3, shared_work) == [expected] * 3
+
+
+# ------------------------------------------------------------------------------------- layout
+
+
+class Tree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for _ in "ab")
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def layout(checkpointing: str) -> dict[str, str]:
+    args = DistributedArgs(dp_shard=2, tp_size=2, activation_checkpointing=checkpointing)
+    mesh = start(CPU, detect_launch(), args)
+    plan = ParallelPlan(
+        blocks=("blocks.*",),
+        units=(("head",),),
+        tp={"blocks.*.0": ColwiseParallel(), "blocks.*.1": RowwiseParallel()},
+    )
+    model = parallelize_model(Tree(), mesh, plan, args)
+    return {name: str(p.placements) for name, p in model.named_parameters()} | {
+        name: type(module).__name__ for name, module in model.named_modules()
+    }
+
+
+def test_a_plan_is_applied_by_name(ranks: Ranks) -> None:
+    found = ranks.run(4, layout, "none")[0]
+    assert [k for k, v in found.items() if v.startswith("FSDP")] == [
+        "", "blocks.0", "blocks.1", "head"
+    ]  # fmt: skip
+    split, shared = found["blocks.1.0.weight"], found["head.weight"]
+    assert "Shard(dim=0)" in split and split.count("hard") == 2
+    assert found["blocks.1.1.weight"] == "(Shard(dim=0), Shard(dim=1))"
+    assert shared == "(Shard(dim=0),)"
+    wrapped = ranks.run(4, layout, "full")[0]
+    assert [k for k, v in wrapped.items() if v == "FSDPCheckpointWrapper"] == [
+        "blocks.0", "blocks.1"
+    ]  # fmt: skip

@@ -1,0 +1,34 @@
+"""Words of Slurm, understood. What a job asks of it is tested by whole jobs in test_stool.py."""
+
+import pytest
+
+from lingua.slurm.jobs import environment_of_another, seconds_of
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:30", 7230),
+        ("1-0", 86400),
+        ("1-2:30", 95400),
+        ("1-02:30:05", 95405),
+        ("UNLIMITED", None),
+        ("0", None),
+        ("soon", None),
+    ],
+)
+def test_a_time_limit_in_any_form_of_sbatch_is_so_many_seconds(time, seconds) -> None:
+    assert seconds_of(time) == seconds
+
+
+def test_what_launches_another_job_does_not_hand_on_its_own_place(monkeypatch) -> None:
+    own = ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "PMIX_RANK", "RANK", "LOCAL_WORLD_SIZE")
+    own += ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "CUDA_VISIBLE_DEVICES")
+    own += ("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
+    kept = ("SLURM_CONF", "SBATCH_ACCOUNT", "HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+    for name in (*own, *kept):
+        monkeypatch.setenv(name, "1")
+    env = environment_of_another()
+    assert not env.keys() & set(own) and env.keys() >= set(kept)

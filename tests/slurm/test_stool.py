@@ -1,0 +1,509 @@
+"""Jobs on a real Slurm: launched, interrupted in every way, swept, and refused where they must be.
+
+All jobs run from a checkout of their own, which tests may edit. They are launched together, so
+that they run side by side while the tests ask for one after the other.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lingua.errors import UserError
+from lingua.slurm.launch import JobArgs, _split, launch, launch_sweep, main
+from lingua.slurm.status import status, table
+from tests.apps.runs import SMALL, Outcome, differs, write_text
+from tests.local_slurm import needs_slurm, slurm_here
+
+REPO = Path(__file__).parents[1]
+HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
+STEPS, SLOW_S = 20, 2.5  # a slow run has 50 seconds to be met on its way
+WAIT_S = 180.0  # of a job: two busy cores run a dozen of them
+LAUNCH = """
+import json, sys
+from lingua.stool import JobArgs, launch
+for job, arguments in json.load(sys.stdin):
+    launched = launch(JobArgs(**job), arguments)
+    print("launched", json.dumps([launched.job_id, launched.exit_code]))
+"""
+
+
+@dataclass
+class Cluster:
+    """A checkout, a text, a folder of runs, and a Slurm to run them on."""
+
+    repo: Path
+    text: Path
+    runs: Path
+    env: dict[str, str]
+
+    def ask(self, *command: str) -> str:
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def until(self, found: Callable[[], Any], what: str) -> Any:
+        end = time.monotonic() + WAIT_S
+        while not (result := found()):
+            assert time.monotonic() < end, (
+                f"waited in vain for {what}\n{self.ask('squeue', '--states=all')}\n{self.logs()}"
+            )
+            time.sleep(0.2)
+        return result
+
+    def arguments(self, dump_dir: Path, **more: Any) -> list[str]:
+        """Of a run of STEPS steps."""
+        values = SMALL | {"stop_at": None, "steps": STEPS, "data.root_dir": self.text} | more
+        values["checkpoint.dump.every"] = 2
+        return [
+            f"dump_dir={dump_dir}",
+            *(f"{k}={'null' if v is None else v}" for k, v in values.items()),
+        ]
+
+    def launch(
+        self, *jobs: tuple[dict[str, Any], list[str]], within: tuple[str, ...] = ()
+    ) -> list[list[Any]]:
+        """(job id, exit code) of each, launched from the checkout (by the command `within`)."""
+        common = {"script": "tests.slurm_app", "gpus": "none", "time": "5"}
+        given = json.dumps([(common | job, arguments) for job, arguments in jobs])
+        command = [*within, sys.executable, "-c", LAUNCH]
+        done = subprocess.run(
+            command, cwd=self.repo, env=self.env, input=given, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
+        return [json.loads(said[1]) for said in lines if said[0] == "launched"]
+
+    def shown(self, job: str) -> dict[str, str]:
+        """Slurm's own words about a job: JobState, Restarts, NodeList, ..."""
+        words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def ended(self, job: str, state: str = "COMPLETED") -> dict[str, str]:
+        """What Slurm says of a job once it has ended, in that state."""
+
+        def found() -> dict[str, str] | None:
+            shown = self.shown(job)
+            active = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
+            return None if shown["JobState"] in active else shown
+
+        shown = self.until(found, f"job {job} to end")
+        assert shown["JobState"] == state, self.logs()
+        return shown
+
+    def on_its_way(self, dump_dir: Path) -> None:
+        """Wait until the run has made some steps, not all."""
+        metrics = dump_dir / "metrics.jsonl"
+
+        def lines() -> int:
+            return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+
+        self.until(lambda: lines() >= 3, f"{dump_dir.name} to train")
+        assert lines() < STEPS
+
+    def logs(self) -> str:
+        paths = [p for p in self.runs.glob("*/logs/**/*") if p.is_file() and p.suffix != ".pkl"]
+        return "\n".join(f"--- {p}\n{p.read_text(errors='replace')[-3000:]}" for p in paths)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("slurm")
+    repo, text = folder / "checkout", folder / "text"
+    for part in ("lingua", "apps", "tests"):
+        shutil.copytree(REPO / part, repo / part, ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *words], check=True)
+    text.mkdir()
+    write_text(text)
+    with slurm_here(folder / "cluster", 6) as env:
+        env |= {"OMP_NUM_THREADS": "1", "A_SECRET": secrets.token_hex()}
+        yield Cluster(repo, text, folder / "runs", env)
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
+    """Dump dir and job id of every job of two ranks on two nodes, by what has happened to it."""
+    slow = {"setup": [f"export STEP_S={SLOW_S}"]}
+    wanted = {
+        "plain": {"slurm": {"hold": True}},
+        "fail": {"setup": ["export FAIL_RANK=1"]},
+        # Slurm looks at times every 30 seconds and sends the signal up to 60 of them early: here
+        # 30 to 90 seconds after the start.
+        "time limit": {"setup": ["export STEP_S=6"], "time": "2", "signal_s": 30},
+        "requeue": slow,
+        "signal": slow,
+        "cancel": slow,
+        "node": slow | {"exclude": "n1,n2,n6"},
+        "preemption": slow | {"nodes": 1, "exclude": None, "slurm": {"nodelist": "n6"}},
+    }
+    places = [cluster.runs / (HOSTILE if name == "plain" else name) for name in wanted]
+    launched = cluster.launch(
+        *(
+            ({"nodes": 2, "exclude": "n3,n4,n5,n6"} | job, cluster.arguments(place))
+            for job, place in zip(wanted.values(), places, strict=True)
+        )
+    )
+    jobs = dict(zip(wanted, zip(places, (job for job, _ in launched), strict=True), strict=True))
+    edited = cluster.repo / "tests" / "slurm_app.py"
+    edited.rename(edited.with_suffix(".was"))
+    edited.write_text("raise SystemExit('edited')\n")
+    try:
+        cluster.ask("scontrol", "release", jobs["plain"][1])
+        for name in ("requeue", "signal", "cancel", "preemption", "node"):
+            cluster.on_its_way(jobs[name][0])
+            interrupt(cluster, name, jobs[name][1])
+        cluster.ended(jobs["plain"][1])
+    finally:
+        edited.with_suffix(".was").rename(edited)
+    return jobs
+
+
+def interrupt(cluster: Cluster, how: str, job: str) -> None:
+    if how == "requeue":
+        cluster.ask("scontrol", "requeue", job)
+    elif how == "signal":
+        cluster.ask("scancel", "--signal=USR2", job)
+    elif how == "cancel":
+        cluster.ask("scancel", job)
+    elif how == "preemption":
+        more = ["--partition=urgent", "--nodelist=n6", "--exclusive", "--output=/dev/null"]
+        cluster.ask("sbatch", *more, "--wrap=true")
+    elif how == "node":
+        nodes = cluster.ask("scontrol", "show", "hostnames", cluster.shown(job)["NodeList"])
+        pid_file = Path(cluster.env["SLURM_CONF"]).parent / f"slurmd.{nodes.split()[1]}.pid"
+        os.kill(int(pid_file.read_text()), 9)
+
+
+@pytest.fixture(scope="module")
+def reference(cluster: Cluster) -> Outcome:
+    """The same run by torchrun, which is what launcher=local starts."""
+    place = cluster.runs / "here"
+    [[job_id, code]] = cluster.launch(({"launcher": "local", "nodes": 2}, cluster.arguments(place)))
+    assert (job_id, code) == (None, 0)
+    return Outcome(place, [])
+
+
+def same(dump_dir: Path, reference: Outcome) -> bool:
+    """One line for every step, with the same rows and losses within 1e-5."""
+    run = Outcome(dump_dir, [])
+    assert run.column("step") == list(range(1, STEPS + 1))
+    return not {"batch_hash", "loss"} & set(differs(run, reference))
+
+
+# ------------------------------------------------------------------------------------- one run
+
+
+@needs_slurm
+def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(
+    cluster: Cluster, jobs: dict[str, tuple[Path, str]], reference: Outcome
+) -> None:
+    dump_dir, job = jobs["plain"]
+    cluster.ended(job)
+    assert same(dump_dir, reference)
+
+    commit = cluster.ask("git", "-C", str(cluster.repo), "rev-parse", "HEAD")
+    assert (dump_dir / "code.commit").read_text() == commit
+    ranks = [dump_dir / "logs" / job / f"{job}_{rank}_log.out" for rank in (0, 1)]
+    assert f"step {STEPS}/{STEPS}" in ranks[0].read_text() and ranks[1].exists()
+    # Nothing in the hostile name ran, and nothing wrote the environment down.
+    assert not list(cluster.runs.parent.rglob("pwned"))
+    secret = cluster.env["A_SECRET"].encode()
+    kept = [p for p in dump_dir.rglob("*") if p.is_file()]
+    assert len(kept) > 100 and not any(secret in p.read_bytes() for p in kept)
+
+
+@needs_slurm
+def test_a_resumed_run_that_is_another_is_seen_to_differ(
+    reference: Outcome, tmp_path: Path
+) -> None:
+    lines = [
+        line | {"loss": line["loss"] * (1 + (line["step"] == 9) * 1e-4)} for line in reference.lines
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not same(tmp_path, reference)
+
+
+@needs_slurm
+@pytest.mark.parametrize("how", ["requeue", "signal", "preemption", "node", "time limit"])
+def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(
+    cluster: Cluster, jobs: dict[str, tuple[Path, str]], reference: Outcome, how: str
+) -> None:
+    dump_dir, job = jobs[how]
+    assert cluster.ended(job)["Restarts"] == "1"
+    assert same(dump_dir, reference)
+    log = (dump_dir / "train.log").read_text()
+    assert ("stopped by SIGUSR2" in log) == (how in ("signal", "time limit"))
+    if how in ("requeue", "preemption"):
+        assert "stopped by SIGTERM" in log
+    begun = how != "time limit" or "while the text was prepared" not in log  # a slow machine
+    assert ("resuming" in log) == begun
+
+
+@needs_slurm
+def test_a_cancelled_job_stays_cancelled_and_goes_on_with_fewer_nodes_when_launched_again(
+    cluster: Cluster, jobs: dict[str, tuple[Path, str]], reference: Outcome
+) -> None:
+    dump_dir, job = jobs["cancel"]
+    assert cluster.ended(job, "CANCELLED")["Restarts"] == "0"
+    again = {"nodes": 1, "exclude": "n3,n4,n5", "dirs_exists_ok": True}
+    [[second, _]] = cluster.launch((again, cluster.arguments(dump_dir)))
+    cluster.ended(second)
+    assert same(dump_dir, reference)
+    [moved] = Outcome(dump_dir, []).events
+    assert (moved["old"], moved["new"]) == ([1, 2, 1], [1, 1, 1])
+    assert (dump_dir / "code.1").is_dir() and (dump_dir / "base_config.yaml.1").exists()
+
+
+@needs_slurm
+def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_shows(
+    cluster: Cluster, jobs: dict[str, tuple[Path, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump_dir, job = jobs["fail"]
+    cluster.ended(job, "FAILED")
+    monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    [run] = status(dump_dir)
+    assert (run.state, run.job_id, run.step) == ("FAILED", job, 2)
+    rank_1 = dump_dir / "logs" / job / f"{job}_1_log.err"
+    assert run.errors[0] == f"[rank1]: RuntimeError: this rank was told to fail ({rank_1})"
+    assert run.errors[0] in table([run])
+
+
+@needs_slurm
+def test_a_rank_is_shown_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_has(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    # Another job has the first GPU of n1, so that what a job has is another part of either node.
+    other = ["--parsable", "--nodelist=n1", "--gpus=1", "--output=/dev/null", "--wrap=sleep 300"]
+    holder = cluster.ask("sbatch", *other).strip()
+    cluster.until(lambda: cluster.shown(holder)["JobState"] == "RUNNING", "the other job")
+    job = {"script": "tests.gpu_app", "nodes": 2, "ngpu": 2, "exclude": "n3,n4,n5,n6"}
+    places = {gpus: cluster.runs / f"gpus {gpus}" for gpus in ("node", "task")}
+    scratch = ("env", f"TMPDIR={tmp_path}")
+    # They are launched from within a job whose GPUs are bound, which must not become their way.
+    launched = cluster.launch(
+        *((job | {"gpus": gpus}, [f"dump_dir={place}"]) for gpus, place in places.items()),
+        within=("salloc", "--nodelist=n6", "--ntasks=2", "--gpus-per-task=1", *scratch),
+    )
+    shown, folders = {}, set()
+    for (gpus, place), (job_id, _) in zip(places.items(), launched, strict=True):
+        cluster.ended(job_id)
+        logs = (place / "logs" / job_id).glob("*_log.out")
+        said = [log.read_text().splitlines()[-2:] for log in logs]
+        shown[gpus] = sorted(place for _, place in said)
+        folders |= {folder for folder, _ in said}
+    cluster.ask("scancel", holder)
+    assert folders == {str(tmp_path)}
+    assert shown == {  # rank, node, local rank, GPUs
+        "node": ["0 n1 0 1,2", "1 n1 1 1,2", "2 n2 0 0,1", "3 n2 1 0,1"],
+        "task": ["0 n1 0 1", "1 n1 1 2", "2 n2 0 0", "3 n2 1 1"],
+    }
+
+
+# --------------------------------------------------------------------------------------- sweeps
+
+
+@needs_slurm
+def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = cluster.runs / "sweep"
+    values = [
+        "sweep.optim.lr=1e-3,3e-4",
+        "sweep.data.sources={one: 1},{one: 1, two: 1}",
+        "at_once=2",
+    ]
+    job = ["script=tests.slurm_app", "gpus=none", "setup=[export STEP_S=0.2]"]
+    command = [sys.executable, "-m", "lingua.stool", *values, *job, *cluster.arguments(root)]
+    done = subprocess.run(
+        command, cwd=cluster.repo, env=cluster.env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    array = (root / "job_id").read_text().strip()
+    assert f"job {array} was submitted: 4 runs" in done.stdout
+    assert f"scancel {array}" in done.stdout and f"lingua.stool status {root}" in done.stdout
+
+    monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    seen = [status(root)]
+    while any(run.state in ("PENDING", "RUNNING", "COMPLETING") for run in seen[-1]):
+        assert len(seen) < 2 * WAIT_S
+        time.sleep(0.5)
+        seen.append(status(root))
+    running = [sum(run.state == "RUNNING" for run in runs) for runs in seen]
+    assert max(running) == 2
+    assert any(0 < run.step < STEPS and run.left_s > 0 for runs in seen for run in runs)
+    assert [(r.name[:3], r.state, r.step, r.job_id) for r in seen[-1]] == [
+        (f"{i:03d}", "COMPLETED", STEPS, f"{array}_{i}") for i in range(4)
+    ], cluster.logs()
+    assert "003_lr=3e-4_sources=-one-1-two-1-" in table(seen[-1])
+    members = [root / run.name for run in seen[-1]]
+    rates = [Outcome(m, []).lines[-1]["lr"] for m in members]
+    assert rates[0] == rates[1] != rates[2] == rates[3]
+    hashes = [Outcome(m, []).column("batch_hash") for m in members]
+    assert hashes[0] == hashes[2] != hashes[1] == hashes[3]
+    assert all((m / "logs" / f"{array}_{i}").is_dir() for i, m in enumerate(members))
+
+
+# ---------------------------------------------------------------------------------- wrong input
+
+
+@pytest.fixture
+def refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., str]:
+    """What launching is refused with, having submitted, written and deleted nothing."""
+    for key in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(key, cluster.env[key])
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "kept").write_text("kept")
+
+    def known() -> set[str]:
+        return set(cluster.ask("squeue", "--noheader", "--states=all", "--format=%i").split())
+
+    def call(dump_dir: str = "new", arguments: list[str] | None = None, **job: Any) -> str:
+        args = JobArgs(**{"script": "tests.slurm_app", "gpus": "none", "time": "5"} | job)
+        here = sorted(tmp_path.rglob("*"))
+        before = known()
+        with pytest.raises(UserError) as raised:
+            launch(args, [*cluster.arguments(tmp_path / dump_dir), *(arguments or [])])
+        assert known() == before
+        assert sorted(tmp_path.rglob("*")) == here
+        return str(raised.value)
+
+    return call
+
+
+@needs_slurm
+def test_wrong_input_is_refused_by_name_before_anything_is_done(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nope" in refused(partition="nope")
+    assert "Partition nope" in refused(partition="nope", time=None)
+    assert "node configuration is not available" in refused(nodes=9)
+    for gpus in ("node", "task"):
+        told = refused(gpus=gpus, ngpu=5, arguments=["data.global_batch_size=10"])  # nodes have 4
+        assert "node configuration is not available" in told
+        assert f"nodes = 1, ngpu = 5, gpus = {gpus}" in told
+    assert "slurm.gpus = 5" in refused(slurm={"gpus": 5})
+    assert "config=missing.yaml: cannot be read" in refused(arguments=["config=missing.yaml"])
+    assert "exists" in (told := refused("there")) and "dirs_exists_ok=true" in told
+    assert "cannot be imported" in refused(script="apps.nope")
+    assert "must have a function check" in refused(script="lingua.errors")
+    assert r"dump_dir = " in (told := refused("two\nlines")) and r"'\n'" in told
+    assert r"'%'" in refused("%j")
+    assert "account" in refused(account="a\n#SBATCH --wrap=id")
+    assert "slurm.A b" in refused(slurm={"A b": "1"})
+    assert "signal_s = 300: must be below time = 5, 300 s" in refused(signal_s=300)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "sbatch: no such command here" in refused()
+    assert "scontrol: no such command here" in refused(time=None)
+
+
+@needs_slurm
+def test_the_config_is_judged_for_the_ranks_that_were_asked_for(
+    refused: Callable[..., str],
+) -> None:
+    shape = ["distributed.dp_shard=3"]
+    assert "product is 3, but 8 processes" in refused(arguments=shape, nodes=2, ngpu=4)
+    assert "must divide model.n_heads" in refused(arguments=["distributed.tp_size=8"], ngpu=8)
+    told = refused(arguments=["grad_acc_steps=5"], nodes=2)
+    assert "grad_acc_steps = 5" in told and "each of 2 data-parallel ranks" in told
+    assert "data.sources.three" in refused(arguments=["data.sources={three: 1}"])
+    told = refused(arguments=["partiton=x"])
+    assert "partiton: unknown key" in told and 'did you mean "partition"?' in told
+
+
+@needs_slurm
+def test_a_dump_dir_in_use_is_refused_and_a_sweep_names_its_bad_member(
+    cluster: Cluster, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    job = cluster.ask("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
+    (tmp_path / "there" / "job_id").write_text(job)
+    told = refused("there", dirs_exists_ok=True)
+    assert f"job {job} is PENDING there" in told
+    cluster.ask("scancel", job)
+    with pytest.raises(UserError, match=r"model\.dim=0: model\.dim = 0"):
+        args = JobArgs(script="tests.slurm_app", gpus="none")
+        launch_sweep(args, cluster.arguments(tmp_path / "new"), {"model.dim": ["22", "0"]})
+
+
+def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Path) -> None:
+    text, sweep = tmp_path / "text", tmp_path / "sweep"
+    text.mkdir()
+    write_text(text)
+    job = ["script=tests.slurm_app", "launcher=local", "ngpu=2", "setup=[export STEP_S=0.2]"]
+    values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
+    values["sweep.optim.lr"] = "1e-3,3e-4"
+    command = [sys.executable, "-m", "lingua.stool", *job, *(f"{k}={v}" for k, v in values.items())]
+    with subprocess.Popen(
+        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as launcher:
+        try:
+            while not any(path.stat().st_size for path in sweep.glob("*/metrics.jsonl")):
+                assert launcher.poll() is None, launcher.stdout.read().decode()
+                time.sleep(0.05)
+            launcher.send_signal(signal.SIGTERM)
+            said = launcher.communicate(timeout=60)[0].decode()
+        finally:
+            launcher.kill()
+    [log] = sweep.glob("*/train.log")  # of the first: the second was not begun
+    assert "stopped by SIGTERM after step" in log.read_text(), said
+    [checkpoint] = (log.parent / "checkpoints").glob("0*")
+    assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
+    assert launcher.returncode, said
+
+
+def test_print_shows_the_script_and_needs_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write_text(tmp_path)
+    values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
+    job = "launcher=print nodes=2 ngpu=16 gpus=task ncpu=4 mem=64G time=1-00 slurm.reservation=r"
+    words = [*job.split(), "slurm.exclusive=true", "setup=[module load cuda, 'echo \"a, b\"']"]
+    argv = ["stool", *words, *(f"{k}={v}" for k, v in values.items())]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    main()
+    script = capsys.readouterr().out
+    for line in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=16",
+        "#SBATCH --gpus-per-task=1",
+        "#SBATCH --cpus-per-task=4",
+        "#SBATCH --mem=64G",
+        "#SBATCH --time=1-00",
+        "#SBATCH --signal=USR2@120",
+        "#SBATCH --reservation=r",
+        "#SBATCH --exclusive",
+        "#SBATCH --requeue",
+        "module load cuda",
+        'echo "a, b"',
+    ):
+        assert line in script.splitlines()
+    assert "--kill-on-bad-exit=1 --cpus-per-task=4" in script
+    assert not (tmp_path / "a run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-3,3e-4", ["1e-3", "3e-4"]),
+        ("{a: 1, b: 2},[1,2]", ["{a: 1, b: 2}", "[1,2]"]),
+        ("'a,b', \"c']\",d", ["'a,b'", '"c\']"', "d"]),
+    ],
+)
+def test_the_values_of_a_sweep_are_parted_by_commas_outside_of_brackets_and_quotes(
+    text: str, values: list[str]
+) -> None:
+    assert _split(text) == values
