@@ -34,11 +34,11 @@ from lingua.hugging_face import (
     SINGLE,
     LlamaArgs,
     LlamaFolder,
-    config_there,
     is_rotated,
     llama_shapes,
-    name_there,
     to_halves,
+    to_hf_config,
+    to_hf_name,
 )
 from lingua.inference.trained import Trained, open_trained
 from lingua.parallel.launch import detect_launch, start
@@ -65,7 +65,7 @@ class ConvertArgs:
     # the model's tokenizer, in place of the one that source names: {name: hf, path: FILE}
     tokenizer: TokenizerArgs | None = None
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.shard_gb <= 0:
             yield "shard_gb", "must be above 0"
         out = Path(self.out)
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
 def export_llama(args: ConvertArgs) -> None:
     """A checkpoint to a folder that transformers loads. What was written half is removed."""
     trained = open_trained("source", args.source, LlamaArgs)
-    config = config_there(trained.model, trained.seq_len)
+    config = to_hf_config(trained.model, trained.seq_len)
     dtypes = check_weights(trained)
     tokenizer = build_tokenizer(args.tokenizer or trained.tokenizer)
     check_vocabulary(tokenizer, trained.model)
@@ -155,7 +155,7 @@ def write_shards(
     for i, names in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         tensors = {
-            name_there(name): there(name, t, trained.model, args.dtype)
+            to_hf_name(name): to_hf_tensor(name, t, trained.model, args.dtype)
             for name, t in read_weights(trained.checkpoint, names).items()
         }
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -166,7 +166,7 @@ def write_shards(
         write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
 
 
-def there(name: str, t: Tensor, args: LlamaArgs, dtype: str | None) -> Tensor:
+def to_hf_tensor(name: str, t: Tensor, args: LlamaArgs, dtype: str | None) -> Tensor:
     """One of our tensors in the order and dtype of the folder."""
     t = to_halves(t, args.heads()[2]) if is_rotated(name) else t
     return t if dtype is None else t.to(getattr(torch, dtype))

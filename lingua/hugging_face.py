@@ -52,7 +52,7 @@ OF_BLOCK = {
 }
 
 
-def name_there(name: str) -> str:
+def to_hf_name(name: str) -> str:
     """transformers' name of one of our tensors."""
     if not name.startswith("layers."):
         return NAMES[name]
@@ -101,7 +101,7 @@ def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
 # ----------------------------------------------------------------------------------------- config
 
 
-def config_there(args: LlamaArgs, seq_len: int) -> dict[str, Any]:
+def to_hf_config(args: LlamaArgs, seq_len: int) -> dict[str, Any]:
     """What config.json says about the model.
 
     Raises:
@@ -161,7 +161,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def config_here(config: Mapping[str, Any], where: str) -> LlamaArgs:
+def from_hf_config(config: Mapping[str, Any], where: str) -> LlamaArgs:
     """Our `model` group of a config.json. UserError names what it asks for that we lack."""
     if "model_type" not in config:
         raise UserError(f"{where}: has no model_type; must be the config.json of a Llama model")
@@ -210,7 +210,7 @@ def config_here(config: Mapping[str, Any], where: str) -> LlamaArgs:
         weight_tying=config.get("tie_word_embeddings") is True,
     )
     for group in (args, scaling):
-        for key, need in group.problems() if group is not None else ():
+        for key, need in group.validate() if group is not None else ():
             raise UserError(f"{where}: gives {key} = {getattr(group, key)}: {need}")
     return args
 
@@ -249,7 +249,7 @@ class LlamaFolder:
                 f"model; {where} is not there"
             )
         self.config = _read_json(where)
-        self.args = config_here(self.config, str(where))
+        self.args = from_hf_config(self.config, str(where))
         self.seq_len = int(self.config.get("max_position_embeddings") or 2048)
         self._file_of = self._find_tensors()
         self._check_tensors()
@@ -278,7 +278,7 @@ class LlamaFolder:
 
     def _check_tensors(self) -> None:
         """UserError names what the folder lacks, has in another shape, or has besides."""
-        shapes = {name_there(n): shape for n, shape in llama_shapes(self.args).items()}
+        shapes = {to_hf_name(n): shape for n, shape in llama_shapes(self.args).items()}
         wrong = []
         for name, shape in shapes.items():
             if name not in self._file_of:
@@ -298,7 +298,7 @@ class LlamaFolder:
 
     def read(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The part of one of our tensors that begins at an index and has a shape, on the CPU."""
-        there = name_there(name)
+        there = to_hf_name(name)
         rows = (begin[0], begin[0] + shape[0])
         head_dim = self.args.heads()[2] if is_rotated(name) else 1
         # whole heads, of which what was not asked for is cut off again

@@ -46,7 +46,7 @@ def waits() -> Iterator[float]:
 
 
 @contextmanager
-def alone(path: Path, report: Callable[[str], None], patient: bool = False) -> Iterator[None]:
+def exclusive(path: Path, report: Callable[[str], None], patient: bool = False) -> Iterator[None]:
     """Hold the lock file `path`, or raise UserError where a living process does; `patient` waits
     until that is done.
 

@@ -99,11 +99,11 @@ class StopRequest:
 
 
 def take_signals() -> None:
-    """Let stop signals in that who started this process may have held back until now (`become`)."""
+    """Unblock the stop signals; `exec_program` may have blocked them until this program starts."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
-def become(argv: list[str]) -> None:
+def exec_program(argv: list[str]) -> None:
     """Make this process the given program: what Slurm signals is then the program itself.
 
     Stop signals wait until it takes them (StopRequest does), since importing takes seconds in which

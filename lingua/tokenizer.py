@@ -39,7 +39,7 @@ class TokenizerArgs:
     name: Guarded[Name] = "bytes"  # bytes, sp (sentencepiece), tiktoken, hf (tokenizer.json)
     path: Guarded[str | None] = None  # the tokenizer's file; bytes needs none
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         need = _path_problem(self)
         if need is not None:
             yield "path", need

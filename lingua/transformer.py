@@ -31,7 +31,7 @@ class RopeScaling:
     high_freq_factor: Guarded[float] = 4.0  # turns from which on it is kept
     original_seq_len: Guarded[int] = 8192  # context the unscaled frequencies were trained on
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if not 1 <= self.factor < math.inf:
             yield "factor", "must be at least 1 and finite"
         if self.original_seq_len < 1:
@@ -64,7 +64,7 @@ class TransformerArgs:
     dropout: Guarded[float] = 0.0  # share of each sublayer's outputs zeroed in training
     attn_impl: Announced[Literal["sdpa"]] = "sdpa"  # implementation of attention
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         for key in ("dim", "n_layers", "head_dim", "n_heads", "n_kv_heads", "multiple_of"):
             if (value := getattr(self, key)) is not None and value < 1:
                 yield key, "must be at least 1"

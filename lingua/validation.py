@@ -20,7 +20,7 @@ class ValidationArgs:
     every: Free[int] = 0  # steps between two measurements; 0: at the end of the run only
     tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.every < 0:
             yield "every", "must be at least 0"
         if self.tokens < 1:

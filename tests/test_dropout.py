@@ -164,6 +164,6 @@ def test_every_sublayer_of_every_block_of_every_head_is_a_site_of_its_own():
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, math.nan])
 def test_a_rate_out_of_range_is_named(p):
-    assert list(replace(SMALL, dropout=p).problems()) == [
+    assert list(replace(SMALL, dropout=p).validate()) == [
         ("dropout", "must be at least 0 and below 1")
     ]

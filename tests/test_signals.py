@@ -45,7 +45,7 @@ def test_the_first_signal_is_noted_and_a_second_interrupt_leaves_only_after_two_
 
 
 def test_a_signal_in_the_seconds_of_importing_is_kept_for_the_program() -> None:
-    become = "import sys; from lingua.signals import become; become(sys.argv[1:])"
+    become = "import sys; from lingua.signals import exec_program; exec_program(sys.argv[1:])"
     slow = "import time; print('importing', flush=True); time.sleep(1)" + PROGRAM
     with subprocess.Popen(
         [sys.executable, "-c", become, sys.executable, "-c", slow],

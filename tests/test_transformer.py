@@ -245,7 +245,7 @@ def test_the_defaults_and_sizes_that_fit_are_legal():
         TransformerArgs(dim=50, n_heads=3, head_dim=14, n_kv_heads=1),
         replace(SMALL, sliding_window=1, ffn_dim_multiplier=0.02, init_base_std=0.02),
     ):
-        assert list(args.problems()) == []
+        assert list(args.validate()) == []
 
 
 def test_a_scaling_of_frequencies_that_makes_no_sense_is_refused_by_name():
@@ -255,8 +255,8 @@ def test_a_scaling_of_frequencies_that_makes_no_sense_is_refused_by_name():
         ({"low_freq_factor": 4.0}, "low_freq_factor"),
         ({"high_freq_factor": math.inf}, "low_freq_factor"),
     ):
-        assert [name for name, _ in replace(RopeScaling(), **changed).problems()] == [key]
-    assert list(RopeScaling().problems()) == []
+        assert [name for name, _ in replace(RopeScaling(), **changed).validate()] == [key]
+    assert list(RopeScaling().validate()) == []
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,6 @@ def test_a_scaling_of_frequencies_that_makes_no_sense_is_refused_by_name():
     ],
 )
 def test_what_attention_cannot_do_is_refused_by_name(changed, key, need):
-    problems = list(replace(SMALL, **changed).problems())
-    assert [k for k, _ in problems] == [key], problems
-    assert need in problems[0][1]
+    validate = list(replace(SMALL, **changed).validate())
+    assert [k for k, _ in validate] == [key], validate
+    assert need in validate[0][1]

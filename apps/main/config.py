@@ -40,7 +40,7 @@ class TrainArgs:
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         for key in ("steps", "stop_at", "grad_acc_steps"):
             if (value := getattr(self, key)) is not None and value < 1:
                 yield key, "must be at least 1"

@@ -63,8 +63,8 @@ class EvalArgs(HarnessArgs):
         default_factory=lambda: DistributedArgs(model_dtype="fp32")
     )
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
         if self.context is not None and self.context < 1:
             yield "context", "must be at least 1, or null"
 

@@ -30,7 +30,7 @@ from lingua.parallel.mesh import on_rank_0
 from lingua.signals import StopRequest
 from lingua.slurm import launch as stool
 from lingua.slurm.jobs import environment_of_another
-from lingua.slurm.launch import parted
+from lingua.slurm.launch import split_arguments
 from lingua.slurm.status import status
 
 if TYPE_CHECKING:  # they import this module
@@ -50,8 +50,8 @@ class EvaluationArgs(HarnessArgs):
     # of such a job: keys of lingua.stool and of apps.main.eval, {nodes: 1, ngpu: 8, time: 60}
     job: Free[dict[str, Any]] = field(default_factory=dict)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
         if self.every < 1:
             yield "every", "must be at least 1"
 
@@ -78,7 +78,7 @@ def check_job(args: "TrainArgs") -> None:
     UserError where a launch would, but asks nothing of Slurm."""
     with TemporaryDirectory() as folder:
         checkpoint = publish_config(Path(folder), to_yaml(args))
-        job, of_eval, sweep = parted(job_words(args, checkpoint, 0))
+        job, of_eval, sweep = split_arguments(job_words(args, checkpoint, 0))
         if job.launcher != "slurm":
             raise UserError(f"job.launcher = {job.launcher}: must be slurm, or left out")
         if sweep:
@@ -121,7 +121,7 @@ def evaluate_step(args: "TrainArgs", run: "Run", stop: StopRequest) -> None:
             logger.error(f"step {run.progress.step} is not evaluated: {error}")
 
 
-def make_up(args: "TrainArgs", run: "Run", stop: StopRequest) -> None:
+def run_missed_evaluation(args: "TrainArgs", run: "Run", stop: StopRequest) -> None:
     """Evaluate the step that a run goes on from, if a former start was stopped before it did."""
     step = run.progress.step
     if args.eval is None or step == 0 or not args.eval.due(step, args.steps):
@@ -182,7 +182,7 @@ def wandb_words(args: "TrainArgs") -> list[str]:
 
 def launch(args: "TrainArgs", run: "Run") -> None:
     """Launch the evaluation of the checkpoint just saved; on rank 0. Raises UserError."""
-    tell_failed(args, run)
+    log_failed_jobs(args, run)
     step = run.progress.step
     checkpoint = (run.saver.root / f"{step:010d}").absolute()
     if not checkpoint.is_dir():
@@ -205,7 +205,7 @@ def launch(args: "TrainArgs", run: "Run") -> None:
     logger.info(f"step {step} is evaluated by a job: {done.stdout.splitlines()[0]}")
 
 
-def tell_failed(args: "TrainArgs", run: "Run") -> None:
+def log_failed_jobs(args: "TrainArgs", run: "Run") -> None:
     """Say, once, which jobs have failed; on rank 0."""
     jobs = folder_of(args, 0).parent
     if not any(jobs.glob("*/job_id")):

@@ -59,8 +59,8 @@ class GenerateArgs(SamplingArgs):
         default_factory=lambda: DistributedArgs(model_dtype="fp32")
     )
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
         if self.prompt is not None and self.prompts is not None:
             yield "prompt", "must not be given together with prompts"
         if self.batch_size < 1:
@@ -258,7 +258,7 @@ def read_object(line: str, args: GenerateArgs, seed: int, where: str) -> Prompt:
     own = {f.name: given[f.name] for f in fields(SamplingArgs) if f.name in given}
     plain = {f.name: getattr(args, f.name) for f in fields(SamplingArgs)}
     settings = SamplingArgs(**(plain | own))
-    for key, need in settings.problems():
+    for key, need in settings.validate():
         raise UserError(f"{where}: {key} = {json.dumps(getattr(settings, key))}: {need}")
     extra = {"id": given["id"]} if "id" in given else {}
     return Prompt(given["prompt"], settings, given.get("seed", seed), where, extra)

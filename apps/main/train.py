@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main.config import Built, TrainArgs, build
-from apps.main.evaluation import evaluate_step, make_up
+from apps.main.evaluation import evaluate_step, run_missed_evaluation
 from apps.main.setup import Run, set_up
 from apps.main.setup import check as check  # what lingua.stool asks before it launches
 from lingua.checkpoint.resume import state_to_save
@@ -71,7 +71,7 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
     guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
     profiler = Profiler(args.profiling, run.dump_dir, run.mesh)
     stopping = False
-    make_up(args, run, stop)
+    run_missed_evaluation(args, run, stop)
     while progress.step < run.end:
         with report.waiting_for_data():
             batch = next(run.loader)  # this rank's micro-batches of the step

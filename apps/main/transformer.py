@@ -31,8 +31,8 @@ class ModelArgs(TransformerArgs):
     vocab_size: Guarded[int] = -1  # rows of the embedding and the head; -1: the tokenizer's
     weight_tying: Guarded[bool] = False  # the head shares the embedding's matrix
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
         if self.vocab_size != -1 and self.vocab_size < 1:
             yield "vocab_size", "must be at least 1, or -1 for the tokenizer's"
 

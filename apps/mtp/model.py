@@ -27,8 +27,8 @@ class ModelArgs(PlainArgs):
     # how many of the n_layers blocks each predicted token has for itself; the others are the trunk
     head_layers: Guarded[int] = 1
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
         if not 1 <= self.head_layers <= self.n_layers:
             yield "head_layers", f"must be between 1 and model.n_layers = {self.n_layers}"
 

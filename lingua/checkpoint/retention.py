@@ -57,7 +57,7 @@ class CheckpointArgs:
     # guarded config keys that may differ from the checkpoint's when resuming
     allow_change: Free[list[str]] = field(default_factory=list)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.continue_training_from_init and self.init_ckpt_path is None:
             yield "init_ckpt_path", "must be given when continue_training_from_init is true"
         if self.init_from is not None and self.init_ckpt_path is not None:

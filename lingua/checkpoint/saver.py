@@ -17,7 +17,7 @@ from lingua.checkpoint.retention import CheckpointArgs, prune
 from lingua.checkpoint.save import save
 from lingua.checkpoint.write import NotSaved
 from lingua.errors import UserError
-from lingua.lock import alone
+from lingua.lock import exclusive
 from lingua.parallel.mesh import on_rank_0
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Saver:
             self.root.mkdir(parents=True, exist_ok=True)
             # A former start of a job may outlive the node that Slurm gave up, and its run goes on.
             requeued = "SLURM_RESTART_COUNT" in os.environ
-            self._held.enter_context(alone(self.root / "run.lock", logger.warning, requeued))
+            self._held.enter_context(exclusive(self.root / "run.lock", logger.warning, requeued))
         except OSError as error:
             raise UserError(f"{self.root}: checkpoints cannot be written there: {error}") from error
 

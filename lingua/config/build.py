@@ -1,4 +1,4 @@
-"""Given values put into a structured config and checked: types, choices, required keys, ranges."""
+"""User values put into a structured config and checked: types, choices, required keys, ranges."""
 
 import difflib
 import math
@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lingua.config.schema import Key, members_of, schema, spread, type_name
-from lingua.config.yaml import COMMAND_LINE, Given, show
+from lingua.config.yaml import COMMAND_LINE, LocatedValue, show
 from lingua.errors import nearest
 
 C = TypeVar("C")
@@ -22,18 +22,18 @@ C = TypeVar("C")
 
 
 def build(
-    cls: type[C], merged: Mapping[str, Given], keys: Mapping[str, Key], errors: list[str]
+    cls: type[C], merged: Mapping[str, LocatedValue], keys: Mapping[str, Key], errors: list[str]
 ) -> C | None:
     """The finished configuration; void when there are `errors`, to which it adds what it finds."""
     bad: set[str] = set()
     config = _fill(cls, merged, keys, "", errors, bad)
     _resolve(config, merged, keys, errors, bad)
-    return _judge(config, "", merged, keys, errors, bad)
+    return _validate(config, "", merged, keys, errors, bad)
 
 
 def _fill(
     cls: type,
-    given_values: Mapping[str, Given],
+    given_values: Mapping[str, LocatedValue],
     keys: Mapping[str, Key],
     prefix: str,
     errors: list[str],
@@ -86,7 +86,7 @@ def _is_missing(config: DictConfig, path: str) -> bool:
 
 def _resolve(
     config: DictConfig,
-    merged: Mapping[str, Given],
+    merged: Mapping[str, LocatedValue],
     keys: Mapping[str, Key],
     errors: list[str],
     bad: set[str],
@@ -103,53 +103,53 @@ def _resolve(
         except OmegaConfBaseException as e:
             errors.append(error_line(path, given, str(e).splitlines()[0]))
         else:
-            value = _convert(Given.of(value, given.where), keys[path].type, path, errors)
+            value = _convert(LocatedValue.of(value, given.where), keys[path].type, path, errors)
             if len(errors) == count:
                 _assign(config, path, value, keys)
         if len(errors) > count:
             bad.add(path)
 
 
-def _judge(
+def _validate(
     config: DictConfig,
     prefix: str,
-    merged: Mapping[str, Given],
+    merged: Mapping[str, LocatedValue],
     keys: Mapping[str, Key],
     errors: list[str],
     bad: set[str],
 ) -> Any:
-    """The object of a group, after its `problems()`. A group with an error in it is not judged as a
+    """The object of a group, after its `validate()`. A group with an error in it is not judged as a
     whole: the default in the place of a mistyped value could only cause a second, false error."""
     if not any(path.startswith(prefix) for path in bad):
         group = OmegaConf.to_object(config)
-        errors += _problems(group, prefix, merged)
+        errors += _validate_group(group, prefix, merged)
         return group
     for path, key in keys.items():
         parent, _, name = path.rpartition(".")
         if key.group is not None and f"{parent}." == (prefix or ".") and config[name] is not None:
-            _judge(config[name], path + ".", merged, keys, errors, bad)
+            _validate(config[name], path + ".", merged, keys, errors, bad)
     return None
 
 
-def _problems(group: Any, prefix: str, merged: Mapping[str, Given]) -> Iterator[str]:
-    """What the `problems()` of a group and of the groups in it find, as lines for the user."""
-    for path, need in group.problems() if hasattr(group, "problems") else ():
+def _validate_group(group: Any, prefix: str, merged: Mapping[str, LocatedValue]) -> Iterator[str]:
+    """What the `validate()` of a group and of the groups in it find, as lines for the user."""
+    for path, need in group.validate() if hasattr(group, "validate") else ():
         given = _find_given(prefix + path, merged)
         value = _find_value(group, path)
         if given is None:
-            given = Given.of(value, "the default") if _is_plain(value) else None
+            given = LocatedValue.of(value, "the default") if _is_plain(value) else None
         yield error_line(prefix + path, given, need) if given else f"{prefix}{path}: {need}"
     for f in fields(group):
         value = getattr(group, f.name)
         if is_dataclass(value):
-            yield from _problems(value, f"{prefix}{f.name}.", merged)
+            yield from _validate_group(value, f"{prefix}{f.name}.", merged)
         elif isinstance(value, list | tuple):
             for i, element in enumerate(value):
                 if is_dataclass(element):
-                    yield from _problems(element, f"{prefix}{f.name}[{i}].", merged)
+                    yield from _validate_group(element, f"{prefix}{f.name}[{i}].", merged)
 
 
-def _find_given(path: str, merged: Mapping[str, Given]) -> Given | None:
+def _find_given(path: str, merged: Mapping[str, LocatedValue]) -> LocatedValue | None:
     """What was given for a key, or for an entry of a mapping or list."""
     if path in merged:
         return merged[path]
@@ -181,7 +181,7 @@ def _is_plain(value: Any) -> bool:
 # ---- one value
 
 
-def _convert(given: Given, hint: Any, path: str, errors: list[str]) -> Any:
+def _convert(given: LocatedValue, hint: Any, path: str, errors: list[str]) -> Any:
     """The value as its field's type wants it; what does not fit adds a line to `errors`."""
     value, members = given.value, members_of(hint)
     if isinstance(value, str) and "${" in value:
@@ -222,7 +222,7 @@ def _convert(given: Given, hint: Any, path: str, errors: list[str]) -> Any:
         return None
 
 
-def _convert_scalar(given: Given, kind: Any) -> Any:
+def _convert_scalar(given: LocatedValue, kind: Any) -> Any:
     """ValueError says what is required."""
     value = given.value
     if kind is bool:
@@ -260,7 +260,7 @@ def _convert_scalar(given: Given, kind: Any) -> Any:
 
 
 def _convert_choice(
-    given: Given, choices: tuple[Any, ...], hint: Any, path: str, errors: list[str]
+    given: LocatedValue, choices: tuple[Any, ...], hint: Any, path: str, errors: list[str]
 ) -> Any:
     for choice in choices:
         if isinstance(choice, str):
@@ -273,7 +273,7 @@ def _convert_choice(
     return None
 
 
-def _convert_group(given: Given, cls: type, path: str, errors: list[str]) -> Any:
+def _convert_group(given: LocatedValue, cls: type, path: str, errors: list[str]) -> Any:
     """A dataclass given whole: an element of a list, or an optional group."""
     if not isinstance(given.value, dict):
         names = ", ".join(f.name for f in fields(cls))
@@ -287,11 +287,11 @@ def _convert_group(given: Given, cls: type, path: str, errors: list[str]) -> Any
 # ---- messages
 
 
-def place(given: Given) -> str:
+def place(given: LocatedValue) -> str:
     return f" ({given.where})" if given.where else ""
 
 
-def error_line(path: str, given: Given, need: str) -> str:
+def error_line(path: str, given: LocatedValue, need: str) -> str:
     scalar = given.text and not isinstance(given.value, str | list | dict)
     value = given.text if scalar else show(given.plain())
     return f"{path} = {value}: {need}{place(given)}"

@@ -104,13 +104,13 @@ def field_comments(cls: type) -> dict[str, str]:
 def _comment_of(node: ast.AnnAssign, at_line: dict[int, tokenize.TokenInfo]) -> str:
     """`at_line`: the comment of each line that has one."""
 
-    def alone(line: int) -> bool:
+    def on_its_own_line(line: int) -> bool:
         return line in at_line and not at_line[line].line[: at_line[line].start[1]].strip()
 
     chosen = [line for line in range(node.lineno, node.end_lineno + 1) if line in at_line]
     if not chosen:
         line = node.lineno - 1
-        while alone(line) and at_line[line].start[1] == node.col_offset:
+        while on_its_own_line(line) and at_line[line].start[1] == node.col_offset:
             chosen.insert(0, line)
             line -= 1
     return " ".join(at_line[line].string.lstrip("#").strip() for line in chosen)

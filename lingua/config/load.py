@@ -3,7 +3,7 @@
     args, notices = load(TrainArgs, ["config=run.yaml", "optim.lr=3e-4"])
 
 Every leaf field names its resume class (`lr: Announced[float] = 1e-3  # peak learning rate`); the
-comment beside it is what `--help` prints. A dataclass may check its values in `problems()`, which
+comment beside it is what `--help` prints. A dataclass may check its values in `validate()`, which
 yields (key in it, what is required). All mistakes found are raised together, as one UserError.
 """
 
@@ -16,7 +16,7 @@ from omegaconf import MISSING, OmegaConf
 
 from lingua.config.build import build, error_line, place, together
 from lingua.config.schema import Announced, Free, Guarded, Key, is_mapping, schema, spread
-from lingua.config.yaml import COMMAND_LINE, Given, parse_argument, read_files, show
+from lingua.config.yaml import COMMAND_LINE, LocatedValue, parse_argument, read_files, show
 from lingua.errors import UserError
 
 __all__ = [
@@ -78,7 +78,7 @@ def load(
         layers = read_files(config) if config is not None else []
     except UserError as e:
         raise UserError(together([str(e), *errors])) from None
-    merged: dict[str, Given] = {}
+    merged: dict[str, LocatedValue] = {}
     defaults = OmegaConf.structured(cls)
     notices: list[str] = []
     for layer in [dict(spread(given.value, "", keys)) for given in layers] + [overrides]:
@@ -125,10 +125,10 @@ def resume_classes(cls: type) -> dict[str, str | None]:
 
 def _read_command_line(
     argv: list[str], keys: Mapping[str, Key], errors: list[str]
-) -> tuple[str | None, dict[str, Given]]:
+) -> tuple[str | None, dict[str, LocatedValue]]:
     """(path of the config file, {key: value}). The path is None without `config=`."""
     configs: list[str] = []
-    overrides: dict[str, Given] = {}
+    overrides: dict[str, LocatedValue] = {}
     for arg in argv:
         name, equals, text = arg.partition("=")
         if not equals or not name or name.startswith("-"):
@@ -157,15 +157,19 @@ def _read_command_line(
 
 
 def _set(
-    merged: dict[str, Given], path: str, given: Given, keys: Mapping[str, Key], defaults: Any
+    merged: dict[str, LocatedValue],
+    path: str,
+    given: LocatedValue,
+    keys: Mapping[str, Key],
+    defaults: Any,
 ) -> None:
     """Lay one value over what lower layers gave."""
     mapping = _mapping_of(path, keys)
     if mapping is not None:  # one entry of a mapping, over the file's mapping or the default one
         entry = path[len(mapping) + 1 :]
-        below = merged.get(mapping) or Given.of(_default(defaults, mapping), "")
+        below = merged.get(mapping) or LocatedValue.of(_default(defaults, mapping), "")
         entries = below.value if isinstance(below.value, dict) else {}
-        path, given = mapping, Given({**entries, entry: given}, given.where)
+        path, given = mapping, LocatedValue({**entries, entry: given}, given.where)
     for other, value in list(merged.items()):
         # The later word wins between a group set to null and a key in it.
         if (given.value is None and other.startswith(path + ".")) or (
@@ -195,8 +199,8 @@ def _default(defaults: Any, path: str) -> Any:
 
 
 def _translate(
-    layer: dict[str, Given],
-    below: Mapping[str, Given],
+    layer: dict[str, LocatedValue],
+    below: Mapping[str, LocatedValue],
     foreign: Foreign,
     keys: Mapping[str, Key],
     errors: list[str],
@@ -213,11 +217,11 @@ def _translate(
             errors.append(error_line(path, given, str(e)))
             continue
         for key, value in ours.items():
-            layer.setdefault(key, Given.of(value, given.where))
+            layer.setdefault(key, LocatedValue.of(value, given.where))
 
 
 def _drop_foreign(
-    merged: dict[str, Given],
+    merged: dict[str, LocatedValue],
     foreign: Foreign,
     keys: Mapping[str, Key],
     defaults: Any,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from lingua.config.yaml import Given
+from lingua.config.yaml import LocatedValue
 
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ def schema(cls: type, prefix: str = "") -> dict[str, Key]:
 
 
 def spread(
-    entries: Mapping[str, Given], prefix: str, keys: Mapping[str, Key]
-) -> Iterator[tuple[str, Given]]:
+    entries: Mapping[str, LocatedValue], prefix: str, keys: Mapping[str, Key]
+) -> Iterator[tuple[str, LocatedValue]]:
     """(key, value) of every leaf given in nested mappings; what is no key of ours stays whole."""
     for name, given in entries.items():
         path = prefix + name

@@ -1,5 +1,5 @@
-"""YAML files and `key=value` arguments, read into `Given`: values that remember where and how they
-were written, so that every later mistake can name its line."""
+"""YAML files and `key=value` arguments, read into `LocatedValue`: values that remember where and
+how they were written, so that every later mistake can name its line."""
 
 import json
 import re
@@ -17,21 +17,23 @@ COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
-class Given:
-    """One value as the user wrote it. Lists and mappings hold Given again."""
+class LocatedValue:
+    """One value as the user wrote it. Lists and mappings hold LocatedValue again."""
 
-    value: Any  # None, bool, int, float, str, list[Given] or dict[str, Given]
+    value: Any  # None, bool, int, float, str, list[LocatedValue] or dict[str, LocatedValue]
     where: str  # "configs/debug.yaml:12" or "command line"; empty for a default
     text: str | None = None  # how it was written, so that `name: 1e3` can stay a string
 
     @staticmethod
-    def of(value: Any, where: str) -> "Given":
+    def of(value: Any, where: str) -> "LocatedValue":
         """A plain value, nested or not, as if it had been written at `where`."""
         if isinstance(value, Mapping):
-            return Given({str(k): Given.of(v, where) for k, v in value.items()}, where)
+            return LocatedValue(
+                {str(k): LocatedValue.of(v, where) for k, v in value.items()}, where
+            )
         if isinstance(value, list | tuple):
-            return Given([Given.of(v, where) for v in value], where)
-        return Given(value, where)
+            return LocatedValue([LocatedValue.of(v, where) for v in value], where)
+        return LocatedValue(value, where)
 
     def plain(self) -> Any:
         if isinstance(self.value, dict):
@@ -45,22 +47,22 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def parse_argument(text: str) -> Given:
+def parse_argument(text: str) -> LocatedValue:
     """The value of `key=TEXT`. Text that is no YAML is text; only a string field will take it."""
     try:
         given = _Reader(text, None).read()
     except (yaml.YAMLError, UserError):
-        return Given(text, COMMAND_LINE, text)
+        return LocatedValue(text, COMMAND_LINE, text)
     quoted = text[:1] in ("'", '"') and isinstance(given.value, str)
-    return given if quoted else Given(given.value, COMMAND_LINE, text)
+    return given if quoted else LocatedValue(given.value, COMMAND_LINE, text)
 
 
-def read_files(path: str) -> list[Given]:
+def read_files(path: str) -> list[LocatedValue]:
     """The layers of a config file: a mapping each, its deepest `base:` first."""
     return _read_files(Path(path), [], "")
 
 
-def _read_files(path: Path, chain: list[Path], named_by: str) -> list[Given]:
+def _read_files(path: Path, chain: list[Path], named_by: str) -> list[LocatedValue]:
     asked = f"{named_by}: base = {show(str(path))}" if named_by else f"config={path}"
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -87,7 +89,7 @@ def _read_files(path: Path, chain: list[Path], named_by: str) -> list[Given]:
     return [*_read_files(below, chain, base.where), layer]
 
 
-def _parse_file(text: str, path: str) -> Given:
+def _parse_file(text: str, path: str) -> LocatedValue:
     try:
         layer = _Reader(text, path).read()
     except yaml.MarkedYAMLError as e:
@@ -98,7 +100,7 @@ def _parse_file(text: str, path: str) -> Given:
     except yaml.YAMLError as e:
         raise UserError(f"{path}: is not valid YAML: {str(e).splitlines()[0]}") from None
     if layer.value is None:
-        return Given({}, path)
+        return LocatedValue({}, path)
     if not isinstance(layer.value, dict):
         raise UserError(f"{path}: must hold lines `key: value`, not {show(layer.plain())}")
     return layer
@@ -126,40 +128,40 @@ def _scalar(text: str) -> Any:
 
 
 class _Reader:
-    """One YAML document turned into Given. `path` is None for an argument of the command line."""
+    """One YAML document turned into LocatedValue. `path` is None for a command-line argument."""
 
     def __init__(self, text: str, path: str | None) -> None:
         self.text, self.path = text, path
         self.flat: set[int] = set()  # ids of the mapping nodes whose `<<:` is resolved
 
-    def read(self) -> Given:
+    def read(self) -> LocatedValue:
         self.loader = yaml.SafeLoader(self.text)
         node = self.loader.get_single_node()
         if node is None:
-            return Given(None, self.path or COMMAND_LINE, "")
+            return LocatedValue(None, self.path or COMMAND_LINE, "")
         return self.given(node, ())
 
     def where(self, node: yaml.Node) -> str:
         return f"{self.path}:{node.start_mark.line + 1}" if self.path else COMMAND_LINE
 
-    def given(self, node: yaml.Node, above: tuple[int, ...]) -> Given:
+    def given(self, node: yaml.Node, above: tuple[int, ...]) -> LocatedValue:
         where = self.where(node)
         if id(node) in above:
             raise UserError(f"{where}: an anchor contains itself")
         above = (*above, id(node))
         if isinstance(node, yaml.SequenceNode):
-            return Given([self.given(child, above) for child in node.value], where)
+            return LocatedValue([self.given(child, above) for child in node.value], where)
         if isinstance(node, yaml.MappingNode):
-            return Given(self.entries(node, above), where)
+            return LocatedValue(self.entries(node, above), where)
         # To YAML, the bare !!!CHANGE_THIS!!! that Meta Lingua leaves for the user is a tag.
         if "CHANGE_THIS" in node.tag or "!!!CHANGE_THIS!!!" in node.value:
-            return Given(MISSING, where, MISSING)
+            return LocatedValue(MISSING, where, MISSING)
         if not node.tag.startswith("tag:yaml.org,2002:") or "/" in node.tag:
             raise UserError(f"{where}: the YAML tag {node.tag} is not supported")
         plain = node.style is None
-        return Given(_scalar(node.value) if plain else node.value, where, node.value)
+        return LocatedValue(_scalar(node.value) if plain else node.value, where, node.value)
 
-    def entries(self, node: yaml.MappingNode, above: tuple[int, ...]) -> dict[str, Given]:
+    def entries(self, node: yaml.MappingNode, above: tuple[int, ...]) -> dict[str, LocatedValue]:
         if id(node) not in self.flat:
             self.flat.add(id(node))
             first: dict[str, int] = {}
@@ -176,5 +178,5 @@ class _Reader:
         entries = {}
         for key, child in node.value:
             given = self.given(child, above)
-            entries[key.value] = Given(given.value, self.where(key), given.text)
+            entries[key.value] = LocatedValue(given.value, self.where(key), given.text)
         return entries

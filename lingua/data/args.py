@@ -8,7 +8,7 @@ from typing import Literal
 from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.prepare.files import SourceFiles
 from lingua.data.shards import Source
-from lingua.data.stream import RowStream, weight_problems
+from lingua.data.stream import RowStream, validate_weights
 from lingua.tokenizer import TokenizerArgs
 
 
@@ -49,14 +49,14 @@ class DataArgs:
     # a record that is no JSON, has no text, is not UTF-8 or is empty: stop there, or skip and count
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         """(field, what is required of it) for every value out of range."""
         for name, least in (("seq_len", 1), ("n_views", 2), ("batch_size", 1), ("workers", 0)):
             if getattr(self, name) < least:
                 yield name, f"must be at least {least}"
         if self.global_batch_size is not None and self.global_batch_size < 1:
             yield "global_batch_size", "must be at least 1, or null"
-        yield from _weight_problems(self.sources)
+        yield from _validate_weights(self.sources)
         before = 0
         for i, stage in enumerate(self.stages):
             if stage.from_step < 1:
@@ -66,7 +66,7 @@ class DataArgs:
                 need = f"must be above that of the stage before it, {before}"
                 yield f"stages[{i}].from_step", need
             before = max(before, stage.from_step)
-            for key, need in _weight_problems(stage.sources):
+            for key, need in _validate_weights(stage.sources):
                 yield f"stages[{i}].{key}", need
 
     def used_sources(self) -> list[str]:
@@ -85,10 +85,10 @@ class DataArgs:
         return Path(self.root_dir) / ".tokens" if self.cache_dir is None else Path(self.cache_dir)
 
 
-def _weight_problems(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
+def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
     for name in weights:
         if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
             need = "the name must be that of a file or folder in data.root_dir, without a path"
             yield f"sources.{name}", need
-    for key, _, need in weight_problems(weights):
+    for key, _, need in validate_weights(weights):
         yield key, need

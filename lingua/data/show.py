@@ -39,7 +39,7 @@ class ShowArgs:
     steps: Announced[int] = 1000  # of the whole run
     data: DataArgs = field(default_factory=DataArgs)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         rows = self.data.global_batch_size
         if rows is None:
             need = "must be given here: a training run takes it from its number of devices, and "

@@ -145,11 +145,11 @@ class Mixture:
     """
 
     def __init__(self, weights: dict[str, float]):
-        problems = [
-            f"data.{key} = {value}: {text}" for key, value, text in weight_problems(weights)
+        validate = [
+            f"data.{key} = {value}: {text}" for key, value, text in validate_weights(weights)
         ]
-        if problems:
-            raise UserError("\n".join(problems))
+        if validate:
+            raise UserError("\n".join(validate))
         exact = shares(weights)
         self.names = tuple(exact)
         self._total = lcm(*(share.denominator for share in exact.values()))
@@ -214,7 +214,7 @@ def shares(weights: dict[str, float]) -> dict[str, Fraction]:
     return {name: weight / total for name, weight in exact.items()}
 
 
-def weight_problems(weights: dict[str, float]) -> Iterator[tuple[str, object, str]]:
+def validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, object, str]]:
     """(key below `data`, its value, what is required of it) for everything wrong with `weights`."""
     for name, weight in weights.items():
         if not (isfinite(weight) and weight >= 0):

@@ -46,7 +46,7 @@ class HarnessArgs:
     max_gen_tokens: Free[int] = 256  # tokens generated at most where a task does not say
     seed: Free[int] = 1234  # of the choice of solved examples, and of what is sampled
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if not self.tasks:
             yield "tasks", "must name at least one task"
         if self.task_dir is not None and not Path(self.task_dir).is_dir():
@@ -159,7 +159,7 @@ def check_task(name: str, task: Any, args: HarnessArgs, context: int) -> None:
 
 
 @dataclass
-class Team:
+class RankServer:
     """All ranks at work for rank 0, which alone runs the harness."""
 
     model: nn.Module
@@ -238,7 +238,7 @@ def evaluate(
         context: positions of the model; longer contexts are cut on the left.
         stopping: whether rank 0 is asked to leave; then every rank raises UserError.
     """
-    team = Team(model, tokenizer, mesh, args.batch_size, context, stopping)
+    team = RankServer(model, tokenizer, mesh, args.batch_size, context, stopping)
 
     def lead() -> dict[str, Any]:
         from lm_eval.evaluator import evaluate

@@ -114,6 +114,6 @@ def to_settings(given: Mapping[str, Any], max_gen_tokens: int) -> SamplingArgs:
         sampled = {"temperature": 0.0}
     stop = [text for text in known["until"] if text]
     settings = SamplingArgs(**sampled, max_gen_tokens=known["max_gen_toks"], stop=stop)
-    for key, need in settings.problems():
+    for key, need in settings.validate():
         raise UserError(f"generation_kwargs.{key} = {getattr(settings, key)!r}: {need}")
     return settings

@@ -26,7 +26,7 @@ class SamplingArgs:
     stop: Free[list[str]] = field(default_factory=list)
     stop_tokens: Free[list[int] | None] = None  # tokens that end it; null: the tokenizer's eos
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if not 0 <= self.temperature < math.inf:
             yield "temperature", "must be at least 0 and finite"
         if self.top_k is not None and self.top_k < 1:

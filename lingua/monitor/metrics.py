@@ -41,7 +41,7 @@ class LoggingArgs:
     freq: Free[int] = 10  # steps per line of metrics.jsonl and of the console
     wandb: Free[WandbArgs | None] = None  # Weights & Biases, when given
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.freq < 1:
             yield "freq", "must be at least 1"
 

@@ -37,7 +37,7 @@ class ProfilingArgs:
     profile_warmup: Free[int] = 10
     profile_steps: Free[int] = 2  # steps that are traced; 0 for neither a trace nor a count
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         for name in ("mem_warmup", "mem_steps", "profile_warmup", "profile_steps"):
             if getattr(self, name) < 0:
                 yield name, "must be at least 0"

@@ -37,7 +37,7 @@ class OptimArgs:
     # a gradient that is not finite changes nothing; then: stop the run, or count it and go on
     on_nonfinite: Announced[Literal["stop", "skip"]] = "stop"
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         """(field, what is required of it) for every value out of range."""
         finite = math.isfinite
         for key in ("lr", "weight_decay"):

@@ -31,7 +31,7 @@ class MuonArgs:
     rms: Announced[float] = 0.2
     dtype: Announced[Literal["bf16", "fp32"]] = "bf16"  # of the iterations; the mean stays float32
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if not 0 <= self.momentum < 1:
             yield "momentum", "must be at least 0 and below 1"
         if self.ns_steps < 1:

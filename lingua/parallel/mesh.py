@@ -50,7 +50,7 @@ class DistributedArgs:
         """The dtype of forward and backward."""
         return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         for key in ("dp_replicate", "dp_shard"):
             size = getattr(self, key)
             if size is not None and size < 1:

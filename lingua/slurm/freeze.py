@@ -50,7 +50,7 @@ def _copy_again(copy: Path, dump_dir: Path) -> Path:
     return Path(shutil.copytree(copy, dump_dir / CODE, symlinks=True, ignore=no_caches))
 
 
-def set_aside(path: Path) -> None:
+def move_away(path: Path) -> None:
     """Keep what a former launch wrote under `path` as `path.1`, or the next number that is free."""
     if os.path.lexists(path):
         number = 1

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from lingua.config.load import load, to_yaml
 from lingua.errors import UserError, nearest
-from lingua.signals import STOPPING, become
-from lingua.slurm.freeze import CODE, freeze_code, set_aside
+from lingua.signals import STOPPING, exec_program
+from lingua.slurm.freeze import CODE, freeze_code, move_away
 from lingua.slurm.jobs import (
     ENDED,
     ask,
@@ -63,7 +63,7 @@ class JobArgs:
     at_once: int | None = None  # of a sweep, how many runs at once; null: all
     dirs_exists_ok: bool = False  # go on in a dump dir that exists
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         for key in ("nodes", "ngpu", "ncpu", "signal_s", "at_once"):
             if (value := getattr(self, key)) is not None and value < 1:
                 yield key, "must be at least 1"
@@ -146,7 +146,7 @@ def _script(job: JobArgs) -> ModuleType:
 
 def _checked(job: JobArgs, arguments: list[str]) -> Member:
     """The run that the arguments ask for, which its script accepts on that many ranks."""
-    for key, need in job.problems():
+    for key, need in job.validate():
         raise UserError(f"{key}: {need}")
     try:
         args, notices = _script(job).check(arguments, job.nodes * job.ngpu)
@@ -215,7 +215,7 @@ def _launch(job: JobArgs, root: Path, name: str, members: list[Member]) -> list[
     _check_free(job, root)
     _check_possible(job, script)
     _freeze(job, root, members)
-    set_aside(root / SCRIPT)
+    move_away(root / SCRIPT)
     (root / SCRIPT).write_text(script)
     ids = _submit(executor, [_command(job, m) for m in members])
     (root / JOB).write_text(ids[0].partition("_")[0] + "\n")
@@ -230,12 +230,12 @@ def _launch(job: JobArgs, root: Path, name: str, members: list[Member]) -> list[
 def _freeze(job: JobArgs, root: Path, members: list[Member]) -> None:
     """Write what the runs are started from: code and configs."""
     for file in (CODE, f"{CODE}.commit", f"{CODE}.diff"):
-        set_aside(root / file)
+        move_away(root / file)
     freeze_code(Path(_script(job).__file__), root)
     (root / "logs").mkdir(exist_ok=True)
     for member in members:
         member.dump_dir.mkdir(exist_ok=True)
-        set_aside(member.dump_dir / BASE)
+        move_away(member.dump_dir / BASE)
         (member.dump_dir / BASE).write_text(member.config, encoding="utf-8")
 
 
@@ -315,7 +315,7 @@ def _submit(executor: Any, commands: list[list[str]]) -> list[str]:
 
     try:
         with executor.batch():
-            jobs = [executor.submit(become, command) for command in commands]
+            jobs = [executor.submit(exec_program, command) for command in commands]
         return [job.job_id for job in jobs]
     except (FailedJobError, FailedSubmissionError) as error:
         raise UserError(
@@ -366,7 +366,7 @@ def _run_here(job: JobArgs, root: Path, member: Member) -> tuple[int, bool]:
 
 
 def _split(text: str) -> list[str]:
-    """The values of `sweep.key=a,b`: parted by commas outside of brackets and quotes."""
+    """The values of `sweep.key=a,b`: split_arguments by commas outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for c in text:
         if c == "," and not depth and not quote:
@@ -380,8 +380,8 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def parted(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list[str]]]:
-    """The command line parted: what is said of the job, of the run, and what is swept."""
+def split_arguments(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list[str]]]:
+    """The command line split_arguments: what is said of the job, of the run, and what is swept."""
     ours = {f.name for f in fields(JobArgs)}
     of_job, of_run, sweep = [], [], {}
     for word in argv:
@@ -417,7 +417,7 @@ def main() -> None:
         return
     if {"-h", "--help"} & set(argv):
         print(__doc__)
-    job, arguments, sweep = parted(argv)
+    job, arguments, sweep = split_arguments(argv)
     result = launch_sweep(job, arguments, sweep) if sweep else launch(job, arguments)
     if isinstance(result, str):
         print(result, end="")

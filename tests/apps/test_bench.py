@@ -19,13 +19,14 @@ from apps.bench.debug import measure as measure_debug
 from apps.bench.generate import measure as measure_generate
 from apps.bench.generate import take_turns
 from apps.bench.loop import Reference
-from apps.bench.report import columns, spread
+from apps.bench.report import spread
 from apps.bench.startup import PARTS, start_once
 from apps.bench.sync import table
 from apps.bench.sync_rank import count
 from apps.main.train import TrainArgs, build
 from lingua.config.load import load
 from lingua.errors import UserError
+from lingua.format import align
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -264,4 +265,4 @@ def test_spread_and_columns():
     s = spread([3.0, 1.0, 2.0, 5.0, 4.0])
     assert (s.median, s.q1, s.q3, s.low, s.high, s.n) == (3.0, 2.0, 4.0, 1.0, 5.0, 5)
     assert spread([2.5]).median == 2.5
-    assert columns([("a", "b"), ("long", "10")]) == ["a      b", "long  10"]
+    assert align([("a", "b"), ("long", "10")], left=1) == ["a      b", "long  10"]

@@ -16,7 +16,7 @@ CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.co
 
 
 @pytest.fixture(scope="module")
-def alone(runs: Runs) -> Outcome:
+def exclusive(runs: Runs) -> Outcome:
     """The run in one process, its global batch in one piece."""
     return runs.train((1, 1, 1), DROPPING)
 

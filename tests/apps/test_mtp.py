@@ -139,8 +139,8 @@ def test_with_one_target_it_is_the_plain_model_bit_for_bit():
 
 @pytest.mark.parametrize("head_layers", [0, 4])
 def test_a_head_has_at_least_one_layer_and_at_most_all(head_layers):
-    problems = list(replace(SMALL, head_layers=head_layers).problems())
-    assert problems == [("head_layers", "must be between 1 and model.n_layers = 3")]
+    validate = list(replace(SMALL, head_layers=head_layers).validate())
+    assert validate == [("head_layers", "must be between 1 and model.n_layers = 3")]
 
 
 def test_flops_are_what_torch_counts():

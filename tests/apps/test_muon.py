@@ -41,7 +41,7 @@ def dtype(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(runs: Runs, dtype: dict[str, Any]) -> Outcome:
+def exclusive(runs: Runs, dtype: dict[str, Any]) -> Outcome:
     return runs.train((1, 1, 1), dtype)
 
 

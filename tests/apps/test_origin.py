@@ -21,9 +21,9 @@ from apps.main.transformer import Transformer
 from lingua.checkpoint import convert as checkpoint_convert
 from tests import lingua_checkpoint
 from tests.apps.runs import Outcome, Runs, arguments, differs, digest, digests, mesh, whole
+from tests.checkpoint.test_checkpoint_load import Evil
 from tests.lingua_checkpoint import STEP, TOKENS
 from tests.ranks import Ranks
-from tests.test_checkpoint_load import Evil
 
 K, END = 4, 7
 EVERYTHING = {"checkpoint.continue_training_from_init": True}

@@ -43,7 +43,7 @@ def on_its_own(sizes: Sizes) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(runs: Runs) -> Outcome:
+def exclusive(runs: Runs) -> Outcome:
     """The run in one process, its global batch in one piece."""
     return runs.train((1, 1, 1), MEASURED)
 

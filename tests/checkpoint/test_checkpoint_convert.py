@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lingua.checkpoint.__main__ import describe
 from lingua.checkpoint.convert import main
 from lingua.checkpoint.folder import read_checkpoint, read_state
+from tests.checkpoint.test_checkpoint_load import Evil
 from tests.checkpoints import CONFIG, STATE, refusal, save_here, whole_values
 from tests.ranks import Ranks
-from tests.test_checkpoint_load import Evil
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ def test_a_second_run_on_the_same_folder_is_refused_and_one_of_a_requeued_job_wa
 ):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(
-        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout.readline() == "open\n"
         for told in ranks.run(2, open_here, tmp_path):

@@ -26,7 +26,7 @@ class Optim:
     weight_decay: Announced[float] = 0.1
     warmup: Announced[int] = 10
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.lr < 0:
             yield "lr", "must be at least 0"
 
@@ -36,7 +36,7 @@ class Stage:
     from_step: Guarded[int]
     sources: Guarded[dict[str, float]] = field(default_factory=dict)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.from_step < 0:
             yield "from_step", "must be at least 0"
 
@@ -59,7 +59,7 @@ class Data:
     add_eos: Guarded[bool] = True
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         for name, weight in self.sources.items():
             if weight <= 0:
                 yield f"sources.{name}", "must be above 0"
@@ -138,7 +138,7 @@ class Config:
     logging: Logging = field(default_factory=Logging)
     eval: Free[Benchmarks | None] = None
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.optim.warmup > self.steps:
             yield "optim.warmup", f"must be at most steps = {self.steps}"
 

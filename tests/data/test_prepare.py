@@ -279,7 +279,7 @@ def test_an_ambiguous_or_empty_source_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["../a", "x/y", "..", ".a", ""])
 def test_a_name_with_a_path_in_it_is_refused(tmp_path, name):
-    assert [key for key, _ in make_args(tmp_path, sources={name: 1.0}).problems()] == [
+    assert [key for key, _ in make_args(tmp_path, sources={name: 1.0}).validate()] == [
         f"sources.{name}"
     ]
 

@@ -125,7 +125,7 @@ def test_no_row_of_an_epoch_is_repeated_or_left_out_where_the_stages_change(tmp_
 
 def problems_of(*stages: tuple[int, dict[str, float]]) -> dict[str, str]:
     args = DataArgs(sources={"a": 1.0}, stages=[Stage(*stage) for stage in stages])
-    return dict(args.problems())
+    return dict(args.validate())
 
 
 def test_every_mistake_in_a_stage_is_named_by_its_key():

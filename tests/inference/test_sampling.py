@@ -101,5 +101,5 @@ def test_settings_that_make_no_sense_are_refused_by_name():
         ({"max_gen_tokens": 0}, "max_gen_tokens"),
         ({"stop": ["a", ""]}, "stop"),
     ):
-        assert [name for name, _ in SamplingArgs(**changed).problems()] == [key]
-    assert list(SamplingArgs(temperature=0.0, top_k=1, top_p=1.0).problems()) == []
+        assert [name for name, _ in SamplingArgs(**changed).validate()] == [key]
+    assert list(SamplingArgs(temperature=0.0, top_k=1, top_p=1.0).validate()) == []

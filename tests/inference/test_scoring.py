@@ -16,7 +16,7 @@ from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
 from tests.apps.test_model import model_args
-from tests.test_generation import plain_model
+from tests.inference.test_generation import plain_model
 
 MODEL = model_args(vocab_size=50, dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
 LENGTH = 12

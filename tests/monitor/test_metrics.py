@@ -94,7 +94,7 @@ def test_a_process_killed_while_it_writes_leaves_lines_that_can_be_gone_on_from(
         "for step in itertools.count():\n"
         "    file.write({'step': step, 'x': 'y' * 500})\n"
     )
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen([sys.executable, "-c", script, str(path)], cwd=root)
     while process.poll() is None and not (path.exists() and path.stat().st_size > 50_000):
         pass

@@ -472,4 +472,4 @@ def test_switched_off_it_writes_nothing(folder, results):
 
 def test_negative_windows_are_refused_by_name():
     args = ProfilingArgs(mem_steps=-1, profile_warmup=-2)
-    assert [name for name, _ in args.problems()] == ["mem_steps", "profile_warmup"]
+    assert [name for name, _ in args.validate()] == ["mem_steps", "profile_warmup"]

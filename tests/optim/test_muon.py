@@ -148,9 +148,9 @@ def test_a_model_without_blocks_has_nothing_for_muon(blocks):
     ],
 )
 def test_a_value_out_of_range_is_named(key, values):
-    assert not list(MuonArgs().problems())
+    assert not list(MuonArgs().validate())
     for value in values:
-        [(named, need)] = replace(MuonArgs(), **{key: value}).problems()
+        [(named, need)] = replace(MuonArgs(), **{key: value}).validate()
         assert named == key and need.startswith("must be ")
 
 

@@ -47,7 +47,7 @@ def legal_arguments():
 
 def test_the_rate_is_finite_positive_and_at_most_the_peak_for_every_legal_argument():
     for args in legal_arguments():
-        assert not list(args.problems())
+        assert not list(args.validate())
         for steps in (1, 2, 10, 37):
             run = rates(args, steps)
             assert all(math.isfinite(rate) and 0 <= rate <= args.lr for rate in run), args
@@ -172,7 +172,7 @@ def test_a_warmup_longer_than_the_run_is_a_warning_and_no_error():
 )
 def test_a_value_out_of_range_is_named(field, values):
     for value in values:
-        (problem,) = replace(OptimArgs(), **{field: value}).problems()
+        (problem,) = replace(OptimArgs(), **{field: value}).validate()
         assert problem[0] == field and problem[1].startswith("must be ")
 
 

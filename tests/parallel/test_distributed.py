@@ -143,7 +143,7 @@ def test_the_axis_left_open_takes_what_remains(
     given: tuple, world: int, sizes: tuple[int, int, int]
 ) -> None:
     args = DistributedArgs(dp_replicate=given[0], dp_shard=given[1], tp_size=given[2])
-    assert list(args.problems()) == []
+    assert list(args.validate()) == []
     assert mesh_sizes(args, world) == sizes
 
 
@@ -166,8 +166,8 @@ def test_sizes_that_do_not_fit_the_processes_are_refused(
 
 def test_sizes_out_of_range_are_named() -> None:
     args = DistributedArgs(dp_replicate=None, dp_shard=None, tp_size=0)
-    assert [key for key, _ in args.problems()] == ["tp_size", "dp_replicate"]
-    assert [key for key, _ in DistributedArgs(dp_replicate=0, dp_shard=-1).problems()] == [
+    assert [key for key, _ in args.validate()] == ["tp_size", "dp_replicate"]
+    assert [key for key, _ in DistributedArgs(dp_replicate=0, dp_shard=-1).validate()] == [
         "dp_replicate",
         "dp_shard",
     ]

@@ -25,7 +25,7 @@ from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, Outcome, differs, write_text
 from tests.local_slurm import needs_slurm, slurm_here
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
 STEPS, SLOW_S = 20, 2.5  # a slow run has 50 seconds to be met on its way
 WAIT_S = 180.0  # of a job: two busy cores run a dozen of them

@@ -23,7 +23,7 @@ class PrepareArgs:
     processes: Free[int | None] = None  # that tokenize on this machine; null: one per core
     data: DataArgs = field(default_factory=DataArgs)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def validate(self) -> Iterator[tuple[str, str]]:
         if self.processes is not None and self.processes < 1:
             yield "processes", "must be at least 1, or null"
 
