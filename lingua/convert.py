@@ -91,12 +91,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def export_llama(args: ConvertArgs) -> None:
     """A checkpoint to a folder that transformers loads. What was written half is removed."""
-    trained = open_trained("source", args.source, LlamaArgs)
-    config = to_hf_config(trained.model, trained.seq_len)
+    trained = open_trained("source", args.source, None)
+    if trained.app.hugging_face is None:
+        raise UserError(f"source = {args.source}: {trained.app.path} has no form in transformers")
+    config = to_hf_config(trained.args.model, trained.args.data.seq_len)
     dtypes = check_weights(trained)
-    tokenizer = build_tokenizer(args.tokenizer or trained.tokenizer)
-    check_vocabulary(tokenizer, trained.model)
-    shapes = llama_shapes(trained.model)
+    tokenizer = build_tokenizer(args.tokenizer or trained.args.data.tokenizer)
+    check_vocabulary(tokenizer, trained.args.model)
+    shapes = llama_shapes(trained.args.model)
     sizes = {
         name: shape_size(shape) * (getattr(torch, args.dtype) if args.dtype else dtype).itemsize
         for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
@@ -113,7 +115,7 @@ def export_llama(args: ConvertArgs) -> None:
         write_shards(args, trained, sizes, folder)
         write_json(folder / CONFIG, config)
         write_json(folder / "generation_config.json", special)
-        said = write_tokenizer(folder, trained, args.tokenizer or trained.tokenizer)
+        said = write_tokenizer(folder, trained, args.tokenizer or trained.args.data.tokenizer)
         if Path(args.out).exists():  # empty
             Path(args.out).rmdir()
         folder.rename(args.out)
@@ -122,9 +124,9 @@ def export_llama(args: ConvertArgs) -> None:
     print(f"{trained.checkpoint.path} (step {trained.checkpoint.step}) is now {args.out}; {said}")
 
 
-def check_weights(trained: Trained[LlamaArgs]) -> list[torch.dtype]:
+def check_weights(trained: Trained) -> list[torch.dtype]:
     """The dtypes of the tensors, in order. UserError names what Llama does not have."""
-    saved, shapes = saved_weights(trained.checkpoint), llama_shapes(trained.model)
+    saved, shapes = saved_weights(trained.checkpoint), llama_shapes(trained.args.model)
     wrong = [
         f"{name} is no tensor of Llama in transformers" for name in saved if name not in shapes
     ]
@@ -139,9 +141,7 @@ def check_weights(trained: Trained[LlamaArgs]) -> list[torch.dtype]:
     return [saved[name][1] for name in shapes]
 
 
-def write_shards(
-    args: ConvertArgs, trained: Trained[LlamaArgs], sizes: dict[str, int], folder: Path
-) -> None:
+def write_shards(args: ConvertArgs, trained: Trained, sizes: dict[str, int], folder: Path) -> None:
     """The weights in files of at most `shard_gb`, one file in memory at a time."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -155,7 +155,7 @@ def write_shards(
     for i, names in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         tensors = {
-            to_hf_name(name): to_hf_tensor(name, t, trained.model, args.dtype)
+            to_hf_name(name): to_hf_tensor(name, t, trained.args.model, args.dtype)
             for name, t in read_weights(trained.checkpoint, names).items()
         }
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -185,8 +185,8 @@ def write_tokenizer(folder: Path, trained: Trained, tokenizer: TokenizerArgs) ->
     else:
         shutil.copyfile(path, folder / "tokenizer.model")
     config: dict[str, Any] = special_tokens(tokenizer)
-    config |= {"model_max_length": trained.seq_len, "clean_up_tokenization_spaces": False}
-    config["add_bos_token"] = trained.add_bos
+    config |= {"model_max_length": trained.args.data.seq_len, "clean_up_tokenization_spaces": False}
+    config["add_bos_token"] = trained.args.data.add_bos
     if tokenizer.name == "hf":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     else:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Other processes see the old file or the whole new one."""
+    temporary = path.with_name(f"{path.name}{temporary_suffix()}")
+    with open_synced(temporary) as file:
+        file.write(text.encode())
+    os.replace(temporary, path)
+
+
+def temporary_suffix() -> str:
+    """Marks what this process is still writing; no two processes of a file system share it."""
+    return f".tmp-{socket.gethostname()}-{os.getpid()}"

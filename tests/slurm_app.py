@@ -7,14 +7,19 @@ FAIL_RANK: the rank that fails in step 3.
 import itertools
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
-from apps.main import train as app
-from apps.main.train import Built, TrainArgs
+from apps.main import app, samples
+from apps.main.config import TrainArgs
+from apps.main.start import check as check  # what lingua.stool calls
+from apps.main.train import train
+from lingua.app import Built
+from lingua.config.load import load
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.program import run_program
 
-app.SAMPLE_TOKENS = 8  # of the text a finished run shows: it takes longer than the training
+samples.SAMPLE_TOKENS = 8  # of the text a finished run shows: it takes longer than the training
 
 
 def build(args: TrainArgs) -> Built:
@@ -25,19 +30,19 @@ def build(args: TrainArgs) -> Built:
     steps = itertools.count(1)
 
     def forward_pre(module: Any, inputs: Any) -> None:
-        step = next(steps)
-        if step <= args.steps:  # what comes after is validation and text
-            time.sleep(step_s)
-        if step == 3 and fails:
+        if not module.training:  # validation, or text
+            return
+        time.sleep(step_s)
+        if next(steps) == 3 and fails:
             raise RuntimeError("this rank was told to fail")
 
     built.module.register_forward_pre_hook(forward_pre)
     return built
 
 
-def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
-    return app.check(argv, world_size)
+def main() -> None:
+    train(replace(app, build=build), load(TrainArgs)[0])
 
 
 if __name__ == "__main__":
-    run_program(lambda: app.main(TrainArgs, build))
+    run_program(main)

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from apps.bench.checkpoint import TOPOLOGIES
-from apps.main.train import TrainArgs, build
+from apps.main.config import TrainArgs
+from apps.main.transformer import build
 from lingua.checkpoint.folder import newest
 from lingua.checkpoint.load import load as load_tensors
 from lingua.checkpoint.save import save

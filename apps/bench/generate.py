@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from apps.bench.report import Report, spread
-from apps.main.train import TrainArgs, build
+from apps.main.config import TrainArgs
+from apps.main.transformer import build
 from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import load, to_yaml

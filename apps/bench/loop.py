@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from apps.bench.report import Report, Spread, spread
-from apps.main.train import Built, TrainArgs, build, train
+from apps.main import app
+from apps.main.config import TrainArgs
+from apps.main.train import train
+from apps.main.transformer import build
+from lingua.app import Built
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data import IGNORE
@@ -64,7 +69,7 @@ def measure(keys: list[str], repeats: int = 8) -> Report:
         args.steps = max(args.steps, args.stop_at + 1)  # the end of a run evaluates
         console = Path(folder) / "console.txt"
         with console.open("w", encoding="utf-8") as file, redirect_stdout(file):
-            train(args, turns.build)
+            train(replace(app, build=turns.build), args)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = {line["step"]: line["loss"] for line in map(json.loads, lines)}
     return report(args, turns, losses)
@@ -154,6 +159,8 @@ class Turns:
         return built
 
     def _before_micro_step(self, module: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+        if not module.training:  # text is generated
+            return
         self._batches[-1].append(inputs)
         if len(self._batches[-1]) < self.n_micro:
             return

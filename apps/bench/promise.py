@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from apps.bench.report import Report
-from apps.main.train import TrainArgs
+from lingua.app import choose_app
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.errors import UserError
@@ -36,9 +36,9 @@ def measure(keys: list[str], png: Path | None = None) -> Report:
     """`keys` is the command line of the training program."""
     if png is not None:
         _pyplot()  # a mistake is found before training
-    config = [key for key in keys if key.startswith("config=")]
+    config = [key for key in keys if key.startswith(("config=", "app="))]
     keys = [*config, *SHORT, *(key for key in keys if key not in config)]
-    args, _ = load(TrainArgs, keys, foreign=META_LINGUA)
+    args, _ = load(choose_app(keys).config, keys, foreign=META_LINGUA)
     if args.steps < len(STARTS):
         raise UserError(f"steps = {args.steps}: must be at least {len(STARTS)}, one for each start")
     ends = [args.steps * (i + 1) // len(STARTS) for i in range(len(STARTS))]

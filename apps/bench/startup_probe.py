@@ -6,6 +6,7 @@ python -m apps.bench.startup_probe STAMPS.json config=... key=value ...
 import json
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,27 +22,28 @@ def main() -> None:
     import_module("torch")  # measured, so not at the top
     stamp("torch")
     program = import_module("apps.main.train")
-    foreign = import_module("lingua.config.meta_lingua").META_LINGUA
+    app = import_module("apps.main").app
     stamp("imports")
-    setup = import_module("apps.main.setup")
-    start = setup.start
 
-    def stamped_start(*args: Any) -> Any:
-        mesh = start(*args)
-        stamp("process group")
-        return mesh
+    class StampedData(import_module("lingua.data.text").TextData):
+        def check(self, *args: Any) -> None:
+            stamp("process group")
+            super().check(*args)
 
-    def stamped_build(args: Any) -> Any:
-        stamp("data")
-        built = program.build(args)
-        built.module.register_forward_pre_hook(lambda module, inputs: stamp("model"))
-        return built
+        def open(self, *args: Any) -> Any:
+            opened = super().open(*args)
+            stamp("data")
+            return opened
+
+    class StampedObjective(program.Objective):
+        def gradients(self, *args: Any) -> Any:
+            stamp("model")
+            return super().gradients(*args)
 
     def run() -> None:
-        args, _ = program.load(program.TrainArgs, keys, foreign=foreign)
+        args, _ = program.load(app.config, keys, foreign=program.META_LINGUA)
         stamp("config")
-        setup.start = stamped_start
-        program.train(args, stamped_build)
+        program.train(replace(app, data=StampedData(), objective=StampedObjective), args)
         Path(path).write_text(json.dumps(stamps), encoding="utf-8")
 
     program.run_program(run)

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from apps.bench.launch import run
 from apps.bench.report import Report
-from apps.main.train import TrainArgs
+from apps.main.config import TrainArgs
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.loader import micro_steps

@@ -7,14 +7,20 @@ import gc
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from apps.main.train import Built, TrainArgs, build, train
+from apps.main import app
+from apps.main.config import TrainArgs
+from apps.main.train import train
+from apps.main.transformer import build
+from lingua.app import Built
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.parallel.program import run_program
@@ -30,15 +36,19 @@ def count(args: TrainArgs) -> dict[str, Any]:
     live: list[int] = []  # bytes of all tensors as each micro-step of the step begins
     parameters = 0
 
+    def look(module: nn.Module, inputs: Any) -> None:
+        if module.training:  # not while text is generated
+            live.append(settled())
+
     def watched(args: TrainArgs) -> Built:
         nonlocal parameters
         built = build(args)
         parameters = sum(p.numel() for p in built.module.parameters())
         if dist.get_rank() == 0:
-            built.module.register_forward_pre_hook(lambda module, inputs: live.append(settled()))
+            built.module.register_forward_pre_hook(look)
         return built
 
-    train(args, watched)
+    train(replace(app, build=watched), args)
     if dist.get_rank() != 0:
         return {}
     n_micro = len(live) // args.stop_at

@@ -1,28 +1,41 @@
-"""What a run is given: its configuration, and the model that a fork may change."""
+"""The configuration of a run: what `config.yaml` and the command line may say."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from torch import nn
-
-from apps.main.evaluation import EvaluationArgs
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.main.transformer import ModelArgs
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.args import DataArgs
+from lingua.inference.harness import HarnessArgs
 from lingua.monitor.metrics import LoggingArgs
 from lingua.monitor.profiling import ProfilingArgs
 from lingua.optim.args import OptimArgs
 from lingua.parallel.mesh import DistributedArgs
-from lingua.parallel.parallelize import ParallelPlan
-from lingua.transformer import flops_per_token
 from lingua.validation import ValidationArgs
+
+
+@dataclass
+class EvaluationArgs(HarnessArgs):
+    every: Free[int] = 1000  # steps between two evaluations; the last step is evaluated too
+    # in the processes of the run, which waits (process), or each as a job of its own (slurm)
+    launcher: Free[Literal["process", "slurm"]] = "process"
+    # of such a job: keys of lingua.stool and of apps.main.eval, {nodes: 1, ngpu: 8, time: 60}
+    job: Free[dict[str, Any]] = field(default_factory=dict)
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
+        if self.every < 1:
+            yield "every", "must be at least 1"
 
 
 @dataclass
 class TrainArgs:
     name: Free[str] = "lingua"  # name of the run
+    # import path of the app that is trained; null: apps.main. A file can only name an app of this
+    # repository or of an installed package that registers it
+    app: Free[str | None] = None
     dump_dir: Free[str | None] = None  # folder of everything the run writes; null: runs/<name>
     seed: Guarded[int] = 42  # what data order, initial weights and dropout depend on
     steps: Announced[int] = 1000  # optimizer steps of the whole run
@@ -45,27 +58,16 @@ class TrainArgs:
             if (value := getattr(self, key)) is not None and value < 1:
                 yield key, "must be at least 1"
 
+    @property
+    def end(self) -> int:
+        """The step that this start goes up to."""
+        return min(self.steps, self.stop_at or self.steps)
 
-@dataclass(frozen=True)
-class Built:
-    """What a builder gives. forward(tokens int64 B S, targets int64 V-1 B S) returns the sums of
-    the token losses of each view, float32 V-1, and the targets they cover, int64 V-1; without
-    targets it returns the next token's logits, B S vocabulary. With data.document_mask it is called
-    with a third argument, documents int64 B S: the index of each token's document in its row. With
-    model.dropout, and in training only, also with the argument noise=, int64 B: a random key of
-    each row in this step, all that its dropout may depend on besides site, position and feature.
-    Text is generated faster if it takes `cache`, a lingua.transformer.Cache, and then returns the
-    logits of the last position alone."""
+    def evaluation_due(self, step: int) -> bool:
+        """Whether benchmarks are due once `step` is complete."""
+        return self.eval is not None and (step % self.eval.every == 0 or step == self.steps)
 
-    module: nn.Module  # on the meta device, unless it is small
-    plan: ParallelPlan | None  # None: data parallel as one unit
-    flops_per_token: float  # of forward and backward, for the MFU
-
-
-def build(args: TrainArgs) -> Built:
-    """The model of this app."""
-    return Built(
-        build_transformer(args.model),
-        parallel_plan(args.model, args.data.seq_len),
-        flops_per_token(args.model, args.model.vocab_size, args.data.seq_len),
-    )
+    def measurement_due(self, step: int) -> bool:
+        """Whether the held-out loss is due once `step` is complete."""
+        every = self.validation.every
+        return step == self.steps or (every > 0 and step % every == 0)

@@ -10,6 +10,7 @@ each task to its metrics.eval.jsonl. Needs the package lm_eval.
 """
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from omegaconf import MISSING
 
-from apps.main.generate import Build, build, load_model
-from apps.main.transformer import ModelArgs
+from lingua.app import named_app
 from lingua.checkpoint.folder import Checkpoint
 from lingua.checkpoint.retention import unmark
 from lingua.config.load import flatten, load
@@ -37,12 +37,12 @@ from lingua.inference.harness import (
     table,
     write_results,
 )
-from lingua.inference.trained import open_trained
+from lingua.inference.trained import locate, open_trained, read_trained
 from lingua.monitor.logger import init_logger
 from lingua.monitor.metrics import MetricsFile, WandbArgs, start_wandb, wandb_values
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import DistributedArgs, mesh_sizes, on_rank_0
-from lingua.parallel.parallelize import ParallelPlan, check_tensor_parallel
+from lingua.parallel.parallelize import check_tensor_parallel
 from lingua.parallel.program import run_program
 from lingua.signals import take_signals
 
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class EvalArgs(HarnessArgs):
     ckpt: Free[str] = MISSING  # a checkpoint's folder, or a run's: its newest checkpoint
+    app: Free[str | None] = None  # import path of its app; null: the one that it names
     name: Free[str] = "eval"  # name of the job, where it is one
     # folder of everything that is written; null: evals/<step> of the run
     dump_dir: Free[str | None] = None
@@ -69,8 +70,8 @@ class EvalArgs(HarnessArgs):
             yield "context", "must be at least 1, or null"
 
 
-def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Build = build) -> None:
-    """The program of this app, or of a fork with its own model."""
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     take_signals()
     args, _ = load(EvalArgs, argv)
     launch = detect_launch()
@@ -79,10 +80,10 @@ def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Bui
     init_logger(None, dist.get_rank())
 
     # ---- what can be wrong, before the model is loaded
-    # A run may be saving and pruning meanwhile: one rank says which is the newest.
-    trained = on_rank_0(lambda: open_trained("ckpt", args.ckpt, model_args))
+    trained = open_trained("ckpt", args.ckpt, named_app(argv))
     tokenizer = trained.build_tokenizer(args.tokenizer_path)
-    context = args.context or trained.seq_len
+    data = trained.args.data
+    context = args.context or data.seq_len
     folder, metrics = places(args.dump_dir, trained.checkpoint)
     tasks: dict[str, Any] = {}  # of rank 0
     wandb_runs: list[Any] = []
@@ -95,8 +96,8 @@ def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Bui
 
     on_rank_0(prepare)
 
-    model = load_model(trained, build, args.distributed, mesh, device)
-    results = evaluate(args, tasks, model, tokenizer, mesh, trained.add_bos, context)
+    model = trained.load(args.distributed, mesh, device)
+    results = evaluate(args, tasks, model, tokenizer, mesh, data.add_bos, context)
 
     def show() -> None:
         step = trained.checkpoint.step
@@ -113,16 +114,14 @@ def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Bui
     on_rank_0(show)
 
 
-def check(
-    argv: list[str], world_size: int, model_args: type = ModelArgs, build: Build = build
-) -> tuple[EvalArgs, list[str]]:
+def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:
     """The configuration of an evaluation to be launched with `world_size` processes, for
     lingua.stool. Raises UserError where `main` would refuse it before it looks at data."""
     args, notices = load(EvalArgs, argv)
-    trained = open_trained("ckpt", args.ckpt, model_args)
+    trained = read_trained("ckpt", locate("ckpt", args.ckpt), named_app(argv))
     trained.build_tokenizer(args.tokenizer_path)
     _, _, tp = mesh_sizes(args.distributed, world_size)
-    check_tensor_parallel(build(trained)[1] or ParallelPlan(), tp)
+    check_tensor_parallel(trained.build()[1], tp)
     find_tasks(args)
     args.dump_dir = str(places(args.dump_dir, trained.checkpoint)[0])
     return args, notices

@@ -12,39 +12,37 @@ text does not depend on the topology, nor on what else is generated.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from omegaconf import MISSING
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from lingua.app import named_app
 from lingua.config.load import load
 from lingua.config.schema import Free
 from lingua.errors import UserError, nearest
 from lingua.inference.generate import Completion, Request, fit_prompt, generate
 from lingua.inference.sampling import SamplingArgs
-from lingua.inference.trained import Trained, open_trained
+from lingua.inference.trained import open_trained
 from lingua.monitor.logger import init_logger
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import DistributedArgs, divide, dp_degree, dp_rank, on_rank_0
-from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.program import run_program
 from lingua.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[Trained], tuple[nn.Module, ParallelPlan | None]]
-
 
 @dataclass
 class GenerateArgs(SamplingArgs):
     ckpt: Free[str] = MISSING  # a checkpoint's folder, or a run's: its newest checkpoint
+    app: Free[str | None] = None  # import path of its app; null: the one that it names
     prompt: Free[str | None] = None  # one prompt
     prompts: Free[str | None] = None  # file of prompts, a line each, or .jsonl; null: see prompt
     out: Free[str | None] = None  # .jsonl file to write the results to; null: the terminal
@@ -80,13 +78,8 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)  # what is only handed on to the result
 
 
-def build(trained: Trained[ModelArgs]) -> tuple[nn.Module, ParallelPlan]:
-    """The model of this app. tp divides what generation feeds it, whatever the context is."""
-    return build_transformer(trained.model), parallel_plan(trained.model, seq_len=0)
-
-
-def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Build = build) -> None:
-    """The program of this app, or of a fork with its own model."""
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     args, _ = load(GenerateArgs, argv)
     launch = detect_launch()
     device = pick_device(args.device, launch)
@@ -94,31 +87,19 @@ def main(argv: list[str] | None = None, model_args: type = ModelArgs, build: Bui
     init_logger(None, dist.get_rank())
 
     # ---- what can be wrong, before the model is loaded
-    # A run may be saving and pruning meanwhile: one rank says which is the newest.
-    trained = on_rank_0(lambda: open_trained("ckpt", args.ckpt, model_args))
+    trained = open_trained("ckpt", args.ckpt, named_app(argv))
     tokenizer = trained.build_tokenizer(args.tokenizer_path)
-    context = args.context or trained.seq_len
+    data = trained.args.data
+    context = args.context or data.seq_len
     prompts = list(read_prompts(args))
-    requests = to_requests(args, prompts, tokenizer, trained.add_bos, context)
+    requests = to_requests(args, prompts, tokenizer, data.add_bos, context)
     on_rank_0(lambda: write_results(args.out, [], [], mode="x"))
 
-    model = load_model(trained, build, args.distributed, mesh, device)
+    model = trained.load(args.distributed, mesh, device)
     if prompts:
         answer_all(args, prompts, requests, model, tokenizer, mesh)
     else:
-        converse(args, model, tokenizer, mesh, trained.add_bos, context)
-
-
-def load_model(
-    trained: Trained, build: Build, args: DistributedArgs, mesh: DeviceMesh, device: torch.device
-) -> nn.Module:
-    """The trained model on this mesh."""
-    module, plan = build(trained)
-    # One process has nothing to shard: in bfloat16 its weights are cast once, not in each forward.
-    alone = replace(args, model_dtype="fp32") if mesh.size() == 1 else args
-    model = parallelize_model(module, mesh, plan, alone)
-    trained.load(model, device)
-    return model.to(args.dtype) if mesh.size() == 1 else model
+        converse(args, model, tokenizer, mesh, data.add_bos, context)
 
 
 def answer_all(

@@ -1,80 +1,152 @@
 """Train a language model: the whole run, read top to bottom.
 
-    python -m apps.main.train config=apps/main/configs/debug.yaml [key=value ...]
+    python -m apps.main.train config=apps/main/configs/debug.yaml [key=value ...] [app=MODULE]
     torchrun --nproc-per-node 4 -m apps.main.train config=... distributed.tp_size=2
 
-`train(args, build)` is the seam for a fork that changes the model: `build` gives the plain module,
-its parallel plan and its FLOPs per token. A fork that changes the loop copies this file. What comes
-before the first step is in setup.py.
+What a fork changes it gives as its App (lingua.app): the model, where rows come from, the
+optimizer, the objective, a probe. A fork that changes the order of the loop copies this file, and
+imports the parts of it that stay (set_up, Objective, count_targets, save_checkpoint, ...).
 """
 
-import json
 import logging
-from collections.abc import Callable
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps.main.config import Built, TrainArgs, build
-from apps.main.evaluation import evaluate_step, run_missed_evaluation
-from apps.main.setup import Run, set_up
-from apps.main.setup import check as check  # what lingua.stool asks before it launches
-from lingua.checkpoint.resume import state_to_save
+from apps.main.benchmarks import Benchmarks
+from apps.main.config import TrainArgs
+from apps.main.run import Run
+from apps.main.samples import check_samples, write_samples
+from apps.main.start import Start, check_start, checkpoint_folder, describe, restore
+from apps.main.start import check as check  # what lingua.stool calls before it launches
+from lingua.app import App, choose_app
+from lingua.checkpoint.resume import TOKENIZER, Progress, check_data, state_to_save
+from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import load, to_yaml
+from lingua.config.load import flatten, load, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data import IGNORE
-from lingua.data.loader import MicroBatch
+from lingua.data.documents import document_marks
+from lingua.data.loader import Loader, MicroBatch, micro_steps
+from lingua.data.rows import Rows
 from lingua.errors import UserError
+from lingua.files import write_atomically
 from lingua.format import short_time
 from lingua.hashing import batch_hash, hash_bits, key_of
-from lingua.inference.generate import Request, generate
-from lingua.inference.sampling import SamplingArgs
+from lingua.init import init_parameters
+from lingua.monitor.logger import init_logger
 from lingua.monitor.profiling import Profiler
-from lingua.optim.optimizer import NonFiniteGuard, update
+from lingua.monitor.reporter import Reporter
+from lingua.optim.optimizer import NonFiniteGuard, build_optimizer, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_grad_norm_, set_gradient_sync
-from lingua.parallel.launch import detect_launch
-from lingua.parallel.mesh import world_sum_
-from lingua.parallel.parallelize import loss_context
+from lingua.parallel.launch import detect_launch, pick_device, start
+from lingua.parallel.mesh import dp_degree, dp_rank, on_rank_0, world_sum_
+from lingua.parallel.parallelize import ParallelPlan, loss_context, parallelize_model
 from lingua.parallel.program import run_program
-from lingua.signals import StopRequest
+from lingua.signals import Stopped, StopRequest
 from lingua.slurm.jobs import requeue
 from lingua.validation import validate
 
 logger = logging.getLogger(__name__)
 
-# Of the text a finished run shows: pieces a source, their tokens, the tokens they begin with.
-SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    app = choose_app(argv)
+    args, notices = load(app.config, argv, foreign=META_LINGUA)
+    if detect_launch().rank == 0:
+        for line in notices:
+            print(line)
+    train(app, args)
 
 
-def train(args: TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
-    """Train until `steps`, `stop_at` or a signal, going on from the newest checkpoint if any."""
+def train(app: App, args: TrainArgs) -> None:
+    """Train until `steps`, `stop_at` or a signal, from the newest checkpoint if there is one."""
     stop = StopRequest()
-    with ExitStack() as open_parts:
-        run = set_up(args, build, stop, open_parts)
-        stopping = run is None  # a former start finished it, or a signal came early
-        if run is not None:
-            stopping = take_steps(args, run, stop)
-            finish(args, run, stop, stopping)
+    with ExitStack() as open_parts:  # closed at the end, also of a start that fails
+        parts = set_up(app, args, stop, open_parts)
+        stopping = parts is None  # an earlier start finished it, or a signal came early
+        if parts is not None:
+            run, loader, benchmarks = parts
+            stopping = take_steps(run, loader, benchmarks, stop)
+            finish(run, stop, stopping)
     if stopping:
         requeue(stop.signal)
     stop.close()
 
 
-def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
+def set_up(
+    app: App, args: TrainArgs, stop: StopRequest, open_parts: ExitStack
+) -> tuple[Run, Loader, Benchmarks] | None:
+    """Everything before the first step; None when there is no step left to do."""
+    # ---- processes, and the folder of the run
+    launch = detect_launch()
+    device = pick_device(args.device, launch)
+    mesh = start(device, launch, args.distributed, args.deterministic)
+    args.dump_dir = args.dump_dir or f"runs/{args.name}"
+    dump_dir = Path(args.dump_dir)
+    init_logger(dump_dir, dist.get_rank())
+    saver = open_parts.enter_context(Saver(checkpoint_folder(args), args.checkpoint))
+
+    # ---- what can be wrong, and what an earlier start left
+    begin = check_start(app, args, tuple(mesh.shape), args.checkpoint.verify)
+    if begin.step >= args.end:
+        where = f"{begin.saved.checkpoint.path} is step {begin.step} of {args.end}"
+        logger.info(f"the run is finished: {where}. To go on, raise steps or stop_at")
+        return None
+    benchmarks = Benchmarks(args)  # loads their tasks
+
+    # ---- data
+    if not prepare_data(begin, args, stop):
+        return None
+    data = begin.data.open(args, begin.tokenizer)
+    fingerprints = {**data.fingerprints, TOKENIZER: begin.tokenizer.fingerprint()}
+    changes = begin.changes + check_data(begin.saved, fingerprints, args.checkpoint.allow_change)
+
+    # ---- model and optimizer, and the state that they start from
+    built = begin.built
+    model = parallelize_model(built.module, mesh, built.plan, args.distributed)
+    init_parameters(model, args.seed, device)
+    optimizer = (app.optimizer or default_optimizer)(model, args, built.plan)
+    progress = restore(begin, changes, args, model, optimizer, mesh)
+    saver.restored(begin.saved)
+    on_rank_0(lambda: write_atomically(dump_dir / "config.yaml", to_yaml(args)))
+    for line in describe(args, begin, model, mesh):
+        logger.info(line)
+
+    # ---- rows from there on, and a place to report to
+    loader = open_parts.enter_context(open_loader(begin, args, data.rows, mesh, progress.position))
+    report = open_report(args, mesh, progress, built.flops_per_token)
+    topology = tuple(mesh.shape)
+    if begin.saved is not None and begin.saved.topology != topology:
+        report.event("topology", progress.step, old=begin.saved.topology, new=topology)
+    run = Run(
+        app, args, mesh, model, optimizer, begin.tokenizer, data, fingerprints, progress, report,
+        saver,
+    )  # fmt: skip
+    return run, loader, benchmarks
+
+
+def take_steps(run: Run, loader: Loader, benchmarks: Benchmarks, stop: StopRequest) -> bool:
     """The loop. Returns True when a signal ended it before its last step."""
-    report, progress, global_batch_size = run.report, run.progress, args.data.global_batch_size
+    args, report, progress = run.args, run.report, run.progress
+    global_batch_size = args.data.global_batch_size
     parameters = list(run.model.parameters())
+    objective = (run.app.objective or Objective)(run)
     guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
-    profiler = Profiler(args.profiling, run.dump_dir, run.mesh)
-    stopping = False
-    run_missed_evaluation(args, run, stop)
-    while progress.step < run.end:
+    profiler = Profiler(args.profiling, args.dump_dir, run.mesh)
+    benchmarks.evaluate_missed(run, stop)
+    check_samples(run)  # so that what the last step shows does not fail only there
+    stopping, held_out = False, None  # the held-out loss of the last step, where it is measured
+    while progress.step < args.end:
         with report.waiting_for_data():
-            batch = next(run.loader)  # this rank's micro-batches of the step
+            batch = next(loader)  # this rank's micro-batches of the step
         # Every step's one message between hosts: targets of the whole global batch, and who stops.
         wants_stop = stop.signal is not None or run.saver.gave_up
         valid, stopping = count_targets(batch, wants_stop, run.mesh)
@@ -87,52 +159,169 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
                 f"step {step}: all targets are ignored in its global batch (rows {rows})"
             )
         with profiler.step(step):
-            noise = key_of(args.seed, "noise", step) if args.model.dropout else None
-            loss, hashed = accumulate(run, batch, valid, args.distributed.grad_sync, noise)
+            loss, hashed = objective.gradients(batch, valid.to(run.device))
+            if run.app.probe is not None:
+                run.app.probe(run)
             norm = clip_grad_norm_(parameters, args.optim.clip)
             lr = lr_at(progress.step, args.optim, args.steps)
             update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
             run.optimizer.zero_grad()
         progress.step, progress.position = step, progress.position + global_batch_size
 
-        log_due, save_due = report.due(step), args.checkpoint.due(step) or step == run.end
-        evaluate_due = args.eval is not None and args.eval.due(step, args.steps)
-        save_due |= evaluate_due  # a job needs the checkpoint, and one here takes its time
-        if log_due or save_due:
-            count_skipped(args, run, guard)
-        if log_due:
+        evaluate_due = args.evaluation_due(step)
+        # A job needs the checkpoint, and an evaluation here takes its time.
+        save_due = args.checkpoint.due(step) or step == args.end or evaluate_due
+        if report.due(step) or save_due:
+            count_skipped(run, guard)
+        if report.due(step):
             report.log(progress, loss, norm, lr, hashed)
-        if measurement_due(args, step, save_due):
-            measure(args, run)
+        held_out = None
+        if args.measurement_due(step) or (save_due and args.checkpoint.keep_best):
+            with report.paused():
+                held_out = objective.measure()
         if save_due:
-            save_checkpoint(args, run, final=step == run.end)
+            save_checkpoint(run, held_out, final=step == args.end)
         if evaluate_due:
-            evaluate_step(args, run, stop)
+            benchmarks.evaluate(run, stop)
     profiler.close()
     if stopping and progress.step:
-        count_skipped(args, run, guard)
-        save_checkpoint(args, run, final=True)
+        count_skipped(run, guard)
+        save_checkpoint(run, held_out, final=True)
     return stopping
 
 
-def count_skipped(args: TrainArgs, run: Run, guard: NonFiniteGuard) -> None:
-    """Ask for the updates that were suppressed. Where one is to stop the run, no later one was
-    made: what the bad step found is saved, so that nothing trained before it is lost."""
-    progress, global_batch_size = run.progress, args.data.global_batch_size
-    try:
-        progress.skipped_steps = guard.skipped(progress.step, progress.position, global_batch_size)
-    except UserError:
-        undone = progress.step + 1 - int(guard.first)
-        progress.step -= undone
-        progress.position -= undone * global_batch_size
-        if progress.step:
-            save_checkpoint(args, run, final=True)
-        raise
+class Objective:
+    """What a run minimises: the mean loss of the targets. A fork may give another, or a part."""
+
+    def __init__(self, run: Run) -> None:
+        """Called by every rank once the run is restored, before its first step."""
+        self.run = run
+        self.marks = document_marks(run.args.data, run.tokenizer)
+
+    def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill `.grad` with the gradient of (sum of token losses / valid targets) over the global
+        batch, summed over ranks.
+
+        Args:
+            batch: this data-parallel rank's micro-batches, the same number on every rank.
+            valid: int64 [views - 1] on the device: targets of the whole global batch.
+
+        Returns:
+            This rank's share of that loss, float32, and the hash of the rows it used, int64; both
+            are summed over data-parallel ranks where they are logged. Further numbers of the step
+            go to `run.report.add`.
+        """
+        run, args = self.run, self.run.args
+        noise = key_of(args.seed, "noise", run.progress.step + 1) if args.model.dropout else None
+        loss = torch.zeros((), device=run.device)
+        hashed = torch.zeros((), dtype=torch.int64, device=run.device)
+        for i, micro in enumerate(batch):
+            ids, tokens, targets, *documents = (
+                t.to(run.device, non_blocking=True) for t in micro.tensors()
+            )
+            last = i == len(batch) - 1
+            set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
+            with loss_context(run.mesh):
+                random = {} if noise is None else {"noise": hash_bits(noise, ids)}
+                sums, _ = run.model(tokens, targets, *documents, **random)
+                if sums.shape != valid.shape:  # else the division would broadcast
+                    raise UserError(
+                        f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
+                        f"{len(valid)} views after the first; must be {len(sums) + 1}"
+                    )
+                part = (sums / valid).sum()  # over the views
+                part.backward()
+            loss += part.detach()
+            hashed += batch_hash(ids, tokens, targets)
+        return loss, hashed
+
+    def measure(self) -> float | None:
+        """Measure and report the held-out loss of every source. Returns it in nats per byte of all
+        of them, None where nothing is held out. The lowest is the best checkpoint."""
+        run, args = self.run, self.run.args
+        degree, size = dp_degree(run.mesh), args.data.global_batch_size
+        _, rows = micro_steps(size, degree, args.data.batch_size, args.grad_acc_steps)
+        nats = n_bytes = 0.0
+        for name, windows in run.data.held_out.items():
+            result = validate(run.model, windows, rows, args.data.n_views - 1, run.mesh, self.marks)
+            run.report.validation(run.progress.step, name, result)
+            nats += result["nats_per_byte"] * result["bytes"]
+            n_bytes += result["bytes"]
+        return nats / n_bytes if n_bytes else None
 
 
-def count_targets(
-    batch: list[MicroBatch], stopping: bool, mesh: DeviceMesh
-) -> tuple[torch.Tensor, bool]:
+# ------------------------------------------------------------------------------- parts of set_up
+
+
+def prepare_data(begin: Start, args: TrainArgs, stop: StopRequest) -> bool:
+    """Build what is missing, on rank 0. False where a signal to any rank ended that: it may take
+    hours, and what is finished stays."""
+
+    def prepare() -> bool:
+        try:
+            with stop.at_once():
+                begin.data.prepare(args, begin.tokenizer, logger.info)
+        except Stopped:
+            logger.info(
+                f"stopped by {stop.signal} while the text was prepared. "
+                "The same command goes on from there"
+            )
+            return False
+        return True
+
+    with stop.passed_to_rank_0():
+        return on_rank_0(prepare)
+
+
+def default_optimizer(
+    model: nn.Module, args: TrainArgs, plan: ParallelPlan | None
+) -> torch.optim.Optimizer:
+    return build_optimizer(model, args.optim, plan.blocks if plan else ())
+
+
+def open_loader(
+    begin: Start, args: TrainArgs, rows: Rows, mesh: DeviceMesh, position: int
+) -> Loader:
+    """This rank's micro-batches of every step from `position` on, read ahead."""
+    return Loader(
+        rows,
+        args.data.global_batch_size,
+        dp_rank(mesh),
+        dp_degree(mesh),
+        begin.n_micro,
+        begin.rows,
+        position=position,
+        workers=args.data.workers,
+        device=mesh.device_type,
+        marks=begin.marks,
+    )
+
+
+def open_report(
+    args: TrainArgs, mesh: DeviceMesh, progress: Progress, flops_per_token: float
+) -> Reporter:
+    """What the run logs and writes; what an earlier start wrote past `progress` is cut off."""
+    return Reporter(
+        args.logging,
+        Path(args.dump_dir),
+        mesh,
+        name=args.name,
+        config=flatten(args),
+        step=progress.step,
+        steps=args.end,
+        global_batch_size=args.data.global_batch_size,
+        seq_len=args.data.seq_len,
+        flops_per_token=flops_per_token,
+        dtype=args.distributed.dtype,
+        trained_s=progress.trained_s,
+        evaluates=args.eval is not None and args.eval.launcher == "process",
+    )
+
+
+# ------------------------------------------------------------------------------- parts of the loop
+
+
+def count_targets(batch: list[MicroBatch], stopping: bool, mesh: DeviceMesh) -> tuple[Tensor, bool]:
     """Valid targets of the whole global batch, int64 of each view, and whether any rank stops."""
     counts = sum((micro.targets != IGNORE).sum((1, 2)) for micro in batch)
     if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
@@ -141,108 +330,46 @@ def count_targets(
     return total[:-1], bool(total[-1])
 
 
-def accumulate(
-    run: Run, batch: list[MicroBatch], valid: torch.Tensor, grad_sync: str, noise: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of (sum of token losses / valid targets) over the global batch, in `.grad`.
+def count_skipped(run: Run, guard: NonFiniteGuard) -> None:
+    """Ask for the updates that were suppressed. Where one is to stop the run, no later one was
+    made: what the bad step found is saved, so that nothing trained before it is lost."""
+    progress, global_batch_size = run.progress, run.args.data.global_batch_size
+    try:
+        progress.skipped_steps = guard.skipped(progress.step, progress.position, global_batch_size)
+    except UserError:
+        undone = progress.step + 1 - int(guard.first)
+        progress.step -= undone
+        progress.position -= undone * global_batch_size
+        if progress.step:
+            save_checkpoint(run, None, final=True)
+        raise
 
-    `noise` is the key of the step's dropout. Returns this rank's share of that loss, float32, and
-    the hash of the rows it used, int64.
+
+def save_checkpoint(run: Run, held_out: float | None, final: bool) -> None:
+    """Save the completed step; a `final` save is finished when this returns.
+
+    held_out: the loss that was measured at this step, nats per byte, if it was.
     """
-    valid = valid.to(run.device)
-    loss = torch.zeros((), device=run.device)
-    hashed = torch.zeros((), dtype=torch.int64, device=run.device)
-    for i, micro in enumerate(batch):
-        ids, tokens, targets, *documents = (
-            t.to(run.device, non_blocking=True) for t in micro.tensors()
-        )
-        set_gradient_sync(run.model, grad_sync, last=i == len(batch) - 1)
-        with loss_context(run.mesh):
-            random = {} if noise is None else {"noise": hash_bits(noise, ids)}
-            sums, _ = run.model(tokens, targets, *documents, **random)
-            if sums.shape != valid.shape:  # else the division would broadcast
-                raise UserError(
-                    f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
-                    f"{len(valid)} views after the first; must be {len(sums) + 1}"
-                )
-            part = (sums / valid).sum()  # over the views
-            part.backward()
-        loss += part.detach()
-        hashed += batch_hash(ids, tokens, targets)
-    return loss, hashed
-
-
-def save_checkpoint(args: TrainArgs, run: Run, final: bool = False) -> None:
-    """Save the completed step. When this returns a `final` one is there."""
-    progress, report = run.progress, run.report
+    args, progress, report = run.args, run.progress, run.report
     with report.paused():
         progress.trained_s = report.trained_s
         rate = lr_at(progress.step, args.optim, args.steps)
-        measured_step, held_out = run.held_out_loss
-        if measured_step != progress.step:
-            held_out = None
         state = state_to_save(
             progress,
             run.optimizer,
             tokens=progress.position * args.data.seq_len,
             schedule={"step": progress.step, "lr": rate},
             topology=tuple(run.mesh.shape),
-            data=run.data,
+            data=run.fingerprints,
             held_out=held_out,
         )
         tensors = tensors_of(run.model, run.optimizer)
         run.saver.save(progress.step, tensors, state, to_yaml(args), final)
 
 
-def measurement_due(args: TrainArgs, step: int, save_due: bool) -> bool:
-    every = args.validation.every
-    regular = step == args.steps or (every > 0 and step % every == 0)
-    return regular or (save_due and args.checkpoint.keep_best)
-
-
-def measure(args: TrainArgs, run: Run) -> None:
-    """Measure and write the held-out loss of every source."""
-    nats = n_bytes = 0.0
-    with run.report.paused():
-        for name, windows in run.held_out.items():
-            result = validate(
-                run.model, windows, run.rows, args.data.n_views - 1, run.mesh, run.marks
-            )
-            run.report.validation(run.progress.step, name, result)
-            nats += result["nats_per_byte"] * result["bytes"]
-            n_bytes += result["bytes"]
-    if n_bytes:
-        run.held_out_loss = run.progress.step, nats / n_bytes
-
-
-def write_samples(args: TrainArgs, run: Run) -> None:
-    """Let the model continue held-out text of every source, from a few places of it."""
-    path, seq_len = run.dump_dir / "samples.jsonl", args.data.seq_len
-    n_prompt = max(1, min(PROMPT_TOKENS, 2 * seq_len // 3))
-    n_tokens = max(1, min(SAMPLE_TOKENS, seq_len - n_prompt))
-    settings = SamplingArgs(temperature=0.8, max_gen_tokens=n_tokens, stop_tokens=[])
-    for name, windows in run.held_out.items():
-        n = len(windows.tokens)
-        places = range(n // (2 * SAMPLES), n, -(-n // SAMPLES))
-        prompts = [windows.tokens[i, :n_prompt].tolist() for i in places]
-        requests = [Request(prompt, settings, args.seed) for prompt in prompts]
-        results = generate(run.model, requests, run.tokenizer, run.mesh, len(requests))
-        for prompt, result in zip(prompts, results, strict=True):
-            before, after = run.tokenizer.decode(prompt), result.text
-            if dist.get_rank() == 0:
-                line = {"step": run.progress.step, "source": name, "prompt": before, "text": after}
-                try:
-                    with path.open("a", encoding="utf-8") as f:
-                        f.write(json.dumps(line, ensure_ascii=False) + "\n")
-                except OSError as error:  # a full disk: the run is done all the same
-                    logger.error(f"what the model wrote is lost: {error}")
-            shown = "\n".join(f"  | {row}" for row in f"{before} >>> {after}".splitlines())
-            logger.info(f"held-out text of {name} >>> as the model goes on:\n{shown}")
-
-
-def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None:
-    """The last words: of a finished run its held-out loss, some text and where everything lies."""
-    step = run.progress.step
+def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
+    """The final summary: of a finished run some text and where everything lies."""
+    args, step, dump_dir = run.args, run.progress.step, Path(run.args.dump_dir)
     if stopping:
         by = stop.signal or "a signal to another rank"
         where = f"after step {step}, which is saved" if step else "before the first step"
@@ -250,27 +377,17 @@ def finish(args: TrainArgs, run: Run, stop: StopRequest, stopping: bool) -> None
     elif step < args.steps:
         logger.info(f"stopped after step {step}, as stop_at says. Without it the run goes on")
     else:
-        write_samples(args, run)
-        newest = run.saver.root / f"{step:010d}"
+        write_samples(run)
         lines = [
-            f"done: {step} steps in {short_time(run.report.trained_s)}. {run.dump_dir} has",
+            f"done: {step} steps in {short_time(run.report.trained_s)}. {dump_dir} has",
             "  config.yaml               the whole configuration",
             "  metrics.jsonl             loss, speed and more, a line every logging.freq steps",
             "  metrics.validation.jsonl  held-out loss",
             "  samples.jsonl             text the model wrote",
-            f"and the newest checkpoint is {newest}",
+            f"and the newest checkpoint is {run.saver.root / f'{step:010d}'}",
         ]
         logger.info("\n".join(lines))
     run.report.close()
-
-
-def main(config: type[TrainArgs] = TrainArgs, build: Callable[[TrainArgs], Built] = build) -> None:
-    """The program of this app, or of a fork with its own config and model."""
-    args, notices = load(config, foreign=META_LINGUA)
-    if detect_launch().rank == 0:
-        for line in notices:
-            print(line)
-    train(args, build)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from lingua.app import Built
 from lingua.config.schema import Guarded
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.transformer import (
@@ -20,6 +22,7 @@ from lingua.transformer import (
     TransformerArgs,
     TransformerBlock,
     cached_context,
+    flops_per_token,
     make_context,
     sum_token_losses,
     trunc_normal_,
@@ -150,3 +153,10 @@ def build_transformer(args: ModelArgs) -> Transformer:
     """The model on the meta device: shapes without memory."""
     with torch.device("meta"):
         return Transformer(args)
+
+
+def build(args: Any) -> Built:
+    """The model of a configuration."""
+    model, seq_len = args.model, args.data.seq_len
+    flops = flops_per_token(model, model.vocab_size, seq_len)
+    return Built(build_transformer(model), parallel_plan(model, seq_len), flops)

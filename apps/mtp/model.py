@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from apps.main.transformer import ModelArgs as PlainArgs
 from apps.main.transformer import Transformer
 from apps.main.transformer import parallel_plan as plain_plan
-from lingua.checkpoint.folder import CONFIG
-from lingua.checkpoint.resume import flat_config
 from lingua.config.schema import Guarded
-from lingua.inference.trained import Trained
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.transformer import Cache, TransformerBlock, make_context, sum_token_losses
 
@@ -89,9 +86,3 @@ def build_multi_token(args: ModelArgs, n_heads: int) -> MultiToken:
     """The model on the meta device."""
     with torch.device("meta"):
         return MultiToken(args, n_heads)
-
-
-def build_trained(trained: Trained[ModelArgs]) -> tuple[MultiToken, ParallelPlan]:
-    """The model of a checkpoint, with as many heads as its run's rows had further views."""
-    n_views = flat_config(trained.checkpoint.path / CONFIG, ["data.n_views"])["data.n_views"]
-    return build_multi_token(trained.model, n_views - 1), parallel_plan(trained.model, seq_len=0)

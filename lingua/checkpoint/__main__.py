@@ -1,24 +1,24 @@
 """What a checkpoint holds, and what would change, without training and without reading a tensor:
 
     python -m lingua.checkpoint show DIR
-    python -m lingua.checkpoint diff DIR config=FILE [key=value ...] [app=MODULE:CLASS]
+    python -m lingua.checkpoint diff DIR config=FILE [key=value ...] [app=MODULE]
     python -m lingua.checkpoint mark DIR [NAME]      keep it for ever
     python -m lingua.checkpoint unmark DIR [NAME]
     python -m lingua.checkpoint convert SRC DST [--all]   to and from one file; convert --help
 
 DIR is a checkpoint, or a folder of checkpoints or a dump dir, whose newest is taken. `app` names
-the class of a fork's configuration.
+a fork, if the config does not.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from lingua.app import choose_app
 from lingua.checkpoint import convert as checkpoint_convert
 from lingua.checkpoint.folder import (
     CONFIG,
@@ -31,25 +31,23 @@ from lingua.checkpoint.folder import (
 )
 from lingua.checkpoint.load import read_metadata
 from lingua.checkpoint.resume import (
+    TOKENIZER,
     changes_table,
     check_changes,
     check_config,
     check_data,
-    data_content,
     read_saved,
 )
 from lingua.checkpoint.retention import BEST, mark, marks, unmark
 from lingua.config.load import flatten, load, resume_classes
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.data.prepare.sources import open_sources
-from lingua.data.shards import Source
+from lingua.data.text import TextData
 from lingua.errors import UserError, nearest
 from lingua.format import human_bytes, short_time
 from lingua.parallel.mesh import AXES
 from lingua.parallel.program import run_program
 from lingua.tokenizer import build_tokenizer
 
-APP = "apps.main.train:TrainArgs"
 KEPT = "keep"  # the mark that has no name of its own
 
 
@@ -154,12 +152,11 @@ def _diff(argv: list[str]) -> None:
     """Print the table of a resume, then refuse what a resume would refuse."""
     if not argv or "=" in argv[0]:
         raise UserError("diff: takes a folder first, `diff DIR config=FILE [key=value ...]`")
-    app = next((arg[4:] for arg in argv if arg.startswith("app=")), APP)
-    cls = config_class(app)
-    args, notices = load(cls, [a for a in argv[1:] if not a.startswith("app=")], META_LINGUA)
+    app = choose_app(argv[1:])
+    args, notices = load(app.config, argv[1:], META_LINGUA)
     for line in notices:
         print(line, file=sys.stderr)
-    classes = resume_classes(cls)
+    classes = resume_classes(app.config)
     saved = read_saved(locate(argv[0]), classes)
     tokenizer, config = build_tokenizer(args.data.tokenizer), flatten(args)
     # What is left open is decided as training decides it.
@@ -167,12 +164,12 @@ def _diff(argv: list[str]) -> None:
         config["data.global_batch_size"] = saved.config["data.global_batch_size"]
     if config["model.vocab_size"] == -1:
         config["model.vocab_size"] = tokenizer.vocab_size
-    sources: dict[str, Source] = {}
+    args.data.global_batch_size = config["data.global_batch_size"]
+    data = {TOKENIZER: tokenizer.fingerprint()}
     try:
-        sources = open_sources(args.data, tokenizer)
+        data |= (app.data or TextData()).open(args, tokenizer).fingerprints
     except UserError as error:
-        print(f"the text is not compared: it is not tokenized here ({error})", file=sys.stderr)
-    data = data_content(sources, tokenizer)
+        print(f"the data is not compared: it is not prepared here ({error})", file=sys.stderr)
     found = check_config(saved, config, classes, allowed=list(config))
     found += check_data(saved, data, allowed=list(data))
     if not found:
@@ -182,15 +179,6 @@ def _diff(argv: list[str]) -> None:
         print(line)
     sys.stdout.flush()
     check_changes(found, args.checkpoint.allow_change)
-
-
-def config_class(app: str) -> type:
-    """The class that `MODULE:CLASS` names. Raises UserError."""
-    module, _, name = app.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise UserError(f"app={app}: must be MODULE:CLASS, such as {APP} ({error})") from None
 
 
 # ---------------------------------------------------------------------------------------- marks

@@ -18,16 +18,14 @@ from torch.optim import Optimizer
 
 from lingua import __version__
 from lingua.checkpoint.folder import CONFIG, Checkpoint, newest, read_state
-from lingua.data.shards import Source
 from lingua.data.stream import shares
+from lingua.data.text import CONTENT
 from lingua.errors import UserError
 from lingua.format import align
 from lingua.parallel.mesh import on_rank_0
-from lingua.tokenizer import Tokenizer
 
 MIXTURE = ("data.sources", "data.stages")
 TOKENIZER = "data.tokenizer.content"
-CONTENT = "data.content."  # and a source's name: the fingerprint of its tokens
 
 logger = logging.getLogger(__name__)
 
@@ -181,19 +179,13 @@ def _mixture_before(config: Mapping[str, Any], step: int) -> list[tuple[int, dic
     return [(start, shares(weights)) for start, weights in begun]
 
 
-def data_content(sources: Mapping[str, Source], tokenizer: Tokenizer) -> dict[str, str]:
-    """Fingerprints of what stands behind the names in the config, for `check_data`."""
-    content = {f"{CONTENT}{name}": source.fingerprint for name, source in sources.items()}
-    return {**content, TOKENIZER: tokenizer.fingerprint()}
-
-
 def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) -> list[Change]:
     """Sources and tokenizer whose content is not what it was behind the same name.
 
     A source that gave no row before the checkpoint may be new or another: it is announced.
 
     Args:
-        data: of `data_content`.
+        data: fingerprints by name: of what rows are made of, and of the tokenizer.
 
     Raises:
         UserError: there is one that `checkpoint.allow_change` does not name.
@@ -212,7 +204,7 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
 # ------------------------------------------------------------------------ what is said and saved
 
 
-def tell(
+def log_resume(
     saved: Saved, found: list[Change], optimizer: Optimizer, topology: tuple[int, ...]
 ) -> None:
     """Say what is resumed and what is different, on rank 0."""

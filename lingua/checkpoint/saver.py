@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lingua.checkpoint.folder import find
+from lingua.checkpoint.resume import Saved
 from lingua.checkpoint.retention import CheckpointArgs, prune
 from lingua.checkpoint.save import save
 from lingua.checkpoint.write import NotSaved
@@ -59,6 +60,11 @@ class Saver:
         if self._thread is not None:
             self._thread.shutdown()  # a save under way is finished
         self._held.close()
+
+    def restored(self, saved: Saved | None) -> None:
+        """The run goes on from `saved`; of its own folder, that step needs no save."""
+        if saved is not None and saved.checkpoint.path.parent == self.root:
+            self.saved_step = saved.progress.step
 
     @property
     def gave_up(self) -> bool:

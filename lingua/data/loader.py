@@ -14,7 +14,7 @@ import torch
 
 from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks
-from lingua.data.stream import RowStream
+from lingua.data.rows import Rows
 from lingua.errors import UserError
 
 # Small steps are fetched several at a time, so that many rows share numpy's cost per call; up to
@@ -76,7 +76,7 @@ class Loader:
 
     def __init__(
         self,
-        stream: RowStream,
+        stream: Rows,
         global_batch_size: int,
         dp_rank: int,
         dp_size: int,
@@ -153,9 +153,13 @@ class Loader:
         positions = starts[:, None] + np.arange(self._begin, self._end)
         block = self._stream.rows(positions.reshape(-1))
         block = block.reshape(*positions.shape, block.shape[-1])
-        return [self._micro_batches(ids, rows) for ids, rows in zip(positions, block, strict=True)]
+        is_target = self._stream.is_target(positions.reshape(-1))
+        masks = [None] * steps if is_target is None else is_target.reshape(block.shape)
+        return [self._micro_batches(*step) for step in zip(positions, block, masks, strict=True)]
 
-    def _micro_batches(self, ids: np.ndarray, block: np.ndarray) -> list[MicroBatch]:
+    def _micro_batches(
+        self, ids: np.ndarray, block: np.ndarray, is_target: np.ndarray | None
+    ) -> list[MicroBatch]:
         """One step's rows `block` [n, S + V - 1] cut into micro-batches of the same shape."""
         n_micro, rows, n = self._n_micro, self._rows, len(ids)
         seq_len, n_targets = self._stream.seq_len, self._stream.n_views - 1
@@ -172,6 +176,8 @@ class Loader:
             to_tokens[:filled], to_tokens[filled:] = block[part, :seq_len], 0
             for v, to_view in enumerate(to_targets, start=1):
                 to_view[:filled], to_view[filled:] = block[part, v : v + seq_len], IGNORE
+                if is_target is not None:
+                    to_view[:filled][~is_target[part, v : v + seq_len]] = IGNORE
         batch = [MicroBatch(row_ids[m], tokens[m], targets[m]) for m in range(n_micro)]
         if self._marks is not None:
             self._tell_documents(batch, block)

@@ -8,8 +8,6 @@ A shard is four files for each of its two splits, `train` and `heldout`:
 import functools
 import json
 import mmap
-import os
-import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from lingua.errors import UserError
-from lingua.files import open_synced
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -92,19 +89,6 @@ class Manifest:
             return cls(version=FORMAT_VERSION, **fields)
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             return None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Other processes see the old file or the whole new one."""
-    temporary = path.with_name(f"{path.name}{temporary_suffix()}")
-    with open_synced(temporary) as file:
-        file.write(text.encode())
-    os.replace(temporary, path)
-
-
-def temporary_suffix() -> str:
-    """Marks what this process is still writing; no two processes of a file system share it."""
-    return f".tmp-{socket.gethostname()}-{os.getpid()}"
 
 
 def shard_from_json(fields: dict[str, Any]) -> Shard:

@@ -69,6 +69,9 @@ class RowStream:
         row = permute(k.astype(np.uint64), n_rows.astype(np.uint64), np.stack(keys, 1)[:, which])
         return index, row.astype(np.int64)
 
+    def is_target(self, positions: np.ndarray) -> None:
+        """Every token may be a target."""
+
     def rows(self, positions: np.ndarray) -> np.ndarray:
         """Tokens [n, seq_len + n_views - 1] of `positions` [n], in the shards' unsigned type."""
         out = np.empty((len(positions), self.seq_len + self.n_views - 1), self._dtype)

@@ -1,12 +1,14 @@
-"""A trained model to use: its weights and what its config says, without the run that made it."""
+"""A trained model to use: its weights and its configuration, without the run that made it."""
 
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from lingua.app import App, find_app
 from lingua.checkpoint.folder import (
     CONFIG,
     Checkpoint,
@@ -20,27 +22,27 @@ from lingua.checkpoint.resume import TOKENIZER, flat_config
 from lingua.config.load import load
 from lingua.errors import UserError
 from lingua.init import init_parameters, ties_kept
+from lingua.parallel.mesh import DistributedArgs, on_rank_0
+from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
-M = TypeVar("M")
+DATA_KEYS = ("seq_len", "n_views", "add_bos", "add_eos", "document_mask")  # of its `data` group
 
 
 @dataclass(frozen=True)
-class Trained(Generic[M]):
-    """A checkpoint and, of its config, what whoever uses the model has to know."""
+class Trained:
+    """A checkpoint, the app that made it, and its configuration."""
 
     checkpoint: Checkpoint
-    model: M  # the `model` group
-    seq_len: int
-    add_bos: bool
-    add_eos: bool
-    tokenizer: TokenizerArgs
+    app: App
+    args: Any  # of the app's class; only the groups `model` and `data` are the checkpoint's
 
     def build_tokenizer(self, path: str | None = None) -> Tokenizer:
         """The model's tokenizer; `path` is where its file lies now, if elsewhere than it did."""
-        args = self.tokenizer if path is None else TokenizerArgs(self.tokenizer.name, path)
+        args = self.args.data.tokenizer
+        args = args if path is None else TokenizerArgs(args.name, path)
         tokenizer = build_tokenizer(args)
-        size = self.model.vocab_size
+        size = self.args.model.vocab_size
         if tokenizer.vocab_size > size:
             raise UserError(
                 f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) has "
@@ -55,9 +57,20 @@ class Trained(Generic[M]):
             )
         return tokenizer
 
-    def load(self, model: nn.Module, device: torch.device) -> None:
-        """Give a model on the meta device its memory and its weights, on any topology. Called by
-        every rank."""
+    def build(self) -> tuple[nn.Module, ParallelPlan]:
+        """The model on the meta device, and its layout. Sizes of training rows do not bind it: what
+        the model is given here is padded to a multiple of tp."""
+        built = self.app.build(self.args)
+        plan = built.plan or ParallelPlan()
+        divides = {k: n for k, n in plan.tp_divides.items() if not k.startswith("data.")}
+        return built.module, replace(plan, tp_divides=divides)
+
+    def load(self, args: DistributedArgs, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+        """The model with its weights on a mesh. Called by every rank."""
+        module, plan = self.build()
+        # One process has nothing to shard: in bfloat16 its weights are cast once, not each forward.
+        alone = replace(args, model_dtype="fp32") if mesh.size() == 1 else args
+        model = parallelize_model(module, mesh, plan, alone)
         if any(module._non_persistent_buffers_set for module in model.modules()):
             init_parameters(model, 0, device)  # which no checkpoint holds
         else:
@@ -66,42 +79,62 @@ class Trained(Generic[M]):
         if damaged := damaged_files(self.checkpoint):
             raise UserError(f"{self.checkpoint.path} is damaged: {'; '.join(damaged)}")
         load_weights(self.checkpoint, model)
+        return model.to(args.dtype) if mesh.size() == 1 else model
 
 
-def open_trained(key: str, path: str, model: type[M]) -> Trained[M]:
-    """The checkpoint in a folder, or the newest one of a run's.
+def open_trained(key: str, path: str, app: App | None) -> Trained:
+    """The checkpoint in a folder, or the newest one of a run's. Called by every rank.
 
     Args:
         key: the config key that names the folder, for messages.
-        model: dataclass of the config's `model` group.
+        app: the app that the caller names; None: the one that the checkpoint names, which must be
+            one of this repository or of an installed package.
 
     Raises:
-        UserError: it is no checkpoint, or its config has model keys that `model` does not have.
+        UserError: it is no checkpoint, or its model is not the app's.
     """
+    # A run may be saving and pruning meanwhile: one rank decides which is the newest.
+    return read_trained(key, on_rank_0(lambda: locate(key, path)), app)
+
+
+def locate(key: str, path: str) -> Checkpoint:
+    """The checkpoint in a folder, or the newest one of a run's. Raises UserError."""
     folder = Path(path)
     checkpoint, why = read_checkpoint(folder)
-    if checkpoint is None:
-        of_run = find(folder / "checkpoints") or find(folder)
-        if not of_run:
-            raise UserError(
-                f"{key} = {path}: must be the folder of a checkpoint, such as "
-                f"runs/debug/checkpoints/0000000700, or of a run that has one; {why}"
-            )
-        checkpoint = of_run[0]
+    if checkpoint is not None:
+        return checkpoint
+    for root in (folder / "checkpoints", folder):
+        for newest in find(root):
+            return newest
+    raise UserError(
+        f"{key} = {path}: must be the folder of a checkpoint, such as "
+        f"runs/debug/checkpoints/0000000700, or of a run that has one; {why}"
+    )
+
+
+def read_trained(key: str, checkpoint: Checkpoint, app: App | None) -> Trained:
+    """A checkpoint with its configuration. By one process."""
     config = checkpoint.path / CONFIG
-    group = make_dataclass("Config", [("model", model, field(default_factory=model))])
+    names = ("data.tokenizer.name", "data.tokenizer.path")
+    keys = tuple(f"data.{name}" for name in DATA_KEYS)
+    flat = flat_config(config, dict.fromkeys(("app", *keys, *names)))
+    if app is None:
+        recorded = None if flat["app"] == "(absent)" else flat["app"]
+        app = find_app(recorded, str(config))
+    args = app.config()
+    kind = type(args.model)
+    group = make_dataclass("Config", [("model", kind, field(default_factory=kind))])
     try:
-        args, _ = load(group, [f"config={config}"], partial=True)
+        args.model = load(group, [f"config={config}"], partial=True)[0].model
     except UserError as error:
         raise UserError(
-            f"{error}\n{key} = {path}: its model is not this app's; a fork's checkpoints are for "
-            "the fork's own programs"
+            f"{error}\n{key} = {checkpoint.path}: its model is not that of {app.path}; "
+            "app=MODULE names another app"
         ) from None
-    keys = ("data.seq_len", "data.add_bos", "data.add_eos")
-    names = ("data.tokenizer.name", "data.tokenizer.path")
-    flat = flat_config(config, dict.fromkeys((*keys, *names)))
-    absent = [name for name, value in flat.items() if value == "(absent)"]
-    if absent:
+    if absent := [name for name in ("data.seq_len", *names) if flat[name] == "(absent)"]:
         raise UserError(f"{config}: must have the key {absent[0]}")
-    tokenizer = TokenizerArgs(*(flat[name] for name in names))
-    return Trained(checkpoint, args.model, *(flat[name] for name in keys), tokenizer)
+    for name, k in zip(DATA_KEYS, keys, strict=True):
+        if flat[k] != "(absent)":
+            setattr(args.data, name, flat[k])
+    args.data.tokenizer = TokenizerArgs(*(flat[name] for name in names))
+    return Trained(checkpoint, app, args)

@@ -78,13 +78,16 @@ class Reporter:
                     self.files[kind] = MetricsFile(path)
             if args.wandb is not None:
                 self.wandb = start_wandb(args.wandb, name, config, dump_dir)
+        self._numbers: dict[str, Tensor] = {}  # of the step under way
         self._logged_step = step
         self._window_s = self._data_s = 0.0  # of the steps since the last line
         self._since = time.perf_counter()
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Around the wait for the next rows: counted as training time, and shown on its own."""
+        """Around the wait for the rows of the next step: counted as training time, and shown on its
+        own."""
+        self._numbers.clear()
         start = time.perf_counter()
         yield
         self._data_s += time.perf_counter() - start
@@ -107,6 +110,13 @@ class Reporter:
     def due(self, step: int) -> bool:
         return step % self.freq == 0 or step == self.steps
 
+    def add(self, name: str, value: Tensor) -> None:
+        """Add to a number of the step under way, a float scalar on the device. The step's metrics
+        line, if it gets one, has under this name the sum over micro-steps and data-parallel ranks.
+        Called alike by every rank; the host does not wait for the device."""
+        value = value.detach().float()
+        self._numbers[name] = self._numbers[name] + value if name in self._numbers else value
+
     def log(
         self, progress: Progress, loss: Tensor, grad_norm: Tensor, lr: float, hashed: Tensor
     ) -> None:
@@ -119,6 +129,7 @@ class Reporter:
         loss, hashed = dp_sum_(loss.clone(), self.mesh), dp_sum_(hashed.clone(), self.mesh)
         hashed = _agreed(hashed, self.mesh)
         loss_nats, norm, bits = loss.item(), grad_norm.item(), hashed.item() % 2**64
+        numbers = self._summed_numbers()
         self._take_time()  # after the numbers above have waited for the device
         step, n = progress.step, progress.step - self._logged_step
         rate = n * self.global_batch_size * self.seq_len / self._window_s
@@ -137,12 +148,18 @@ class Reporter:
             "peak_mem_gib": peak_mem_gib(self.device),
             "batch_hash": f"{bits:016x}",
             "skipped_steps": progress.skipped_steps,
-        }
+        } | numbers
         if dist.get_rank() == 0:
             self._write("metrics", line)
             eta_s = (self.steps - step) * line["step_time_s"]
             logger.info(progress_line(step, self.steps, line, eta_s))
         self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0
+
+    def _summed_numbers(self) -> dict[str, float]:
+        if not self._numbers:
+            return {}
+        values = dp_sum_(torch.stack(list(self._numbers.values())), self.mesh)
+        return dict(zip(self._numbers, values.tolist(), strict=True))
 
     def validation(self, step: int, source: str, result: dict[str, float]) -> None:
         """Write the held-out loss of one source."""

@@ -95,6 +95,7 @@ class Member:
     dump_dir: Path
     config: str  # YAML
     notices: list[str]
+    app: list[str]  # app=MODULE where the caller gave it: the program must not take it from a file
 
 
 def launch(job: JobArgs, arguments: list[str]) -> Launched | str:
@@ -165,7 +166,8 @@ def _checked(job: JobArgs, arguments: list[str]) -> Member:
             why = "which mean something else to Slurm or in a search path"
             shown = ", ".join(map(repr, bad))
             raise UserError(f"{key} = {text!r}: must not contain {shown}, {why}")
-    return Member(args.name, Path(args.dump_dir), to_yaml(args), notices)
+    app = [word for word in arguments if word.startswith("app=")]
+    return Member(args.name, Path(args.dump_dir), to_yaml(args), notices, app)
 
 
 def _check_free(job: JobArgs, root: Path) -> None:
@@ -248,7 +250,7 @@ def _setup(job: JobArgs, root: Path) -> list[str]:
 
 
 def _command(job: JobArgs, member: Member) -> list[str]:
-    return [sys.executable, "-u", "-m", job.script, f"config={member.dump_dir / BASE}"]
+    return [sys.executable, "-u", "-m", job.script, f"config={member.dump_dir / BASE}", *member.app]
 
 
 def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:

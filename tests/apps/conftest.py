@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.apps.runs import Runs, write_text
+from tests.apps.runs import Runs, write_sources
 from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
 def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     text = tmp_path_factory.mktemp("text")
-    write_text(text)
+    write_sources(text)
     return Runs(ranks, text, tmp_path_factory.mktemp("runs"))

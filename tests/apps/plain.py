@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from apps.main.train import Built, TrainArgs
+from apps.main.config import TrainArgs
+from lingua.app import Built
 from lingua.data import IGNORE
 from lingua.parallel.parallelize import ParallelPlan
 

@@ -1,10 +1,11 @@
 """Small runs of apps.main.train for tests: the real `train(args)` in real ranks, on a little text.
 
-What a test changes inside a rank (a wrong row, a NaN, moments lost on resume) is a `Twist`: the
-fault that the test must notice.
+What a test changes inside a rank (a wrong row, a NaN, moments lost on resume) is a `Twist` of the
+app: the fault that the test must notice.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -17,26 +18,34 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
-import apps.main.setup as setup
-import apps.main.train as program
-from apps.main.train import Built, Run, TrainArgs, accumulate, build, set_up, train
+from apps.main import app as main_app
+from apps.main import samples
+from apps.main.config import TrainArgs
+from apps.main.run import Run
+from apps.main.train import Objective, set_up, train
+from apps.main.transformer import build
+from lingua.app import App, Built
+from lingua.checkpoint.folder import MANIFEST, STATE, checksum_of
+from lingua.checkpoint.write import write_text
 from lingua.config.load import load
 from lingua.data import IGNORE
-from lingua.data.loader import Loader, MicroBatch
+from lingua.data.loader import MicroBatch
 from lingua.data.prepare.sources import open_sources, prepare_sources
+from lingua.data.rows import OpenData
 from lingua.data.stream import RowStream
+from lingua.data.text import TextData
 from lingua.errors import UserError
 from lingua.init import named_tensors
 from lingua.parallel.mesh import dp_degree, dp_rank
 from lingua.signals import StopRequest
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer import Tokenizer, build_tokenizer
 from tests.ranks import Ranks
 
 Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp
@@ -96,7 +105,7 @@ def arguments(overrides: dict[str, Any]) -> TrainArgs:
     return args
 
 
-def write_text(folder: Path) -> None:
+def write_sources(folder: Path) -> None:
     """Two sources of words, tokenized here: a rank of the pool is daemonic, and starts nobody."""
     chance = random.Random(1)
     words = ["".join(chance.choices("abcdefghijklmnop", k=chance.randint(2, 7))) for _ in range(80)]
@@ -113,93 +122,86 @@ def write_text(folder: Path) -> None:
 
 @dataclass
 class Twist:
-    """What one or all ranks do differently. Each is a fault, or an input the loader never gives."""
+    """What one or all ranks do differently. Each is a fault, or an input that text never gives."""
 
-    rows: Callable[[list[MicroBatch], int], list[MicroBatch]] | None = None  # of (batch, step)
-    rank: int | None = None  # the one that gets those rows; None: all
+    wrong_token_on: int | None = None  # rank that reads another token in step 3; -1: all ranks
+    some_targets: bool = False  # ignore a number of targets that differs from row to row
     shift: int = 0  # the position that rows are read from is off by this
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
     lose_moments: bool = False  # on resume
-    unknown_setting: str | None = None  # of the optimizer's groups, to an older version that saves
     sample_tokens: int = 8  # that a finished run shows
     # where each rank writes, into a file of its own, the rows that it puts through forward
     consumed: Path | None = None
 
-    def apply(self) -> Any:
-        """A context in which the program of this process is twisted."""
-        twist, rank = self, int(os.environ["RANK"])
-        setting_up: dict[str, Any] = {}
-        given: dict[str, Any] = {"SAMPLE_TOKENS": self.sample_tokens}
+    def apply(self, app: App) -> App:
+        """The app with these faults, for the program of this process."""
+        samples.SAMPLE_TOKENS = self.sample_tokens
+        return dataclasses.replace(
+            app, data=TwistedData(self), objective=functools.partial(TwistedObjective, self)
+        )
 
-        class TwistedLoader(Loader):
-            def __init__(self, *args: Any, position: int, **kwargs: Any) -> None:
-                super().__init__(*args, position=position + twist.shift, **kwargs)
 
-            def __next__(self) -> list[MicroBatch]:
-                batch = super().__next__()
-                step = (self.position - twist.shift) // self._global_batch_size
-                changes = twist.rows is not None and twist.rank in (None, rank)
-                return twist.rows(batch, step) if changes else batch
+class TwistedRows:
+    def __init__(self, twist: Twist, rows: RowStream) -> None:
+        self.twist, self.stream = twist, rows
+        self.seq_len, self.n_views = rows.seq_len, rows.n_views
 
-        setting_up["Loader"] = TwistedLoader
-        if self.own_divisor:
-            given["count_targets"] = lambda batch, stopping, mesh: (
-                sum((m.targets != IGNORE).sum((1, 2)) for m in batch) * dp_degree(mesh),
-                False,
-            )
-        if self.lose_moments:
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        rows = self.stream.rows(positions + self.twist.shift)
+        if self.twist.wrong_token_on in (-1, int(os.environ["RANK"])):
+            of_step_3 = positions // GLOBAL_BATCH == 2
+            rows[np.flatnonzero(of_step_3)[:1], 5] ^= 1
+        return rows
 
-            def load_without_moments(checkpoint: Any, tensors: dict[str, Tensor]) -> None:
-                load_tensors(checkpoint, tensors)
-                for name, t in tensors.items():
-                    if name.startswith(("optim.exp_avg", "optim.momentum")):
+    def is_target(self, positions: np.ndarray) -> np.ndarray | None:
+        if not self.twist.some_targets:
+            return None
+        found = np.ones((len(positions), self.seq_len + self.n_views - 1), bool)
+        for i, row in enumerate(positions.tolist()):
+            found[i, 1 :: row + 2] = False
+            if row in (0, 1):
+                found[i] = False
+        return found
+
+
+class TwistedData(TextData):
+    def __init__(self, twist: Twist) -> None:
+        self.twist = twist
+
+    def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
+        data = super().open(args, tokenizer)
+        return dataclasses.replace(data, rows=TwistedRows(self.twist, data.rows))
+
+
+class TwistedObjective(Objective):
+    def __init__(self, twist: Twist, run: Run) -> None:
+        super().__init__(run)
+        self.twist = twist
+        if twist.lose_moments and run.progress.step:
+            for state in run.optimizer.state.values():
+                for name, t in state.items():
+                    if name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
                         t.zero_()
 
-            load_tensors = setup.load_tensors
-            setting_up["load_tensors"] = load_without_moments
-        if self.unknown_setting is not None:
+    def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
+        if self.twist.own_divisor:
+            own = sum((micro.targets != IGNORE).sum((1, 2)) for micro in batch)
+            valid = own * dp_degree(self.run.mesh)
+        if self.twist.consumed is not None:
+            self._write(batch)
+        return super().gradients(batch, valid)
 
-            def state_of_an_older_version(*args: Any, **kwargs: Any) -> dict[str, Any]:
-                state = state_to_save(*args, **kwargs)
-                for group in state["param_groups"]:
-                    group.pop(twist.unknown_setting, None)
-                return state
-
-            state_to_save = program.state_to_save
-            given["state_to_save"] = state_of_an_older_version
-        if self.consumed is not None:
-            given["accumulate"] = self._write_and_accumulate
-        changes = ExitStack()
-        changes.enter_context(mock.patch.multiple(program, **given))
-        changes.enter_context(mock.patch.multiple(setup, **setting_up))
-        return changes
-
-    def _write_and_accumulate(self, run: Run, batch: list[MicroBatch], *rest: Any) -> Any:
+    def _write(self, batch: list[MicroBatch]) -> None:
         rows = {
             row: digest(torch.cat((micro.tokens[i][None], micro.targets[:, i])))
             for micro in batch
             for i, row in enumerate(micro.row_ids.tolist())
             if row >= 0
         }
-        line = {"step": run.progress.step + 1, "dp": dp_rank(run.mesh), "rows": rows}
-        self.consumed.mkdir(exist_ok=True)
-        with (self.consumed / f"{os.environ['RANK']}.jsonl").open("a") as f:
+        line = {"step": self.run.progress.step + 1, "dp": dp_rank(self.run.mesh), "rows": rows}
+        self.twist.consumed.mkdir(exist_ok=True)
+        with (self.twist.consumed / f"{os.environ['RANK']}.jsonl").open("a") as f:
             f.write(json.dumps(line) + "\n")  # closing it hands it to the system: it outlives us
-        return accumulate(run, batch, *rest)
-
-
-def one_wrong_token(batch: list[MicroBatch], step: int) -> list[MicroBatch]:
-    """In one row of step 3."""
-    if step == 3:
-        batch[0].tokens[0, 5] ^= 1
-    return batch
-
-
-def some_targets(batch: list[MicroBatch], step: int) -> list[MicroBatch]:
-    """Ignores a number of targets that differs from row to row, and those of whole rows."""
-    for micro in batch:
-        masked(micro.row_ids, micro.targets)
-    return batch
 
 
 def masked(row_ids: Tensor, targets: Tensor) -> None:
@@ -230,7 +232,7 @@ class Interrupt:
         forwards = itertools.count(1)
 
         def forward_pre(module: Any, inputs: Any) -> None:
-            if next(forwards) == self.forward:
+            if module.training and next(forwards) == self.forward:
                 os.kill(os.getpid(), self.number)
 
         built.module.register_forward_pre_hook(forward_pre)
@@ -283,11 +285,10 @@ def train_here(
         return built
 
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with (twist or Twist()).apply():
-        try:
-            train(arguments(overrides), build_observed)
-        except UserError as error:
-            seen["error"] = str(error)
+    try:
+        train((twist or Twist()).apply(with_model(build_observed)), arguments(overrides))
+    except UserError as error:
+        seen["error"] = str(error)
     seen["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
     return seen
 
@@ -297,23 +298,28 @@ def restore_here(
 ) -> dict[str, Any]:
     """The state of a resumed run before its first step, named without the program's help."""
     with closing(StopRequest()) as stop, ExitStack() as open_parts:
-        run = set_up(arguments(overrides), build, stop, open_parts)
+        run, loader, _ = set_up(with_model(build), arguments(overrides), stop, open_parts)
         run.report.close()
-        return state_of(run)
+        return state_of(run) | {"position": loader.position}
 
 
 def resume_here(overrides: dict[str, Any], twist: Twist | None = None) -> dict[str, Any]:
     """The same state, on the way through a start that then goes on."""
     seen: dict[str, Any] = {}
+    app = (twist or Twist()).apply(main_app)
 
-    def look_first(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
+    def look_first(run: Run) -> Objective:
+        objective = app.objective(run)
         seen.update(state_of(run))
-        return take_steps(args, run, stop)
+        return objective
 
-    take_steps = program.take_steps
-    with (twist or Twist()).apply(), mock.patch.object(program, "take_steps", look_first):
-        train(arguments(overrides))
+    train(dataclasses.replace(app, objective=look_first), arguments(overrides))
     return seen
+
+
+def with_model(build: Callable[[Any], Built]) -> App:
+    """apps.main with another model."""
+    return dataclasses.replace(main_app, build=build)
 
 
 def state_of(run: Run) -> dict[str, Any]:
@@ -330,7 +336,6 @@ def state_of(run: Run) -> dict[str, Any]:
         "tensors": digests(tensors),
         "groups": groups,
         "progress": dataclasses.asdict(run.progress),
-        "position": run.loader.position,
     }
 
 
@@ -402,6 +407,15 @@ class Outcome:
 
     def state(self, step: int) -> dict[str, Any]:
         return json.loads((self.checkpoint(step) / "train_state.json").read_text())
+
+    def rewrite_state(self, step: int, change: Callable[[dict[str, Any]], None]) -> None:
+        """Change what a checkpoint's train_state.json says, as if it had been saved like this."""
+        path = self.checkpoint(step)
+        state, manifest = self.state(step), json.loads((path / MANIFEST).read_text())
+        change(state)
+        manifest["files"][STATE] = write_text(path / STATE, json.dumps(state))
+        manifest["xxh3_64"] = checksum_of(manifest)
+        (path / MANIFEST).write_text(json.dumps(manifest))
 
     def tensors(self, step: int) -> dict[str, Tensor]:
         """Of a checkpoint, as torch's own converter reads them."""

@@ -23,7 +23,8 @@ from apps.bench.report import spread
 from apps.bench.startup import PARTS, start_once
 from apps.bench.sync import table
 from apps.bench.sync_rank import count
-from apps.main.train import TrainArgs, build
+from apps.main.config import TrainArgs
+from apps.main.transformer import build
 from lingua.config.load import load
 from lingua.errors import UserError
 from lingua.format import align

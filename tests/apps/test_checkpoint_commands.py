@@ -125,7 +125,7 @@ def test_what_is_no_checkpoint_or_no_command_is_named(run: Outcome, tmp_path: Pa
         (["show", str(tmp_path)], "there is no whole checkpoint in it"),
         (["shwo", str(folder)], 'did you mean "show"'),
         (["diff", "config=x"], "takes a folder first"),
-        (["diff", str(folder), "app=apps.main.train"], "must be MODULE:CLASS"),
+        (["diff", str(folder), "app=apps.main.train"], "has no lingua.app.App named app"),
     ):
         with pytest.raises(UserError, match=told.replace("(", r"\(")):
             main(argv)

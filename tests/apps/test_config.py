@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.main.train import TrainArgs
+from apps.main.config import TrainArgs
 from lingua.config.load import flatten, load, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.errors import UserError

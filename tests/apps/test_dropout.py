@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import apps.main.train as program
+from apps.main.config import TrainArgs
+from apps.main.transformer import build
+from lingua.app import Built
 from lingua.hashing import hash_bits, key_of
 from tests.apps.runs import Outcome, Runs, Sizes, differs, name_of
 
@@ -16,7 +18,7 @@ CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.co
 
 
 @pytest.fixture(scope="module")
-def exclusive(runs: Runs) -> Outcome:
+def alone(runs: Runs) -> Outcome:
     """The run in one process, its global batch in one piece."""
     return runs.train((1, 1, 1), DROPPING)
 
@@ -68,8 +70,8 @@ class Wrong:
 
     noise: Callable[[int, torch.Tensor], torch.Tensor]
 
-    def __call__(self, args: program.TrainArgs) -> program.Built:
-        built = program.build(args)
+    def __call__(self, args: TrainArgs) -> Built:
+        built = build(args)
         steps = iter(range(10**6))
 
         def forward_pre(module: Any, inputs: Any, named: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from apps.main.train import check
+from apps.main.start import check
 from lingua.errors import UserError
 from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, Outcome, Runs, differs

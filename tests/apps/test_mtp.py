@@ -1,7 +1,6 @@
 """apps/mtp: each head against a plain model of its own, training on meshes against one process."""
 
 import json
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -16,22 +15,24 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import apps.main.train as app
-import apps.mtp.train as program
+import apps.mtp
 from apps.main import eval as evaluation
 from apps.main import generate as generation
-from apps.main.train import Built, set_up, train
+from apps.main import train as program
+from apps.main.start import check
+from apps.main.train import set_up, train
 from apps.main.transformer import ModelArgs as PlainArgs
 from apps.main.transformer import build_transformer
-from apps.mtp.model import ModelArgs, MultiToken, build_multi_token, build_trained
-from apps.mtp.train import TrainArgs, build
+from apps.mtp import TrainArgs, app, build
+from apps.mtp.model import ModelArgs, MultiToken, build_multi_token
+from lingua.app import Built
 from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.errors import UserError
 from lingua.init import canonical_name, init_parameters
 from lingua.signals import StopRequest
 from tests.apps.runs import SMALL as RUN
-from tests.apps.runs import write_text
+from tests.apps.runs import write_sources
 from tests.apps.tasks import write_tasks
 
 CPU = torch.device("cpu")
@@ -158,10 +159,9 @@ def test_flops_are_what_torch_counts():
     assert built.flops_per_token == pytest.approx(needed / (ROWS * SEQ), rel=1e-12)
 
 
-def test_the_fork_is_a_model_a_config_and_at_most_sixty_lines():
-    folder = Path(program.__file__).parent
-    programs = [(folder / name).read_text() for name in ("train.py", "eval.py", "generate.py")]
-    assert sum(bool(line) for text in programs for line in text.splitlines()) <= 60
+def test_the_fork_is_a_model_a_config_and_no_program():
+    folder = Path(apps.mtp.__file__).parent
+    assert {file.name for file in folder.glob("*.py")} == {"__init__.py", "model.py"}
     args, _ = load(TrainArgs, ["config=apps/mtp/configs/debug.yaml"])
     assert (args.data.n_views, args.model.head_layers) == (4, 1)
 
@@ -190,8 +190,7 @@ def on_mesh(mesh: tuple[int, int, int], rows: int = 7) -> dict[str, Any]:
 
 def train_here(overrides: dict[str, Any]) -> None:
     """The program itself."""
-    sys.argv = ["train", *command_line(overrides)]
-    app.main(TrainArgs, build)
+    program.main(["app=apps.mtp", *command_line(overrides)])
 
 
 def build_shifted(args: TrainArgs) -> Built:
@@ -209,14 +208,14 @@ def build_shifted(args: TrainArgs) -> Built:
 
 
 def train_shifted_here(overrides: dict[str, Any]) -> None:
-    train(arguments(overrides), build_shifted)
+    train(replace(app, build=build_shifted), arguments(overrides))
 
 
 def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], set[str], list]:
     """Whether tensor parallelism splits each parameter, the FSDP units, and the logits without
     targets."""
     with closing(StopRequest()) as stop, ExitStack() as open_parts:
-        run = set_up(arguments(overrides), build, stop, open_parts)
+        run, _, _ = set_up(app, arguments(overrides), stop, open_parts)
     run.report.close()
     split = {
         canonical_name(name): isinstance(p, DTensor)  # of one process: the plain model
@@ -252,7 +251,7 @@ def same_run(lines: dict[int, dict], expected: dict[int, dict]) -> bool:
 def data(tmp_path_factory) -> dict[str, Any]:
     text = tmp_path_factory.mktemp("mtp") / "text"
     text.mkdir()
-    write_text(text)
+    write_sources(text)
     return {"data.root_dir": str(text), "stop_at": 6, "validation.every": 6}
 
 
@@ -299,9 +298,9 @@ def test_it_goes_on_with_a_run_on_another_mesh(ranks, data, single, tmp_path):
 
 
 def command_here(command: Callable, *arguments: str) -> None:
-    """apps.main.eval's or generate's main, as this app calls it."""
+    """apps.main.eval's or generate's main: the checkpoint names this app."""
     try:
-        command(list(arguments), ModelArgs, build_trained)
+        command(list(arguments))
     finally:
         dist.destroy_process_group()
 
@@ -309,13 +308,13 @@ def command_here(command: Callable, *arguments: str) -> None:
 def checked_here(overrides: dict[str, Any]) -> str:
     """What a launcher is told, or nothing."""
     try:
-        app.check(command_line(overrides), 1, TrainArgs, build)
+        check(["app=apps.mtp", *command_line(overrides)], 1)
     except UserError as error:
         return str(error)
     return ""
 
 
-def test_its_checkpoints_are_evaluated_by_its_own_program_as_while_it_trains(ranks, data, tmp_path):
+def test_its_checkpoints_are_evaluated_as_while_it_trains(ranks, data, tmp_path):
     task_dir, run = write_tasks(tmp_path / "tasks", n=4), tmp_path / "run"
     settings = data | on_mesh(SINGLE) | {"dump_dir": str(run), "stop_at": 2, "eval.every": 2}
     settings |= {"eval.tasks": "[rolling,reply]", "eval.task_dir": task_dir}
@@ -341,12 +340,9 @@ def test_its_checkpoints_are_evaluated_by_its_own_program_as_while_it_trains(ran
     assert written[0] and written[0] == written[1]
 
     jobs = settings | {"eval.launcher": "slurm", "dump_dir": str(tmp_path / "later")}
-    for script, told in (
-        ("apps.main.eval", "model.head_layers: unknown key"),
-        ("apps.mtp.eval", ""),
-    ):
-        [said] = ranks.run(1, checked_here, jobs | {"eval.job": f"{{script: {script}}}"})
-        assert told in said if told else not said
+    for named, message in (("apps.main", "model.head_layers: unknown key"), ("apps.mtp", "")):
+        [found] = ranks.run(1, checked_here, jobs | {"eval.job": f"{{app: {named}}}"})
+        assert message in found if message else not found
 
 
 def test_under_tensor_parallelism_heads_are_split_as_the_trunk_is(ranks, data, tmp_path):

@@ -5,9 +5,9 @@ import os
 import pickle
 import shutil
 import signal
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
-import apps.main.train as program
-from apps.main.train import Built, Run, TrainArgs, build
-from apps.main.transformer import Transformer
+from apps.main import app
+from apps.main.config import TrainArgs
+from apps.main.train import set_up
+from apps.main.transformer import Transformer, build
+from lingua.app import Built
 from lingua.checkpoint import convert as checkpoint_convert
+from lingua.signals import StopRequest
 from tests import lingua_checkpoint
 from tests.apps.runs import Outcome, Runs, arguments, differs, digest, digests, mesh, whole
 from tests.checkpoint.test_checkpoint_load import Evil
@@ -146,16 +149,11 @@ def test_what_cannot_be_started_from_is_refused_by_name(
 
 def logits_here(overrides: dict[str, Any]) -> Tensor:
     """Of TOKENS, by the model that a run begins with."""
-    seen = []
-
-    def look(args: TrainArgs, run: Run, stop: Any) -> bool:
+    with closing(StopRequest()) as stop, ExitStack() as open_parts:
+        run, _, _ = set_up(app, arguments(overrides), stop, open_parts)
+        run.report.close()
         with torch.no_grad():
-            seen.append(whole(run.model(TOKENS)))
-        return True  # as if stopped before the first step
-
-    with mock.patch.object(program, "take_steps", look):
-        program.train(arguments(overrides))
-    return seen[0]
+            return whole(run.model(TOKENS))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

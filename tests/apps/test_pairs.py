@@ -140,7 +140,7 @@ def test_what_one_topology_saves_another_goes_on_from(
     restored = resume(runs, loaded, run, kind.settings | own)
     assert restored["tensors"] == digests(tensors)
     assert restored["progress"] == run.state(K)["progress"]
-    assert restored["position"] == K * 7
+    assert restored["progress"]["position"] == K * 7
     assert run.column("step") == list(range(1, END + 1))
     assert same(run, whole((1, 1, 1), kind), kind, tolerance)
 

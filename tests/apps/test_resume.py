@@ -182,9 +182,9 @@ def test_text_that_changed_behind_its_name_is_refused(
 
 
 PREPARE = """
-from apps.main.train import TrainArgs
-from lingua.args import load
-from lingua.data.prepare import prepare_sources
+from apps.main.config import TrainArgs
+from lingua.config.load import load
+from lingua.data.prepare.sources import prepare_sources
 from lingua.tokenizer import build_tokenizer
 args, _ = load(TrainArgs)
 prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=print)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from apps.main.train import Built, build
+from apps.main.transformer import build
+from lingua.app import Built
 from tests.apps.runs import (
     GLOBAL_BATCH,
     Interrupt,

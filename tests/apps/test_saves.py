@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from apps.main.train import Built, TrainArgs, build
+from apps.main.config import TrainArgs
+from apps.main.transformer import build
+from lingua.app import Built
 from tests.apps.runs import Outcome, Runs, differs, digests, train_here
 
 LIMIT = 30_000  # bytes: enough for the lines of a run, not for its tensors
@@ -33,6 +35,8 @@ class Fault:
         built, forwards, dump_dir = build(args), itertools.count(1), Path(args.dump_dir)
 
         def forward_pre(module: Any, inputs: Any) -> None:
+            if not module.training:
+                return
             step = next(forwards)
             if int(os.environ["RANK"]) == self.rank and step == self.begin:
                 wait_until((dump_dir / "checkpoints" / "0000000002").exists)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from apps.main.train import TrainArgs
+from apps.main.config import TrainArgs
 from lingua.checkpoint.resume import Change, Saved, check_config, check_data
 from lingua.config.load import flatten, resume_classes
 from lingua.data.args import Stage

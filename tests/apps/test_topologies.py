@@ -25,9 +25,7 @@ from tests.apps.runs import (
     differs,
     masked,
     name_of,
-    one_wrong_token,
     relative,
-    some_targets,
 )
 
 MESHES = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
@@ -43,7 +41,7 @@ def on_its_own(sizes: Sizes) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def exclusive(runs: Runs) -> Outcome:
+def alone(runs: Runs) -> Outcome:
     """The run in one process, its global batch in one piece."""
     return runs.train((1, 1, 1), MEASURED)
 
@@ -143,7 +141,7 @@ def test_a_run_on_the_same_topology_is_bitwise_the_same_with_deterministic(runs:
     [
         (Twist(), []),
         (Twist(shift=1), ["batch_hash", "loss", "grad_norm"]),
-        (Twist(rows=one_wrong_token), ["batch_hash", "loss", "grad_norm"]),
+        (Twist(wrong_token_on=-1), ["batch_hash", "loss", "grad_norm"]),
         # The loss that is logged has the divisor of its gradient.
         (Twist(own_divisor=True), ["loss", "grad_norm"]),
     ],
@@ -161,7 +159,7 @@ def test_a_run_that_differs_is_seen_to_differ(
 def test_one_wrong_row_on_any_rank_changes_the_hash_of_its_step(
     runs: Runs, alone: Outcome, sizes: Sizes, rank: int
 ) -> None:
-    run = runs.train(sizes, {"stop_at": 4}, twist=Twist(rows=one_wrong_token, rank=rank))
+    run = runs.train(sizes, {"stop_at": 4}, twist=Twist(wrong_token_on=rank))
     pairs = zip(run.column("batch_hash"), alone.column("batch_hash")[:4], strict=True)
     assert [found == expected for found, expected in pairs] == [True, True, False, True]
 
@@ -214,14 +212,14 @@ def test_the_gradient_of_uneven_masks_is_that_of_plain_torch(
     runs: Runs, plain_gradients: dict[str, Tensor], sizes: Sizes, mode: str
 ) -> None:
     settings = ONE_STEP | {"data.batch_size": 1, "distributed.grad_sync": mode}
-    run = runs.train(sizes, settings, twist=Twist(rows=some_targets))
+    run = runs.train(sizes, settings, twist=Twist(some_targets=True))
     assert worst(first_gradients(run), plain_gradients) < 1e-5
 
 
 def test_a_gradient_with_a_wrong_divisor_is_seen(
     runs: Runs, plain_gradients: dict[str, Tensor]
 ) -> None:
-    twist = Twist(rows=some_targets, own_divisor=True)
+    twist = Twist(some_targets=True, own_divisor=True)
     run = runs.train((1, 2, 2), ONE_STEP, twist=twist)
     assert worst(first_gradients(run), plain_gradients) > 1e-2
 
@@ -230,7 +228,7 @@ def test_the_factor_of_the_gradient_does_not_depend_on_precision(
     runs: Runs, plain_gradients: dict[str, Tensor]
 ) -> None:
     settings = ONE_STEP | {"data.batch_size": 1, "distributed.model_dtype": "bf16"}
-    run = runs.train((2, 1, 2), settings, twist=Twist(rows=some_targets))
+    run = runs.train((2, 1, 2), settings, twist=Twist(some_targets=True))
     assert worst(first_gradients(run), plain_gradients) < 0.05
 
 

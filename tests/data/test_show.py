@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from apps.main.train import TrainArgs
+from apps.main.config import TrainArgs
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.args import DataArgs, Stage

@@ -16,17 +16,9 @@ from lingua.data.prepare.long_text import LongText
 from lingua.data.prepare.pieces import PIECE, Pieces
 from lingua.data.prepare.records import Record, read_records, records_before
 from lingua.data.prepare.units import Job, Unit, UnitRecord, record_path
-from lingua.data.shards import (
-    SPLITS,
-    InputPart,
-    Shard,
-    Split,
-    shard_files,
-    temporary_suffix,
-    write_atomically,
-)
+from lingua.data.shards import SPLITS, InputPart, Shard, Split, shard_files
 from lingua.errors import UserError
-from lingua.files import open_synced
+from lingua.files import open_synced, temporary_suffix, write_atomically
 from lingua.tokenizer import Tokenizer
 
 BATCH_BYTES = 2**18  # text tokenized at once

@@ -40,16 +40,9 @@ from lingua.data.prepare.units import (
     with_stat_of,
 )
 from lingua.data.prepare.workers import build_units
-from lingua.data.shards import (
-    FORMAT_VERSION,
-    MANIFEST,
-    InputPart,
-    Manifest,
-    Source,
-    shard_files,
-    write_atomically,
-)
+from lingua.data.shards import FORMAT_VERSION, MANIFEST, InputPart, Manifest, Source, shard_files
 from lingua.errors import UserError
+from lingua.files import write_atomically
 from lingua.lock import claimed, holder, is_claim, is_free, locked, waits
 from lingua.tokenizer import Tokenizer
 

@@ -1,0 +1,194 @@
+"""Benchmarks while a run trains (`eval.*`): in its own processes, or each as a job of its own that
+the run launches and does not wait for. `apps.main.eval` is the program of those jobs."""
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from apps.main.config import TrainArgs
+from apps.main.run import Run
+from lingua.checkpoint.retention import mark, marks, unmark
+from lingua.checkpoint.save import publish_config
+from lingua.config.load import flatten, to_yaml
+from lingua.errors import UserError
+from lingua.inference.harness import (
+    WAITING,
+    HarnessArgs,
+    evaluate,
+    find_tasks,
+    metrics_lines,
+    open_tasks,
+    table,
+    write_results,
+)
+from lingua.parallel.mesh import on_rank_0
+from lingua.signals import StopRequest
+from lingua.slurm.jobs import environment_of_another
+from lingua.slurm.launch import launch, split_arguments
+from lingua.slurm.status import status
+
+LAUNCH_S = 600.0  # Slurm's commands wait for minutes for a controller that does not answer
+
+logger = logging.getLogger(__name__)
+
+
+def check_benchmarks(args: TrainArgs) -> None:
+    """Raises UserError where an evaluation would: of its tasks it looks at the names alone. By one
+    process, of a config whose every value is resolved."""
+    if args.eval is None:
+        return
+    try:
+        if args.eval.launcher == "slurm":
+            check_job(args)
+        else:
+            find_tasks(args.eval)
+    except UserError as error:
+        raise UserError(f"eval: {error}") from None
+
+
+def check_job(args: TrainArgs) -> None:
+    """Let the job's own program validate it, for a checkpoint such as this run will save. Raises
+    UserError where a launch would, but asks nothing of Slurm."""
+    with TemporaryDirectory() as folder:
+        checkpoint = publish_config(Path(folder), to_yaml(args))
+        job, of_eval, sweep = split_arguments(job_words(args, checkpoint, 0))
+        if job.launcher != "slurm":
+            raise UserError(f"job.launcher = {job.launcher}: must be slurm, or left out")
+        if sweep:
+            raise UserError(f"job.sweep.{next(iter(sweep))}: must be left out, it is one job")
+        try:
+            launch(replace(job, launcher="print", time=job.time or "UNLIMITED"), of_eval)
+        except UserError as error:
+            why = str(error).replace(f"{checkpoint}/", "this run's ")
+            raise UserError(f"job.script = {job.script} would refuse its job: {why}") from None
+
+
+class Benchmarks:
+    """The benchmarks of a run. Made and called by every rank."""
+
+    def __init__(self, args: TrainArgs) -> None:
+        """Loads the tasks and their data, before the run trains; raises UserError for what an
+        evaluation could not do."""
+        self.tasks: dict[str, Any] = {}  # on rank 0
+        self._reported: set[str] = set()  # failed jobs
+
+        def load() -> None:
+            try:
+                self.tasks.update(open_tasks(args.eval, args.data.seq_len))
+            except UserError as error:
+                raise UserError(f"eval: {error}") from None
+
+        if args.eval is not None:
+            on_rank_0(load)
+
+    def evaluate(self, run: Run, stop: StopRequest) -> None:
+        """Evaluate the model as it is, or launch a job for its checkpoint. A failure is reported
+        and training goes on; an evaluation ends where the run is asked to stop."""
+        with run.report.paused():
+            try:
+                if run.args.eval.launcher == "slurm":
+                    run.saver.wait()
+                    on_rank_0(lambda: self._launch(run))
+                else:
+                    self._evaluate_here(run, stop)
+            except UserError as error:  # on every rank
+                logger.error(f"step {run.progress.step} is not evaluated: {error}")
+
+    def evaluate_missed(self, run: Run, stop: StopRequest) -> None:
+        """Evaluate the step that a run resumes from, if it was stopped before it did."""
+        step = run.progress.step
+        if step == 0 or not run.args.evaluation_due(step):
+            return
+        folder = results_folder(run.args, step)
+        # Or it was left to a job.
+        if on_rank_0(lambda: not any((*folder.glob("results_*"), *folder.glob("job_id")))):
+            self.evaluate(run, stop)
+
+    def _evaluate_here(self, run: Run, stop: StopRequest) -> None:
+        step, args = run.progress.step, run.args
+        results = evaluate(
+            args.eval,
+            self.tasks,
+            run.model,
+            run.tokenizer,
+            run.mesh,
+            args.data.add_bos,
+            args.data.seq_len,
+            lambda: stop.signal is not None,
+        )
+
+        def report() -> None:
+            run.report.evaluation(metrics_lines(results, step))
+            logger.info(f"step {step} on benchmarks:\n{table(results).strip()}")
+            write_results(results_folder(args, step), results, step, flatten(args.eval))
+
+        on_rank_0(report)
+
+    def _launch(self, run: Run) -> None:
+        """Launch the evaluation of the checkpoint just saved; on rank 0. Raises UserError."""
+        self._log_failed_jobs(run.args)
+        step = run.progress.step
+        checkpoint = (run.saver.root / f"{step:010d}").absolute()
+        if not checkpoint.is_dir():
+            raise UserError(f"{checkpoint} was not saved")
+        # In a process of its own: neither this one's place in its job nor its libraries are the
+        # job's.
+        command = [sys.executable, "-m", "lingua.stool", *job_words(run.args, checkpoint, step)]
+        waited_for = WAITING in marks(checkpoint)  # by a job of an earlier start
+        try:
+            mark(checkpoint, WAITING)  # kept until it is evaluated: the job may start much later
+            done = subprocess.run(
+                command,
+                env=environment_of_another(),
+                capture_output=True,
+                text=True,
+                timeout=LAUNCH_S,
+            )
+            failure = done.stderr.strip() if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            failure = str(error)
+        if failure:
+            if not waited_for:
+                unmark(checkpoint, WAITING)
+            raise UserError(f"its job was not launched: {failure}")
+        logger.info(f"step {step} is evaluated by a job: {done.stdout.splitlines()[0]}")
+
+    def _log_failed_jobs(self, args: TrainArgs) -> None:
+        """Log, once, which jobs have failed; on rank 0."""
+        jobs = results_folder(args, 0).parent
+        if not any(jobs.glob("*/job_id")):
+            return
+        for job in status(jobs):
+            if job.failed and job.job_id not in self._reported:
+                self._reported.add(job.job_id)
+                why = "; ".join(job.errors) or f"see {jobs / job.name / 'logs'}"
+                logger.error(f"job {job.job_id}, which evaluates {job.name}, is {job.state}: {why}")
+
+
+def results_folder(args: TrainArgs, step: int) -> Path:
+    return Path(args.dump_dir).absolute() / "evals" / f"{step:010d}"
+
+
+def job_words(args: TrainArgs, checkpoint: Path, step: int) -> list[str]:
+    """The command line of lingua.stool for the job that evaluates a checkpoint; values of
+    `eval.job` come last, and win."""
+    values = {f.name: getattr(args.eval, f.name) for f in fields(HarnessArgs)}
+    values = {"script": "apps.main.eval", "app": args.app} | values | args.eval.job
+    words = [f"name={args.name}-eval-{step}", f"dump_dir={results_folder(args, step)}"]
+    words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *wandb_words(args)]
+    return [*words, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
+
+
+def wandb_words(args: TrainArgs) -> list[str]:
+    """An evaluation is a wandb run of its own, in the same group as the run that it evaluates: two
+    processes cannot write into one."""
+    wandb = args.logging.wandb
+    if wandb is None:
+        return []
+    values = asdict(replace(wandb, name=None, group=wandb.group or args.name, job_type="eval"))
+    return [f"wandb.{key}={json.dumps(value)}" for key, value in values.items()]

@@ -1,0 +1,122 @@
+"""An experiment as one value, and how programs find it.
+
+An app is a module or package that has an `App` as its attribute `app`. Every program (training,
+evaluation, generation, conversion, launching) works from that value, so a fork that changes the
+model needs no program of its own.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lingua.config.yaml import COMMAND_LINE, read_files
+from lingua.errors import UserError, nearest
+from lingua.parallel.parallelize import ParallelPlan
+
+APPS = Path(__file__).parents[1] / "apps"  # of this repository
+GROUP = "lingua.apps"  # entry points of installed packages: name = "package.module:app"
+MAIN = "main"  # the app of a config that names none
+
+
+@dataclass(frozen=True)
+class Built:
+    """The model of a config."""
+
+    module: nn.Module  # a lingua.model.LanguageModel on the meta device, unless it is small
+    plan: ParallelPlan | None  # its layout on a mesh; None: data parallel as one unit
+    flops_per_token: float  # of forward and backward, for the MFU
+
+
+@dataclass(frozen=True)
+class App:
+    """What an experiment consists of. What is None is as in apps.main.
+
+    path: import path of the module that has this value as `app`; config.yaml records it.
+    config: dataclass of the whole configuration, one of apps.main.config.TrainArgs or derived.
+    build: the model of such a configuration.
+    data: where rows come from, a lingua.data.rows.Data.
+    optimizer: (module, configuration, plan) -> torch.optim.Optimizer, for a sharded module.
+    objective: (Run) -> apps.main.train.Objective, which computes gradients and held-out loss.
+    probe: called with the Run in every step, once its gradients are complete.
+    hugging_face: the model's form in transformers, a lingua.convert.HuggingFace; None: it has none.
+    """
+
+    path: str
+    config: type
+    build: Callable[[Any], Built]
+    data: Any = None
+    optimizer: Callable[[nn.Module, Any, ParallelPlan | None], Any] | None = None
+    objective: Callable[[Any], Any] | None = None
+    probe: Callable[[Any], None] | None = None
+    hugging_face: Any = None
+
+
+def choose_app(argv: list[str]) -> App:
+    """The app that a command line asks for, apps/main where it asks for none. Raises UserError."""
+    return named_app(argv) or find_app(None, "")
+
+
+def named_app(argv: list[str]) -> App | None:
+    """The app that a command line names: `app=MODULE`, else `app:` in its `config=FILE`.
+
+    Raises:
+        UserError: it cannot be imported, or a file names one that find_app does not trust.
+    """
+    named = [word.removeprefix("app=") for word in argv if word.startswith("app=")]
+    if named:
+        return import_app(named[-1], COMMAND_LINE)
+    files = [word.removeprefix("config=") for word in argv if word.startswith("config=")]
+    layers = read_files(files[-1]) if files else []
+    for layer in reversed(layers):
+        if "app" in layer.value and layer.value["app"].value is not None:
+            return find_app(str(layer.value["app"].value), layer.value["app"].where)
+    return None
+
+
+def find_app(path: str | None, where: str) -> App:
+    """The app that a file names; None: apps/main. Importing executes code, so only the apps of this
+    repository and those that installed packages register are imported.
+
+    Args:
+        path: import path, as `App.path`.
+        where: the place of the name, for messages.
+    """
+    trusted = known_apps()
+    path = path or trusted.get(MAIN)
+    if path is None:
+        raise UserError("app: must be given here as app=MODULE; this installation has no app main")
+    if path not in trusted.values():
+        names = ", ".join(sorted(trusted.values())) or "none"
+        raise UserError(
+            f"app = {path} ({where}): is not imported because a file names it. To trust it, give "
+            f"app={path} on the command line; known apps: {names}{nearest(path, trusted.values())}"
+        )
+    return import_app(path, where)
+
+
+def known_apps() -> dict[str, str]:
+    """{name: import path} of this repository's apps/ and of entry points, the former first."""
+    found = {point.name: point.module for point in entry_points(group=GROUP)}
+    package = APPS.name
+    spec = importlib.util.find_spec(package)
+    places = [] if spec is None else spec.submodule_search_locations or []
+    if [Path(place).resolve() for place in places] == [APPS.resolve()]:  # not another `apps`
+        found |= {f.parent.name: f"{package}.{f.parent.name}" for f in APPS.glob("*/__init__.py")}
+    return found
+
+
+def import_app(path: str, where: str) -> App:
+    """The App of a module. Raises UserError where there is none."""
+    try:
+        app = getattr(importlib.import_module(path), "app", None)
+    except ImportError as error:
+        raise UserError(f"app = {path} ({where}): cannot be imported ({error})") from None
+    if not isinstance(app, App):
+        raise UserError(f"app = {path} ({where}): the module has no lingua.app.App named app")
+    return app
