@@ -107,7 +107,8 @@ def known_apps() -> dict[str, str]:
     spec = importlib.util.find_spec(package)
     places = [] if spec is None else spec.submodule_search_locations or []
     if [Path(place).resolve() for place in places] == [APPS.resolve()]:  # not another `apps`
-        found |= {f.parent.name: f"{package}.{f.parent.name}" for f in APPS.glob("*/__init__.py")}
+        modules = [f for f in APPS.glob("*/__init__.py") if f.stat().st_size]  # some define no app
+        found |= {f.parent.name: f"{package}.{f.parent.name}" for f in modules}
     return found
 
 

@@ -71,7 +71,31 @@ def run(keys: list[str], sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
     if code != 0:
         raise UserError(f"{' '.join(command)}\nleft with exit code {code}")
     dump_dir = next(key.partition("=")[2] for key in keys if key.startswith("dump_dir="))
-    text = (Path(dump_dir) / "metrics.jsonl").read_text(encoding="utf-8")
+    return steps_of(Path(dump_dir))
+
+
+def compare(
+    never: list[dict[str, Any]], stopped: list[dict[str, Any]]
+) -> tuple[list[float], list[bool]]:
+    """Of each step, the relative difference of the losses and whether the global batches are equal.
+
+    Args:
+        never, stopped: the metrics of every step of a run that never stopped, and of one that did.
+
+    Raises:
+        UserError: they are not of the same steps, each once.
+    """
+    steps = [line["step"] for line in never]
+    if [line["step"] for line in stopped] != steps or steps != list(range(1, len(steps) + 1)):
+        raise UserError("the two runs did not log the same steps, each once")
+    apart = [abs(b["loss"] / a["loss"] - 1) for a, b in zip(never, stopped, strict=True)]
+    equal = [a["batch_hash"] == b["batch_hash"] for a, b in zip(never, stopped, strict=True)]
+    return apart, equal
+
+
+def steps_of(dump_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of every logged step of a run."""
+    text = (dump_dir / "metrics.jsonl").read_text(encoding="utf-8")
     return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
 
 
@@ -80,11 +104,7 @@ def report(
 ) -> Report:
     """`never` and `stopped` are the metrics of every step of the two runs; `ends` are the last
     steps of the starts of the second."""
-    steps = [line["step"] for line in never]
-    if [line["step"] for line in stopped] != steps or steps != list(range(1, ends[-1] + 1)):
-        raise UserError("the two runs did not log the same steps, each once")
-    apart = [abs(b["loss"] / a["loss"] - 1) for a, b in zip(never, stopped, strict=True)]
-    equal = [a["batch_hash"] == b["batch_hash"] for a, b in zip(never, stopped, strict=True)]
+    apart, equal = compare(never, stopped)
     rows = [("dp_replicate, dp_shard, tp", "micro-batch", "steps", "equal batches", "loss apart")]
     begin = 0
     for (sizes, size), end in zip(STARTS, ends, strict=True):

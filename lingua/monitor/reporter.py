@@ -162,13 +162,17 @@ class Reporter:
         return dict(zip(self._numbers, values.tolist(), strict=True))
 
     def validation(self, step: int, source: str, result: dict[str, float]) -> None:
-        """Write the held-out loss of one source."""
-        if dist.get_rank() == 0:
-            self._write("metrics.validation", {"step": step, "source": source, **result})
-            logger.info(
-                f"step {step}  held-out {source}: {result['nats_per_byte']:.4f} nats per byte "
+        """Write what was measured on the held-out part of one source: numbers by name."""
+        if dist.get_rank() != 0:
+            return
+        self._write("metrics.validation", {"step": step, "source": source, **result})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in result.items())
+        if "nats_per_byte" in result:
+            shown = (
+                f"{result['nats_per_byte']:.4f} nats per byte "
                 f"({result['nats_per_token']:.4f} per token, {result['tokens']:,} tokens)"
             )
+        logger.info(f"step {step}  held-out {source}: {shown}")
 
     def evaluation(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write what benchmarks found, a line for each task; on rank 0."""

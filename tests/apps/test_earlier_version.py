@@ -1,0 +1,41 @@
+"""A run that an earlier version began: tests/samples/VERSION has its text, its shards, its dump dir
+after step 6, and the metrics of the whole run as that version made them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from apps.bench.promise import compare, steps_of
+from tests.apps.runs import name_of
+from tests.forks.test_forks import train_here
+from tests.ranks import Ranks
+
+SAMPLES = Path(__file__).parents[1] / "samples"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=name_of)
+@pytest.mark.parametrize("version", [folder.name for folder in SAMPLES.iterdir()])
+def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(
+    ranks: Ranks, tmp_path: Path, version: str, sizes: tuple[int, int, int]
+) -> None:
+    sample = shutil.copytree(SAMPLES / version, tmp_path / "sample")
+    shards = {path: path.read_bytes() for path in sample.glob("text/.tokens/*/*.tokens")}
+    inodes = {path: path.stat().st_ino for path in shards}
+    argv = [f"config={sample}/config.yaml", f"dump_dir={sample}/run"]
+    keys = ("dp_replicate", "dp_shard", "tp_size")
+    argv += [f"distributed.{key}={n}" for key, n in zip(keys, sizes, strict=True)]
+    argv += [f"data.root_dir={sample}/text", "data.workers=0"]
+    n = sizes[0] * sizes[1] * sizes[2]
+    assert set(ranks.run(n, train_here, argv)) == {""}
+
+    assert "(step 6)" in (sample / "run" / "train.log").read_text()
+    whole = [json.loads(line) for line in (sample / "metrics.jsonl").read_text().splitlines()]
+    whole = [line for line in whole if "loss" in line]
+    found = steps_of(sample / "run")
+    apart, equal = compare(whole, found)
+    assert len(equal) == 12 and all(equal) and max(apart) < 1e-5
+    assert [line["lr"] for line in found] == [line["lr"] for line in whole]
+    # Its shards are used as they are.
+    assert shards and {path: path.stat().st_ino for path in shards} == inodes
