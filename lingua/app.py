@@ -100,6 +100,14 @@ def find_app(path: str | None, where: str) -> App:
     return import_app(path, where)
 
 
+def main_program(name: str) -> str:
+    """The module of a program of apps/main: `train` of it trains any app."""
+    main = known_apps().get(MAIN)
+    if main is None:
+        raise UserError("script must be given: this installation has no app main")
+    return f"{main}.{name}"
+
+
 def known_apps() -> dict[str, str]:
     """{name: import path} of this repository's apps/ and of entry points, the former first."""
     found = {point.name: point.module for point in entry_points(group=GROUP)}

@@ -91,7 +91,7 @@ def set_up(
     mesh = start(device, launch, args.distributed, args.deterministic)
     args.dump_dir = args.dump_dir or f"runs/{args.name}"
     dump_dir = Path(args.dump_dir)
-    init_logger(dump_dir, dist.get_rank())
+    init_logger(dump_dir, dist.get_rank(), app.path)
     saver = open_parts.enter_context(Saver(checkpoint_folder(args), args.checkpoint))
 
     # ---- what can be wrong, and what an earlier start left

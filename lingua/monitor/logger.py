@@ -38,9 +38,10 @@ class _Format(logging.Formatter):
         return False  # formatMessage asks for it itself
 
 
-def init_logger(dump_dir: Path | None, rank: int) -> None:
+def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
     """Rank 0 speaks on stdout and, in UTC, into `<dump_dir>/train.log` (appended); other ranks
-    only warn, on stderr. Called again, it replaces what it set up before.
+    only warn, on stderr. `app` is the import path of an app whose package logs too. Called again,
+    it replaces what it set up before.
 
     Raises UserError where the log cannot be written.
     """
@@ -61,7 +62,7 @@ def init_logger(dump_dir: Path | None, rank: int) -> None:
         handler.set_name(_HANDLER)
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    for name in OURS:
+    for name in (*OURS, *([app.partition(".")[0]] if app else [])):
         logging.getLogger(name).setLevel(logging.INFO)
 
 

@@ -1,6 +1,6 @@
 """Launch runs on Slurm, one or a sweep, and see how they are:
 
-    python -m lingua.stool config=FILE nodes=2 ngpu=8 [script=apps.main.train] [key=value ...]
+    python -m lingua.stool config=FILE nodes=2 ngpu=8 [script=MODULE] [app=MODULE] [key=value ...]
     python -m lingua.stool config=FILE sweep.optim.lr=1e-3,3e-4 at_once=2 [key=value ...]
     python -m lingua.stool status DIR
 
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from lingua.app import main_program
 from lingua.config.load import load, to_yaml
 from lingua.errors import UserError, nearest
 from lingua.signals import STOPPING, exec_program
@@ -41,7 +42,7 @@ SCRIPT = "submit.slurm"
 
 @dataclass
 class JobArgs:
-    script: str = "apps.main.train"  # module that trains; its check() judges the config
+    script: str | None = None  # module to run; its check() validates the config; null: training
     # slurm submits a job, local runs it on this machine without Slurm, print shows the batch script
     launcher: Literal["slurm", "local", "print"] = "slurm"
     nodes: int = 1  # machines
@@ -135,13 +136,14 @@ def launch_sweep(
 
 
 def _script(job: JobArgs) -> ModuleType:
+    name = job.script or main_program("train")
     try:
-        module = import_module(job.script)
+        module = import_module(name)
     except ImportError as error:
-        raise UserError(f"script = {job.script}: cannot be imported ({error})") from None
+        raise UserError(f"script = {name}: cannot be imported ({error})") from None
     if not hasattr(module, "check"):
-        need = "must have a function check(arguments, world_size) that judges its config"
-        raise UserError(f"script = {job.script}: {need}")
+        need = "must have a function check(arguments, world_size) that validates its config"
+        raise UserError(f"script = {name}: {need}")
     return module
 
 
@@ -250,7 +252,14 @@ def _setup(job: JobArgs, root: Path) -> list[str]:
 
 
 def _command(job: JobArgs, member: Member) -> list[str]:
-    return [sys.executable, "-u", "-m", job.script, f"config={member.dump_dir / BASE}", *member.app]
+    return [
+        sys.executable,
+        "-u",
+        "-m",
+        job.script or main_program("train"),
+        f"config={member.dump_dir / BASE}",
+        *member.app,
+    ]
 
 
 def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
