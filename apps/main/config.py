@@ -48,16 +48,9 @@ class TrainArgs:
 
 @dataclass(frozen=True)
 class Built:
-    """What a builder gives. forward(tokens int64 B S, targets int64 V-1 B S) returns the sums of
-    the token losses of each view, float32 V-1, and the targets they cover, int64 V-1; without
-    targets it returns the next token's logits, B S vocabulary. With data.document_mask it is called
-    with a third argument, documents int64 B S: the index of each token's document in its row. With
-    model.dropout, and in training only, also with the argument noise=, int64 B: a random key of
-    each row in this step, all that its dropout may depend on besides site, position and feature.
-    Text is generated faster if it takes `cache`, a lingua.transformer.Cache, and then returns the
-    logits of the last position alone."""
+    """What a builder gives."""
 
-    module: nn.Module  # on the meta device, unless it is small
+    module: nn.Module  # a lingua.model.LanguageModel, on the meta device unless it is small
     plan: ParallelPlan | None  # None: data parallel as one unit
     flops_per_token: float  # of forward and backward, for the MFU
 

@@ -32,6 +32,7 @@ from lingua.format import short_time
 from lingua.hashing import batch_hash, hash_bits, key_of
 from lingua.inference.generate import Request, generate
 from lingua.inference.sampling import SamplingArgs
+from lingua.model import Losses
 from lingua.monitor.profiling import Profiler
 from lingua.optim.optimizer import NonFiniteGuard, update
 from lingua.optim.schedule import lr_at
@@ -88,7 +89,9 @@ def take_steps(args: TrainArgs, run: Run, stop: StopRequest) -> bool:
             )
         with profiler.step(step):
             noise = key_of(args.seed, "noise", step) if args.model.dropout else None
-            loss, hashed = accumulate(run, batch, valid, args.distributed.grad_sync, noise)
+            loss, _terms, hashed = accumulate(
+                run, batch, valid, global_batch_size, args.distributed.grad_sync, noise
+            )
             norm = clip_grad_norm_(parameters, args.optim.clip)
             lr = lr_at(progress.step, args.optim, args.steps)
             update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
@@ -142,15 +145,22 @@ def count_targets(
 
 
 def accumulate(
-    run: Run, batch: list[MicroBatch], valid: torch.Tensor, grad_sync: str, noise: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of (sum of token losses / valid targets) over the global batch, in `.grad`.
+    run: Run,
+    batch: list[MicroBatch],
+    valid: torch.Tensor,
+    global_batch_size: int,
+    grad_sync: str,
+    noise: int | None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """Gradients of (sum of token losses / valid targets) over the global batch, in `.grad`, plus
+    those of the mean over its rows of each term that the model has per row.
 
-    `noise` is the key of the step's dropout. Returns this rank's share of that loss, float32, and
-    the hash of the rows it used, int64.
+    `noise` is the key of the step's dropout. Returns this rank's share of that loss and, by name,
+    of those means, float32, and the hash of the rows it used, int64.
     """
     valid = valid.to(run.device)
     loss = torch.zeros((), device=run.device)
+    terms: dict[str, torch.Tensor] = {}
     hashed = torch.zeros((), dtype=torch.int64, device=run.device)
     for i, micro in enumerate(batch):
         ids, tokens, targets, *documents = (
@@ -159,17 +169,23 @@ def accumulate(
         set_gradient_sync(run.model, grad_sync, last=i == len(batch) - 1)
         with loss_context(run.mesh):
             random = {} if noise is None else {"noise": hash_bits(noise, ids)}
-            sums, _ = run.model(tokens, targets, *documents, **random)
+            sums, _, per_row = Losses(*run.model(tokens, targets, *documents, **random))
             if sums.shape != valid.shape:  # else the division would broadcast
                 raise UserError(
                     f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
                     f"{len(valid)} views after the first; must be {len(sums) + 1}"
                 )
             part = (sums / valid).sum()  # over the views
-            part.backward()
+            means = {
+                name: torch.where(ids >= 0, term, 0).sum() / global_batch_size  # not of padding
+                for name, term in per_row.items()
+            }
+            sum(means.values(), part).backward()
         loss += part.detach()
+        for name, mean in means.items():
+            terms[name] = terms.get(name, 0) + mean.detach()
         hashed += batch_hash(ids, tokens, targets)
-    return loss, hashed
+    return loss, terms, hashed
 
 
 def save_checkpoint(args: TrainArgs, run: Run, final: bool = False) -> None:

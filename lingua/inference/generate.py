@@ -1,6 +1,6 @@
 """Text from a model, in batches: each row with its own settings, seed and end.
 
-A model whose forward takes a `cache` (lingua.transformer.Cache) is fed only what is new; any other
+A model whose forward takes a `cache` (lingua.model.Cache) is fed only what is new; any other
 is run again over the whole text for each token. On a mesh every rank calls `generate`, a
 data-parallel rank with requests of its own, the tp ranks of a group with the same ones.
 """
@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from lingua.dtensor import whole
 from lingua.errors import UserError
 from lingua.inference.sampling import Sampler, SamplingArgs
+from lingua.model import Cache
 from lingua.parallel.mesh import dp_degree
 from lingua.tokenizer import Tokenizer
-from lingua.transformer import Cache
 
 
 @dataclass(frozen=True)
@@ -179,13 +179,13 @@ class _Cached:
 
     def logits(self) -> Tensor:
         """Of the next token: float32 B V."""
-        new = self.tokens[:, self.cache.length : self.end]
+        new = self.tokens[:, self.cache.begin : self.end]
         return whole(self.model(new, cache=self.cache))[:, -1].float()
 
     def append(self, tokens: Tensor) -> None:
         self.tokens[:, self.end] = tokens
         self.end += 1
-        self.cache.length = self.end - self.tp
+        self.cache.begin = self.end - self.tp
 
     def keep(self, rows: Tensor) -> None:
         self.tokens = self.tokens[rows]
