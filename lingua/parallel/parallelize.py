@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lingua.errors import UserError
@@ -115,14 +116,14 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
             modules[name].register_forward_hook(
                 lambda module, args, out: out if isinstance(out, DTensor) else out.clone()
             )
-    # The loss over a split vocabulary is a DTensor, equal on all tp ranks: callers get it plain.
+    # Losses over a split vocabulary are DTensors, equal on all tp ranks: callers get them plain.
     model.register_forward_hook(
-        lambda module, args, out: tuple(_whole(t) for t in out) if isinstance(out, tuple) else out
+        lambda module, args, out: (
+            tree_map_only(DTensor, lambda t: t.full_tensor().clone(), out)
+            if isinstance(out, tuple)
+            else out
+        )
     )
-
-
-def _whole(t: Tensor) -> Tensor:
-    return t.full_tensor().clone() if isinstance(t, DTensor) else t
 
 
 # Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or

@@ -257,9 +257,8 @@ class NanAt:
         def spoil(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
             if not isinstance(output, tuple):
                 return output
-            sums, counts = output
             bad = (inputs[0] == row).all(1).any()
-            return sums * torch.where(bad, float("nan"), 1.0), counts
+            return output._replace(sums=output.sums * torch.where(bad, float("nan"), 1.0))
 
         built.module.register_forward_hook(spoil)
         return built
