@@ -43,6 +43,7 @@ from lingua.model import Losses
 from lingua.monitor.logger import init_logger
 from lingua.monitor.profiling import Profiler
 from lingua.monitor.reporter import Reporter
+from lingua.optim.adapter import adapt
 from lingua.optim.optimizer import NonFiniteGuard, build_optimizer, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_grad_norm_, set_gradient_sync
@@ -114,7 +115,7 @@ def set_up(
     built = begin.built
     model = parallelize_model(built.module, mesh, built.plan, args.distributed)
     init_parameters(model, args.seed, device)
-    optimizer = (app.optimizer or default_optimizer)(model, args, built.plan)
+    optimizer = adapt((app.optimizer or default_optimizer)(model, args, built.plan), model)
     progress = restore(begin, changes, args, model, optimizer, mesh)
     saver.restored(begin.saved)
     on_rank_0(lambda: write_atomically(dump_dir / "config.yaml", to_yaml(args)))

@@ -54,9 +54,11 @@ class MultiToken(Transformer):
         return ahead
 
 
-def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
+def parallel_plan(args: ModelArgs, n_heads: int, seq_len: int) -> ParallelPlan:
     """A block of a head is laid out as a block of the trunk."""
     plan = plain_plan(args, seq_len)
+    if n_heads == 1:
+        return plan
     heads = {
         name.replace("layers.*", "extra_heads.*.*"): style
         for name, style in plan.tp.items()

@@ -1,8 +1,8 @@
 """A fork with another block: a minimal gated recurrence (minGRU, Feng et al., 2024, arXiv
 2410.01201) in the place of attention.
 
-h_t = (1 - z_t) h_{t-1} + z_t v_t with z_t = sigmoid(wz x_t), v_t = wv x_t. The state begins at 0 with
-every document.
+h_t = (1 - z_t) h_{t-1} + z_t v_t with z_t = sigmoid(wz x_t), v_t = wv x_t. The state begins at 0
+with every document.
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
-"""A fork with experts: each position goes to one of several feed-forwards (Switch Transformer, Fedus
-et al., 2022, arXiv 2101.03961).
+"""A fork with experts: each position goes to one of several feed-forwards (Switch Transformer,
+Fedus et al., 2022, arXiv 2101.03961).
 
-An expert takes at most `capacity` x its equal share of the positions of a row in training, the most
-likely ones; other positions pass by. The auxiliary loss, too, is of a row, so neither depends on which
-rows a micro-batch has.
+In training an expert takes at most `capacity` times its equal share of the positions of a row, the
+most likely ones; other positions pass by. The auxiliary loss, too, is of a row, so neither depends
+on which rows a micro-batch has.
 """
 
 from collections.abc import Iterator

@@ -1,13 +1,13 @@
-"""A fork with an optimizer of torch's: NAdam, on the parts of the parameters that each rank holds."""
+"""A fork with an optimizer of torch's: NAdam, on the part of the parameters that a rank holds."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
-from lingua.optim.adapter import on_shards
 from torch import nn
 
 from apps.main import app as main_app
+from lingua.optim.adapter import on_shards
 from lingua.optim.optimizer import split_by_decay
 from lingua.parallel.parallelize import ParallelPlan
 
