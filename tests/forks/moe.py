@@ -89,6 +89,7 @@ def plan_of(args: Any) -> ParallelPlan:
         "layers.*.feed_forward": PrepareModuleInputOutput(
             input_layouts=(Shard(1),),
             desired_input_layouts=(Replicate(),),
+            use_local_input=True,
             output_layouts=(Replicate(), None),
             desired_output_layouts=(Shard(1), None),
         ),

@@ -87,9 +87,9 @@ def given(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     reference = folder / "reference"
     train(ranks, "apps.main", (1, 1, 1), text | {"dump_dir": reference, "stop_at": 1})
     pairs_of = {"dpo.pairs": folder / "pairs.jsonl", "checkpoint.init_ckpt_path": reference}
-    return {"synthetic": {}, "dpo": pairs_of} | dict.fromkeys(
-        LINES.keys() - {"synthetic", "dpo"}, text
-    )
+    # An expert is a discrete choice: where two are nearly as likely, rounding may decide.
+    of_fork = {"synthetic": {}, "dpo": pairs_of, "moe": text | {"seed": 1}}
+    return dict.fromkeys(LINES, text) | of_fork
 
 
 def ranks_prepare(folder: Path) -> bool:
