@@ -196,7 +196,7 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
     for problem in _undeclared(whole, plan, mesh.size()):
         raise UserError(problem)
     # An asynchronous collective's result that enters a compiled block loses its gradient (torch
-    # 2.13): the modules outside the blocks hand on a copy of theirs.
+    # 2.13): the modules outside the blocks return a copy of theirs.
     for name in _matching(modules, plan.tp):
         if not within(name, plan.blocks):
             modules[name].register_forward_hook(
@@ -235,7 +235,7 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) ->
         block = modules[name]
         parent = modules[name.rpartition(".")[0]]
         # Full checkpointing works around a compiled block but not inside one; the selective kind
-        # must be inside, where it can tell the operations apart.
+        # must be inside, where it sees each operation.
         if args.compile and args.activation_checkpointing != "selective":
             block.compile()
         if args.activation_checkpointing == "full":
