@@ -41,7 +41,7 @@ def corpus(tmp_path):
 BUILD = """
 import sys
 from lingua.data.args import DataArgs
-from lingua.data.prepare import prepare_source
+from lingua.data.prepare.sources import prepare_source
 from lingua.tokenizer import build_tokenizer
 
 if __name__ == "__main__":
