@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lingua.config.load import load
-from lingua.data.args import DataArgs
-from lingua.data.prepare.files import SourceFiles, find_files
+from lingua.data.args import DataArgs, SourceFiles
+from lingua.data.prepare.files import find_files
 from lingua.errors import UserError
 from tests.data.test_prepare import (
     TEXTS,

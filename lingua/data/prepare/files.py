@@ -12,7 +12,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lingua.errors import UserError, nearest
@@ -22,15 +22,6 @@ STDLIB = "stdlib"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _NOT_TEXT = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".arrow"}
-
-
-@dataclass
-class SourceFiles:
-    """Where a source lies if not in the file or folder of its name, and how its text is called."""
-
-    # patterns such as web/**/*.jsonl.zst, from data.root_dir on; a folder stands for all in it
-    files: list[str] = field(default_factory=list)
-    text_key: str | None = None  # key or column of the text; null: text, or else content
 
 
 @dataclass(frozen=True)

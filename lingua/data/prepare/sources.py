@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lingua.data.args import DataArgs
+from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.prepare.build import bytes_per_byte
-from lingua.data.prepare.files import STDLIB, SourceFiles, TextFile, find_files
+from lingua.data.prepare.files import STDLIB, TextFile, find_files
 from lingua.data.prepare.progress import Progress
 from lingua.data.prepare.records import TextOptions
 from lingua.data.prepare.units import (
