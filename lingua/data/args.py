@@ -83,6 +83,12 @@ class DataArgs:
         weights = [self.sources, *(stage.sources for stage in self.stages)]
         return sorted({name for w in weights for name, weight in w.items() if weight > 0})
 
+    def text_keys(self, source: str) -> tuple[str, ...]:
+        """The keys or columns in which a record of the source may have its text: the first that
+        exists is read."""
+        key = self.source_files.get(source, SourceFiles()).text_key
+        return (key,) if key else ("text", "content")
+
     def row_stream(self, sources: dict[str, Source], seed: int) -> RowStream:
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""
         rows = self.global_batch_size
