@@ -14,6 +14,11 @@ def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     return lines
 
 
+def counted(n: int, noun: str) -> str:
+    """`1 part`, `2,000 parts`."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 def short_count(count: float) -> str:
     """950, 31.2k, 1.25M: three digits."""
     for power, unit in ((9, "G"), (6, "M"), (3, "k")):

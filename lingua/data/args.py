@@ -1,4 +1,4 @@
-"""What the user says about data."""
+"""The configuration of data: which text, how it is tokenized, and what a row and a batch are."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 from lingua.config.schema import Announced, Free, Guarded
-from lingua.data.prepare.files import SourceFiles
 from lingua.data.shards import Source
 from lingua.data.stream import RowStream, validate_weights
 from lingua.tokenizer import TokenizerArgs
@@ -18,6 +17,16 @@ class Stage:
 
     from_step: int  # completed steps before it: with 1000, step 1001 is the first to use them
     sources: dict[str, float]
+
+
+@dataclass
+class SourceFiles:
+    """Where the files of a source are if not in the file or folder of its name, and the key of its
+    text."""
+
+    # patterns such as web/**/*.jsonl.zst, relative to data.root_dir; a folder means all files in it
+    files: list[str] = field(default_factory=list)
+    text_key: str | None = None  # key or column of the text; null: text, or else content
 
 
 @dataclass
@@ -73,6 +82,12 @@ class DataArgs:
         """Every source that has a weight above 0 at some step, sorted."""
         weights = [self.sources, *(stage.sources for stage in self.stages)]
         return sorted({name for w in weights for name, weight in w.items() if weight > 0})
+
+    def text_keys(self, source: str) -> tuple[str, ...]:
+        """The keys or columns in which a record of the source may have its text: the first that
+        exists is read."""
+        key = self.source_files.get(source, SourceFiles()).text_key
+        return (key,) if key else ("text", "content")
 
     def row_stream(self, sources: dict[str, Source], seed: int) -> RowStream:
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""

@@ -9,7 +9,7 @@ import functools
 import json
 import mmap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ OPEN_SHARDS = 256  # memory maps a source keeps open: each holds a file descript
 class InputPart:
     """Bytes `begin` to `end` of a file of the source's text: of most files, all there are."""
 
-    path: str  # as lingua.data.files gives it
+    path: str  # as lingua.data.prepare.files gives it
     begin: int
     end: int
     size: int  # of the file
@@ -60,11 +60,11 @@ class Manifest:
     add_bos: bool
     add_eos: bool
     dtype: str  # of the token files, as "<u2"
-    parts: list[InputPart]
-    shards: list[Shard]
-    skipped: dict[str, int]  # bad records by kind
-    rough_cuts: int  # of long documents, see lingua.data.pieces
-    fingerprint: str  # of the tokens of all shards: equal only for the same rows
+    parts: list[InputPart] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)  # bad records by kind
+    rough_cuts: int = 0  # of long documents, see lingua.data.prepare.pieces
+    fingerprint: str = ""  # of the tokens of all shards: equal only for the same rows
 
     def total(self, split: str, field: str) -> int:
         """The sum of `tokens`, `documents` or `bytes` of a split over the shards."""

@@ -8,12 +8,10 @@ say nothing about data are left out. Sources that are not tokenized yet are.
 """
 
 import sys
-import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -21,9 +19,9 @@ from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.args import DataArgs
-from lingua.data.prepare.files import TextFile
-from lingua.data.prepare.records import Part, TextOptions, read_records, records_before
-from lingua.data.prepare.sources import prepare_sources, source_files, text_options
+from lingua.data.prepare.files import FilePart
+from lingua.data.prepare.records import read_records, records_before
+from lingua.data.prepare.sources import prepare_sources, source_files
 from lingua.data.shards import Piece, Source
 from lingua.data.stream import RowStream, shares
 from lingua.format import align
@@ -99,14 +97,14 @@ def describe_row(
         f"to {start + len(tokens) - 1:,} of {source.n_tokens:,}"
     )
     files = {file.path: file for file in source_files(name, args.data)}
-    options = text_options(name, args.data, Path(tempfile.gettempdir()))
+    keys = args.data.text_keys(name)
     at = 0
     for piece in source.pieces(start, len(tokens)):
         n = piece.end - piece.first
         number = sum(s.train.documents for s in source.manifest.shards[: piece.shard])
         yield (
             f"--- tokens {at:,} to {at + n - 1:,} of the row: document {number + piece.document:,} "
-            f"({find_record(source, piece, files, options)}), its tokens {piece.first:,} to "
+            f"({find_record(source, piece, files, keys)}), its tokens {piece.first:,} to "
             f"{piece.end - 1:,} of {piece.n_tokens:,}"
         )
         yield tokenizer.decode(tokens[at : at + n])
@@ -114,7 +112,7 @@ def describe_row(
 
 
 def find_record(
-    source: Source, piece: Piece, files: dict[str, TextFile], options: TextOptions
+    source: Source, piece: Piece, files: dict[str, FilePart], keys: tuple[str, ...]
 ) -> str:
     """`file:line`, or of parquet `file:row`, of the document that `piece` is of.
 
@@ -125,14 +123,13 @@ def find_record(
     same_before = int((hashes[: piece.document] == hashes[piece.document]).sum())  # equal texts
     wanted = int(hashes[piece.document]) % 2**64
     for known in source.shard_inputs(piece.shard):
-        part = Part(files[known.path], known.begin, known.end)
-        with open(part.file.full, "rb") as handle:
-            for record in read_records(handle, part, options, len):
-                if record.wrong or record.hash != wanted:
-                    continue
-                if same_before == 0:
-                    return f"{part.file.full}:{records_before(part) + record.number}"
-                same_before -= 1
+        part = replace(files[known.path], begin=known.begin, end=known.end)
+        for record in read_records(part, keys):
+            if record.wrong or record.hash != wanted:
+                continue
+            if same_before == 0:
+                return f"{part.full}:{records_before(part) + record.number}"
+            same_before -= 1
     return "no longer in its files"
 
 

@@ -426,7 +426,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_pat
         }
         job = start([*TWO_RANKS, "apps.main.train"], **where)
         log = tmp_path / "run" / "train.log"
-        while not (log.exists() and "waiting for 1 parts" in log.read_text()):
+        while not (log.exists() and "waiting for 1 part " in log.read_text()):
             assert job.poll() is None, job.stdout.read()
             time.sleep(0.02)
         os.kill(process_of_rank(job.pid, 1), signal.SIGUSR2)

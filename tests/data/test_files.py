@@ -8,7 +8,7 @@ import pytest
 
 from lingua.data.prepare.files import find_files
 from lingua.errors import UserError
-from tests.data.test_prepare import Prepared, expected_tokens, make_args, train_tokens
+from tests.data.prepared import Prepared, expected_tokens, make_args, train_tokens
 
 GOOD = b'{"text": "ok"}\n'
 BAD_RECORDS = [

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from lingua.config.load import load
-from lingua.data.args import DataArgs
-from lingua.data.prepare.files import SourceFiles, find_files
+from lingua.data.args import DataArgs, SourceFiles
+from lingua.data.prepare.files import find_files
 from lingua.errors import UserError
-from tests.data.test_prepare import (
+from tests.data.prepared import (
     TEXTS,
     Prepared,
     contents,
@@ -173,7 +173,7 @@ def test_a_change_in_one_part_builds_that_part_again(tmp_path):
     changed = [*TEXTS[:650], TEXTS[650].replace("Dokument", "dokument"), *TEXTS[651:]]
     write_jsonl(tmp_path / "a.jsonl", changed)
     again = Prepared(make_args(tmp_path), unit_bytes=10_000)
-    assert f"{n - 1} of {n} parts are there already" in again.lines[0]
+    assert f"parts to build: 1 of {n})" in again.lines[0]
     assert train_tokens(again.source) == expected_tokens(changed)
     removed = [*TEXTS[:400], *TEXTS[401:]]
     write_jsonl(tmp_path / "a.jsonl", removed)
@@ -258,7 +258,10 @@ def test_a_damaged_file_is_named_with_line_or_row(tmp_path, form, how):
         (pa.array([b"x", b"y"]), "text is not a string (column text is binary)"),
         (pa.array([None, None], pa.string()), "null text (column text)"),
         (pa.array(["", ""]), "empty document"),
-        (pa.array([b"\xff", b"\xff"]).view(pa.string()), "not UTF-8 (invalid start byte 0xff)"),
+        (
+            pa.array([b"\xff", b"\xff"]).view(pa.string()),
+            "not UTF-8 (invalid start byte 0xff at byte 1)",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )

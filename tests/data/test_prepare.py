@@ -14,67 +14,23 @@ import numpy as np
 import pytest
 import xxhash
 
-from lingua.data.args import DataArgs
-from lingua.data.prepare.sources import open_sources, prepare_source, prepare_sources
+from lingua.data.prepare.sources import open_sources, prepare_sources
 from lingua.data.shards import Source
 from lingua.errors import UserError
 from lingua.tokenizer import build_tokenizer
-
-BOS, EOS = 256, 257
-TEXTS = [f"Dokument {i}: größer, 東京 {'x' * (i % 37)}\n" for i in range(700)]
-
-
-def is_held_out(text: str) -> bool:
-    return xxhash.xxh3_64_intdigest(text.encode()) < 2**64 // 50
-
-
-def expected_tokens(texts: list[str], held_out: bool = False) -> list[int]:
-    chosen = [text for text in texts if is_held_out(text) == held_out]
-    return [t for text in chosen for t in (BOS, *text.encode(), EOS)]
-
-
-def write_jsonl(path: Path, texts: list[str], key: str = "text") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"id": i, key: text}) for i, text in enumerate(texts)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def make_args(root: Path, **changes) -> DataArgs:
-    return DataArgs(root_dir=str(root), **{"sources": {"a": 1.0}, **changes})
-
-
-class Prepared:
-    """One call of prepare_source, with the lines it reported."""
-
-    def __init__(self, args: DataArgs, name: str = "a", **options):
-        self.lines: list[str] = []
-        tokenizer = build_tokenizer(args.tokenizer)
-        self.source = prepare_source(name, args, tokenizer, self.lines.append, **options)
-
-    @property
-    def built(self) -> bool:
-        return any("tokenizing" in line for line in self.lines)
-
-
-def train_tokens(source: Source) -> list[int]:
-    out = np.empty((1, source.n_tokens), np.uint32)
-    if source.n_tokens:
-        source.read(np.array([0]), out, np.array([0]))
-    return out[0].tolist()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """A folder of jsonl in subfolders, in an order that sorting must find."""
-    write_jsonl(tmp_path / "a" / "b" / "2.jsonl", TEXTS[300:500])
-    write_jsonl(tmp_path / "a" / "a.jsonl", TEXTS[:300])
-    write_jsonl(tmp_path / "a" / "z.jsonl", TEXTS[500:], key="content")
-    return tmp_path
-
+from tests.data.prepared import (
+    BOS,
+    EOS,
+    TEXTS,
+    Prepared,
+    contents,
+    error_of,
+    expected_tokens,
+    is_held_out,
+    make_args,
+    train_tokens,
+    write_jsonl,
+)
 
 # ---- what is built
 
@@ -194,19 +150,19 @@ def test_a_changed_added_or_removed_file_is_seen(corpus):
     same_size = [TEXTS[0].replace("Dokument", "dokument"), *TEXTS[1:300]]
     write_jsonl(corpus / "a" / "a.jsonl", same_size)
     changed = Prepared(make_args(corpus), unit_bytes=27_000)
-    assert changed.built and "2 of 3 parts are there already" in changed.lines[0]
+    assert changed.built and "parts to build: 1 of 3)" in changed.lines[0]
     assert "a.jsonl has changed" in changed.lines[0]
     assert train_tokens(changed.source) == expected_tokens(same_size + TEXTS[300:])
 
     (corpus / "a" / "m.txt").write_text("neu\r\n", encoding="utf-8", newline="")
     added = Prepared(make_args(corpus), unit_bytes=27_000)
-    assert "m.txt was added" in added.lines[0]
+    assert "m.txt was added, removed or changed" in added.lines[0]
     expected = [*same_size, *TEXTS[300:500], "neu\r\n", *TEXTS[500:]]
     assert train_tokens(added.source) == expected_tokens(expected)
 
     (corpus / "a" / "a.jsonl").unlink()
     removed = Prepared(make_args(corpus), unit_bytes=27_000)
-    assert "a.jsonl is gone" in removed.lines[0]
+    assert "a.jsonl was added, removed or changed" in removed.lines[0]
     assert train_tokens(removed.source) == expected_tokens(expected[300:])
     left = {path.name.split(".")[0] for path in removed.source.folder.glob("*.tokens")}
     assert left == {shard.name for shard in removed.source.manifest.shards}
@@ -248,12 +204,6 @@ def test_a_cache_that_cannot_be_written_is_enough_when_it_is_up_to_date(corpus):
 # ---- mistakes
 
 
-def error_of(args: DataArgs, name: str = "a") -> str:
-    with pytest.raises(UserError) as error:
-        Prepared(args, name)
-    return str(error.value)
-
-
 def test_a_missing_source_names_the_nearest(tmp_path):
     write_jsonl(tmp_path / "fineweb.jsonl", ["x"])
     message = error_of(make_args(tmp_path), "fineweeb")
@@ -274,7 +224,7 @@ def test_an_ambiguous_or_empty_source_is_refused(tmp_path):
     (tmp_path / "a").mkdir()
     assert "a.jsonl exist; must be one" in error_of(make_args(tmp_path))
     (tmp_path / "b").mkdir()
-    assert "holds no files" in error_of(make_args(tmp_path), "b")
+    assert "has no files" in error_of(make_args(tmp_path), "b")
 
 
 @pytest.mark.parametrize("name", ["../a", "x/y", "..", ".a", ""])
@@ -296,7 +246,7 @@ def test_a_full_disk_is_one_clear_error(corpus):
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
-        "from tests.data.test_prepare import make_args, error_of\n"
+        "from tests.data.prepared import make_args, error_of\n"
         "from pathlib import Path\n"
         "sys.stdout.write(error_of(make_args(Path(sys.argv[1]))))\n"
     )

@@ -3,12 +3,13 @@
     python -m lingua.data.prepare config=FILE [key=value ...]
 
 takes the config of a training run and does what training does first. Any number of processes, on
-any number of machines that share the folders, may run it at the same time, or training itself:
-they share the work. Each may be killed; what it had finished stays.
+any number of machines that share the folders, may run it at the same time, also beside training:
+they share the work. Each may be killed; what it had finished remains.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
@@ -30,10 +31,7 @@ class PrepareArgs:
 
 def main() -> None:
     args, notices = load(PrepareArgs, foreign=META_LINGUA, partial=True)
-
-    def report(line: str) -> None:
-        print(line, flush=True)
-
+    report = partial(print, flush=True)
     for line in notices:
         report(line)
     tokenizer = build_tokenizer(args.data.tokenizer)

@@ -1,7 +1,7 @@
 """Which files a source consists of: the same ones in the same order on every machine.
 
-A source `name` is `<root_dir>/<name>`, a folder or a file, or `<name>` with one of SUFFIXES; or it
-is what the patterns of `data.source_files` find. Of a folder every file counts, at any depth;
+A source `name` is `<root_dir>/<name>`, a folder or a file, or `<name>` with one of SUFFIXES; or the
+files that the patterns of `data.source_files` match. Of a folder every file counts, at any depth;
 names that begin with a dot and __pycache__ do not. The order is that of the paths' bytes. `stdlib`
 is the running Python's standard library: every .py file that is not empty, except tests and
 installed packages.
@@ -12,7 +12,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lingua.errors import UserError, nearest
@@ -24,27 +24,21 @@ _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _NOT_TEXT = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".arrow"}
 
 
-@dataclass
-class SourceFiles:
-    """Where a source lies if not in the file or folder of its name, and how its text is called."""
-
-    # patterns such as web/**/*.jsonl.zst, from data.root_dir on; a folder stands for all in it
-    files: list[str] = field(default_factory=list)
-    text_key: str | None = None  # key or column of the text; null: text, or else content
-
-
 @dataclass(frozen=True)
-class TextFile:
-    """A file of a source as it was found."""
+class FilePart:
+    """Bytes `begin` to `end` of a file of a source: all of them, unless the file was split."""
 
     path: str  # relative to the source's folder (patterns: to root_dir), with "/"
     full: str
-    size: int
+    size: int  # of the file
     mtime_ns: int
+    begin: int
+    end: int
+    is_module: bool = False  # of the standard library: it may declare its encoding
 
 
-def find_files(name: str, root_dir: Path, patterns: Iterable[str] = ()) -> list[TextFile]:
-    """The files of source `name` in order. Raises UserError."""
+def find_files(name: str, root_dir: Path, patterns: Iterable[str] = ()) -> list[FilePart]:
+    """The whole files of source `name` in order. Raises UserError."""
     if patterns:
         files = _match(name, root_dir, patterns)
     elif name == STDLIB:
@@ -53,7 +47,7 @@ def find_files(name: str, root_dir: Path, patterns: Iterable[str] = ()) -> list[
         place = _find_source(name, root_dir)
         files = _files_at(place, Path(place.name) if place.is_file() else Path())
         if not files:
-            raise UserError(f"data.sources.{name}: {place} holds no files")
+            raise UserError(f"data.sources.{name}: {place} has no files")
     for file in files:
         if Path(file.path).suffix.lower() in _NOT_TEXT:
             raise UserError(
@@ -63,27 +57,28 @@ def find_files(name: str, root_dir: Path, patterns: Iterable[str] = ()) -> list[
     return sorted(files, key=lambda file: os.fsencode(file.path))
 
 
-def _stdlib(root_dir: Path) -> list[TextFile]:
+def _stdlib(root_dir: Path) -> list[FilePart]:
     if (root_dir / STDLIB).exists():
         raise UserError(
             f"data.sources.{STDLIB}: means the standard library of Python; rename "
             f"{root_dir / STDLIB} to use it, or name it in data.source_files"
         )
     files = _files_at(Path(sysconfig.get_path("stdlib")), Path(), _NOT_MODULES)
-    return [file for file in files if file.path.endswith(".py") and file.size]
+    modules = (file for file in files if file.path.endswith(".py") and file.size)
+    return [replace(file, is_module=True) for file in modules]
 
 
-def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[TextFile]:
-    found: dict[str, TextFile] = {}  # patterns may overlap
+def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]:
+    found: dict[str, FilePart] = {}  # patterns may overlap
     for pattern in patterns:
-        hits: list[TextFile] = []
+        hits: list[FilePart] = []
         for match in glob.glob(pattern, root_dir=root_dir, recursive=True):
             path = Path(os.path.normpath(match))
             hits += _files_at(root_dir / path, path)
         if not hits:
             raise UserError(
                 f"data.source_files.{name}.files: {pattern} matches no file "
-                f"(from {root_dir.absolute()} on)"
+                f"(relative to {root_dir.absolute()})"
             )
         found |= {file.path: file for file in hits}
     return list(found.values())
@@ -104,14 +99,14 @@ def _find_source(name: str, root_dir: Path) -> Path:
             known += [path.name.removesuffix(suffix)] if path.name[0] != "." else []
     raise UserError(
         f"data.sources.{name}: there is no {tried[0]}, nor with {', '.join(SUFFIXES)}"
-        f"{nearest(name, known)}; data.source_files.{name} may say where its files are"
+        f"{nearest(name, known)}; data.source_files.{name} may name its files"
     )
 
 
-def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[TextFile]:
-    """The file `place`, to be called `path`, or all files in that folder."""
+def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[FilePart]:
+    """The file `place`, with the path `path`, or all files in that folder."""
     if place.is_file():
-        return [_text_file(place, path)]
+        return [_whole_file(place, path, place.stat())]
     files = []
     visited = set()  # links may lead in a circle
     for parent, folders, names in os.walk(place, followlinks=True, onerror=_raise):
@@ -125,8 +120,8 @@ def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[Text
         )
         for name in names:
             full = Path(parent, name)
-            if not name.startswith(".") and stat.S_ISREG(full.stat().st_mode):
-                files.append(_text_file(full, path / full.relative_to(place)))
+            if not name.startswith(".") and stat.S_ISREG((found := full.stat()).st_mode):
+                files.append(_whole_file(full, path / full.relative_to(place), found))
     return files
 
 
@@ -134,6 +129,6 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _text_file(full: Path, path: Path) -> TextFile:
-    found = full.stat()
-    return TextFile(path.as_posix(), str(full), found.st_size, found.st_mtime_ns)
+def _whole_file(full: Path, path: Path, found: os.stat_result) -> FilePart:
+    size = found.st_size
+    return FilePart(path.as_posix(), str(full), size, found.st_mtime_ns, 0, size)

@@ -1,6 +1,6 @@
 """Text -> token shards, once: builds what is missing or stale, opens what exists.
 
-The shards of a source lie in `<cache_dir>/<source>-<key>`, the key standing for the tokenizer, how
+The shards of a source are in `<cache_dir>/<source>-<key>`; the key is a hash of the tokenizer, how
 documents begin and end, and `data.source_files`. A cache that is up to date is only read.
 """
 
@@ -8,42 +8,43 @@ import hashlib
 import json
 import os
 import platform
-import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-from lingua.data.args import DataArgs
-from lingua.data.prepare.build import bytes_per_byte
-from lingua.data.prepare.files import STDLIB, SourceFiles, TextFile, find_files
-from lingua.data.prepare.progress import Progress
-from lingua.data.prepare.records import TextOptions
+from lingua.data.args import DataArgs, SourceFiles
+from lingua.data.prepare.files import STDLIB, FilePart, find_files
 from lingua.data.prepare.units import (
     THREADS,
     UNIT_BYTES,
     Job,
     Unit,
-    UnitRecord,
+    build_units,
     finished,
-    is_recorded,
-    lock_path,
     plan_units,
-    record_path,
-    unchanged,
-    unit_files,
-    with_stat_of,
+    why_stale,
 )
-from lingua.data.prepare.workers import build_units
-from lingua.data.shards import FORMAT_VERSION, MANIFEST, InputPart, Manifest, Source, shard_files
+from lingua.data.shards import (
+    FORMAT_VERSION,
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    Source,
+    shard_files,
+)
 from lingua.errors import UserError
 from lingua.files import write_atomically
-from lingua.lock import claimed, holder, is_claim, is_free, locked, waits
+from lingua.format import counted
+from lingua.lock import POLL_S, exclusive, holder, is_free
 from lingua.tokenizer import Tokenizer
 
 
@@ -66,20 +67,14 @@ def prepare_sources(
 
 
 def check_sources(args: DataArgs, tokenizer: Tokenizer) -> None:
-    """Raises UserError with all that is wrong: the first may take hours to tokenize."""
+    """Raises UserError with all mistakes of all sources: the first may take hours to tokenize."""
+    checks = [partial(source_files, name, args) for name in args.used_sources()]
+    checks.append(partial(tokenizer.encode, "", bos=args.add_bos))
+    checks.append(partial(tokenizer.encode, "", eos=args.add_eos))
     wrong: list[str] = []
-    for what, wanted, token in (
-        ("bos", args.add_bos, tokenizer.bos_id),
-        ("eos", args.add_eos, tokenizer.eos_id),
-    ):
-        if wanted and token is None:
-            wrong.append(
-                f"data.add_{what} = true: the {tokenizer.name} tokenizer has no {what} token; "
-                f"set data.add_{what}=false"
-            )
-    for name in args.used_sources():
+    for check in checks:
         try:
-            source_files(name, args)
+            check()
         except UserError as error:
             wrong.append(str(error))
     if wrong:
@@ -87,38 +82,28 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer) -> None:
 
 
 def open_sources(args: DataArgs, tokenizer: Tokenizer) -> dict[str, Source]:
-    """The sources that another process has prepared, without looking at the text again."""
+    """The sources that another process has prepared, without a look at their text."""
     return {name: Source.open(shard_folder(name, args, tokenizer)) for name in args.used_sources()}
 
 
-def source_files(name: str, args: DataArgs) -> list[TextFile]:
-    """The files of a source. Raises UserError."""
+def source_files(name: str, args: DataArgs) -> list[FilePart]:
+    """The whole files of a source. Raises UserError."""
+    patterns = args.source_files.get(name, SourceFiles()).files
     try:
-        return find_files(name, Path(args.root_dir), _spec(name, args).files)
+        return find_files(name, Path(args.root_dir), patterns)
     except OSError as error:
-        raise _cannot(name, error, args.root_dir) from error
+        raise _cannot_prepare(name, error, args.root_dir) from error
 
 
-def text_options(name: str, args: DataArgs, scratch: Path) -> TextOptions:
-    """How the files of a source are read."""
-    key = _spec(name, args).text_key
-    is_python = name == STDLIB and not _spec(name, args).files
-    return TextOptions((key,) if key else ("text", "content"), is_python, scratch)
-
-
-def _spec(name: str, args: DataArgs) -> SourceFiles:
-    return args.source_files.get(name, SourceFiles())
-
-
-def _cannot(name: str, error: OSError, place: str | Path) -> UserError:
+def _cannot_prepare(name: str, error: OSError, place: str | Path) -> UserError:
     reason = f"{error.filename or place}: {error.strerror or error}"
     return UserError(f"data.sources.{name}: cannot be prepared: {reason}")
 
 
 def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
-    """Where the shards of source `name` lie."""
+    """The folder of the shards of source `name`."""
     key = [FORMAT_VERSION, tokenizer.fingerprint(), args.add_bos, args.add_eos]
-    key.append(asdict(_spec(name, args)))
+    key.append(asdict(args.source_files.get(name, SourceFiles())))
     if name == STDLIB:  # machines that share the folder may have different ones
         key.append(platform.python_version())
     digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()
@@ -136,187 +121,41 @@ def prepare_source(
 ) -> Source:
     """One source, built if it is missing or its text changed. Raises UserError.
 
-    `processes` (default: one per core) does not change the result; `unit_bytes` does, and is the
-    same for all who share the folder.
+    The shards do not depend on `processes` (default: one per core). They do depend on `unit_bytes`,
+    which is the same for all who share the folder.
     """
-    folder = shard_folder(name, args, tokenizer)
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<").str
-    skip = args.on_bad_record == "skip"
-    text = text_options(name, args, folder)
-    job = Job(name, folder, text, args.tokenizer, args.add_bos, args.add_eos, dtype, skip)
+    job = _job(name, args, tokenizer)
     processes = processes or len(os.sched_getaffinity(0))
     try:
         while True:
             files = source_files(name, args)
-            manifest, why = _valid_manifest(folder, files, skip)
+            manifest, why = _valid_manifest(job, files)
             if manifest is not None:
                 break
-            folder.mkdir(parents=True, exist_ok=True)
+            job.folder.mkdir(parents=True, exist_ok=True)
             units = plan_units(files, unit_bytes)
-            _build(units, job, tokenizer, report, why, progress, processes)
-            with locked(folder.with_name(f"{folder.name}.lock"), report):
+            todo = _unfinished(units, job)
+            report(
+                f"data.sources.{name}: tokenizing {_size(todo) / 1e6:,.1f} MB into {job.folder} "
+                f"({why}; parts to build: {len(todo):,} of {len(units):,})"
+            )
+            _build(todo, _size(units), job, tokenizer, processes, report, progress)
+            lock = job.folder.with_name(f"{job.folder.name}.lock")
+            with exclusive(lock, report, patient=True):
                 # Whoever held the lock before has written it, or the text has changed meanwhile.
-                if _valid_manifest(folder, files, skip)[0] is None:
-                    _write_manifest(units, job, tokenizer)
+                if _valid_manifest(job, files)[0] is None:
+                    _write_manifest(units, job)
     except OSError as error:
-        raise _cannot(name, error, folder) from error
-    for line in describe(manifest):
-        report(line)
-    return Source(folder, manifest)
+        raise _cannot_prepare(name, error, job.folder) from error
+    for line in _summary(manifest):
+        report(f"data.sources.{name}: {line}")
+    return Source(job.folder, manifest)
 
 
-def describe(manifest: Manifest) -> Iterator[str]:
-    """What the shards hold and what was left out."""
-
-    def total(what: str) -> tuple[int, int]:
-        """(of both splits, held out)"""
-        held_out = manifest.total("heldout", what)
-        return manifest.total("train", what) + held_out, held_out
-
-    (documents, held_out), (tokens, held_out_tokens) = total("documents"), total("tokens")
-    yield (
-        f"data.sources.{manifest.source}: {documents:,} documents, {tokens:,} tokens "
-        f"({total('bytes')[0] / max(1, tokens):.2f} bytes a token); held out {held_out:,} "
-        f"documents ({held_out / max(1, documents):.2%}), {held_out_tokens:,} tokens "
-        f"({held_out_tokens / max(1, tokens):.2%})"
-    )
-    if manifest.skipped:
-        kinds = ", ".join(f"{n:,} {kind}" for kind, n in manifest.skipped.items())
-        total_skipped = sum(manifest.skipped.values())
-        yield f"data.sources.{manifest.source}: {total_skipped:,} bad records left out ({kinds})"
-    if manifest.rough_cuts:
-        yield (
-            f"data.sources.{manifest.source}: long documents were tokenized in pieces, and at "
-            f"{manifest.rough_cuts:,} places, where no word begins, their tokens may not be those "
-            "of the whole"
-        )
-
-
-def _valid_manifest(folder: Path, files: list[TextFile], skip: bool) -> tuple[Manifest | None, str]:
-    """(the manifest, "") if the shards stand for `files` as they are, else (None, why not)."""
-    manifest = Manifest.load(folder)
-    if manifest is None:
-        return None, "no shards yet"
-    if manifest.skipped and not skip:
-        return None, "shards were made with data.on_bad_record: skip"
-    if why := _missing_shard(folder, manifest):
-        return None, why
-    found = {file.path: file for file in files}
-    known = {part.path for part in manifest.parts}
-    for changed, what in ((found.keys() - known, "was added"), (known - found.keys(), "is gone")):
-        if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            return None, f"{min(changed)}{more} {what}"
-
-    def is_same(part: InputPart) -> bool:
-        return unchanged(found[part.path], part)
-
-    with ThreadPoolExecutor(THREADS) as threads:
-        same = list(threads.map(is_same, manifest.parts))
-    if not all(same):
-        return None, f"{manifest.parts[same.index(False)].path} has changed"
-    fresh = [with_stat_of(found[part.path], part) for part in manifest.parts]
-    if fresh != manifest.parts:
-        manifest.parts = fresh
-        with suppress(OSError):  # only saves reading the files again; the cache may be read-only
-            write_atomically(folder / MANIFEST, manifest.to_json())
-    return manifest, ""
-
-
-def _missing_shard(folder: Path, manifest: Manifest) -> str:
-    sizes = {}
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):  # a lock that another process gives back
-                sizes[entry.name] = entry.stat().st_size
-    for shard in manifest.shards:
-        for name, size in shard_files(shard, manifest.dtype).items():
-            if name not in sizes:
-                return f"{name} is gone"
-            if sizes[name] != size:
-                return f"{name} has {sizes[name]} bytes instead of {size}"
-    return ""
-
-
-def _build(
-    units: list[Unit],
-    job: Job,
-    tokenizer: Tokenizer,
-    report: Callable[[str], None],
-    why: str,
-    progress: bool,
-    processes: int,
-) -> None:
-    """Build the units together with all other processes that do. All are finished in the end."""
-    todo = _unfinished(units, job)
-    report(
-        f"data.sources.{job.source}: tokenizing {sum(unit.size for unit in todo) / 1e6:,.1f} MB "
-        f"into {job.folder} ({why}; {len(units) - len(todo)} of {len(units)} parts are there "
-        "already)"
-    )
-    if todo:
-        _check_space(todo, job, tokenizer)
-    n_built, told = 0, False
-    pauses = waits()
-    with Progress(units, job, progress) as bar:
-        while todo:
-            free = [unit for unit in todo if is_free(lock_path(unit, job))]
-            if free:
-                n_built += build_units(free, job, tokenizer, processes, bar.show)
-                pauses = waits()
-            else:
-                if not told and (owner := holder(lock_path(todo[0], job))):
-                    report(f"waiting for {len(todo)} parts of other processes, such as {owner}")
-                    told = True
-                time.sleep(next(pauses))
-            bar.show(0)
-            todo = _unfinished(todo, job)
-    report(f"data.sources.{job.source}: all {len(units)} parts are there, {n_built} made here")
-
-
-def _unfinished(units: list[Unit], job: Job) -> list[Unit]:
-    """Those without a record; records that hold no longer are removed."""
-    with ThreadPoolExecutor(THREADS) as threads:
-        done = list(threads.map(lambda unit: finished(unit, job), units))
-    todo = [unit for unit, record in zip(units, done, strict=True) if record is None]
-    for unit in todo:
-        if is_recorded(unit, job):
-            with claimed(lock_path(unit, job)) as mine:
-                if mine and finished(unit, job) is None:
-                    record_path(unit, job).unlink(missing_ok=True)
-    return todo
-
-
-def _check_space(units: list[Unit], job: Job, tokenizer: Tokenizer) -> None:
-    """Refuse to begin what the disk clearly cannot hold, judging by the first text."""
-    size = sum(unit.size for unit in units)
-    needed = size * bytes_per_byte(units[0], job, tokenizer)
-    free = shutil.disk_usage(job.folder).free
-    if free < 0.9 * needed:
-        raise UserError(
-            f"data.sources.{job.source}: the token shards of {size / 1e9:,.1f} GB of files take "
-            f"about {needed / 1e9:,.1f} GB, but {job.folder} has {free / 1e9:,.1f} GB left; "
-            "data.cache_dir may name another place"
-        )
-
-
-def _write_manifest(units: list[Unit], job: Job, tokenizer: Tokenizer) -> None:
-    """Write the manifest of finished units; nothing where one is no longer finished."""
-    records = [record for unit in units if (record := finished(unit, job)) is not None]
-    if len(records) == len(units):
-        write_atomically(job.folder / MANIFEST, _manifest(records, job, tokenizer).to_json())
-        _remove_others(units, records, job)
-
-
-def _manifest(records: list[UnitRecord], job: Job, tokenizer: Tokenizer) -> Manifest:
-    shards = [record.shard for record in records]
-    content = [job.dtype, [[s.train.hash, s.heldout.hash] for s in shards]]
-    skipped: Counter[str] = Counter()
-    for record in records:
-        skipped.update(record.skipped)
-    return Manifest(
+def _job(name: str, args: DataArgs, tokenizer: Tokenizer) -> Job:
+    manifest = Manifest(
         version=FORMAT_VERSION,
-        source=job.source,
+        source=name,
         tokenizer={
             "name": tokenizer.name,
             "fingerprint": tokenizer.fingerprint(),
@@ -324,25 +163,123 @@ def _manifest(records: list[UnitRecord], job: Job, tokenizer: Tokenizer) -> Mani
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
         },
-        add_bos=job.add_bos,
-        add_eos=job.add_eos,
-        dtype=job.dtype,
+        add_bos=args.add_bos,
+        add_eos=args.add_eos,
+        dtype=np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<").str,
+    )
+    return Job(args, shard_folder(name, args, tokenizer), manifest)
+
+
+def _valid_manifest(job: Job, files: list[FilePart]) -> tuple[Manifest | None, str]:
+    """(the manifest, "") if the shards are those of `files` as they are now, else (None, why)."""
+    manifest = Manifest.load(job.folder)
+    if manifest is None:
+        return None, "no shards yet"
+    before = [part.mtime_ns for part in manifest.parts]
+    if why := why_stale(manifest, files, job):
+        return None, why
+    if before != [part.mtime_ns for part in manifest.parts]:
+        with suppress(OSError):  # only saves reading the files again; the cache may be read-only
+            write_atomically(job.folder / MANIFEST, manifest.to_json())
+    return manifest, ""
+
+
+def _summary(manifest: Manifest) -> Iterator[str]:
+    """Totals of both splits, and what was left out."""
+    held_out, held_out_tokens = (manifest.total("heldout", w) for w in ("documents", "tokens"))
+    documents, tokens, n_bytes = (
+        sum(manifest.total(split, what) for split in SPLITS)
+        for what in ("documents", "tokens", "bytes")
+    )
+    yield (
+        f"{counted(documents, 'document')}, {counted(tokens, 'token')} "
+        f"({n_bytes / max(1, tokens):.2f} bytes a token); held out "
+        f"{counted(held_out, 'document')} ({held_out / max(1, documents):.2%}), "
+        f"{counted(held_out_tokens, 'token')} ({held_out_tokens / max(1, tokens):.2%})"
+    )
+    if manifest.skipped:
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in manifest.skipped.items())
+        yield f"{counted(sum(manifest.skipped.values()), 'bad record')} left out ({kinds})"
+    if manifest.rough_cuts:
+        yield (
+            "long documents were tokenized in pieces; the tokens at "
+            f"{counted(manifest.rough_cuts, 'cut')} where no word begins may differ from those of "
+            "the whole document"
+        )
+
+
+# ---- building
+
+
+def _build(
+    todo: list[Unit],
+    total: int,
+    job: Job,
+    tokenizer: Tokenizer,
+    processes: int,
+    report: Callable[[str], None],
+    progress: bool,
+) -> None:
+    """Build the units together with all other processes that do. All are finished at the end.
+    `total` is the number of bytes of these and the finished units."""
+    is_waiting = False
+    with tqdm(
+        total=total,
+        initial=total - _size(todo),
+        desc=f"tokenizing {job.manifest.source}",
+        unit="B",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
+        disable=not progress,
+    ) as bar:
+        while todo:
+            free = [unit for unit in todo if is_free(job.lock_path(unit))]
+            if free:
+                build_units(free, job, tokenizer, processes, bar.update)
+            else:
+                if not is_waiting and (owner := holder(job.lock_path(todo[0]))):
+                    parts = counted(len(todo), "part")
+                    report(f"waiting for {parts} of other processes, such as {owner}")
+                    is_waiting = True
+                time.sleep(POLL_S)
+            todo = _unfinished(todo, job)
+            bar.update(total - _size(todo) - bar.n)  # with what other processes have finished
+
+
+def _unfinished(units: list[Unit], job: Job) -> list[Unit]:
+    with ThreadPoolExecutor(THREADS) as threads:
+        records = list(threads.map(lambda unit: finished(unit, job), units))
+    return [unit for unit, record in zip(units, records, strict=True) if record is None]
+
+
+def _size(units: list[Unit]) -> int:
+    return sum(unit.size for unit in units)
+
+
+def _write_manifest(units: list[Unit], job: Job) -> None:
+    """Write the manifest of finished units, and remove what is not part of it. Does nothing where a
+    unit is no longer finished."""
+    records = [record for unit in units if (record := finished(unit, job)) is not None]
+    if len(records) < len(units):
+        return
+    shards = [shard for record in records for shard in record.shards]
+    content = [job.manifest.dtype, [[s.train.hash, s.heldout.hash] for s in shards]]
+    skipped = sum((Counter(record.skipped) for record in records), Counter())
+    manifest = replace(
+        job.manifest,
         parts=[part for record in records for part in record.parts],
         shards=shards,
         skipped=dict(sorted(skipped.items())),
         rough_cuts=sum(record.rough_cuts for record in records),
         fingerprint=hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
     )
-
-
-def _remove_others(units: list[Unit], records: list[UnitRecord], job: Job) -> None:
-    """Remove what killed or earlier builds left in the folder, but nothing that one is writing."""
-    keep = {MANIFEST}
-    for unit, record in zip(units, records, strict=True):
-        keep |= unit_files(unit, record, job)
+    write_atomically(job.folder / MANIFEST, manifest.to_json())
+    # Of what killed or earlier builds left, nothing that is in use is removed.
+    keep = {MANIFEST, *(job.record_path(unit).name for unit in units)}
+    for shard in shards:
+        keep |= shard_files(shard, manifest.dtype).keys()
     for path in job.folder.iterdir():
-        lock = job.folder / f"{path.name[:16]}.lock"
-        if path.name in keep or not path.is_file() or not is_free(lock):
-            continue
-        if not is_claim(path):  # of one that looks whether there is something left to do
+        is_lock = ".lock" in path.name  # a lock, or the file of a process that tries to get one
+        lock = path if is_lock else job.folder / f"{path.name[:16]}.lock"
+        if path.name not in keep and path.is_file() and is_free(lock):
             path.unlink(missing_ok=True)

@@ -1,33 +1,73 @@
 """The unit of preparation: neighbouring files, or a part of a large one, that becomes one shard.
 
-Units do not know each other: any number of processes may build them in any order. A finished unit
-leaves a record beside its shard, by which a build that was killed goes on. A shard's name carries
-the content of its files, so that one that changed never takes the place of one in use.
+Units are independent: any number of processes on any number of machines may build them in any
+order. The builder of a unit holds its lock; a finished unit leaves a record beside its shard, its
+share of the manifest, so that an interrupted preparation continues after it. A shard's name carries
+a hash of its text, so that a changed one never takes the place of one in use.
 """
 
 import hashlib
 import json
+import multiprocessing
+import os
+import random
+import signal
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from itertools import chain
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import xxhash
 
-from lingua.data.prepare.files import TextFile
-from lingua.data.prepare.records import Part, TextOptions, read_part, split
-from lingua.data.shards import InputPart, Shard, shard_files, shard_from_json
-from lingua.tokenizer import TokenizerArgs
+from lingua.data.args import DataArgs
+from lingua.data.prepare.files import FilePart
+from lingua.data.prepare.pieces import PIECE, Pieces
+from lingua.data.prepare.records import (
+    Record,
+    read_records,
+    read_through,
+    records_before,
+    split_file,
+)
+from lingua.data.shards import (
+    SPLITS,
+    InputPart,
+    Manifest,
+    Shard,
+    Split,
+    shard_files,
+    shard_from_json,
+)
+from lingua.errors import UserError
+from lingua.files import open_synced, temporary_suffix, write_atomically
+from lingua.lock import claimed
+from lingua.tokenizer import Tokenizer, build_tokenizer
 
-UNIT_BYTES = 128 * 2**20  # small files are grouped and large ones cut by this size
+UNIT_BYTES = 128 * 2**20  # small files are grouped and large ones split by this size
 THREADS = 8  # that wait for the file system at once
+BATCH_BYTES = PIECE  # text tokenized at once; a longer document is a batch by itself
+BUFFER_TOKENS = 2**17  # written at once
+HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
+_DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
+OnRead = Callable[[int], Any]  # gets the number of bytes of each read
 
 
 @dataclass(frozen=True)
 class Unit:
-    id: str  # of the parts' paths and places
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
+
+    @cached_property
+    def id(self) -> str:
+        places = json.dumps([(part.path, part.begin, part.end) for part in self.parts])
+        return hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
 
     @property
     def size(self) -> int:
@@ -36,109 +76,283 @@ class Unit:
 
 @dataclass(frozen=True)
 class Job:
-    """What all units of a source have in common. Goes to the worker processes."""
+    """What all units of a source have in common. It is sent to the worker processes."""
 
-    source: str
+    args: DataArgs
     folder: Path  # of the shards
-    text: TextOptions
-    tokenizer: TokenizerArgs
-    add_bos: bool
-    add_eos: bool
-    dtype: str
-    skip_bad_records: bool
+    manifest: Manifest  # without parts and shards
+
+    def lock_path(self, unit: Unit) -> Path:
+        """The lock that the process which builds the unit holds."""
+        return self.folder / f"{unit.id}.lock"
+
+    def record_path(self, unit: Unit) -> Path:
+        return self.folder / f"{unit.id}.json"
 
 
-@dataclass
-class UnitRecord:
-    """A finished unit."""
-
-    parts: list[InputPart]
-    shard: Shard
-    skipped: dict[str, int]  # bad records by kind
-    rough_cuts: int  # see lingua.data.pieces
-
-
-def plan_units(files: list[TextFile], unit_bytes: int) -> list[Unit]:
-    """Neighbouring files together while they are at most `unit_bytes`; what a file was cut into is
-    a unit each, since its size on disk need not be that of its text."""
+def plan_units(files: list[FilePart], unit_bytes: int) -> list[Unit]:
+    """Neighbouring files together while they are at most `unit_bytes`; each part of a file that is
+    split is a unit, since its size on disk need not be that of its text."""
     with ThreadPoolExecutor(THREADS) as threads:
-        parts = chain.from_iterable(threads.map(partial(split, most=unit_bytes), files))
-    groups: list[list[Part]] = []
-    size = 0
+        parts = chain.from_iterable(threads.map(partial(split_file, most=unit_bytes), files))
+    groups: list[list[FilePart]] = []
+    size, joins = 0, False
     for part in parts:
-        size += part.end - part.begin
-        alone = not (part.is_whole and groups and groups[-1][-1].is_whole)
-        if alone or size > unit_bytes:
-            groups.append([])
-            size = part.end - part.begin
-        groups[-1].append(part)
-    return [Unit(_unit_id(group), tuple(group)) for group in groups]
+        part_size = part.end - part.begin
+        is_whole = part_size == part.size
+        if joins and is_whole and size + part_size <= unit_bytes:
+            groups[-1].append(part)
+            size += part_size
+        else:
+            groups.append([part])
+            size, joins = part_size, is_whole
+    return [Unit(tuple(group)) for group in groups]
 
 
-def _unit_id(parts: list[Part]) -> str:
-    places = json.dumps([(part.file.path, part.begin, part.end) for part in parts])
-    return hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
+def finished(unit: Unit, job: Job) -> Manifest | None:
+    """The unit's share of the manifest, if it is built from its files as they are now."""
+    try:
+        fields = json.loads(job.record_path(unit).read_text(encoding="utf-8"))
+        shards = [shard_from_json(fields.pop("shard"))]
+        parts = [InputPart(**part) for part in fields.pop("parts")]
+        manifest = replace(job.manifest, parts=parts, shards=shards, **fields)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return None if why_stale(manifest, unit.parts, job) else manifest
 
 
-def unchanged(file: TextFile, known: InputPart) -> bool:
-    """Whether the part still has the content it had; read only where the file's stat differs."""
-    if file.size != known.size:
-        return False
-    return file.mtime_ns == known.mtime_ns or _hash(file, known) == known.hash
+def why_stale(manifest: Manifest, files: list[FilePart] | tuple[FilePart, ...], job: Job) -> str:
+    """Why the manifest's shards are not those of `files` as they are now; "" if they are. A file
+    is read only where its stat differs, and the manifest gets its new time."""
+    if manifest.skipped and job.args.on_bad_record != "skip":
+        return "shards were built with data.on_bad_record: skip"
+    for shard in manifest.shards:
+        for name, size in shard_files(shard, manifest.dtype).items():
+            path = job.folder / name
+            if not path.is_file() or path.stat().st_size != size:
+                return f"{name} is missing or not complete"
+    found = {file.path: file for file in files}
+    sizes = {(part.path, part.size) for part in manifest.parts}
+    if changed := sizes ^ {(file.path, file.size) for file in files}:
+        path, _ = min(changed)
+        return f"{path} was added, removed or changed"
+    touched = [part for part in manifest.parts if part.mtime_ns != found[part.path].mtime_ns]
+    now = [replace(found[part.path], begin=part.begin, end=part.end) for part in touched]
+    with ThreadPoolExecutor(THREADS) as threads:
+        for part, content in zip(touched, threads.map(_content_hash, now), strict=True):
+            if content != part.hash:
+                return f"{part.path} has changed"
+            part.mtime_ns = found[part.path].mtime_ns
+    return ""
 
 
-def _hash(file: TextFile, known: InputPart) -> str:
+def _content_hash(part: FilePart) -> str:
     content = xxhash.xxh3_128()
-    with open(file.full, "rb") as handle:
-        for block in read_part(handle, Part(file, known.begin, known.end)):
-            content.update(block)
+    read_through(part, content.update)
     return content.hexdigest()
 
 
-def with_stat_of(file: TextFile, known: InputPart) -> InputPart:
-    return replace(known, size=file.size, mtime_ns=file.mtime_ns)
+# ---- building
 
 
-def is_recorded(unit: Unit, job: Job) -> bool:
-    return record_path(unit, job).exists()
+def build_units(
+    units: list[Unit], job: Job, tokenizer: Tokenizer, processes: int, on_read: OnRead
+) -> None:
+    """Build all units that no other process builds. The shards do not depend on `processes`; 1 is
+    this process.
 
-
-def finished(unit: Unit, job: Job) -> UnitRecord | None:
-    """The record of the unit if it is built and its files are as they were."""
+    The first error of a worker is raised here; finished units remain.
+    """
+    processes = min(processes, len(units))
+    if processes <= 1:
+        _build_each(units, job, tokenizer, on_read)
+        return
+    context = multiprocessing.get_context("spawn")  # this process may have threads and use CUDA
+    workers = {}
     try:
-        fields = json.loads(record_path(unit, job).read_text(encoding="utf-8"))
-        fields["parts"] = [InputPart(**part) for part in fields["parts"]]
-        fields["shard"] = shard_from_json(fields["shard"])
-        record = UnitRecord(**fields)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    if record.skipped and not job.skip_bad_records:
-        return None
-    if [(p.path, p.begin, p.end) for p in record.parts] != [
-        (p.file.path, p.begin, p.end) for p in unit.parts
-    ]:
-        return None
-    for name, size in shard_files(record.shard, job.dtype).items():
-        path = job.folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return None
-    if not all(unchanged(p.file, known) for p, known in zip(unit.parts, record.parts, strict=True)):
-        return None
-    record.parts = [
-        with_stat_of(p.file, known) for p, known in zip(unit.parts, record.parts, strict=True)
-    ]
-    return record
+        for _ in range(processes):
+            pipe, end = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(units, job, end), daemon=True)
+            process.start()
+            end.close()
+            workers[pipe] = process
+        running = set(workers)
+        while running:
+            for pipe in wait(running):
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    message = UserError(
+                        f"data.sources.{job.manifest.source}: a process that tokenized it was "
+                        "killed or failed (out of memory?); start again to continue after the "
+                        "finished parts"
+                    )
+                if isinstance(message, Exception):
+                    raise message
+                if message is None:
+                    running.remove(pipe)
+                else:
+                    on_read(message)
+    finally:
+        for pipe in workers:
+            pipe.close()
+        for process in workers.values():
+            process.join()
 
 
-def record_path(unit: Unit, job: Job) -> Path:
-    return job.folder / f"{unit.id}.json"
+def _work(units: list[Unit], job: Job, pipe: Connection) -> None:
+    """A worker process. It ends at its next message when its parent closes the pipe or dies."""
+    # Signals to all, such as Slurm's SIGTERM, are for the parent, which stops its workers.
+    for number in (signal.SIGINT, signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # There is one process per core already: threads of the tokenizers library would slow it down.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with suppress(BrokenPipeError):
+        try:
+            _build_each(units, job, build_tokenizer(job.args.tokenizer), pipe.send)
+            pipe.send(None)
+        except (UserError, OSError) as error:
+            pipe.send(error)
 
 
-def lock_path(unit: Unit, job: Job) -> Path:
-    """Of the lock that its builder holds."""
-    return job.folder / f"{unit.id}.lock"
+def _build_each(units: list[Unit], job: Job, tokenizer: Tokenizer, on_read: OnRead) -> None:
+    start = random.randrange(len(units))  # so that processes seldom try the same unit
+    for unit in units[start:] + units[:start]:
+        if finished(unit, job):
+            continue
+        with claimed(job.lock_path(unit)) as is_held:
+            if is_held and not finished(unit, job):
+                _build_unit(unit, job, tokenizer, on_read)
 
 
-def unit_files(unit: Unit, record: UnitRecord, job: Job) -> set[str]:
-    """The names of all files that belong to a finished unit."""
-    return {record_path(unit, job).name, *shard_files(record.shard, job.dtype)}
+# ---- one unit
+
+
+def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> None:
+    """Raises UserError at a bad record unless they are skipped, and for a file that changes
+    meanwhile."""
+    temporary = f"{unit.id}{temporary_suffix()}"
+    writers = {split: _SplitWriter(job, tokenizer, temporary, split) for split in SPLITS}
+    inputs: list[InputPart] = []
+    skipped: Counter[str] = Counter()
+    pieces = Pieces(tokenizer)
+    try:
+        for batch in _batches(_good_records(unit, job, inputs, skipped, on_read)):
+            if callable(batch[0].text):
+                encoded = [pieces.encode(batch[0].text())]
+            else:
+                ids = tokenizer.encode_batch([record.text for record in batch])
+                encoded = [[document] for document in ids]
+            for record, ids in zip(batch, encoded, strict=True):
+                split = "heldout" if record.hash < HELD_OUT_BELOW else "train"
+                writers[split].add(record, ids)
+        splits = {split: writer.finish() for split, writer in writers.items()}
+        content = xxhash.xxh3_64_hexdigest("".join(known.hash for known in inputs).encode())
+        shard = Shard(f"{unit.id}-{content[:8]}", len(inputs), **splits)
+        for final in shard_files(shard, job.manifest.dtype):
+            os.replace(job.folder / final.replace(shard.name, temporary, 1), job.folder / final)
+    finally:
+        for writer in writers.values():
+            writer.discard()
+    record = {
+        "parts": [asdict(part) for part in inputs],
+        "shard": asdict(shard),
+        "skipped": dict(sorted(skipped.items())),
+        "rough_cuts": pieces.rough_cuts,
+    }
+    write_atomically(job.record_path(unit), json.dumps(record, indent=1))
+
+
+def _good_records(
+    unit: Unit, job: Job, inputs: list[InputPart], skipped: Counter[str], on_read: OnRead
+) -> Iterator[Record]:
+    """Every document of the unit. Parts that were read are added to `inputs`, bad records are
+    counted in `skipped`."""
+    for part in unit.parts:
+        content = xxhash.xxh3_128()
+
+        def on_bytes(block: memoryview, content: xxhash.xxh3_128 = content) -> None:
+            content.update(block)
+            on_read(len(block))
+
+        for record in read_records(part, job.args.text_keys(job.manifest.source), on_bytes):
+            if not record.wrong:
+                yield record
+            elif job.args.on_bad_record == "skip":
+                skipped[record.wrong] += 1
+            else:
+                detail = f" ({record.detail})" if record.detail else ""
+                raise UserError(
+                    f"{part.full}:{records_before(part) + record.number}: {record.wrong}{detail}; "
+                    "data.on_bad_record: skip leaves such records out and counts them"
+                )
+        now = os.stat(part.full)
+        if (now.st_size, now.st_mtime_ns) != (part.size, part.mtime_ns):
+            raise UserError(f"{part.full}: changed while it was read; start again")
+        known = part.path, part.begin, part.end, part.size, part.mtime_ns
+        inputs.append(InputPart(*known, hash=content.hexdigest()))
+
+
+def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
+    """The documents in order: about BATCH_BYTES together, a long one by itself."""
+    batch: list[Record] = []
+    size = 0
+    for record in records:
+        if batch and (size >= BATCH_BYTES or callable(record.text)):
+            yield batch
+            batch, size = [], 0
+        batch.append(record)
+        size += record.n_bytes
+    if batch:
+        yield batch
+
+
+class _SplitWriter:
+    """The two files of one split of a shard, under a temporary name."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, name: str, split: str) -> None:
+        self._dtype, self._vocab_size = np.dtype(job.manifest.dtype), tokenizer.vocab_size
+        self._bos = np.array([tokenizer.bos_id] if job.args.add_bos else [], tokenizer.dtype)
+        self._eos = np.array([tokenizer.eos_id] if job.args.add_eos else [], tokenizer.dtype)
+        self._paths = [job.folder / f"{name}.{split}.{what}" for what in ("tokens", "documents")]
+        self._tokens, self._documents = map(open_synced, self._paths)
+        self._counts = Split(tokens=0, documents=0, bytes=0, hash="")
+        self._content = xxhash.xxh3_128()
+        self._buffer: list[np.ndarray] = []
+        self._n_buffered = 0
+
+    def add(self, record: Record, ids: Iterable[np.ndarray]) -> None:
+        """A document, whose ids come in one or more arrays."""
+        n_tokens = 0
+        for part in chain([self._bos], ids, [self._eos]):
+            self._buffer.append(part)
+            n_tokens += len(part)
+            self._n_buffered += len(part)
+            if self._n_buffered >= BUFFER_TOKENS:
+                self._flush()
+        self._documents.write(_DOCUMENT.pack(n_tokens, record.n_bytes, record.hash))
+        self._counts.tokens += n_tokens
+        self._counts.documents += 1
+        self._counts.bytes += record.n_bytes
+
+    def _flush(self) -> None:
+        tokens = np.concatenate([self._bos[:0], *self._buffer])
+        self._buffer, self._n_buffered = [], 0
+        assert tokens.max(initial=0) < self._vocab_size
+        data = tokens.astype(self._dtype, copy=False).data
+        self._tokens.write(data)
+        self._content.update(data)
+
+    def finish(self) -> Split:
+        self._flush()
+        self._tokens.close()
+        self._documents.close()
+        self._counts.hash = self._content.hexdigest()
+        return self._counts
+
+    def discard(self) -> None:
+        """Remove what still has its temporary name."""
+        for file, path in zip((self._tokens, self._documents), self._paths, strict=True):
+            with suppress(OSError):  # on a full disk what is still in its buffer cannot be written
+                file.close()
+            path.unlink(missing_ok=True)
