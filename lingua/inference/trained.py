@@ -9,16 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App, find_app
-from lingua.checkpoint.folder import (
-    CONFIG,
-    Checkpoint,
-    damaged_files,
-    find,
-    read_checkpoint,
-    read_state,
-)
-from lingua.checkpoint.load import load_weights
+from lingua.checkpoint.folder import CONFIG, Checkpoint, read_state, verify
+from lingua.checkpoint.load import load as load_tensors
 from lingua.checkpoint.resume import TOKENIZER, flat_config
+from lingua.checkpoint.source import locate_newest, open_checkpoint
+from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import load
 from lingua.errors import UserError
 from lingua.init import init_parameters, ties_kept
@@ -42,13 +37,7 @@ class Trained:
         args = self.args.data.tokenizer
         args = args if path is None else TokenizerArgs(args.name, path)
         tokenizer = build_tokenizer(args)
-        size = self.args.model.vocab_size
-        if tokenizer.vocab_size > size:
-            raise UserError(
-                f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) has "
-                f"{tokenizer.vocab_size} tokens, the model of {self.checkpoint.path} only {size} "
-                "(model.vocab_size): it is not the tokenizer of this model"
-            )
+        check_vocabulary(tokenizer, args, self.checkpoint.path, self.args.model.vocab_size)
         trained_with = read_state(self.checkpoint).get("data", {}).get(TOKENIZER)
         if trained_with not in (None, tokenizer.fingerprint()):
             raise UserError(
@@ -76,10 +65,19 @@ class Trained:
         else:
             with ties_kept(model):
                 model.to_empty(device=device)
-        if damaged := damaged_files(self.checkpoint):
-            raise UserError(f"{self.checkpoint.path} is damaged: {'; '.join(damaged)}")
-        load_weights(self.checkpoint, model)
+        verify(self.checkpoint)
+        load_tensors(open_checkpoint(self.checkpoint), tensors_of(model), "model.")
         return model.to(args.dtype) if mesh.size() == 1 else model
+
+
+def check_vocabulary(tokenizer: Tokenizer, args: TokenizerArgs, path: Path, size: int) -> None:
+    """UserError unless a tokenizer's ids are rows of the `size` that the model at `path` has."""
+    if tokenizer.vocab_size > size:
+        raise UserError(
+            f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) has "
+            f"{tokenizer.vocab_size} tokens, the model of {path} only {size} (model.vocab_size): "
+            "it is not the tokenizer of this model"
+        )
 
 
 def open_trained(key: str, path: str, app: App | None) -> Trained:
@@ -98,18 +96,14 @@ def open_trained(key: str, path: str, app: App | None) -> Trained:
 
 
 def locate(key: str, path: str) -> Checkpoint:
-    """The checkpoint in a folder, or the newest one of a run's. Raises UserError."""
-    folder = Path(path)
-    checkpoint, why = read_checkpoint(folder)
-    if checkpoint is not None:
-        return checkpoint
-    for root in (folder / "checkpoints", folder):
-        for newest in find(root):
-            return newest
-    raise UserError(
-        f"{key} = {path}: must be the folder of a checkpoint, such as "
-        f"runs/debug/checkpoints/0000000700, or of a run that has one; {why}"
-    )
+    """The checkpoint in a folder, or the newest of a run's. By one process. Raises UserError."""
+    try:
+        return locate_newest(Path(path))
+    except UserError as error:
+        raise UserError(
+            f"{key} = {path}: must be the folder of a checkpoint, such as "
+            f"runs/debug/checkpoints/0000000700, or of a run that has one; {error}"
+        ) from None
 
 
 def read_trained(key: str, checkpoint: Checkpoint, app: App | None) -> Trained:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lingua.checkpoint.folder import Checkpoint, read_checkpoint
 from lingua.checkpoint.load import load
 from lingua.checkpoint.resume import Change, changes, check_changes
+from lingua.checkpoint.source import open_checkpoint
 from lingua.errors import UserError
 from tests.checkpoints import (
     ANY,
@@ -69,7 +70,7 @@ def every_kind_here(root: Path) -> dict[str, bool]:
     join()
     saved, loaded = of_every_kind(0), of_every_kind(1)
     dcp.save(saved, checkpoint_id=root)
-    load(Checkpoint(root, 1, 1, {}), loaded)
+    load(open_checkpoint(Checkpoint(root, 1, 1, {})), loaded)
     return {name: loaded[name].tolist() == t.tolist() for name, t in saved.items()}
 
 
@@ -86,7 +87,7 @@ def view_here(root: Path) -> bool:
     torch.save(part, root / "view")
     redirect(root, "view", (root / "view").stat().st_size)
     loaded = torch.zeros(part.shape)
-    load(Checkpoint(root, 1, 1, {}), {"t": loaded})
+    load(open_checkpoint(Checkpoint(root, 1, 1, {})), {"t": loaded})
     return torch.equal(loaded, part)
 
 
@@ -113,7 +114,7 @@ def misfit_here(path: Path) -> dict[str, tuple[str, bool]]:
         elif case == "many":
             tensors |= {f"model.new{i:02d}": torch.zeros(1) for i in range(30)}
         before = {name: whole(t).clone() for name, t in tensors.items()}
-        said = refusal(lambda tensors=tensors: load(checkpoint, tensors))
+        said = refusal(lambda tensors=tensors: load(open_checkpoint(checkpoint), tensors))
         untouched = all(torch.equal(whole(t), before[name]) for name, t in tensors.items())
         results[case] = (said, untouched)
     return results
@@ -150,7 +151,7 @@ def trusting_here(path: Path) -> str:
     mesh = join()
     tensors = tensors_on(mesh)
     checkpoint = Checkpoint(path, 2, 2, {})
-    return refusal(lambda: load(checkpoint, tensors), ANY)
+    return refusal(lambda: load(open_checkpoint(checkpoint), tensors), ANY)
 
 
 def evil_metadata(folder: Path, marker: Path) -> None:
@@ -196,18 +197,12 @@ def bytes_here(root: Path, marker: Path) -> str:
     join()
     state = {"model.w": torch.ones(2), "model.evil": Evil(marker)}
     dcp.save(state, checkpoint_id=root)
-    checkpoint = Checkpoint(root, 1, 1, {})
-    extra = refusal(lambda: load(checkpoint, {"model.w": torch.ones(2)}))
-    asked = refusal(
-        lambda: load(checkpoint, {"model.w": torch.ones(2), "model.evil": torch.ones(2)})
-    )
-    return extra + asked
+    return refusal(lambda: open_checkpoint(Checkpoint(root, 1, 1, {})))
 
 
 def test_an_entry_that_is_no_tensor_is_refused_by_name(ranks, tmp_path):
     [said] = ranks.run(1, bytes_here, tmp_path / "root", tmp_path / "executed")
-    assert "model.evil: in the checkpoint, not here" in said
-    assert "model.evil: (2,) here, not in the checkpoint" in said
+    assert "model.evil is no tensor" in said
     assert not (tmp_path / "executed").exists()
 
 
