@@ -27,9 +27,8 @@ from torch import Tensor
 
 from lingua.app import App, choose_app, named_app
 from lingua.checkpoint.folder import verify
-from lingua.checkpoint.load import check_fit, read_whole
 from lingua.checkpoint.save import save
-from lingua.checkpoint.source import TensorSource, open_checkpoint
+from lingua.checkpoint.source import TensorSource, check_fit, open_checkpoint, shapes_of
 from lingua.config.load import load
 from lingua.config.schema import Free
 from lingua.errors import UserError
@@ -108,7 +107,7 @@ def export_checkpoint(args: ConvertArgs, app: App | None = None) -> None:
     check_fit(
         f"{source.path} cannot be exported",
         {name: t.shape for name, t in tensors.items()},
-        {n: tuple(t.shape) for n, t in source.tensors.items() if n.startswith("model.")},
+        shapes_of({n: t for n, t in source.tensors.items() if n.startswith("model.")}),
         "in transformers",
     )
     tokenizer_args = args.tokenizer or trained.args.data.tokenizer
@@ -152,14 +151,14 @@ def write_shards(
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         weights = {
             tensors[name].name: tensors[name].to_hf(t).to(args.dtype_of(t))
-            for name, t in read_whole(source, names).items()
+            for name, t in source.whole(names).items()
         }
         save_file(weights, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # as others are; the library makes them the user's alone
         weight_map |= dict.fromkeys(weights, file)
     if len(shards) > 1:
-        metadata = {"total_size": total}
-        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
 
 
 def write_tokenizer(folder: Path, args: TokenizerArgs, tokenizer: Tokenizer, data: Any) -> str:
@@ -167,39 +166,38 @@ def write_tokenizer(folder: Path, args: TokenizerArgs, tokenizer: Tokenizer, dat
 
     data: the `data` group of the model's configuration.
     """
-    if args.name not in ("hf", "sp") or not has_form(args):
+    if args.name != "hf" and not (args.name == "sp" and is_llama_tokenizer(args.path)):
         return f"transformers has no form of its {args.name} tokenizer: no file of it is there"
     path = tokenizer_file(args)
     shutil.copyfile(path, folder / HF_FILES[args.name])
     if args.name == "hf" and path.with_name(TOKENIZER_CONFIG).is_file():
         shutil.copyfile(path.with_name(TOKENIZER_CONFIG), folder / TOKENIZER_CONFIG)
         return "with its tokenizer"
-    config: dict[str, Any] = special_tokens(args, tokenizer)
-    config |= {"model_max_length": data.seq_len, "clean_up_tokenization_spaces": False}
-    config["add_bos_token"] = data.add_bos
-    if args.name == "hf":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    else:
+    config = special_tokens(args, tokenizer) | {
+        "model_max_length": data.seq_len,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": data.add_bos,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if args.name == "sp":
         config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_eos_token": False}
     write_json(folder / TOKENIZER_CONFIG, config)
     return "with its tokenizer"
 
 
-def has_form(args: TokenizerArgs) -> bool:
-    """False for a sentencepiece model that transformers' LlamaTokenizer would take for another: it
-    is a BPE, and puts a space before a text, of which it changes nothing else."""
-    if args.name == "hf":
-        return True
+def is_llama_tokenizer(path: str) -> bool:
+    """Whether a sentencepiece model does what transformers' LlamaTokenizer makes of it: it is a
+    BPE, and puts a space before a text, of which it changes nothing else."""
     import sentencepiece
 
-    model = sentencepiece.SentencePieceProcessor(model_file=args.path)
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
     if model.normalize(" \ufb01  x ") != "▁▁\ufb01▁▁x▁":  # a ligature
         return False
     # BPE scores a piece by its rank, a whole number; others by its probability.
     return all(model.get_score(i).is_integer() for i in range(model.vocab_size()))
 
 
-def special_tokens(args: TokenizerArgs, tokenizer: Tokenizer) -> dict[str, str]:
+def special_tokens(args: TokenizerArgs, tokenizer: Tokenizer) -> dict[str, Any]:
     """How the first and the last token are spelled."""
     if args.name == "hf":
         import tokenizers
@@ -231,9 +229,9 @@ def import_folder(args: ConvertArgs, app: App) -> None:
             if path.is_file():
                 shutil.copyfile(path, out / path.name)
         tokenizer_args = TokenizerArgs(tokenizer_args.name, str((out / file.name).resolve()))
-    tensors = {}
-    for name, t in source.tensors.items():
-        tensors |= {n: t.to(args.dtype_of(t)) for n, t in read_whole(source, [name]).items()}
+    tensors = {
+        name: source.whole([name])[name].to(args.dtype_of(t)) for name, t in source.tensors.items()
+    }
     data = {
         "seq_len": folder.seq_len,
         "add_bos": adds_bos(tokenizer_args, tokenizer),

@@ -4,7 +4,6 @@ What a family of models is called there belongs to an app, whose `App.hugging_fa
 `HuggingFace`. Of a folder only JSON and safetensors are read, so nothing of it is executed.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lingua.app import App
-from lingua.checkpoint.load import check_fit
-from lingua.checkpoint.source import TensorSource
+from lingua.checkpoint.source import TensorSource, check_fit, read_json
 from lingua.checkpoint.tensors import Part
 from lingua.errors import UserError
 
@@ -118,7 +116,7 @@ def open_folder(form: HuggingFace, path: str, key: str) -> HFFolder:
             f"{key} = {path}: must be a folder with the config.json and safetensors of a model in "
             f"transformers; {where} does not exist"
         )
-    model, seq_len = form.from_config(_read_json(where), str(where))
+    model, seq_len = form.from_config(read_json(where), str(where))
     ours = {f"model.{name}": t for name, t in form.tensors(model).items()}
     slices = {n: f.get_slice(n) for f in _open_files(folder) for n in f.keys()}  # noqa: SIM118
     expected = {t.name: t.shape for t in ours.values()}
@@ -128,13 +126,12 @@ def open_folder(form: HuggingFace, path: str, key: str) -> HFFolder:
     check_fit(f"{path}: its tensors do not fit", expected, found, f"in {CONFIG}", "in the folder")
 
     def read(parts: list[Part]) -> None:
-        for name, begin, out in parts:
+        for name, (rows, *others), out in parts:
             group = max(1, len(ours[name].row_order))
             # Whole groups, of which what was not asked for is cut off again.
-            first, last = begin[0] // group * group, -(-(begin[0] + len(out)) // group) * group
-            others = (slice(b, b + n) for b, n in zip(begin[1:], out.shape[1:], strict=True))
-            rows = ours[name].from_hf(slices[ours[name].name][(slice(first, last), *others)])
-            out.copy_(rows[begin[0] - first :][: len(out)])
+            first, last = rows.start // group * group, -(-rows.stop // group) * group
+            groups = slices[ours[name].name][(slice(first, last), *others)]
+            out.copy_(ours[name].from_hf(groups)[rows.start - first : rows.stop - first])
 
     dtypes = {name: slices[t.name][0:0].dtype for name, t in ours.items()}
     tensors = {n: torch.empty(t.shape, dtype=dtypes[n], device="meta") for n, t in ours.items()}
@@ -145,7 +142,7 @@ def _open_files(folder: Path) -> list[Any]:
     """The safetensors files, mapped into memory: a slice of a tensor reads just its bytes."""
     index, files = folder / INDEX, [SINGLE]
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: must have a mapping weight_map of tensors to files")
         files = sorted(set(map(str, weight_map.values())))
@@ -163,13 +160,3 @@ def _open_files(folder: Path) -> list[Any]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name}: cannot be read as safetensors ({error})") from None
     return opened
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object")
-    return content

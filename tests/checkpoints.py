@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lingua.checkpoint.folder import read_checkpoint
-from lingua.checkpoint.load import load
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import open_checkpoint
 from lingua.errors import UserError
@@ -83,7 +82,7 @@ def load_here(path: Path, fill: float, sizes=None) -> bool:
     assert checkpoint is not None, why
     tensors = tensors_on(mesh, fill=-99)
     assert not equal(tensors, fill)
-    load(open_checkpoint(checkpoint), tensors)
+    open_checkpoint(checkpoint).load(tensors)
     return equal(tensors, fill)
 
 

@@ -17,18 +17,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from apps.main import app
+from apps.main import app as main_app
 from apps.main.hugging_face import feed_forward_size, llama
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.mtp import app as mtp_app
 from lingua import convert
+from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.folder import read_checkpoint
-from lingua.checkpoint.load import load, read_whole
 from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import Part, tensors_of
 from lingua.errors import UserError
-from lingua.hugging_face import open_folder, open_weights
+from lingua.hugging_face import HFTensor, open_folder, open_weights
 from lingua.init import canonical_name, init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
@@ -107,7 +108,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     checkpoint, why = read_checkpoint(folder)
     assert checkpoint is not None, why
     source = open_checkpoint(checkpoint)
-    tensors = read_whole(source, source.tensors)
+    tensors = source.whole(source.tensors)
     return {name.removeprefix("model."): t for name, t in tensors.items()}
 
 
@@ -132,6 +133,7 @@ def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bi
     there = logits_there(out, tokens)
     torch.testing.assert_close(there, ours, rtol=0, atol=1e-5)
     back = convert_to(out, tmp_path / "back", "tokenizer.name=bytes")
+    assert OmegaConf.load(back / "0000000000" / "config.yaml").app == "apps.main"
     expected = tensors_in(tmp_path / "ours" / "0000000003")
     assert same(tensors_in(back / "0000000000"), expected)
     if case == "grouped-query":  # what both comparisons would notice
@@ -143,6 +145,44 @@ def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bi
         assert (logits_there(out, tokens) - ours).abs().max() > 1e-3
         other = convert_to(out, tmp_path / "other", "tokenizer.name=bytes")
         assert not same(tensors_in(other / "0000000000"), expected)
+
+
+def other_tensors(args: ModelArgs) -> dict[str, HFTensor]:
+    """As no family of transformers has them: other names, and every second row first."""
+    tensors = {name: replace(t, name=f"other.{name}") for name, t in llama.tensors(args).items()}
+    return tensors | {"norm.weight": HFTensor("other.norm", (args.dim,), (1, 0))}
+
+
+# app=tests.test_convert: an app whose models have another form.
+app = replace(main_app, path=__name__, hugging_face=replace(llama, tensors=other_tensors))
+
+
+def test_another_app_has_another_form(ranks, convert_to, tmp_path):
+    model = a_model()
+    ranks.run(1, save_here, tmp_path / "ours", model, {})
+    named = f"app={__name__}"
+    out = convert_to(tmp_path / "ours", tmp_path / "theirs", named)
+    ours, theirs = tensors_in(tmp_path / "ours" / "0000000003"), tensors_in(out)
+    assert theirs.keys() == {"other.norm"} | {f"other.{n}" for n in ours if n != "norm.weight"}
+    assert torch.equal(theirs["other.norm"][::2], ours["norm.weight"][1::2])
+    back = convert_to(out, tmp_path / "back", named, "tokenizer.name=bytes") / "0000000000"
+    assert same(tensors_in(back), ours)
+    assert OmegaConf.load(back / "config.yaml").app == __name__
+    assert "nothing else to go on with" in dict(summary(read_checkpoint(back)[0]))["model"]
+    cases = {"folder": [f"source={out}"], "checkpoint": [f"source={back}"]}
+    cases |= {"mtp folder": [f"source={out}", "app=apps.mtp"]}
+    cases |= {"mtp checkpoint": [f"source={tmp_path / 'ours'}", "app=apps.mtp"]}
+    [said] = ranks.run(
+        1, refusals_here, {k: [*v, f"out={tmp_path / 'x'}"] for k, v in cases.items()}
+    )
+    assert (
+        "model.embed_tokens.weight: (259, 32) in config.json, not in the folder" in said["folder"]
+    )
+    assert f"app = {__name__}" in said["checkpoint"] and "To trust it" in said["checkpoint"]
+    for case, source in (("mtp folder", out), ("mtp checkpoint", tmp_path / "ours")):
+        assert said[case].startswith(f"source = {source}: apps.mtp has no form in transformers")
+    with pytest.raises(UserError, match=f"init_from = {out}: apps.mtp has no form"):
+        open_weights(mtp_app, str(out), model, [])
 
 
 def test_a_model_larger_than_a_shard_is_split_and_transformers_finds_all_of_it(
@@ -380,7 +420,7 @@ def test_what_a_folder_asks_for_that_is_not_here_is_refused_by_name(ranks, tmp_p
     for key in ("attention_bias", "mlp_bias"):
         assert f"{key} = true: must be false" in said[key]
     assert "quantization_config" in said["quantization_config"]
-    assert 'rope_type = "yarn": must be default or llama3' in said["rope_parameters"]
+    assert 'rope_type = "yarn": must be "default" or "llama3"' in said["rope_parameters"]
     assert "n_kv_heads = 4: must divide model.n_heads = 6" in said["num_key_value_heads"]
     assert 'hidden_size = "48": must be a number' in said["hidden_size"]
     assert "embed_tokens.weight: (260, 48) in config.json, (259, 48) in the" in said["vocab_size"]
@@ -425,9 +465,9 @@ def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> An
 
     def count(parts: list[Part]) -> None:
         read.extend(part.out.numel() for part in parts)
-        source.read(parts)
+        source.read_parts(parts)
 
-    load(replace(source, read=count), tensors_of(model), "model.")
+    replace(source, read_parts=count).load(tensors_of(model), "model.")
     found, held = {}, 0
     for name, p in model.named_parameters():
         split = isinstance(p, DTensor)
@@ -467,9 +507,9 @@ def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_hold
 def test_a_run_whose_model_is_another_is_refused_by_key(ranks, convert_to, tmp_path, changed, said):
     ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
     folder = str(convert_to(tmp_path / "ours", tmp_path / "theirs"))
-    assert open_weights(app, folder, a_model(), []).path == Path(folder)
+    assert open_weights(main_app, folder, a_model(), []).path == Path(folder)
     with pytest.raises(UserError, match="is not that of") as error:
-        open_weights(app, folder, a_model(**changed), [])
+        open_weights(main_app, folder, a_model(**changed), [])
     assert said in str(error.value) and folder in str(error.value)
     if "rope_theta" in changed:  # the same tensors: that can be meant
-        open_weights(app, folder, a_model(**changed), ["model.rope_theta"])
+        open_weights(main_app, folder, a_model(**changed), ["model.rope_theta"])

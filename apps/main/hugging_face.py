@@ -105,6 +105,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
     "quantization_config": (),
+    "rope_type": ("default", "llama3"),
 }
 
 
@@ -112,34 +113,29 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
     """Our `model` group of a config.json, and seq_len. UserError names what the model lacks."""
     if "model_type" not in config:
         raise UserError(f"{where}: has no model_type; must be the config.json of a Llama model")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = {**config, **rope, "rope_type": rope.get("rope_type") or rope.get("type")}
     for key, allowed in ONLY.items():
-        value = config.get(key)
+        value = given.get(key)
         if value is not None and value not in allowed:
             need = " or ".join(json.dumps(v) for v in allowed) or "null"
             raise UserError(f"{where}: {key} = {json.dumps(value)}: must be {need}")
 
-    def number(key: str, kind: type, default: Any = None, of: Mapping[str, Any] = config) -> Any:
-        value = of.get(key)
-        value = default if value is None else value
+    def number(key: str, kind: type, default: Any = None) -> Any:
+        value = default if given.get(key) is None else given[key]
         fits = isinstance(value, (int, float) if kind is float else int)
         if not fits or isinstance(value, bool):
             raise UserError(f"{where}: {key} = {json.dumps(value)}: must be a number")
         return kind(value)
 
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
     scaling, seq_len = None, number("max_position_embeddings", int, 2048)
-    if kind == "llama3":
+    if given["rope_type"] == "llama3":
         scaling = RopeScaling(
-            number("factor", float, of=rope),
-            number("low_freq_factor", float, of=rope),
-            number("high_freq_factor", float, of=rope),
-            number("original_max_position_embeddings", int, seq_len, of=rope),
+            number("factor", float),
+            number("low_freq_factor", float),
+            number("high_freq_factor", float),
+            number("original_max_position_embeddings", int, seq_len),
         )
-    elif kind != "default":
-        raise UserError(f"{where}: rope_type = {json.dumps(kind)}: must be default or llama3")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"{where}: partial_rotary_factor: must be 1, all features are turned")
     dim, n_heads = number("hidden_size", int), number("num_attention_heads", int)
     multiplier, multiple_of = feed_forward_size(dim, number("intermediate_size", int))
     args = ModelArgs(
@@ -151,7 +147,7 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
         ffn_dim_multiplier=multiplier,
         multiple_of=multiple_of,
         norm_eps=number("rms_norm_eps", float, 1e-6),
-        rope_theta=number("rope_theta", float, config.get("rope_theta", 10000.0), of=rope),
+        rope_theta=number("rope_theta", float, 10000.0),
         rope_scaling=scaling,
         vocab_size=number("vocab_size", int),
         weight_tying=config.get("tie_word_embeddings") is True,

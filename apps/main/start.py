@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from apps.main.benchmarks import check_benchmarks
 from apps.main.config import TrainArgs
 from lingua.app import App, Built, choose_app
-from lingua.checkpoint.load import load as load_tensors
 from lingua.checkpoint.origin import Origin, check_origin, find_start, start_from
 from lingua.checkpoint.resume import (
     Change,
@@ -162,7 +161,7 @@ def restore(
     rank. Returns where it continues."""
     saved, origin = begin.saved, begin.origin
     if saved is not None:
-        load_tensors(open_checkpoint(saved.checkpoint), tensors_of(model, optimizer))
+        open_checkpoint(saved.checkpoint).load(tensors_of(model, optimizer))
         log_resume(saved, changes, optimizer, tuple(mesh.shape))
         return saved.progress
     if origin is not None:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lingua.checkpoint.load import read_whole
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import TensorSource, find_source
 from lingua.errors import UserError
@@ -76,7 +75,7 @@ def _to_checkpoint(source: TensorSource, names: list[str], dst: Path, everything
 def _to_file(source: TensorSource, names: list[str], dst: Path, everything: bool) -> Path:
     if dst.exists():
         raise UserError(f"{dst} exists: nothing is overwritten")
-    tensors = read_whole(source, names)
+    tensors = source.whole(names)
     content: dict[str, Any] = {
         "model": {n.removeprefix("model."): t for n, t in tensors.items() if n[0] == "m"},
         "config": source.config,

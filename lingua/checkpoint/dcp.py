@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path, PosixPath
-from typing import IO, NamedTuple
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -86,15 +86,6 @@ class _Unpickler(pickle.Unpickler):
         return dtype, name
 
 
-class _Read(NamedTuple):
-    """What is to be read of a chunk: `box` of it into `out`."""
-
-    name: str
-    stored: _StorageInfo  # the file, and where in it torch.save wrote the chunk
-    box: tuple[slice, ...]
-    out: Tensor
-
-
 class DCPFolder:
     """The tensors in a folder of DCP's.
 
@@ -125,40 +116,37 @@ class DCPFolder:
 
     def incomplete_files(self) -> list[str]:
         """Files that are shorter than what `.metadata` has in them, or missing."""
-        ends: dict[str, int] = {}
-        for info in self._stored.values():
-            end = info.offset + info.length
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), end)
-        paths = {name: self.path / name for name in ends}
-        sizes = {name: p.stat().st_size if p.exists() else -1 for name, p in paths.items()}
-        return sorted(name for name, end in ends.items() if sizes[name] < end)
+        sizes = {path.name: path.stat().st_size for path in self.path.iterdir()}
+        stored = self._stored.values()
+        ends = ((info.relative_path, info.offset + info.length) for info in stored)
+        return sorted({name for name, end in ends if end > sizes.get(name, -1)})
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of each part. Every file is read once, from its begin to its end."""
-        files: dict[str, list[_Read]] = {}
+        files: dict[str, list[tuple[_StorageInfo, Part]]] = {}
         for part in parts:
-            for read in self._reads(part):
-                files.setdefault(read.stored.relative_path, []).append(read)
+            for stored, of_chunk in self._of_chunks(part):
+                files.setdefault(stored.relative_path, []).append((stored, of_chunk))
         for name, reads in files.items():
             # For what cannot be read into its place. Memory that is not used is not allocated.
-            scratch = torch.empty(max(read.stored.length for read in reads), dtype=torch.uint8)
+            scratch = torch.empty(max(stored.length for stored, _ in reads), dtype=torch.uint8)
             with (self.path / name).open("rb", buffering=0) as f:
-                for read in sorted(reads, key=lambda read: read.stored.offset):
-                    _read_chunk(f, read, scratch)
+                for stored, of_chunk in sorted(reads, key=lambda read: read[0].offset):
+                    _read_chunk(f, stored, of_chunk, scratch)
 
-    def _reads(self, part: Part) -> Iterator[_Read]:
-        """Where the elements of a part are stored."""
-        end = [first + size for first, size in zip(part.begin, part.out.shape, strict=True)]
+    def _of_chunks(self, part: Part) -> Iterator[tuple[_StorageInfo, Part]]:
+        """Where chunks with elements of a part are stored, and what to read of each."""
         n_found = 0
         for chunk in self._chunks[part.name]:
-            chunk_end = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
-            low = list(map(max, part.begin, chunk.offsets))
-            high = list(map(min, end, chunk_end))
-            if all(first < last for first, last in zip(low, high, strict=True)):
-                stored = self._stored[dcp_metadata.MetadataIndex(part.name, chunk.offsets)]
-                out = part.out[_box(low, high, part.begin)]
-                yield _Read(part.name, stored, _box(low, high, chunk.offsets), out)
-                n_found += out.numel()
+            sides = list(zip(part.box, chunk.offsets, chunk.sizes, strict=True))
+            low = [max(side.start, begin) for side, begin, _ in sides]
+            high = [min(side.stop, begin + size) for side, begin, size in sides]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            out = part.out[_box(low, high, [side.start for side in part.box])]
+            stored = self._stored[dcp_metadata.MetadataIndex(part.name, chunk.offsets)]
+            yield stored, Part(part.name, _box(low, high, chunk.offsets), out)
+            n_found += out.numel()
         if n_found < part.out.numel():
             raise ValueError(f"it does not have all of {part.name}")
 
@@ -167,24 +155,24 @@ def _box(low: list[int], high: list[int], origin: Iterable[int]) -> tuple[slice,
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
-def _read_chunk(f: FileIO, read: _Read, scratch: Tensor) -> None:
-    """Fill `read.out`, by way of `scratch` where it cannot be read into."""
-    view = _create_file_view(f, read.stored.offset, read.stored.length)
-    chunk, begin = _tensor_in(view)
-    part = chunk[read.box]
-    begin += part.storage_offset() * part.itemsize
-    last = sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
-    length = (last + 1) * part.itemsize
-    if part.shape != read.out.shape or begin + length > read.stored.length:
-        raise ValueError(f"{read.name} is not what .metadata says")
-    f.seek(read.stored.offset + begin)
-    in_place = read.out.device.type == "cpu" and read.out.dtype == part.dtype
-    if in_place and read.out.is_contiguous() and part.is_contiguous():
-        _read_into(f, read.out.view(-1).view(torch.uint8))
+def _read_chunk(f: FileIO, stored: _StorageInfo, part: Part, scratch: Tensor) -> None:
+    """Fill a part of the chunk that is stored in `f`, by way of `scratch` where `part.out` cannot
+    be read into."""
+    chunk, begin = _tensor_in(_create_file_view(f, stored.offset, stored.length))
+    source, out = chunk[part.box], part.out
+    begin += source.storage_offset() * source.itemsize
+    last = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))
+    length = (last + 1) * source.itemsize
+    if source.shape != out.shape or begin + length > stored.length:
+        raise ValueError(f"{part.name} is not what .metadata says")
+    f.seek(stored.offset + begin)
+    in_place = out.device.type == "cpu" and out.dtype == source.dtype
+    if in_place and out.is_contiguous() and source.is_contiguous():
+        _read_into(f, out.view(-1).view(torch.uint8))
     else:
         _read_into(f, scratch[:length])
-        typed = scratch[:length].view(part.dtype)
-        read.out.copy_(typed.as_strided(part.shape, part.stride()))
+        typed = scratch[:length].view(source.dtype)
+        out.copy_(typed.as_strided(source.shape, source.stride()))
 
 
 def _tensor_in(stream: IO[bytes]) -> tuple[Tensor, int]:

@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lingua.checkpoint.load import load
 from lingua.checkpoint.resume import (
     TOKENIZER,
     Change,
@@ -157,7 +156,7 @@ def start_from(
     """
     source, step, only = origin.source, origin.step, "" if origin.everything else "model."
     tensors = {n: t for n, t in tensors_of(model, optimizer).items() if n.startswith(only)}
-    load(source, tensors, only)
+    source.load(tensors, only)
     if not origin.everything:
         logger.info(
             f"starting from the model of {source}: optimizer, step and data start from scratch"

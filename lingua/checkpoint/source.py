@@ -13,7 +13,7 @@ the latter "config", "step" and "train_state".
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from lingua.checkpoint.folder import (
     read_checkpoint,
     read_state,
 )
-from lingua.checkpoint.tensors import Part
+from lingua.checkpoint.tensors import Part, local_parts
 from lingua.errors import UserError
 from lingua.parallel.mesh import on_rank_0
 
@@ -50,7 +50,7 @@ class TensorSource:
     kind: str  # what it is, for messages
     # shape and dtype of each by our names: on the meta device, or of a file mapped into memory
     tensors: dict[str, Tensor]
-    read: Callable[[list[Part]], None]  # fills the memory of each part
+    read_parts: Callable[[list[Part]], None]  # fills the memory of each
     step: int | None = None  # updates made; None: not known
     config: str = "{}"  # text of YAML, or JSON
     state: dict[str, Any] = field(default_factory=dict)  # of train_state.json
@@ -59,6 +59,83 @@ class TensorSource:
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         return f"{self.path} ({self.kind}{step})"
+
+    def load(self, tensors: Mapping[str, Tensor], only: str = "") -> None:
+        """Fill `tensors` in place, on any topology. Called by every rank, or by a process without a
+        process group.
+
+        Args:
+            only: how the names begin that are loaded; what is stored under others is not read.
+
+        Raises:
+            UserError: names the tensors that do not fit, before any is loaded; or why one cannot be
+                read.
+        """
+        tensors = {name: t for name, t in tensors.items() if name.startswith(only)}
+        stored = {name: t for name, t in self.tensors.items() if name.startswith(only)}
+        check_fit(f"{self.path} does not fit this model", shapes_of(tensors), shapes_of(stored))
+        on_every_rank(self.path, lambda: self.read_parts(local_parts(tensors)))
+
+    def whole(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU. Called as `load` is."""
+        tensors = {name: torch.empty_like(self.tensors[name], device="cpu") for name in names}
+        on_every_rank(self.path, lambda: self.read_parts(local_parts(tensors)))
+        return tensors
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in tensors.items()}
+
+
+def check_fit(
+    title: str,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    here: str = "here",
+    there: str = "in the checkpoint",
+) -> None:
+    """Raise UserError where shapes by name are not those that are expected.
+
+    Args:
+        title: what the message begins with; a line for each tensor follows.
+        here, there: where the shapes are expected and found, in words.
+    """
+    wrong = []
+    for name, shape in expected.items():
+        if name not in found:
+            wrong.append(f"{name}: {shape} {here}, not {there}")
+        elif found[name] != shape:
+            wrong.append(f"{name}: {shape} {here}, {found[name]} {there}")
+    wrong += [f"{name}: {there}, not {here}" for name in found if name not in expected]
+    if wrong:
+        shown = [*wrong[:10], *([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else [])]
+        raise UserError(f"{title}:\n  " + "\n  ".join(shown))
+
+
+def on_every_rank(path: Path, work: Callable[[], T]) -> T:
+    """What `work` gives, which reads `path`. Called by every rank, or by a process without a group.
+    Raises UserError on all ranks where it fails on one."""
+    result, message = None, ""
+    try:
+        result = work()
+    except UserError as error:
+        message = str(error)
+    except Exception as error:  # a damaged file may raise anything
+        message = f"{path} cannot be read: {_reason(error)}"
+    messages = [message]
+    if dist.is_initialized():
+        messages *= dist.get_world_size()
+        dist.all_gather_object(messages, message)
+    if any(messages):
+        raise UserError(next(filter(None, messages)))
+    return result  # type: ignore[return-value]
+
+
+def _reason(error: Exception) -> str:
+    """What matters of an error, without the advice of torch.load to trust the file."""
+    if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"it refers to {found[1]}, which is not executed"
+    return str(error).split(". ")[0] or type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------- finding
@@ -127,36 +204,6 @@ def find_source(path: Path, verify: str, report: Callable[[str], None]) -> Tenso
     return replace(open_checkpoint(checkpoint), config=config, state=read_state(checkpoint))
 
 
-def on_every_rank(path: Path, work: Callable[[], T]) -> T:
-    """The result of reading `path` on this rank. Called by every rank, or by a process without a
-    group. Raises UserError on all of them where one fails."""
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:  # a damaged file may raise anything
-        failure = error
-    message = "" if failure is None else _message(path, failure)
-    messages = [message]
-    if dist.is_initialized():
-        messages *= dist.get_world_size()
-        dist.all_gather_object(messages, message)
-    if any(messages):
-        raise UserError(next(filter(None, messages))) from failure
-    return result  # type: ignore[return-value]
-
-
-def _message(path: Path, error: Exception) -> str:
-    """What matters of the error, without the advice of torch.load to trust the file."""
-    text = str(error)
-    if isinstance(error, UserError):
-        return text
-    if found := re.search(r"GLOBAL ([\w.]+)", text):
-        text = f"it refers to {found[1]}, which is not executed"
-    elif text.startswith("mmap can only"):
-        text = "it is not in the zip format of torch.save"
-    return f"{path} cannot be read: {text.split('. ')[0] or type(error).__name__}"
-
-
 # ---------------------------------------------------------------------------------------- opening
 
 
@@ -176,27 +223,27 @@ def _open_meta_lingua(path: Path) -> TensorSource:
         raise UserError(f"{path} is damaged: its .metadata has more in {', '.join(incomplete)}")
     stored_as = {ours: name for name in folder.tensors if (ours := our_name(name)) is not None}
     states = sorted(path.glob("train_state_*.json"))  # one of each dp rank, equal but for the data
-    state = json.loads(_text_of_json(states[0])) if states else {}
+    state = read_json(states[0]) if states else {}
     return TensorSource(
         path,
         "Meta Lingua checkpoint",
         {ours: folder.tensors[name] for ours, name in stored_as.items()},
         lambda parts: folder.read([part._replace(name=stored_as[part.name]) for part in parts]),
         step=state.get("step"),
-        config=_text_of_json(path / PARAMS),
+        config=json.dumps(read_json(path / PARAMS)),
         state=state,
     )
 
 
-def _text_of_json(path: Path) -> str:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises UserError."""
     try:
-        text = path.read_text(encoding="utf-8")
-        if isinstance(json.loads(text), dict):
-            return text
-        why = "not a JSON object"
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        why = str(error)
-    raise UserError(f"{path} cannot be read: {why}")
+        raise UserError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must be a JSON object")
+    return content
 
 
 def _open_file(path: Path) -> TensorSource:
@@ -211,22 +258,16 @@ def _open_file(path: Path) -> TensorSource:
     optim = content.get("optim")
     for name, state in (optim.get("state", {}) if isinstance(optim, dict) else {}).items():
         flat |= {f"optim.state.{name}.{k}": t for k, t in state.items() if isinstance(t, Tensor)}
-    tensors: dict[str, Tensor] = {}
-    seen: set[tuple[Any, ...]] = set()
-    for name, t in flat.items():
-        place = (t.data_ptr(), t.shape, t.stride())
-        ours = our_name(name)
-        if ours is not None and (t.numel() == 0 or place not in seen):
-            tensors[ours] = t
-        seen.add(place)
+    places = {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(flat.items())}
+    first = {name for name, t in flat.items() if t.numel() == 0} | set(places.values())
+    tensors = {ours: flat[name] for name in flat if name in first and (ours := our_name(name))}
 
     def read(parts: list[Part]) -> None:
-        for name, begin, out in parts:
-            box = (slice(first, first + n) for first, n in zip(begin, out.shape, strict=True))
-            out.copy_(tensors[name][tuple(box)])
+        for part in parts:
+            part.out.copy_(tensors[part.name][part.box])
 
     beside = path.with_name(PARAMS)  # where Meta Lingua puts it
-    config = content.get("config") or (_text_of_json(beside) if beside.exists() else "{}")
+    config = content.get("config", json.dumps(read_json(beside)) if beside.exists() else "{}")
     state = content.get("train_state", {})
     return TensorSource(path, "file", tensors, read, content.get("step"), config, state)
 

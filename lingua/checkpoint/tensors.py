@@ -19,7 +19,7 @@ class Part(NamedTuple):
     """A box of a named tensor, and the memory that it is read into."""
 
     name: str
-    begin: tuple[int, ...]  # index of its first element in the whole tensor
+    box: tuple[slice, ...]  # of the whole tensor
     out: Tensor  # not a DTensor; has the shape of the box, and at least one element
 
 
@@ -57,8 +57,10 @@ def local_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
         begin: tuple[int, ...] = (0,) * t.dim()
         if isinstance(t, DTensor):
             _, begin = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-        if local(t).numel():
-            parts.append(Part(name, begin, local(t).detach()))
+        out = local(t).detach()
+        if out.numel():
+            box = (slice(first, first + n) for first, n in zip(begin, out.shape, strict=True))
+            parts.append(Part(name, tuple(box), out))
     return parts
 
 

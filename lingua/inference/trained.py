@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App, find_app
 from lingua.checkpoint.folder import CONFIG, Checkpoint, read_state, verify
-from lingua.checkpoint.load import load as load_tensors
 from lingua.checkpoint.resume import TOKENIZER, flat_config
 from lingua.checkpoint.source import locate_newest, open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
@@ -66,12 +65,12 @@ class Trained:
             with ties_kept(model):
                 model.to_empty(device=device)
         verify(self.checkpoint)
-        load_tensors(open_checkpoint(self.checkpoint), tensors_of(model), "model.")
+        open_checkpoint(self.checkpoint).load(tensors_of(model), "model.")
         return model.to(args.dtype) if mesh.size() == 1 else model
 
 
 def check_vocabulary(tokenizer: Tokenizer, args: TokenizerArgs, path: Path, size: int) -> None:
-    """UserError unless a tokenizer's ids are rows of the `size` that the model at `path` has."""
+    """Raises UserError where a tokenizer has more than the `size` tokens of the model at `path`."""
     if tokenizer.vocab_size > size:
         raise UserError(
             f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) has "
@@ -109,12 +108,11 @@ def locate(key: str, path: str) -> Checkpoint:
 def read_trained(key: str, checkpoint: Checkpoint, app: App | None) -> Trained:
     """A checkpoint with its configuration. By one process."""
     config = checkpoint.path / CONFIG
-    names = ("data.tokenizer.name", "data.tokenizer.path")
-    keys = tuple(f"data.{name}" for name in DATA_KEYS)
-    flat = flat_config(config, dict.fromkeys(("app", *keys, *names)))
-    if app is None:
-        recorded = None if flat["app"] == "(absent)" else flat["app"]
-        app = find_app(recorded, str(config))
+    required = ("data.seq_len", "data.tokenizer.name", "data.tokenizer.path")
+    keys = ("app", *required, *(f"data.{name}" for name in DATA_KEYS))
+    flat = flat_config(config, dict.fromkeys(keys))
+    flat = {key: value for key, value in flat.items() if value != "(absent)"}
+    app = app or find_app(flat.get("app"), str(config))
     args = app.config()
     kind = type(args.model)
     group = make_dataclass("Config", [("model", kind, field(default_factory=kind))])
@@ -125,10 +123,9 @@ def read_trained(key: str, checkpoint: Checkpoint, app: App | None) -> Trained:
             f"{error}\n{key} = {checkpoint.path}: its model is not that of {app.path}; "
             "app=MODULE names another app"
         ) from None
-    if absent := [name for name in ("data.seq_len", *names) if flat[name] == "(absent)"]:
+    if absent := [name for name in required if name not in flat]:
         raise UserError(f"{config}: must have the key {absent[0]}")
-    for name, k in zip(DATA_KEYS, keys, strict=True):
-        if flat[k] != "(absent)":
-            setattr(args.data, name, flat[k])
-    args.data.tokenizer = TokenizerArgs(*(flat[name] for name in names))
+    for name in DATA_KEYS:
+        setattr(args.data, name, flat.get(f"data.{name}", getattr(args.data, name)))
+    args.data.tokenizer = TokenizerArgs(flat[required[1]], flat[required[2]])
     return Trained(checkpoint, app, args)
