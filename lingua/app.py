@@ -44,7 +44,7 @@ class App:
     optimizer: (module, configuration, plan) -> torch.optim.Optimizer, for a sharded module.
     objective: (Run) -> apps.main.train.Objective, which computes gradients and held-out loss.
     probe: called with the Run in every step, once its gradients are complete.
-    hugging_face: the model's form in transformers, a lingua.convert.HuggingFace; None: it has none.
+    hugging_face: its form in transformers, a lingua.hugging_face.HuggingFace; None: it has none.
     """
 
     path: str

@@ -1,16 +1,20 @@
-"""Between a checkpoint and a folder of Hugging Face's transformers, for Llama models:
+"""Between a checkpoint and a folder of Hugging Face's transformers:
 
     python -m lingua.convert source=runs/debug out=debug-hf        a checkpoint, or a run's newest
     python -m lingua.convert source=Llama-3.2-1B out=llama-1b      a folder with config.json
 
 Either way the weights keep their bits. From a folder comes a checkpoint without an optimizer: a
 model to use. `checkpoint.init_from` starts a training run from a folder without this program.
+
+The form of a model in transformers belongs to its app (`App.hugging_face`): the checkpoint's own,
+and apps.main for a folder, unless app=MODULE names another.
 """
 
 import json
 import shutil
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,28 +25,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lingua.checkpoint.folder import damaged_files
-from lingua.checkpoint.load import read_weights, saved_weights
-from lingua.checkpoint.resume import Progress
+from lingua.app import App, choose_app, named_app
+from lingua.checkpoint.folder import verify
 from lingua.checkpoint.save import save
+from lingua.checkpoint.source import TensorSource, check_fit, open_checkpoint, shapes_of
 from lingua.config.load import load
 from lingua.config.schema import Free
 from lingua.errors import UserError
-from lingua.hugging_face import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-    LlamaArgs,
-    LlamaFolder,
-    is_rotated,
-    llama_shapes,
-    to_halves,
-    to_hf_config,
-    to_hf_name,
-)
-from lingua.inference.trained import Trained, open_trained
-from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
+from lingua.hugging_face import CONFIG, INDEX, SINGLE, HFTensor, form_of, open_folder
+from lingua.inference.trained import check_vocabulary, open_trained
+from lingua.parallel.launch import detect_launch, one_process
 from lingua.parallel.program import run_program
 from lingua.tokenizer import (
     Tokenizer,
@@ -52,13 +44,15 @@ from lingua.tokenizer import (
     tokenizer_file,
 )
 
+HF_FILES = {"hf": "tokenizer.json", "sp": "tokenizer.model"}  # of our names of tokenizers
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass
 class ConvertArgs:
-    source: Free[str] = MISSING  # a checkpoint, a run's folder, or a Hugging Face Llama folder
+    source: Free[str] = MISSING  # a checkpoint, a run's folder, or a folder of transformers
     out: Free[str] = MISSING  # folder to make, of the other kind
+    app: Free[str | None] = None  # import path of the app; null: the checkpoint's own, or apps.main
     # of the weights; null: as they are
     dtype: Free[Literal["float32", "bfloat16", "float16"] | None] = None
     shard_gb: Free[float] = 5.0  # GB of one safetensors file; a larger model is split
@@ -70,242 +64,223 @@ class ConvertArgs:
             yield "shard_gb", "must be above 0"
         out = Path(self.out)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            yield "out", "is there already; must be a new or empty folder"
+            yield "out", "exists already; must be a new or empty folder"
+
+    def dtype_of(self, t: Tensor) -> torch.dtype:
+        """The dtype of a tensor once it is converted."""
+        return getattr(torch, self.dtype) if self.dtype else t.dtype
+
+    def size_of(self, t: Tensor) -> int:
+        """The bytes of a tensor once it is converted."""
+        return t.numel() * self.dtype_of(t).itemsize
 
 
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     args, _ = load(ConvertArgs, argv)
-    launch = detect_launch()
-    if launch.world_size > 1:
+    if detect_launch().world_size > 1:
         raise UserError("converting is the work of one process")
-    start(torch.device("cpu"), launch, DistributedArgs())
-    convert = import_llama if (Path(args.source) / CONFIG).is_file() else export_llama
-    try:
-        convert(args)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"out = {args.out}: cannot be written ({error})") from error
+    with one_process():
+        try:
+            if (Path(args.source) / CONFIG).is_file():
+                import_folder(args, choose_app(argv))
+            else:
+                export_checkpoint(args, named_app(argv))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"out = {args.out}: cannot be written ({error})") from error
 
 
 # ----------------------------------------------------------------------------------------- export
 
 
-def export_llama(args: ConvertArgs) -> None:
-    """A checkpoint to a folder that transformers loads. What was written half is removed."""
-    trained = open_trained("source", args.source, None)
-    if trained.app.hugging_face is None:
-        raise UserError(f"source = {args.source}: {trained.app.path} has no form in transformers")
-    config = to_hf_config(trained.args.model, trained.args.data.seq_len)
-    dtypes = check_weights(trained)
-    tokenizer = build_tokenizer(args.tokenizer or trained.args.data.tokenizer)
-    check_vocabulary(tokenizer, trained.args.model)
-    shapes = llama_shapes(trained.args.model)
-    sizes = {
-        name: shape_size(shape) * (getattr(torch, args.dtype) if args.dtype else dtype).itemsize
-        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
-    }
-    check_space(Path(args.out), sum(sizes.values()))
-    damaged = damaged_files(trained.checkpoint)
-    if damaged:
-        raise UserError(f"{trained.checkpoint.path} is damaged: {'; '.join(damaged)}")
+def export_checkpoint(args: ConvertArgs, app: App | None = None) -> None:
+    """A checkpoint to a folder that transformers loads. What was written in part is removed.
+
+    Args:
+        app: the app of the model; None: the one that the checkpoint names.
+    """
+    trained = open_trained("source", args.source, app)
+    form = form_of(trained.app, f"source = {args.source}")
+    config = form.to_config(trained.args.model, trained.args.data.seq_len)
+    source = open_checkpoint(trained.checkpoint)
+    tensors = {f"model.{name}": t for name, t in form.tensors(trained.args.model).items()}
+    check_fit(
+        f"{source.path} cannot be exported",
+        {name: t.shape for name, t in tensors.items()},
+        shapes_of({n: t for n, t in source.tensors.items() if n.startswith("model.")}),
+        "in transformers",
+    )
+    tokenizer_args = args.tokenizer or trained.args.data.tokenizer
+    tokenizer = build_tokenizer(tokenizer_args)
+    check_vocabulary(tokenizer, tokenizer_args, source.path, trained.args.model.vocab_size)
+    check_space(args, [source.tensors[name] for name in tensors])
+    verify(trained.checkpoint)
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    config |= special | {"dtype": args.dtype or str(dtypes[0]).removeprefix("torch.")}
+    dtype = args.dtype_of(source.tensors[next(iter(tensors))])
+    config |= special | {"dtype": str(dtype).removeprefix("torch.")}
     folder = Path(f"{args.out}.tmp-{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
-        write_shards(args, trained, sizes, folder)
+        write_shards(args, source, tensors, folder)
         write_json(folder / CONFIG, config)
         write_json(folder / "generation_config.json", special)
-        said = write_tokenizer(folder, trained, args.tokenizer or trained.args.data.tokenizer)
+        note = write_tokenizer(folder, tokenizer_args, tokenizer, trained.args.data)
         if Path(args.out).exists():  # empty
             Path(args.out).rmdir()
         folder.rename(args.out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{trained.checkpoint.path} (step {trained.checkpoint.step}) is now {args.out}; {said}")
+    print(f"{source.path} (step {source.step}) is now {args.out}; {note}")
 
 
-def check_weights(trained: Trained) -> list[torch.dtype]:
-    """The dtypes of the tensors, in order. UserError names what Llama does not have."""
-    saved, shapes = saved_weights(trained.checkpoint), llama_shapes(trained.args.model)
-    wrong = [
-        f"{name} is no tensor of Llama in transformers" for name in saved if name not in shapes
-    ]
-    for name, shape in shapes.items():
-        if name not in saved:
-            wrong.append(f"{name} is not in it")
-        elif tuple(saved[name][0]) != shape:
-            wrong.append(f"{name} is {tuple(saved[name][0])}, its config makes it {shape}")
-    if wrong:
-        shown = [*wrong[:10], *([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else [])]
-        raise UserError(f"{trained.checkpoint.path} cannot be exported:\n  " + "\n  ".join(shown))
-    return [saved[name][1] for name in shapes]
-
-
-def write_shards(args: ConvertArgs, trained: Trained, sizes: dict[str, int], folder: Path) -> None:
+def write_shards(
+    args: ConvertArgs, source: TensorSource, tensors: dict[str, HFTensor], folder: Path
+) -> None:
     """The weights in files of at most `shard_gb`, one file in memory at a time."""
     shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
+    filled = total = 0
+    for name in tensors:
+        size = args.size_of(source.tensors[name])
         if shards[-1] and filled + size > args.shard_gb * 1e9:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += size
+        filled, total = filled + size, total + size
     weight_map = {}
     for i, names in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {
-            to_hf_name(name): to_hf_tensor(name, t, trained.args.model, args.dtype)
-            for name, t in read_weights(trained.checkpoint, names).items()
+        weights = {
+            tensors[name].name: tensors[name].to_hf(t).to(args.dtype_of(t))
+            for name, t in source.whole(names).items()
         }
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_file(weights, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # as others are; the library makes them the user's alone
-        weight_map |= dict.fromkeys(tensors, file)
+        weight_map |= dict.fromkeys(weights, file)
     if len(shards) > 1:
-        total = {"total_size": sum(sizes.values())}
-        write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
 
 
-def to_hf_tensor(name: str, t: Tensor, args: LlamaArgs, dtype: str | None) -> Tensor:
-    """One of our tensors in the order and dtype of the folder."""
-    t = to_halves(t, args.heads()[2]) if is_rotated(name) else t
-    return t if dtype is None else t.to(getattr(torch, dtype))
+def write_tokenizer(folder: Path, args: TokenizerArgs, tokenizer: Tokenizer, data: Any) -> str:
+    """The tokenizer's files where transformers has a form for it; returns a note for the user.
 
-
-def write_tokenizer(folder: Path, trained: Trained, tokenizer: TokenizerArgs) -> str:
-    """The tokenizer's files where transformers has a form for it; returns what became of it."""
-    if tokenizer.name not in ("hf", "sp") or not has_form(tokenizer):
-        return f"transformers has no form of its {tokenizer.name} tokenizer: no file of it is there"
-    path = tokenizer_file(tokenizer)
-    if tokenizer.name == "hf":
-        shutil.copyfile(path, folder / "tokenizer.json")
-        if path.with_name(TOKENIZER_CONFIG).is_file():
-            shutil.copyfile(path.with_name(TOKENIZER_CONFIG), folder / TOKENIZER_CONFIG)
-            return "with its tokenizer"
-    else:
-        shutil.copyfile(path, folder / "tokenizer.model")
-    config: dict[str, Any] = special_tokens(tokenizer)
-    config |= {"model_max_length": trained.args.data.seq_len, "clean_up_tokenization_spaces": False}
-    config["add_bos_token"] = trained.args.data.add_bos
-    if tokenizer.name == "hf":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    else:
-        config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
-        config["add_eos_token"] = False
+    data: the `data` group of the model's configuration.
+    """
+    if args.name != "hf" and not (args.name == "sp" and is_llama_tokenizer(args.path)):
+        return f"transformers has no form of its {args.name} tokenizer: no file of it is there"
+    path = tokenizer_file(args)
+    shutil.copyfile(path, folder / HF_FILES[args.name])
+    if args.name == "hf" and path.with_name(TOKENIZER_CONFIG).is_file():
+        shutil.copyfile(path.with_name(TOKENIZER_CONFIG), folder / TOKENIZER_CONFIG)
+        return "with its tokenizer"
+    config = special_tokens(args, tokenizer) | {
+        "model_max_length": data.seq_len,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": data.add_bos,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if args.name == "sp":
+        config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_eos_token": False}
     write_json(folder / TOKENIZER_CONFIG, config)
     return "with its tokenizer"
 
 
-def has_form(tokenizer: TokenizerArgs) -> bool:
-    """False for a sentencepiece model that transformers' LlamaTokenizer would take for another: it
-    is a BPE, and puts a space before a text, of which it changes nothing else."""
-    if tokenizer.name == "hf":
-        return True
+def is_llama_tokenizer(path: str) -> bool:
+    """Whether a sentencepiece model does what transformers' LlamaTokenizer makes of it: it is a
+    BPE, and puts a space before a text, of which it changes nothing else."""
     import sentencepiece
 
-    model = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
     if model.normalize(" \ufb01  x ") != "▁▁\ufb01▁▁x▁":  # a ligature
         return False
     # BPE scores a piece by its rank, a whole number; others by its probability.
     return all(model.get_score(i).is_integer() for i in range(model.vocab_size()))
 
 
-def special_tokens(tokenizer: TokenizerArgs) -> dict[str, str]:
+def special_tokens(args: TokenizerArgs, tokenizer: Tokenizer) -> dict[str, Any]:
     """How the first and the last token are spelled."""
-    if tokenizer.name == "hf":
+    if args.name == "hf":
         import tokenizers
 
-        spell = tokenizers.Tokenizer.from_file(str(tokenizer_file(tokenizer))).id_to_token
+        spell = tokenizers.Tokenizer.from_file(str(tokenizer_file(args))).id_to_token
     else:
         import sentencepiece
 
-        spell = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path).id_to_piece
-    built = build_tokenizer(tokenizer)
-    special = {"bos_token": built.bos_id, "eos_token": built.eos_id}
+        spell = sentencepiece.SentencePieceProcessor(model_file=args.path).id_to_piece
+    special = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     return {name: spell(i) for name, i in special.items() if i is not None}
 
 
 # ----------------------------------------------------------------------------------------- import
 
 
-def import_llama(args: ConvertArgs) -> None:
+def import_folder(args: ConvertArgs, app: App) -> None:
     """A folder of transformers to a checkpoint of step 0, with its tokenizer beside it."""
-    source, out = LlamaFolder(args.source, "source"), Path(args.out)
-    tokenizer = args.tokenizer or find_tokenizer(source.path)
-    built = build_tokenizer(tokenizer)
-    check_vocabulary(built, source.args)
-    check_space(out, sum(f.stat().st_size for f in source.path.glob("*.safetensors")))
+    folder = open_folder(form_of(app, f"source = {args.source}"), args.source, "source")
+    source, out = folder.source, Path(args.out)
+    tokenizer_args = args.tokenizer or find_tokenizer(source.path)
+    tokenizer = build_tokenizer(tokenizer_args)
+    check_vocabulary(tokenizer, tokenizer_args, source.path, folder.model.vocab_size)
+    check_space(args, source.tensors.values())
     out.mkdir(parents=True, exist_ok=True)
     if args.tokenizer is None:
-        file = Path(tokenizer.path)
+        file = Path(tokenizer_args.path)
         for path in (file, file.with_name(TOKENIZER_CONFIG)):
             if path.is_file():
                 shutil.copyfile(path, out / path.name)
-        tokenizer = TokenizerArgs(tokenizer.name, str((out / file.name).resolve()))
-    tensors = {}
-    for name, shape in llama_shapes(source.args).items():
-        t = source.read(name, (0,) * len(shape), shape)
-        tensors[f"model.{name}"] = t if args.dtype is None else t.to(getattr(torch, args.dtype))
-    data = {
-        "seq_len": source.seq_len,
-        "add_bos": adds_bos(tokenizer, built),
-        "add_eos": built.eos_id is not None,
-        "tokenizer": asdict(tokenizer),
+        tokenizer_args = TokenizerArgs(tokenizer_args.name, str((out / file.name).resolve()))
+    tensors = {
+        name: source.whole([name])[name].to(args.dtype_of(t)) for name, t in source.tensors.items()
     }
-    config = OmegaConf.to_yaml({"model": asdict(source.args), "data": data})
-    # No run can go on from it: it has no optimizer, and says so to whoever tries.
-    state = {"progress": asdict(Progress()), "topology": [1, 1, 1], "data": {}}
-    path = save(out, 0, tensors, state, config)
+    data = {
+        "seq_len": folder.seq_len,
+        "add_bos": adds_bos(tokenizer_args, tokenizer),
+        "add_eos": tokenizer.eos_id is not None,
+        "tokenizer": asdict(tokenizer_args),
+    }
+    config = {"app": app.path, "model": asdict(folder.model), "data": data}
+    path = save(out, 0, tensors, {}, OmegaConf.to_yaml(config))
     print(f"{source.path} is now {path}")
 
 
 def find_tokenizer(folder: Path) -> TokenizerArgs:
-    for name, file in (("hf", "tokenizer.json"), ("sp", "tokenizer.model")):
+    for name, file in HF_FILES.items():
         if (folder / file).is_file():
             return TokenizerArgs(name, str(folder / file))
     raise UserError(
-        f"source = {folder}: has no tokenizer.json or tokenizer.model; say which tokenizer is the "
-        "model's: tokenizer.name=... tokenizer.path=..."
+        f"source = {folder}: has no tokenizer.json or tokenizer.model; name the model's tokenizer: "
+        "tokenizer.name=... tokenizer.path=..."
     )
 
 
-def adds_bos(tokenizer: TokenizerArgs, built: Tokenizer) -> bool:
+def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:
     """Whether texts of the model begin with bos: what a tokenizer.json puts before one, or what
     add_bos_token in the tokenizer_config.json beside it says; else, unless it is `hf`, they do."""
-    if built.bos_id is None or tokenizer.path is None:
-        return built.bos_id is not None
-    if tokenizer.name == "hf":
+    if tokenizer.bos_id is None or args.path is None:
+        return tokenizer.bos_id is not None
+    if args.name == "hf":
         import tokenizers
 
-        path = str(tokenizer_file(tokenizer))
-        if tokenizers.Tokenizer.from_file(path).encode("").ids[:1] == [built.bos_id]:
+        path = str(tokenizer_file(args))
+        if tokenizers.Tokenizer.from_file(path).encode("").ids[:1] == [tokenizer.bos_id]:
             return True
-    return bool(tokenizer_config(tokenizer).get("add_bos_token", tokenizer.name != "hf"))
+    return bool(tokenizer_config(args).get("add_bos_token", args.name != "hf"))
 
 
 # ------------------------------------------------------------------------------------------- both
 
 
-def check_vocabulary(tokenizer: Tokenizer, model: LlamaArgs) -> None:
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"the {tokenizer.name} tokenizer has {tokenizer.vocab_size} tokens, the model only "
-            f"{model.vocab_size} (model.vocab_size): it is not the tokenizer of this model"
-        )
-
-
-def check_space(out: Path, n_bytes: int) -> None:
-    above = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
+def check_space(args: ConvertArgs, tensors: Iterable[Tensor]) -> None:
+    """Raises UserError where the disk has no space for the tensors, as they are written."""
+    n_bytes = sum(map(args.size_of, tensors))
+    out = Path(args.out).resolve()
+    above = next(p for p in (out, *out.parents) if p.exists())
     free = shutil.disk_usage(above).free
     if free < n_bytes:
         raise UserError(
-            f"out = {out}: the weights take {n_bytes / 1e9:.1f} GB, but {above} has only "
+            f"out = {args.out}: the weights take {n_bytes / 1e9:.1f} GB, but {above} has only "
             f"{free / 1e9:.1f} GB free"
         )
-
-
-def shape_size(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lingua.checkpoint.folder import read_checkpoint
-from lingua.checkpoint.load import load
 from lingua.checkpoint.save import save
+from lingua.checkpoint.source import open_checkpoint
 from lingua.errors import UserError
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
@@ -82,7 +82,7 @@ def load_here(path: Path, fill: float, sizes=None) -> bool:
     assert checkpoint is not None, why
     tensors = tensors_on(mesh, fill=-99)
     assert not equal(tensors, fill)
-    load(checkpoint, tensors)
+    open_checkpoint(checkpoint).load(tensors)
     return equal(tensors, fill)
 
 

@@ -17,15 +17,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from apps.main import app as main_app
+from apps.main.hugging_face import feed_forward_size, llama
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.mtp import app as mtp_app
 from lingua import convert
+from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.folder import read_checkpoint
-from lingua.checkpoint.load import read_weights, saved_weights
 from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.save import save
-from lingua.checkpoint.tensors import tensors_of
+from lingua.checkpoint.source import open_checkpoint
+from lingua.checkpoint.tensors import Part, tensors_of
 from lingua.errors import UserError
-from lingua.hugging_face import LlamaFolder, check_model, feed_forward_size, load_llama
+from lingua.hugging_face import HFTensor, open_folder, open_weights
 from lingua.init import canonical_name, init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
@@ -103,7 +107,9 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
         return {name: t for file in files for name, t in load_file(file).items()}
     checkpoint, why = read_checkpoint(folder)
     assert checkpoint is not None, why
-    return read_weights(checkpoint, saved_weights(checkpoint))
+    source = open_checkpoint(checkpoint)
+    tensors = source.whole(source.tensors)
+    return {name.removeprefix("model."): t for name, t in tensors.items()}
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -127,6 +133,7 @@ def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bi
     there = logits_there(out, tokens)
     torch.testing.assert_close(there, ours, rtol=0, atol=1e-5)
     back = convert_to(out, tmp_path / "back", "tokenizer.name=bytes")
+    assert OmegaConf.load(back / "0000000000" / "config.yaml").app == "apps.main"
     expected = tensors_in(tmp_path / "ours" / "0000000003")
     assert same(tensors_in(back / "0000000000"), expected)
     if case == "grouped-query":  # what both comparisons would notice
@@ -138,6 +145,44 @@ def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bi
         assert (logits_there(out, tokens) - ours).abs().max() > 1e-3
         other = convert_to(out, tmp_path / "other", "tokenizer.name=bytes")
         assert not same(tensors_in(other / "0000000000"), expected)
+
+
+def other_tensors(args: ModelArgs) -> dict[str, HFTensor]:
+    """As no family of transformers has them: other names, and every second row first."""
+    tensors = {name: replace(t, name=f"other.{name}") for name, t in llama.tensors(args).items()}
+    return tensors | {"norm.weight": HFTensor("other.norm", (args.dim,), (1, 0))}
+
+
+# app=tests.test_convert: an app whose models have another form.
+app = replace(main_app, path=__name__, hugging_face=replace(llama, tensors=other_tensors))
+
+
+def test_another_app_has_another_form(ranks, convert_to, tmp_path):
+    model = a_model()
+    ranks.run(1, save_here, tmp_path / "ours", model, {})
+    named = f"app={__name__}"
+    out = convert_to(tmp_path / "ours", tmp_path / "theirs", named)
+    ours, theirs = tensors_in(tmp_path / "ours" / "0000000003"), tensors_in(out)
+    assert theirs.keys() == {"other.norm"} | {f"other.{n}" for n in ours if n != "norm.weight"}
+    assert torch.equal(theirs["other.norm"][::2], ours["norm.weight"][1::2])
+    back = convert_to(out, tmp_path / "back", named, "tokenizer.name=bytes") / "0000000000"
+    assert same(tensors_in(back), ours)
+    assert OmegaConf.load(back / "config.yaml").app == __name__
+    assert "nothing else to go on with" in dict(summary(read_checkpoint(back)[0]))["model"]
+    cases = {"folder": [f"source={out}"], "checkpoint": [f"source={back}"]}
+    cases |= {"mtp folder": [f"source={out}", "app=apps.mtp"]}
+    cases |= {"mtp checkpoint": [f"source={tmp_path / 'ours'}", "app=apps.mtp"]}
+    [said] = ranks.run(
+        1, refusals_here, {k: [*v, f"out={tmp_path / 'x'}"] for k, v in cases.items()}
+    )
+    assert (
+        "model.embed_tokens.weight: (259, 32) in config.json, not in the folder" in said["folder"]
+    )
+    assert f"app = {__name__}" in said["checkpoint"] and "To trust it" in said["checkpoint"]
+    for case, source in (("mtp folder", out), ("mtp checkpoint", tmp_path / "ours")):
+        assert said[case].startswith(f"source = {source}: apps.mtp has no form in transformers")
+    with pytest.raises(UserError, match=f"init_from = {out}: apps.mtp has no form"):
+        open_weights(mtp_app, str(out), model, [])
 
 
 def test_a_model_larger_than_a_shard_is_split_and_transformers_finds_all_of_it(
@@ -267,7 +312,7 @@ def test_an_imported_model_begins_texts_with_bos_where_its_tokenizer_does(tmp_pa
         write_metaspace(path)
     args = TokenizerArgs(kind[:2], str(path))
     ours = build_tokenizer(args)
-    special = convert.special_tokens(args)
+    special = convert.special_tokens(args, ours)
     if kind == "hf with bos":
         made = tokenizers.Tokenizer.from_file(str(path))
         bos = special["bos_token"]
@@ -336,8 +381,8 @@ def test_what_llama_in_transformers_cannot_express_is_refused_by_name(ranks, tmp
     assert "model.sliding_window = 9" in said["window"]
     assert "model.n_heads = 4" in said["heads"] and "model.dim = 30" in said["heads"]
     assert "model.head_layers: unknown key" in said["fork"]
-    assert "layers.1.attention.wq.weight is no tensor of Llama" in said["tensors"]
-    assert "bytes tokenizer has 258 tokens, the model only 100" in said["vocabulary"]
+    assert "layers.1.attention.wq.weight: in the checkpoint, not in trans" in said["tensors"]
+    assert "bytes tokenizer (which has no file) has 258 tokens" in said["vocabulary"]
     assert not list(tmp_path.glob("out*"))  # nothing was begun
 
 
@@ -375,10 +420,10 @@ def test_what_a_folder_asks_for_that_is_not_here_is_refused_by_name(ranks, tmp_p
     for key in ("attention_bias", "mlp_bias"):
         assert f"{key} = true: must be false" in said[key]
     assert "quantization_config" in said["quantization_config"]
-    assert 'rope_type = "yarn": must be default or llama3' in said["rope_parameters"]
+    assert 'rope_type = "yarn": must be "default" or "llama3"' in said["rope_parameters"]
     assert "n_kv_heads = 4: must divide model.n_heads = 6" in said["num_key_value_heads"]
     assert 'hidden_size = "48": must be a number' in said["hidden_size"]
-    assert "embed_tokens.weight is (259, 48), config.json makes it (260, 48)" in said["vocab_size"]
+    assert "embed_tokens.weight: (260, 48) in config.json, (259, 48) in the" in said["vocab_size"]
     assert "only safetensors are read (pytorch_model.bin)" in said["pickled"]
     assert "model.safetensors: cannot be read as safetensors" in said["torn"]
     assert "has no tokenizer.json or tokenizer.model" in said["no tokenizer"]
@@ -399,21 +444,11 @@ def test_a_source_that_is_no_model_and_an_out_that_is_there_are_refused(ranks, t
     [said] = ranks.run(1, refusals_here, cases)
     for case in ("empty", "absent"):
         assert f"source = {tmp_path / case}: must be the folder of a checkpoint" in said[case]
-    assert "is there already" in said["there"]
+    assert "exists already" in said["there"]
     assert "cannot be written" in said["file"]
 
 
 # ------------------------------------------------------------------------------------- init_from
-
-
-class Counting(LlamaFolder):
-    """Counts the elements that are read."""
-
-    n_read = 0
-
-    def read(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        self.n_read += torch.Size(shape).numel()
-        return super().read(name, begin, shape)
 
 
 TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
@@ -426,14 +461,19 @@ def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> An
     mesh = start(CPU, detect_launch(), parallel)
     model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, 16), parallel)
     init_parameters(model, 1, CPU)
-    llama = Counting(folder, "checkpoint.init_from")
-    load_llama(llama, model)
+    source, read = open_folder(llama, str(folder), "checkpoint.init_from").source, []
+
+    def count(parts: list[Part]) -> None:
+        read.extend(part.out.numel() for part in parts)
+        source.read_parts(parts)
+
+    replace(source, read_parts=count).load(tensors_of(model), "model.")
     found, held = {}, 0
     for name, p in model.named_parameters():
         split = isinstance(p, DTensor)
         held += (p.to_local() if split else p).numel()
         found[canonical_name(name)] = (p.full_tensor() if split else p).detach().clone()
-    return found, held, llama.n_read
+    return found, held, sum(read)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -466,10 +506,10 @@ def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_hold
 )
 def test_a_run_whose_model_is_another_is_refused_by_key(ranks, convert_to, tmp_path, changed, said):
     ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
-    folder = LlamaFolder(convert_to(tmp_path / "ours", tmp_path / "theirs"), "init_from")
-    check_model(folder, a_model(), [])
+    folder = str(convert_to(tmp_path / "ours", tmp_path / "theirs"))
+    assert open_weights(main_app, folder, a_model(), []).path == Path(folder)
     with pytest.raises(UserError, match="is not that of") as error:
-        check_model(folder, a_model(**changed), [])
-    assert said in str(error.value) and str(folder.path) in str(error.value)
+        open_weights(main_app, folder, a_model(**changed), [])
+    assert said in str(error.value) and folder in str(error.value)
     if "rope_theta" in changed:  # the same tensors: that can be meant
-        check_model(folder, a_model(**changed), ["model.rope_theta"])
+        open_weights(main_app, folder, a_model(**changed), ["model.rope_theta"])

@@ -23,8 +23,8 @@ from apps.bench.checkpoint import TOPOLOGIES
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.checkpoint.folder import newest
-from lingua.checkpoint.load import load as load_tensors
 from lingua.checkpoint.save import save
+from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
@@ -125,7 +125,7 @@ def load_newest(root: Path, tensors: dict[str, Tensor]) -> None:
     """As a run that resumes does it."""
     checkpoint = newest(root, "full", lambda line: None)
     assert checkpoint is not None
-    load_tensors(checkpoint, tensors)
+    open_checkpoint(checkpoint).load(tensors)
 
 
 def write(path: Path, content: bytes) -> None:

@@ -22,7 +22,7 @@ from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import load, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.convert import ConvertArgs, export_llama
+from lingua.convert import ConvertArgs, export_checkpoint
 from lingua.errors import UserError
 from lingua.format import align
 from lingua.inference.generate import Request, generate
@@ -114,5 +114,5 @@ def transformers_model(args: TrainArgs, model: torch.nn.Module, folder: Path) ->
             "the measurement needs the Python package transformers (pip install transformers)"
         ) from None
     save(folder / "ours", 1, tensors_of(model), {}, to_yaml(args))
-    export_llama(ConvertArgs(source=str(folder / "ours"), out=str(folder / "theirs")))
+    export_checkpoint(ConvertArgs(source=str(folder / "ours"), out=str(folder / "theirs")))
     return AutoModelForCausalLM.from_pretrained(folder / "theirs", attn_implementation="sdpa")

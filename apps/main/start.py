@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from apps.main.benchmarks import check_benchmarks
 from apps.main.config import TrainArgs
 from lingua.app import App, Built, choose_app
-from lingua.checkpoint.load import load as load_tensors
 from lingua.checkpoint.origin import Origin, check_origin, find_start, start_from
 from lingua.checkpoint.resume import (
     Change,
@@ -25,6 +24,7 @@ from lingua.checkpoint.resume import (
     flat_config,
     log_resume,
 )
+from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import flatten, load, resume_classes
 from lingua.config.meta_lingua import META_LINGUA
@@ -33,7 +33,7 @@ from lingua.data.loader import micro_steps
 from lingua.data.rows import Data
 from lingua.data.text import TextData
 from lingua.errors import UserError
-from lingua.hugging_face import LlamaFolder, check_model, load_llama
+from lingua.hugging_face import open_weights
 from lingua.optim.schedule import schedule_warnings
 from lingua.parallel.gradients import grad_sync_note
 from lingua.parallel.launch import one_process
@@ -56,7 +56,6 @@ class Start:
     rows: int  # of a micro-batch
     saved: Saved | None  # the checkpoint to resume
     origin: Origin | None  # or what a new run takes tensors from
-    llama: LlamaFolder | None  # or the folder of checkpoint.init_from
     changes: list[Change]  # of the configuration, since it was saved
 
     @property
@@ -90,10 +89,9 @@ def check_start(app: App, args: TrainArgs, sizes: tuple[int, int, int], verify: 
     checkpoints = replace(args.checkpoint, verify=verify)
     saved, origin = find_start(checkpoint_folder(args), checkpoints, classes)
     resolve(args, replicas * shards, tokenizer, saved)
-    llama = None  # a run's own checkpoint wins over the weights it began with
-    if saved is None and args.checkpoint.init_from is not None:
-        llama = LlamaFolder(args.checkpoint.init_from, "checkpoint.init_from")
-        check_model(llama, args.model, allowed)
+    weights = args.checkpoint.init_from
+    if saved is None and weights is not None:  # else it has a checkpoint of its own
+        origin = Origin(open_weights(app, weights, args.model, allowed))
     config = flatten(args)
     changes = check_config(saved, config, classes, allowed)
     changes += check_origin(origin, config, tokenizer, classes, allowed)
@@ -105,9 +103,7 @@ def check_start(app: App, args: TrainArgs, sizes: tuple[int, int, int], verify: 
     built = app.build(args)
     check_layout(built.module, built.plan, tp)
     on_rank_0(lambda: check_benchmarks(args))
-    return Start(
-        data, tokenizer, built, marks, n_micro, rows, saved, origin, llama, changes
-    )  # fmt: skip
+    return Start(data, tokenizer, built, marks, n_micro, rows, saved, origin, changes)
 
 
 def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
@@ -162,17 +158,14 @@ def restore(
     mesh: DeviceMesh,
 ) -> Progress:
     """Load what the run starts from into its model and optimizer, if anything. Called by every
-    rank. Returns where it goes on."""
+    rank. Returns where it continues."""
     saved, origin = begin.saved, begin.origin
     if saved is not None:
-        load_tensors(saved.checkpoint, tensors_of(model, optimizer))
+        open_checkpoint(saved.checkpoint).load(tensors_of(model, optimizer))
         log_resume(saved, changes, optimizer, tuple(mesh.shape))
         return saved.progress
     if origin is not None:
         return start_from(origin, changes, model, optimizer, args.data.global_batch_size)
-    if begin.llama is not None:
-        load_llama(begin.llama, model)
-        logger.info(f"starting with the weights of {begin.llama.path}")
     return Progress()
 
 

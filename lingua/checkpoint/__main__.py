@@ -14,22 +14,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from lingua.app import choose_app
 from lingua.checkpoint import convert as checkpoint_convert
 from lingua.checkpoint.folder import (
     CONFIG,
     MANIFEST,
-    NAME,
     Checkpoint,
-    find,
-    read_checkpoint,
     read_state,
 )
-from lingua.checkpoint.load import read_metadata
 from lingua.checkpoint.resume import (
     TOKENIZER,
     changes_table,
@@ -39,6 +35,7 @@ from lingua.checkpoint.resume import (
     read_saved,
 )
 from lingua.checkpoint.retention import BEST, mark, marks, unmark
+from lingua.checkpoint.source import locate_newest, open_checkpoint
 from lingua.config.load import flatten, load, resume_classes
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.text import TextData
@@ -68,18 +65,8 @@ def main(argv: list[str]) -> None:
     commands[argv[0]](argv[1:])
 
 
-def locate(folder: str) -> Checkpoint:
-    """The checkpoint at or, the newest one, under a folder. Raises UserError."""
-    path = Path(folder)
-    if NAME.fullmatch(path.name) or (path / MANIFEST).exists():
-        checkpoint, why = read_checkpoint(path)
-        if checkpoint is None:
-            raise UserError(f"{path} is not a whole checkpoint: {why}")
-        return checkpoint
-    for root in (path / "checkpoints", path):
-        for checkpoint in find(root, lambda line: print(line, file=sys.stderr)):
-            return checkpoint
-    raise UserError(f"{path}: there is no whole checkpoint in it")
+def _newest(folder: str) -> Checkpoint:
+    return locate_newest(Path(folder), lambda line: print(line, file=sys.stderr))
 
 
 # ---------------------------------------------------------------------------------------- show
@@ -88,12 +75,12 @@ def locate(folder: str) -> Checkpoint:
 def _show(argv: list[str]) -> None:
     if len(argv) != 1:
         raise UserError("show: takes one folder, `show DIR`")
-    for label, text in describe(locate(argv[0])):
+    for label, text in summary(_newest(argv[0])):
         print(f"{label:<11} {text}")
 
 
-def describe(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """(what, its value) for people."""
+def summary(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """What a checkpoint contains, as labels and texts to print."""
     state, path = read_state(checkpoint), checkpoint.path
     created = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["created_at"]
     marked = f", marked {', '.join(names)}" if (names := marks(path)) else ""
@@ -130,19 +117,15 @@ def describe(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, str]:
     """Of the model and of each kind of optimizer state: how many values, dtype and size."""
-    totals: dict[str, list[Any]] = {}
-    for name, entry in read_metadata(checkpoint).state_dict_metadata.items():
-        kind = name.split(".")[1] if name.startswith("optim.") else "model"
-        dtype = entry.properties.dtype
-        total = totals.setdefault(kind, [0, 0, 0, set()])
-        total[0] += 1
-        total[1] += entry.size.numel()
-        total[2] += entry.size.numel() * dtype.itemsize
-        total[3].add(str(dtype).removeprefix("torch."))
-    return {
-        kind: f"{values:,} values, {n} tensors, {', '.join(sorted(dtypes))}, {human_bytes(size)}"
-        for kind, (n, values, size, dtypes) in totals.items()
-    }
+    kinds: dict[str, list[Tensor]] = {}
+    for name, t in open_checkpoint(checkpoint).tensors.items():
+        kinds.setdefault(name.split(".")[1] if name.startswith("optim.") else "model", []).append(t)
+    texts = {}
+    for kind, tensors in kinds.items():
+        values, size = sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
+        dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+        texts[kind] = f"{values:,} values, {len(tensors)} tensors, {dtypes}, {human_bytes(size)}"
+    return texts
 
 
 # ---------------------------------------------------------------------------------------- diff
@@ -157,7 +140,7 @@ def _diff(argv: list[str]) -> None:
     for line in notices:
         print(line, file=sys.stderr)
     classes = resume_classes(app.config)
-    saved = read_saved(locate(argv[0]), classes)
+    saved = read_saved(_newest(argv[0]), classes)
     tokenizer, config = build_tokenizer(args.data.tokenizer), flatten(args)
     # What is left open is decided as training decides it.
     if config["data.global_batch_size"] is None:
@@ -203,7 +186,7 @@ def _mark_off(argv: list[str]) -> None:
 def _marked(argv: list[str]) -> tuple[Path, str]:
     if len(argv) not in (1, 2):
         raise UserError("takes a folder and a name, `mark DIR [NAME]`")
-    return locate(argv[0]).path, (argv[1] if len(argv) == 2 else KEPT)
+    return _newest(argv[0]).path, (argv[1] if len(argv) == 2 else KEPT)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lingua.checkpoint.save import save
-from lingua.checkpoint.source import TensorSource, find_source, read_file
+from lingua.checkpoint.source import TensorSource, find_source
 from lingua.errors import UserError
 from lingua.files import open_synced, sync_folder
+from lingua.parallel.launch import one_process
 
 
 def main(arguments: list[str]) -> None:
@@ -37,12 +37,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("dst", type=Path, metavar="DST", help="file, or folder of checkpoints")
     parser.add_argument("--all", action="store_true", help="optimizer and train state too")
     args = parser.parse_args(arguments)
-    # Saving and loading speak to a process group: this process alone.
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process():
         written = convert(args.src, args.dst, everything=args.all)
-    finally:
-        dist.destroy_process_group()
     size = sum(p.stat().st_size for p in (written, *written.glob("*")) if p.is_file())
     print(f"wrote {written} ({size:,} bytes)")
 
@@ -59,9 +55,7 @@ def convert(src: Path, dst: Path, everything: bool) -> Path:
     names = [name for name in source.tensors if name.startswith(kinds)]
     if everything and (not source.state or not any(n.startswith("optim.") for n in names)):
         raise UserError(f"{source.path} has no optimizer and train state for --all, only a model")
-    extent = "all" if everything else "the model"
-    said = "" if source.step is None else f", step {source.step}"
-    print(f"{extent} of {source.path} ({source.kind}{said}): {len(names)} tensors")
+    print(f"{'all' if everything else 'the model'} of {source}: {len(names)} tensors")
     if source.kind == "file":
         return _to_checkpoint(source, names, dst, everything)
     return _to_file(source, names, dst, everything)
@@ -74,16 +68,14 @@ def _to_checkpoint(source: TensorSource, names: list[str], dst: Path, everything
     final = dst / f"{step:010d}"
     if final.exists() or dst.is_file():
         raise UserError(f"{final if dst.is_dir() else dst} exists: nothing is overwritten")
-    tensors, _ = read_file(source.path)
-    chosen = {name: tensors[name] for name in names}
-    return save(dst, step, chosen, source.state if everything else {}, source.config)
+    tensors = {name: source.tensors[name] for name in names}  # mapped into memory
+    return save(dst, step, tensors, source.state if everything else {}, source.config)
 
 
 def _to_file(source: TensorSource, names: list[str], dst: Path, everything: bool) -> Path:
     if dst.exists():
         raise UserError(f"{dst} exists: nothing is overwritten")
-    tensors = {name: torch.empty_like(source.tensors[name], device="cpu") for name in names}
-    source.read(tensors)
+    tensors = source.whole(names)
     content: dict[str, Any] = {
         "model": {n.removeprefix("model."): t for n, t in tensors.items() if n[0] == "m"},
         "config": source.config,

@@ -5,7 +5,6 @@ Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name; 
 """
 
 import json
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,22 +14,17 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from lingua.checkpoint.write import describe
+from lingua.checkpoint.write import file_entry
 from lingua.errors import UserError
 from lingua.parallel.mesh import on_rank_0
 
 MANIFEST, STATE, CONFIG = "manifest.json", "train_state.json", "config.yaml"
-
-
-NAME = re.compile(r"\d{10}")
-
-
-logger = logging.getLogger(__name__)
+NAME = re.compile(r"\d{10}")  # of a checkpoint's folder: the step
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose manifest reads well: what `find` returns, newest first."""
+    """A folder with a valid manifest whose files have the sizes that it lists."""
 
     path: Path
     step: int
@@ -62,7 +56,9 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
 
 
 def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[Checkpoint]:
-    """The checkpoints in a folder, the last published first; `report` is told what is skipped."""
+    """The checkpoints in a folder, the last published first.
+
+    `report` is called with a line for each folder that is skipped."""
     found = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if not path.is_dir():
@@ -93,41 +89,61 @@ def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint
     rank; rank 0 chooses.
 
     Raises:
-        UserError: there are checkpoints, but none verifies. To begin anew beside them would remove
-            what may be whole (a disk that fails, a folder without permission).
+        UserError: there are checkpoints, but none verifies. To start from scratch beside them would
+            remove what may be whole (a disk that fails, a folder without permission).
     """
-    for checkpoint in on_rank_0(lambda: find(root, report)):
+    checkpoint, _ = first_undamaged(on_rank_0(lambda: find(root, report)), verify, report)
+    if checkpoint is None and on_rank_0(
+        lambda: any(NAME.fullmatch(path.name) for path in root.glob("*"))
+    ):
+        raise UserError(
+            f"{root}: has checkpoints, but none that can be used; move them away to start from "
+            "scratch"
+        )
+    return checkpoint
+
+
+def first_undamaged(
+    found: list[Checkpoint], verify: str, report: Callable[[str], None]
+) -> tuple[Checkpoint | None, str]:
+    """The first checkpoint that verifies, or None and why the last one does not. Called by every
+    rank; with `verify: size` the sizes that were compared when it was found are enough."""
+    why = ""
+    for checkpoint in found:
         damaged = damaged_files(checkpoint) if verify == "full" else []
         if not damaged:
-            return checkpoint
+            return checkpoint, ""
+        why = f"{checkpoint.path} is damaged: {'; '.join(damaged)}"
         if dist.get_rank() == 0:
             report(f"{checkpoint.path} is damaged ({'; '.join(damaged)}): skipped")
-    if on_rank_0(lambda: any(NAME.fullmatch(path.name) for path in root.glob("*"))):
-        raise UserError(
-            f"{root}: has checkpoints, but none that can be used; move them away to begin anew"
-        )
-    return None
+    return None, why
 
 
 def damaged_files(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
     """Files that are not what the manifest says, each with why: `__0_0.distcp: wrong checksum`.
-    Called by every rank: each file is read by one, and the verdicts are shared."""
+    Called by every rank: each file is read by one, and the results are shared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = sorted(checkpoint.files.items())[rank::world]
     wrong = {name: _wrong(checkpoint.path / name, entry) for name, entry in mine}
     bad = [f"{name}: {why}" for name, why in wrong.items() if why]
-    verdicts: list[list[str]] = [[]] * world
-    dist.all_gather_object(verdicts, bad, group)
-    return sorted(line for part in verdicts for line in part)
+    results: list[list[str]] = [[]] * world
+    dist.all_gather_object(results, bad, group)
+    return sorted(line for part in results for line in part)
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raises UserError where a file is not what the manifest says. Called by every rank."""
+    if damaged := damaged_files(checkpoint):
+        raise UserError(f"{checkpoint.path} is damaged: {'; '.join(damaged)}")
 
 
 def _wrong(path: Path, entry: dict) -> str:
     try:
-        return "" if describe(path) == entry else "wrong checksum"
+        return "" if file_entry(path) == entry else "wrong checksum"
     except OSError as error:
         return str(error.strerror)
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `save` was given as `state`."""
+    """The content of `train_state.json`."""
     return json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))

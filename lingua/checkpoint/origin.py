@@ -1,9 +1,9 @@
 """What a new run starts from, other than initial weights: `checkpoint.init_ckpt_path`.
 
-From any source of tensors the model alone is taken, and step, optimizer and data begin anew. With
-`checkpoint.continue_training_from_init` everything is: from a checkpoint of ours the run branches,
-which is resuming it in another place; from one of Meta Lingua's it goes on with model, AdamW state
-and step. A run that has checkpoints of its own goes on with those.
+From any source of tensors the model alone is taken; step, optimizer and data start from scratch.
+With `checkpoint.continue_training_from_init` everything is: a checkpoint of ours is resumed in
+another folder, which branches the run; from one of Meta Lingua's come model, AdamW state and step.
+A run that has checkpoints of its own resumes those.
 """
 
 import logging
@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lingua.checkpoint.load import check_fit
 from lingua.checkpoint.resume import (
     TOKENIZER,
     Change,
@@ -35,29 +34,29 @@ from lingua.errors import UserError
 from lingua.parallel.mesh import on_rank_0
 from lingua.tokenizer import Tokenizer
 
-# Keys of a model that say how it is trained or was initialised, and not what its weights compute.
-NO_MATTER = ("model.init_base_std", "model.init_std_factor", "model.dropout")
+# Keys of a model that do not change what its weights compute, only how they are trained.
+TRAINING_ONLY = ("model.init_base_std", "model.init_std_factor", "model.dropout")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Tensors that a run begins with and that another run, or another program, has saved."""
+    """Tensors that a new run starts from."""
 
     source: TensorSource
-    everything: bool  # optimizer and step as well as the model
+    everything: bool = False  # optimizer and step as well as the model
 
     @property
     def step(self) -> int:
-        """Updates that count as made."""
+        """The updates that count as made."""
         return (self.source.step or 0) if self.everything else 0
 
 
 def find_start(
     root: Path, args: CheckpointArgs, keys: Mapping[str, Any]
 ) -> tuple[Saved | None, Origin | None]:
-    """The checkpoint to resume, or else what to begin with, if anything. Called by every rank.
+    """The checkpoint to resume, or else what to start from, if anything. Called by every rank.
 
     Args:
         root: folder of this run's own checkpoints.
@@ -78,7 +77,7 @@ def find_start(
     except UserError as error:
         raise UserError(f"checkpoint.init_ckpt_path: {error}", error.local) from None
     if not args.continue_training_from_init:
-        return None, Origin(source, everything=False)
+        return None, Origin(source)
     if source.checkpoint is not None:
         saved = on_rank_0(lambda: read_saved(source.checkpoint, keys))
         logger.info(
@@ -87,9 +86,9 @@ def find_start(
         return saved, None
     if source.kind == "file" or source.step is None:
         raise UserError(
-            f"{shown} gives a model alone, which checkpoint.continue_training_from_init = true "
-            "cannot go on with: name a checkpoint (a folder with its train state), or set it to "
-            "false"
+            f"{shown} gives a model alone, with which checkpoint.continue_training_from_init = "
+            "true cannot continue: name a checkpoint (a folder with its train state), or set it "
+            "to false"
         )
     return None, Origin(source, everything=True)
 
@@ -119,7 +118,7 @@ def check_origin(
     if origin.everything:
         saved["optim.name"] = "adamw"  # Meta Lingua has no other
     saved[TOKENIZER] = source.state.get("data", {}).get(TOKENIZER, "(absent)")
-    kinds = {key: _kind(key, kind, origin.everything) for key, kind in classes.items()}
+    kinds = {key: _change_class(key, kind, origin.everything) for key, kind in classes.items()}
     found = changes(
         saved, config | {TOKENIZER: tokenizer.fingerprint()}, kinds | {TOKENIZER: "announced"}
     )
@@ -128,9 +127,9 @@ def check_origin(
     return found
 
 
-def _kind(key: str, resume_class: str, everything: bool) -> str:
-    """What a change of a key means when a new run starts from an old one's tensors."""
-    if key in NO_MATTER:
+def _change_class(key: str, resume_class: str, everything: bool) -> str:
+    """The class of a change of a key where a new run starts from an old one's tensors."""
+    if key in TRAINING_ONLY:
         return "free"
     if key.startswith("model.") or (everything and key.startswith(("optim.", "steps"))):
         return resume_class
@@ -144,40 +143,35 @@ def start_from(
     optimizer: Optimizer,
     global_batch_size: int,
 ) -> Progress:
-    """Fill the model, and with `everything` the optimizer, and say so. Called by every rank.
+    """Fill the model, and with `everything` the optimizer, and log it. Called by every rank.
 
     Args:
         found: of `check_origin`.
 
     Returns:
-        Where the run begins.
+        Where the run starts.
 
     Raises:
         UserError: names the tensors that do not fit, before anything is loaded.
     """
-    source, step = origin.source, origin.step
-    kinds = ("model.", "optim.") if origin.everything else ("model.",)
-    tensors = {n: t for n, t in tensors_of(model, optimizer).items() if n.startswith(kinds)}
-    stored = {name: t for name, t in source.tensors.items() if name.startswith(kinds)}
-    check_fit(source.path, stored, tensors)
-    source.read(tensors)
-
-    what = f"{source.path} ({source.kind}"
-    what += ")" if source.step is None else f", step {source.step})"
+    source, step, only = origin.source, origin.step, "" if origin.everything else "model."
+    tensors = {n: t for n, t in tensors_of(model, optimizer).items() if n.startswith(only)}
+    source.load(tensors, only)
     if not origin.everything:
-        logger.info(f"starting from the model of {what}: optimizer, step and data begin anew")
-    else:
-        logger.info(f"going on with model, AdamW state and step of {what}")
         logger.info(
-            "its place in its data cannot be carried over: this run's rows go on at "
+            f"starting from the model of {source}: optimizer, step and data start from scratch"
+        )
+    else:
+        logger.info(f"continuing with model, AdamW state and step of {source}")
+        logger.info(
+            "its position in its data cannot be carried over: this run's rows continue at "
             f"{step} steps x {global_batch_size} rows = {step * global_batch_size}"
         )
         if source.state.get("acc_step"):
             logger.warning("it was saved within a step: gradients of that step are lost")
-    cast = sorted({str(t.dtype) for name, t in stored.items() if t.dtype != tensors[name].dtype})
-    if cast:
+    dtypes = {(source.tensors[name].dtype, t.dtype) for name, t in tensors.items()}
+    if cast := sorted(str(there) for there, here in dtypes if there != here):
         logger.info(f"its {', '.join(cast)} tensors become float32")
-    if found:
-        for line in changes_table(found):
-            logger.info(line)
+    for line in changes_table(found) if found else ():
+        logger.info(line)
     return Progress(step=step, position=step * global_batch_size)

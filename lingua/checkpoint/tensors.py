@@ -1,15 +1,26 @@
-"""The tensors of a run by name, and the settings of its optimizer as JSON."""
+"""The tensors of a run by name, the parts of them that this rank has, and the settings of its
+optimizer as JSON."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from lingua.dtensor import as_shard
+from lingua.dtensor import as_shard, local
 from lingua.init import canonical_name
+
+
+class Part(NamedTuple):
+    """A box of a named tensor, and the memory that it is read into."""
+
+    name: str
+    box: tuple[slice, ...]  # of the whole tensor
+    out: Tensor  # not a DTensor; has the shape of the box, and at least one element
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
@@ -37,6 +48,20 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
         if name not in transient:
             tensors[f"model.{canonical_name(name)}"] = b
     return tensors
+
+
+def local_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
+    """The part of each tensor that this rank has, without those of which it has no element."""
+    parts = []
+    for name, t in tensors.items():
+        begin: tuple[int, ...] = (0,) * t.dim()
+        if isinstance(t, DTensor):
+            _, begin = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+        out = local(t).detach()
+        if out.numel():
+            box = (slice(first, first + n) for first, n in zip(begin, out.shape, strict=True))
+            parts.append(Part(name, tuple(box), out))
+    return parts
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

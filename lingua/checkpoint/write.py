@@ -1,7 +1,7 @@
-"""Writing the files of a checkpoint so that they are on the disk, and describing what was written.
+"""Writing the files of a checkpoint so that they are on the disk, with their manifest entries.
 
-A file is described by `{"size": bytes, "xxh3_64": hexadecimal}`: of the bytes that were to be
-written, not of what a disk or a page cache made of them.
+A file's entry is `{"size": bytes, "xxh3_64": hexadecimal}`: of the bytes that were to be written,
+not of what a disk or a page cache made of them.
 """
 
 import io
@@ -39,12 +39,12 @@ class _File(SyncedFile):
         self._checksum.update(memoryview(data)[:n])
         return n
 
-    def description(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
         return {"size": self.size, "xxh3_64": self._checksum.hexdigest()}
 
 
 class _Files(FileSystem):
-    """DCP's access to files, which describes those that are written, by name."""
+    """DCP's access to files, which keeps the entries of those that are written, by name."""
 
     def __init__(self) -> None:
         self.written: dict[str, dict[str, Any]] = {}
@@ -54,7 +54,7 @@ class _Files(FileSystem):
         file = _File(path)
         with io.BufferedWriter(file, BLOCK) as stream:
             yield stream
-        self.written[path.name] = file.description()
+        self.written[path.name] = file.entry()
 
     def rename(self, path: Path, new_path: Path) -> None:
         super().rename(path, new_path)
@@ -73,7 +73,7 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # After a failed write, torch reports how closing the file failed ("unexpected pos").
+            # After a write that failed, torch reports how closing the file failed.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -87,7 +87,7 @@ def write_tensors(
     """Write DCP's files, each rank its own, and sync them. Called by every rank.
 
     Returns:
-        Descriptions of all ranks' files, by name.
+        The entries of all ranks' files, by name.
 
     Raises:
         NotSaved: a write failed on some rank.
@@ -100,19 +100,19 @@ def write_tensors(
         raise NotSaved(f"{why} (rank {rank})") from error
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, writer.fs.written, group)
-    return {name: description for part in everyone for name, description in part.items()}
+    return {name: entry for part in everyone for name, entry in part.items()}
 
 
 def write_text(path: Path, text: str) -> dict[str, Any]:
-    """Write a file, sync it and describe it."""
+    """Write a file and sync it; returns its entry."""
     file = _File(path)
     with io.BufferedWriter(file) as stream:
         stream.write(text.encode())
-    return file.description()
+    return file.entry()
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """What is in a file now."""
+def file_entry(path: Path) -> dict[str, Any]:
+    """The entry of what a file contains now."""
     checksum, size, block = xxhash.xxh3_64(), 0, memoryview(bytearray(BLOCK))
     with path.open("rb", buffering=0) as f:
         while n := f.readinto(block):

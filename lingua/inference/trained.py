@@ -9,16 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App, find_app
-from lingua.checkpoint.folder import (
-    CONFIG,
-    Checkpoint,
-    damaged_files,
-    find,
-    read_checkpoint,
-    read_state,
-)
-from lingua.checkpoint.load import load_weights
+from lingua.checkpoint.folder import CONFIG, Checkpoint, read_state, verify
 from lingua.checkpoint.resume import TOKENIZER, flat_config
+from lingua.checkpoint.source import locate_newest, open_checkpoint
+from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import load
 from lingua.errors import UserError
 from lingua.init import init_parameters, ties_kept
@@ -42,13 +36,7 @@ class Trained:
         args = self.args.data.tokenizer
         args = args if path is None else TokenizerArgs(args.name, path)
         tokenizer = build_tokenizer(args)
-        size = self.args.model.vocab_size
-        if tokenizer.vocab_size > size:
-            raise UserError(
-                f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) has "
-                f"{tokenizer.vocab_size} tokens, the model of {self.checkpoint.path} only {size} "
-                "(model.vocab_size): it is not the tokenizer of this model"
-            )
+        check_vocabulary(tokenizer, args, self.checkpoint.path, self.args.model.vocab_size)
         trained_with = read_state(self.checkpoint).get("data", {}).get(TOKENIZER)
         if trained_with not in (None, tokenizer.fingerprint()):
             raise UserError(
@@ -76,10 +64,19 @@ class Trained:
         else:
             with ties_kept(model):
                 model.to_empty(device=device)
-        if damaged := damaged_files(self.checkpoint):
-            raise UserError(f"{self.checkpoint.path} is damaged: {'; '.join(damaged)}")
-        load_weights(self.checkpoint, model)
+        verify(self.checkpoint)
+        open_checkpoint(self.checkpoint).load(tensors_of(model), "model.")
         return model.to(args.dtype) if mesh.size() == 1 else model
+
+
+def check_vocabulary(tokenizer: Tokenizer, args: TokenizerArgs, path: Path, size: int) -> None:
+    """Raises UserError where a tokenizer has more than the `size` tokens of the model at `path`."""
+    if tokenizer.vocab_size > size:
+        raise UserError(
+            f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) has "
+            f"{tokenizer.vocab_size} tokens, the model of {path} only {size} (model.vocab_size): "
+            "it is not the tokenizer of this model"
+        )
 
 
 def open_trained(key: str, path: str, app: App | None) -> Trained:
@@ -98,29 +95,24 @@ def open_trained(key: str, path: str, app: App | None) -> Trained:
 
 
 def locate(key: str, path: str) -> Checkpoint:
-    """The checkpoint in a folder, or the newest one of a run's. Raises UserError."""
-    folder = Path(path)
-    checkpoint, why = read_checkpoint(folder)
-    if checkpoint is not None:
-        return checkpoint
-    for root in (folder / "checkpoints", folder):
-        for newest in find(root):
-            return newest
-    raise UserError(
-        f"{key} = {path}: must be the folder of a checkpoint, such as "
-        f"runs/debug/checkpoints/0000000700, or of a run that has one; {why}"
-    )
+    """The checkpoint in a folder, or the newest of a run's. By one process. Raises UserError."""
+    try:
+        return locate_newest(Path(path))
+    except UserError as error:
+        raise UserError(
+            f"{key} = {path}: must be the folder of a checkpoint, such as "
+            f"runs/debug/checkpoints/0000000700, or of a run that has one; {error}"
+        ) from None
 
 
 def read_trained(key: str, checkpoint: Checkpoint, app: App | None) -> Trained:
     """A checkpoint with its configuration. By one process."""
     config = checkpoint.path / CONFIG
-    names = ("data.tokenizer.name", "data.tokenizer.path")
-    keys = tuple(f"data.{name}" for name in DATA_KEYS)
-    flat = flat_config(config, dict.fromkeys(("app", *keys, *names)))
-    if app is None:
-        recorded = None if flat["app"] == "(absent)" else flat["app"]
-        app = find_app(recorded, str(config))
+    required = ("data.seq_len", "data.tokenizer.name", "data.tokenizer.path")
+    keys = ("app", *required, *(f"data.{name}" for name in DATA_KEYS))
+    flat = flat_config(config, dict.fromkeys(keys))
+    flat = {key: value for key, value in flat.items() if value != "(absent)"}
+    app = app or find_app(flat.get("app"), str(config))
     args = app.config()
     kind = type(args.model)
     group = make_dataclass("Config", [("model", kind, field(default_factory=kind))])
@@ -131,10 +123,9 @@ def read_trained(key: str, checkpoint: Checkpoint, app: App | None) -> Trained:
             f"{error}\n{key} = {checkpoint.path}: its model is not that of {app.path}; "
             "app=MODULE names another app"
         ) from None
-    if absent := [name for name in ("data.seq_len", *names) if flat[name] == "(absent)"]:
+    if absent := [name for name in required if name not in flat]:
         raise UserError(f"{config}: must have the key {absent[0]}")
-    for name, k in zip(DATA_KEYS, keys, strict=True):
-        if flat[k] != "(absent)":
-            setattr(args.data, name, flat[k])
-    args.data.tokenizer = TokenizerArgs(*(flat[name] for name in names))
+    for name in DATA_KEYS:
+        setattr(args.data, name, flat.get(f"data.{name}", getattr(args.data, name)))
+    args.data.tokenizer = TokenizerArgs(flat[required[1]], flat[required[2]])
     return Trained(checkpoint, app, args)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lingua.checkpoint.__main__ import describe
+from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
 from tests.apps.runs import Outcome, Runs, Sizes, build, digests, relative
@@ -54,7 +54,7 @@ def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(
     assert 1 < best < 5  # of the first start, not of its last checkpoints
     assert saved(run) == [best, 7, 8] and marked(run) == [best]
     assert max(relative([run.state(best)["held_out"]], [losses[best]])) < 1e-12
-    shown = dict(describe(find(run.checkpoint(0).parent)[-1]))
+    shown = dict(summary(find(run.checkpoint(0).parent)[-1]))
     assert shown["held-out"] == f"{losses[best]:.4f} nats per byte"
     assert shown["saved"].endswith(", marked best")
 

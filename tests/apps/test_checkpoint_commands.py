@@ -122,7 +122,7 @@ def test_what_is_no_checkpoint_or_no_command_is_named(run: Outcome, tmp_path: Pa
     (folder / "train_state.json").unlink()
     for argv, told in (
         (["show", str(folder)], "is not a whole checkpoint: train_state.json is missing"),
-        (["show", str(tmp_path)], "there is no whole checkpoint in it"),
+        (["show", str(tmp_path)], "has no whole checkpoint: must be the folder of one"),
         (["shwo", str(folder)], 'did you mean "show"'),
         (["diff", "config=x"], "takes a folder first"),
         (["diff", str(folder), "app=apps.main.train"], "has no lingua.app.App named app"),

@@ -140,7 +140,7 @@ def test_what_cannot_be_started_from_is_refused_by_name(
     assert "model.tok_embeddings.weight: (300, 22) here, (259, 22) in the checkpoint" in said
 
     assert "no such file or folder" in refused(tmp_path / "nowhere")
-    assert f"checkpoint.init_ckpt_path: {tmp_path} holds no checkpoint" in refused(tmp_path)
+    assert f"checkpoint.init_ckpt_path: {tmp_path} has no whole checkpoint" in refused(tmp_path)
     damaged = shutil.copytree(first.checkpoint(K), tmp_path / "damaged")
     shard = next(damaged.glob("__1_*"))
     content = bytearray(shard.read_bytes())
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_meta_linguas_gives_its_logits_its_adamw_state_and_its_s
     plain = runs.train((1, 1, 1), {"stop_at": STEP + 1})
     assert run.lines[0]["batch_hash"] == plain.lines[STEP]["batch_hash"]
     assert run.lines[0]["lr"] == plain.lines[STEP]["lr"]
-    assert "rows go on at 3 steps x 7 rows = 21" in run.log
+    assert "rows continue at 3 steps x 7 rows = 21" in run.log
     table = [line.split()[1:] for line in run.log.splitlines()]
     assert ["optim.lr", "0.01", "0.004", "announced"] in table
     assert ["data.seq_len", "1024", "16", "announced"] in table

@@ -247,7 +247,7 @@ def test_where_no_checkpoint_can_be_used_nothing_begins_anew_beside_them(ranks, 
         flip_bit(root / f"{step:010d}" / name)
     for told in ranks.run(2, refused_here, root):
         assert told == f"{root}: has checkpoints, but none that can be used; move them away to " \
-            "begin anew"  # fmt: skip
+            "start from scratch"  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- saved over ruins

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lingua.checkpoint.__main__ import describe
+from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.convert import main
 from lingua.checkpoint.folder import read_checkpoint, read_state
 from tests.checkpoint.test_checkpoint_load import Evil
@@ -67,7 +67,7 @@ def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
     assert same(again, {f"model.{name}": t for name, t in model_values().items()})
     assert (checkpoint.path / "config.yaml").read_text() == CONFIG
     assert [p.name for p in (tmp_path / "back").iterdir()] == ["0000000007"]
-    told = dict(describe(checkpoint))
+    told = dict(summary(checkpoint))
     assert (told["step"], told["model"].split(";")[1]) == ("7", " nothing else to go on with")
 
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_converted_is_refused_by_name_and_nothing_is_executed(
         assert "weights_only" not in said[name]  # torch's advice to trust the file
     assert "refers to posix.mkdir, which is not executed" in said["evil"]
     for name in ("no tensors", "no dict"):
-        assert f"{tmp_path / name} holds no model" in said[name]
+        assert f"{tmp_path / name} has no model" in said[name]
     assert "no such file or folder" in said["absent"]
     assert f"{tmp_path / 'good'} exists: nothing is overwritten" in said["file exists"]
     assert f"{tmp_path / 'root' / '0000000000'} exists" in said["step exists"]

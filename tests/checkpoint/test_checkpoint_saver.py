@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lingua.checkpoint.folder import find, read_checkpoint
-from lingua.checkpoint.load import load
 from lingua.checkpoint.retention import CheckpointArgs, SaveEvery
 from lingua.checkpoint.saver import Saver
+from lingua.checkpoint.source import open_checkpoint
 from lingua.errors import UserError
 from lingua.parallel.mesh import on_rank_0
 from tests.checkpoints import CONFIG, STATE, equal, join, refusal, tensors_on
@@ -115,7 +115,7 @@ def moving_here(root: Path) -> dict[str, Any]:
     right = []
     for step in range(1, 4):
         read = tensors_on(mesh, fill=-99) | {"model.large": torch.zeros(1 << 22)}
-        load(read_checkpoint(root / f"{step:010d}")[0], read)
+        open_checkpoint(read_checkpoint(root / f"{step:010d}")[0]).load(read)
         large = read.pop("model.large")
         right.append(equal(read, fill=step) and bool((large == step).all()))
     return {"late": published_late, "buffers": len(addresses), "right": right}

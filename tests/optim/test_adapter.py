@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import Optimizer
 
 from lingua.checkpoint.folder import newest
-from lingua.checkpoint.load import load
 from lingua.checkpoint.save import save
+from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import settings_of, tensors_of
 from lingua.dtensor import local, map_whole, whole
 from lingua.errors import UserError
@@ -351,7 +351,8 @@ def in_ranks(sizes: Sizes, folder: Path, resumed: bool) -> dict[str, dict[str, A
         optimizer = adapted(model, build, sharded=kind != "Normalised")
         guard = NonFiniteGuard("skip", CPU)
         if resumed:
-            load(newest(folder / kind, "full", print), tensors_of(model, optimizer))
+            saved = open_checkpoint(newest(folder / kind, "full", print))
+            saved.load(tensors_of(model, optimizer))
         for step in range(SAVED if resumed else 0, END):
             if step == SAVED and not resumed:
                 save(folder / kind, step, tensors_of(model, optimizer), {}, "")
