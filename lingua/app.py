@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lingua.config.yaml import COMMAND_LINE, read_files
+from lingua.config.yaml import COMMAND_LINE, parse_argument, read_files
 from lingua.errors import UserError, nearest
 from lingua.parallel.parallelize import ParallelPlan
 
@@ -70,7 +70,7 @@ def named_app(argv: list[str]) -> App | None:
     """
     named = [word.removeprefix("app=") for word in argv if word.startswith("app=")]
     if named:
-        return import_app(named[-1], COMMAND_LINE)
+        return import_app(str(parse_argument(named[-1]).value), COMMAND_LINE)
     files = [word.removeprefix("config=") for word in argv if word.startswith("config=")]
     layers = read_files(files[-1]) if files else []
     for layer in reversed(layers):

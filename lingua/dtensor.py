@@ -1,5 +1,7 @@
 """A tensor that ranks share (DTensor) or not, as the part this rank holds and as the whole."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -22,9 +24,14 @@ def as_shard(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, mesh, placements, shape=like.shape, stride=like.stride())
 
 
-def part_of(t: Tensor, like: Tensor) -> Tensor:
-    """The part that this rank holds of `t`, which every rank has, when it is sharded as `like` is.
-    Nothing is sent."""
+def map_whole(work: Callable[[Tensor], Tensor], part: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `work` of a whole tensor, which keeps its shape.
+
+    Each rank gives its `part` of a tensor that is sharded as `like` is, gathers the whole, works on
+    it, and keeps its part: for what an optimizer can only compute of a whole matrix.
+    """
+    result = work(whole(as_shard(part, like)))
     if not isinstance(like, DTensor):
-        return t
-    return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None).to_local()
+        return result
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(result, mesh, placements, src_data_rank=None).to_local()  # sends none

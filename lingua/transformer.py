@@ -8,7 +8,8 @@ E features of the residual stream.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from lingua.config.schema import Announced, Guarded
 from lingua.data import IGNORE
 from lingua.hashing import hash_bits, key_of
+from lingua.model import Cache, PerRow
 
 
 @dataclass
@@ -106,13 +108,25 @@ class TransformerArgs:
 
 
 class Context:
-    """What the blocks of one forward share.
+    """What the blocks of one forward share. Of all its positions also under tensor parallelism,
+    where x has a rank's part of them outside of attention and feed-forward.
 
-    cos, sin: float32 S 1 D, or B S 1 D with documents, of each position: what `rotate` takes.
-    mask: bool S S, or B 1 S S with documents, True where a query (row) sees a key (column); None:
-        plain causal attention.
-    noise: int64 B S, a random key of each position for dropout; None: nothing is dropped.
-    cache: while generating, where each layer's keys and values of earlier positions are.
+    Args:
+        documents: int64 B S, never falling along S: positions start again at 0 in each document,
+            and a token sees only its own. None: a row is one document.
+        noise: int64 B, a random key of each row; None: no dropout.
+        cache: the `seq_len` columns are those from `cache.begin` on.
+
+    Attributes (L is S, or with a cache all columns up to the last one of this forward):
+        cos, sin: float32 S 1 D, or B S 1 D where rows differ, of each position: what `rotate` takes
+            (Su et al., 2021).
+        mask: bool S L, or B 1 S L where rows differ, True where a query (row) sees a key (column);
+            None: plain causal attention.
+        documents: int64 B S, as given; with a cache 0 for padding and 1 for the text behind it.
+            None: a row is one document.
+        begins: bool B S, True at the first position of each document; None where `documents` is.
+        noise: int64 B S, a random key of each position; None: no dropout.
+        cache: as given.
 
     Not a dataclass: FSDP casts what it finds in those to the dtype of the parameters, and angles
     in bfloat16 are off by up to 0.4 %.
@@ -120,52 +134,50 @@ class Context:
 
     def __init__(
         self,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
+        args: TransformerArgs,
+        seq_len: int,
+        device: torch.device,
+        documents: Tensor | None = None,
         noise: Tensor | None = None,
-        cache: "Cache | None" = None,
+        cache: Cache | None = None,
     ) -> None:
-        self.cos, self.sin, self.mask, self.noise, self.cache = cos, sin, mask, noise, cache
+        self.documents, self.cache = documents, cache
+        self.mask = self.begins = self.noise = None
+        begin = 0 if cache is None else cache.begin
+        column = torch.arange(begin + seq_len, device=device)
+        place = position = column[begin:]
+        starts = None  # B S, the column at which each position's document begins
+        if documents is not None:
+            first = documents != documents.roll(1, dims=1)
+            starts = torch.where(first, place, 0).cummax(dim=1).values
+        elif cache is not None and cache.longest_padding:
+            self.documents = (place >= cache.padding[:, None]).long()
+            starts = self.documents * cache.padding[:, None]
+        window = args.sliding_window if args.sliding_window is not None else len(column)
+        if starts is not None or window < len(column) or (begin > 0 and seq_len > 1):
+            back = place[:, None] - column  # S L, from query to key
+            self.mask = (back >= 0) & (back < window)
+        if starts is not None:
+            self.mask = (self.mask & (column >= starts[..., None]))[:, None]
+            self.begins, position = place == starts, place - starts
+        if noise is not None:
+            self.noise = hash_bits(noise[:, None], place)
+        if cache is None:
+            cos, sin = rotary_table(args, seq_len, device)
+        else:
+            if "rotary" not in cache.constants:
+                cache.constants["rotary"] = rotary_table(args, cache.size, device)
+            cos, sin = cache.constants["rotary"]
+        self.cos, self.sin = cos[position], sin[position]
 
     def at(self, block: str) -> "Context":
         """The context of one block, whose noise is that of its name alone. The name enters here and
         not inside the block: blocks that differ in nothing but shapes share a compiled graph."""
         if self.noise is None:
             return self
-        return Context(self.cos, self.sin, self.mask, hash_bits(key_of(block), self.noise))
-
-
-class Cache:
-    """Keys and values of what a batch has been through: its columns, one token of each row.
-
-    The rows end together. A shorter one begins with padding, which its tokens do not see.
-    """
-
-    def __init__(self, padding: Tensor, size: int) -> None:
-        """padding: int64 B, columns before the first token of each row; size: columns at most."""
-        self.padding, self.size = padding, size
-        self.padded = bool(padding.any())
-        self.length = 0  # columns filled: where those of the next forward begin
-        self.angles: tuple[Tensor, Tensor] | None = None  # what `rotate` takes: B size 1 D each
-        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # B H size D each
-
-    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put in the new columns of a layer (B H S D each), get all of it up to them."""
-        end = self.length + k.shape[2]
-        if layer not in self._layers:
-            shape = (*k.shape[:2], self.size, k.shape[3])
-            self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
-        for kept, new in zip(self._layers[layer], (k, v), strict=True):
-            kept[:, :, self.length : end] = new
-        return tuple(kept[:, :, :end] for kept in self._layers[layer])
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with just these rows (int64)."""
-        self.padding = self.padding[rows]
-        self.angles = tuple(angle[rows] for angle in self.angles)
-        for layer, (k, v) in self._layers.items():
-            self._layers[layer] = k[rows], v[rows]
+        own = copy(self)
+        own.noise = hash_bits(key_of(block), self.noise)
+        return own
 
 
 def rotary_frequencies(args: TransformerArgs, device: torch.device) -> Tensor:
@@ -182,59 +194,10 @@ def rotary_frequencies(args: TransformerArgs, device: torch.device) -> Tensor:
     return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
-def make_context(
-    args: TransformerArgs,
-    seq_len: int,
-    device: torch.device,
-    documents: Tensor | None = None,
-    noise: Tensor | None = None,
-) -> Context:
-    """The rotary angles (Su et al., 2021), the attention mask and the noise of a batch.
-
-    Args:
-        noise: int64 B, a random key of each row; None: no dropout.
-        documents: int64 B S, not falling along S: positions start again at 0 in each document, and
-            a token sees only its own. None: a row is one document.
-    """
-    place = torch.arange(seq_len, device=device)
-    window = args.sliding_window if args.sliding_window is not None else seq_len
-    position, mask = place, None
-    if documents is not None or window < seq_len:
-        back = place[:, None] - place[None, :]  # S S, from query to key
-        mask = (back >= 0) & (back < window)
-    if documents is not None:
-        begins = documents != documents.roll(1, dims=1)
-        position = place - torch.where(begins, place, 0).cummax(dim=1).values  # B S
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])  # B 1 S S
-    angle = position[..., None].float() * rotary_frequencies(args, device)
-    if noise is not None:
-        noise = hash_bits(noise[:, None], place)  # B S
-    return Context(*rotation(angle), mask, noise)
-
-
-def cached_context(args: TransformerArgs, seq_len: int, cache: Cache) -> Context:
-    """As make_context, for the next `seq_len` columns of a batch whose earlier ones are cached."""
-    begin, end, device = cache.length, cache.length + seq_len, cache.padding.device
-    padding = cache.padding[:, None]
-    if cache.angles is None:
-        position = (torch.arange(cache.size, device=device) - padding).clamp(min=0)  # B size
-        angle = position[..., None].float() * rotary_frequencies(args, device)
-        cache.angles = rotation(angle)
-    cos, sin = (angle[:, begin:end] for angle in cache.angles)
-    window = args.sliding_window if args.sliding_window is not None else end
-    if not cache.padded and window >= end and (begin == 0 or seq_len == 1):
-        return Context(cos, sin, None, cache=cache)
-    column = torch.arange(end, device=device)
-    back = column[begin:, None] - column  # S L, from query to key
-    mask = (back >= 0) & (back < window)
-    # Padding sees itself: of nothing at all the softmax would be NaN.
-    seen = (column >= padding)[:, None] | (back == 0)  # B S L
-    return Context(cos, sin, (mask & seen)[:, None], cache=cache)
-
-
-def rotation(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rotate` takes to turn pairs of features by these angles (... D/2): ... 1 D each."""
-    cos, sin = angle.cos(), angle.sin()
+def rotary_table(args: TransformerArgs, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What `rotate` takes to turn the pairs of features at positions 0 to n - 1: n 1 D each."""
+    angle = torch.arange(n, device=device)[:, None].float() * rotary_frequencies(args, device)
+    cos, sin = angle.cos(), angle.sin()  # n D/2
     of_pair = torch.stack((cos, cos), dim=-1), torch.stack((-sin, sin), dim=-1)
     return tuple(t.flatten(-2).unsqueeze(-2) for t in of_pair)
 
@@ -285,7 +248,7 @@ class Attention(nn.Module):
         q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)  # B S H D
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if ctx.cache is not None:
-            k, v = ctx.cache.extend(self, k, v)
+            k, v = ctx.cache.extend(self, k, v, dim=2)
         out = attend(q, k, v, ctx.mask)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
@@ -347,9 +310,19 @@ def _(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then feed-forward, each on the normalised residual stream."""
+    """Attention, then feed-forward, each on the normalised residual stream.
 
-    def __init__(self, args: TransformerArgs, depth: int) -> None:
+    Either may be of another kind, made and called as Attention and FeedForward are. A feed-forward
+    may return (B S E, terms per row): the block then does, too.
+    """
+
+    def __init__(
+        self,
+        args: TransformerArgs,
+        depth: int,
+        attention: Callable[[TransformerArgs, float], nn.Module] = Attention,
+        feed_forward: Callable[[TransformerArgs, float], nn.Module] = FeedForward,
+    ) -> None:
         super().__init__()
         out_factor = {
             "disabled": 1.0,
@@ -357,18 +330,38 @@ class TransformerBlock(nn.Module):
             "current_depth": (2 * (depth + 1)) ** 0.5,
             "dim_ratio": args.dim / 4096,
         }[args.init_std_factor]
-        self.attention = Attention(args, out_factor)
-        self.feed_forward = FeedForward(args, out_factor)
+        self.attention = attention(args, out_factor)
+        self.feed_forward = feed_forward(args, out_factor)
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.attention_dropout = Dropout(args.dropout, "attention")
         self.ffn_dropout = Dropout(args.dropout, "feed_forward")
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
+    def forward(self, x: Tensor, ctx: Context) -> Tensor | tuple[Tensor, PerRow]:  # B S E -> B S E
         out = self.attention(self.attention_norm(x), ctx)
         x = x + (out if ctx.noise is None else self.attention_dropout(out, ctx.noise))
         out = self.feed_forward(self.ffn_norm(x))
-        return x + (out if ctx.noise is None else self.ffn_dropout(out, ctx.noise))
+        out, per_row = out if isinstance(out, tuple) else (out, None)
+        x = x + (out if ctx.noise is None else self.ffn_dropout(out, ctx.noise))
+        return x if per_row is None else (x, per_row)
+
+
+def run_blocks(
+    blocks: Iterable[tuple[str, nn.Module]], x: Tensor, ctx: Context, per_row: PerRow
+) -> Tensor:
+    """x (B S E) after these blocks, given with their names, which decide their noise.
+
+    A block is called as block(x, ctx) and returns x, or (x, terms) with float32 B by name (see
+    lingua.model.Losses). The sums of the terms over the blocks are put into `per_row` here: a block
+    that is checkpointed runs twice, so it must have no effect but what it returns.
+    """
+    for name, block in blocks:
+        x = block(x, ctx.at(name))
+        if isinstance(x, tuple):
+            x, terms = x
+            for key, term in terms.items():
+                per_row[key] = per_row[key] + term if key in per_row else term
+    return x
 
 
 def sum_token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def validate(
                 marks.drop_targets(targets[0].numpy(), index, view=1)
             batch.append(torch.from_numpy(index[:, :seq_len].copy()))
         with loss_context(mesh):
-            sums, counts = model(*(t.to(total.device) for t in batch))
+            sums, counts, *_ = model(*(t.to(total.device) for t in batch))
         total += torch.stack((sums[0].double(), counts[0].double()))
     model.train(training)
     nats, count = dp_sum_(total, mesh).tolist()

@@ -12,7 +12,7 @@ from apps.mtp.model import ModelArgs as ManyArgs
 from apps.mtp.model import build_multi_token
 from lingua.hashing import hash_bits, key_of
 from lingua.init import init_parameters
-from lingua.transformer import Dropout, TransformerArgs, make_context
+from lingua.transformer import Context, Dropout, TransformerArgs
 
 CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8, dropout=0.25)
@@ -31,7 +31,7 @@ def kept(
     """Which elements of B S E stay."""
     rows = torch.arange(ROWS) if rows is None else rows
     noise = hash_bits(key_of(seed, "noise", step), rows)
-    ctx = make_context(SMALL, seq, CPU, noise=noise).at(block)
+    ctx = Context(SMALL, seq, CPU, noise=noise).at(block)
     return Dropout(p, site)(torch.ones(len(rows), seq, DIM), ctx.noise) != 0
 
 
@@ -59,7 +59,7 @@ def test_an_element_is_kept_by_the_hash_of_where_it_is():
 
 def test_what_is_kept_is_scaled_so_that_the_mean_stays():
     x = torch.rand(ROWS, SEQ, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    noise = make_context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
+    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
     out = Dropout(0.2, "attention")(x, noise)
     mask = out != 0
     torch.testing.assert_close(out[mask], x[mask] / 0.8)
@@ -118,13 +118,13 @@ def test_a_part_of_the_rows_or_positions_has_its_part_of_the_mask():
     mask = kept()
     assert torch.equal(kept(rows=torch.tensor([2, 1])), mask[[2, 1]])
     assert torch.equal(kept(seq=SEQ // 2), mask[:, : SEQ // 2])
-    noise = make_context(SMALL, SEQ, CPU, noise=torch.arange(2)).noise
+    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(2)).noise
     dropout, x = Dropout(0.25, "attention"), torch.rand(2, SEQ, DIM)
     assert torch.equal(dropout(x[:, 20:], noise[:, 20:]), dropout(x, noise)[:, 20:])
 
 
 def test_compiled_it_has_the_same_bits():
-    noise = make_context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
+    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
     dropout, x = Dropout(0.25, "attention"), torch.rand(ROWS, SEQ, DIM)
     compiled = torch.compile(dropout)(x, noise)
     assert torch.equal(compiled, dropout(x, noise))

@@ -174,7 +174,9 @@ def odd_values(sizes: tuple[int, int, int]) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Odd()
     plan = ParallelPlan(
-        units=(("first",),), tp={"first": ColwiseParallel(), "second": RowwiseParallel()}
+        units=(("first",),),
+        tp={"first": ColwiseParallel(), "second": RowwiseParallel()},
+        tp_equal=("weights",),
     )
     parallelize_model(model, mesh, plan, args)
     init_parameters(model, 5, CPU)

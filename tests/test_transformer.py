@@ -17,11 +17,11 @@ from apps.main.transformer import ModelArgs, Transformer
 from lingua.data import IGNORE
 from lingua.transformer import (
     Attention,
+    Context,
     RopeScaling,
     TransformerArgs,
     attend,
     flops_per_token,
-    make_context,
     rotary_frequencies,
     rotate,
     sum_token_losses,
@@ -54,7 +54,7 @@ def test_a_token_sees_itself_and_at_most_window_minus_one_before(n_kv_heads, win
     torch.manual_seed(0)
     q = torch.randn(2, 4, 9, 6)
     k, v = torch.randn(2, 2, n_kv_heads, 9, 6)
-    mask = make_context(replace(SMALL, sliding_window=window), 9, CPU).mask
+    mask = Context(replace(SMALL, sliding_window=window), 9, CPU).mask
     expected = explicit_attention(q, k, v, window or 9)
     torch.testing.assert_close(attend(q, k, v, mask).double(), expected, rtol=1e-5, atol=1e-6)
     last = attend(q[:, :, -1:], k, v, None if mask is None else mask[-1:])  # as while generating
@@ -65,8 +65,8 @@ def test_a_token_sees_itself_and_at_most_window_minus_one_before(n_kv_heads, win
 
 
 def test_a_window_that_hides_nothing_costs_no_mask():
-    assert make_context(replace(SMALL, sliding_window=9), 9, CPU).mask is None
-    assert make_context(replace(SMALL, sliding_window=8), 9, CPU).mask is not None
+    assert Context(replace(SMALL, sliding_window=9), 9, CPU).mask is None
+    assert Context(replace(SMALL, sliding_window=8), 9, CPU).mask is not None
 
 
 def test_attention_is_causal():
@@ -76,7 +76,7 @@ def test_attention_is_causal():
     changed = x.clone()
     changed[:, 5:] += 1.0
     for window in (None, 3):
-        ctx = make_context(replace(SMALL, sliding_window=window), 8, CPU)
+        ctx = Context(replace(SMALL, sliding_window=window), 8, CPU)
         before, after = attention(x, ctx), attention(changed, ctx)
         assert torch.equal(before[:, :5], after[:, :5])
         assert not torch.allclose(before[:, 5], after[:, 5])
@@ -91,7 +91,7 @@ def test_pairs_of_neighbours_turn_as_complex_numbers(theta):
     torch.manual_seed(0)
     args = replace(SMALL, head_dim=10, rope_theta=theta)
     x = torch.randn(2, 50, 3, 10)
-    ctx = make_context(args, 50, CPU)
+    ctx = Context(args, 50, CPU)
     frequency = theta ** (-torch.arange(0, 10, 2, dtype=torch.float64) / 10)
     angle = torch.outer(torch.arange(50, dtype=torch.float64), frequency)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -124,7 +124,7 @@ def test_frequencies_are_those_of_transformers_scaled_as_in_llama_3_too():
 
 def test_scores_depend_on_the_distance_alone():
     torch.manual_seed(0)
-    ctx = make_context(replace(SMALL, head_dim=8), 40, CPU)
+    ctx = Context(replace(SMALL, head_dim=8), 40, CPU)
     q, k = (torch.randn(8).expand(1, 40, 1, 8) for _ in range(2))
     scores = rotate(q, ctx.cos, ctx.sin)[0, :, 0] @ rotate(k, ctx.cos, ctx.sin)[0, :, 0].T
     for distance in (0, 1, 17):
@@ -135,7 +135,7 @@ def test_scores_depend_on_the_distance_alone():
 
 def test_bfloat16_is_turned_in_float32():
     x = torch.randn(1, 2000, 1, 8).bfloat16()
-    ctx = make_context(replace(SMALL, head_dim=8), 2000, CPU)
+    ctx = Context(replace(SMALL, head_dim=8), 2000, CPU)
     assert ctx.cos.dtype == ctx.sin.dtype == torch.float32
     result = rotate(x, ctx.cos, ctx.sin)
     assert result.dtype == torch.bfloat16
@@ -185,8 +185,7 @@ def test_flops_are_what_torch_counts_for_forward_and_backward(sizes, tied):
     tokens = torch.randint(0, 50, (rows, seq_len))
     # The math kernel is made of matrix products, which torch counts; those of attention are bmm.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        sums, _ = model(tokens, tokens[None])
-        sums.sum().backward()
+        model(tokens, tokens[None]).sums.sum().backward()
     counts = {op.__name__.split(".")[0]: n for op, n in counter.get_flop_counts()["Global"].items()}
     assert set(counts) == {"mm", "bmm"}
     back = torch.arange(seq_len)[:, None] - torch.arange(seq_len)

@@ -109,7 +109,7 @@ class Reference:
         total = torch.zeros((), device=self.device)
         for tokens, targets in batch:
             with self._precision():
-                sums, _ = self.model(tokens, targets)
+                sums, *_ = self.model(tokens, targets)
             loss = (sums / valid).sum()
             loss.backward()
             total += loss.detach()

@@ -42,7 +42,7 @@ from lingua.monitor.logger import init_logger
 from lingua.monitor.metrics import MetricsFile, WandbArgs, start_wandb, wandb_values
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import DistributedArgs, mesh_sizes, on_rank_0
-from lingua.parallel.parallelize import check_tensor_parallel
+from lingua.parallel.parallelize import check_layout
 from lingua.parallel.program import run_program
 from lingua.signals import take_signals
 
@@ -121,7 +121,7 @@ def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:
     trained = read_trained("ckpt", locate("ckpt", args.ckpt), named_app(argv))
     trained.build_tokenizer(args.tokenizer_path)
     _, _, tp = mesh_sizes(args.distributed, world_size)
-    check_tensor_parallel(trained.build()[1], tp)
+    check_layout(*trained.build(), tp)
     find_tasks(args)
     args.dump_dir = str(places(args.dump_dir, trained.checkpoint)[0])
     return args, notices

@@ -38,7 +38,7 @@ from lingua.optim.schedule import schedule_warnings
 from lingua.parallel.gradients import grad_sync_note
 from lingua.parallel.launch import one_process
 from lingua.parallel.mesh import AXES, dp_degree, mesh_sizes, on_rank_0
-from lingua.parallel.parallelize import ParallelPlan, check_tensor_parallel
+from lingua.parallel.parallelize import check_layout
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def check_start(app: App, args: TrainArgs, sizes: tuple[int, int, int], verify: 
     )
     marks = document_marks(args.data, tokenizer)
     built = app.build(args)
-    check_tensor_parallel(built.plan or ParallelPlan(), tp)
+    check_layout(built.module, built.plan, tp)
     on_rank_0(lambda: check_benchmarks(args))
     return Start(
         data, tokenizer, built, marks, n_micro, rows, saved, origin, llama, changes

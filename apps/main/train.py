@@ -39,9 +39,11 @@ from lingua.files import write_atomically
 from lingua.format import short_time
 from lingua.hashing import batch_hash, hash_bits, key_of
 from lingua.init import init_parameters
+from lingua.model import Losses
 from lingua.monitor.logger import init_logger
 from lingua.monitor.profiling import Profiler
 from lingua.monitor.reporter import Reporter
+from lingua.optim.adapter import adapt
 from lingua.optim.optimizer import NonFiniteGuard, build_optimizer, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_grad_norm_, set_gradient_sync
@@ -113,7 +115,7 @@ def set_up(
     built = begin.built
     model = parallelize_model(built.module, mesh, built.plan, args.distributed)
     init_parameters(model, args.seed, device)
-    optimizer = (app.optimizer or default_optimizer)(model, args, built.plan)
+    optimizer = adapt((app.optimizer or default_optimizer)(model, args, built.plan), model)
     progress = restore(begin, changes, args, model, optimizer, mesh)
     saver.restored(begin.saved)
     on_rank_0(lambda: write_atomically(dump_dir / "config.yaml", to_yaml(args)))
@@ -200,7 +202,7 @@ class Objective:
 
     def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
         """Fill `.grad` with the gradient of (sum of token losses / valid targets) over the global
-        batch, summed over ranks.
+        batch, plus the mean over its rows of each term that the model has per row.
 
         Args:
             batch: this data-parallel rank's micro-batches, the same number on every rank.
@@ -223,15 +225,22 @@ class Objective:
             set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
             with loss_context(run.mesh):
                 random = {} if noise is None else {"noise": hash_bits(noise, ids)}
-                sums, _ = run.model(tokens, targets, *documents, **random)
+                sums, _, per_row = Losses(*run.model(tokens, targets, *documents, **random))
                 if sums.shape != valid.shape:  # else the division would broadcast
                     raise UserError(
                         f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
                         f"{len(valid)} views after the first; must be {len(sums) + 1}"
                     )
                 part = (sums / valid).sum()  # over the views
-                part.backward()
+                # Terms of the rows, not of padding: means over the global batch.
+                terms = {
+                    name: torch.where(ids >= 0, term, 0).sum() / args.data.global_batch_size
+                    for name, term in per_row.items()
+                }
+                sum(terms.values(), part).backward()
             loss += part.detach()
+            for name, term in terms.items():
+                run.report.add(name, term)
             hashed += batch_hash(ids, tokens, targets)
         return loss, hashed
 

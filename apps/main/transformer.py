@@ -1,6 +1,6 @@
 """The language model of apps/main: a Llama-style transformer, and how it is laid out on a mesh."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch.distributed.tensor.parallel import (
 
 from lingua.app import Built
 from lingua.config.schema import Guarded
+from lingua.model import Cache, Losses, PerRow
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.transformer import (
-    Cache,
+    Context,
     TransformerArgs,
     TransformerBlock,
-    cached_context,
     flops_per_token,
-    make_context,
+    run_blocks,
     sum_token_losses,
     trunc_normal_,
 )
@@ -41,37 +41,22 @@ class ModelArgs(TransformerArgs):
 
 
 class Transformer(nn.Module):
-    """Tokens in, summed next-token losses out."""
+    """Tokens in, summed losses of the next token out: a lingua.model.LanguageModel.
 
-    def __init__(self, args: ModelArgs) -> None:
+    `block(args, depth)` makes a layer; what a block takes and returns is said at `run_blocks`.
+    """
+
+    def __init__(
+        self, args: ModelArgs, block: Callable[[ModelArgs, int], nn.Module] = TransformerBlock
+    ) -> None:
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleList(TransformerBlock(args, i) for i in range(args.n_layers))
+        self.layers = nn.ModuleList(block(args, i) for i in range(args.n_layers))
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
-
-    def hidden(
-        self,
-        tokens: Tensor,
-        documents: Tensor | None = None,
-        noise: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """The normalised residual stream after the last block: B S -> B S E."""
-        h = self.tok_embeddings(tokens)
-        seq_len = tokens.shape[1]
-        if cache is None:
-            ctx = make_context(self.args, seq_len, tokens.device, documents, noise)
-        else:
-            ctx = cached_context(self.args, seq_len, cache)
-        for i, layer in enumerate(self.layers):
-            h = layer(h, ctx.at(f"layers.{i}"))
-        if cache is not None:
-            cache.length += seq_len
-        return self.norm(h)
 
     def forward(
         self,
@@ -80,15 +65,25 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Tensor | tuple:
-        """Loss sums float32 [1] and counts int64 [1] for targets [1, B, S]; logits without them:
-        of every position, or of the last one (B 1 vocabulary) where the earlier are cached."""
-        h = self.hidden(tokens, documents, noise, cache)
-        logits = self.output(h if cache is None else h[:, -1:])  # B S vocabulary
+    ) -> Tensor | Losses:
+        ctx = Context(self.args, tokens.shape[1], tokens.device, documents, noise, cache)
+        per_row: PerRow = {}
+        n_views = 1 if targets is None else len(targets)
+        ahead = self.hidden(self.tok_embeddings(tokens), ctx, n_views, per_row)
+        h = self.norm(torch.cat(ahead))  # V*B S E
         if targets is None:
-            return logits
-        losses, count = sum_token_losses(logits, targets[0])
-        return torch.stack((losses,)), torch.stack((count,))
+            return self.output(h if cache is None else h[:, -1:])
+        logits = self.output(h)  # V*B S vocabulary
+        # Taking the only view out of a stack of one would copy the gradient of all logits.
+        views = [logits] if len(ahead) == 1 else logits.unflatten(0, (len(ahead), -1))
+        sums, counts = zip(*map(sum_token_losses, views, targets), strict=True)
+        return Losses(torch.stack(sums), torch.stack(counts), per_row)
+
+    def hidden(self, x: Tensor, ctx: Context, n_views: int, per_row: PerRow) -> list[Tensor]:
+        """The residual stream after the last block (B S E) for each view that the model predicts,
+        at most `n_views`, from the one before the first; terms are added to `per_row`."""
+        blocks = ((f"layers.{i}", block) for i, block in enumerate(self.layers))
+        return [run_blocks(blocks, x, ctx, per_row)]
 
     def reset_parameters(self) -> None:
         std = self.args.init_base_std or self.args.dim**-0.5
@@ -149,10 +144,12 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
     )
 
 
-def build_transformer(args: ModelArgs) -> Transformer:
+def build_transformer(
+    args: ModelArgs, block: Callable[[ModelArgs, int], nn.Module] = TransformerBlock
+) -> Transformer:
     """The model on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return Transformer(args)
+        return Transformer(args, block)
 
 
 def build(args: Any) -> Built:

@@ -25,7 +25,7 @@ def build(args: TrainArgs) -> Built:
     model, n_heads, seq_len = args.model, args.data.n_views - 1, args.data.seq_len
     n_layers = model.n_layers + model.head_layers * (n_heads - 1)
     flops = flops_per_token(replace(model, n_layers=n_layers), model.vocab_size * n_heads, seq_len)
-    return Built(build_multi_token(model, n_heads), parallel_plan(model, seq_len), flops)
+    return Built(build_multi_token(model, n_heads), parallel_plan(model, n_heads, seq_len), flops)
 
 
 app = replace(main_app, path=__name__, config=TrainArgs, build=build, hugging_face=None)

@@ -15,8 +15,9 @@ from apps.main.transformer import ModelArgs as PlainArgs
 from apps.main.transformer import Transformer
 from apps.main.transformer import parallel_plan as plain_plan
 from lingua.config.schema import Guarded
+from lingua.model import PerRow
 from lingua.parallel.parallelize import ParallelPlan
-from lingua.transformer import Cache, TransformerBlock, make_context, sum_token_losses
+from lingua.transformer import Context, TransformerBlock, run_blocks
 
 
 @dataclass
@@ -41,39 +42,23 @@ class MultiToken(Transformer):
             for _ in range(n_heads - 1)
         )
 
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        documents: Tensor | None = None,
-        noise: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor | tuple:
-        """Loss sums float32 [V] and counts int64 [V] for targets [V, B, S], of which view v is the
-        token v + 1 positions ahead; the next token's logits without targets, as the plain model."""
-        if targets is None:
-            return super().forward(tokens, documents=documents, cache=cache)
-        ctx = make_context(self.args, tokens.shape[1], tokens.device, documents, noise)
-
-        def through(blocks: nn.ModuleList, x: Tensor, name: str, first: int = 0) -> Tensor:
-            for i, block in enumerate(blocks, first):
-                x = block(x, ctx.at(f"{name}.{i}"))
-            return x
-
-        trunk = len(self.layers) - self.args.head_layers
-        h = through(self.layers[:trunk], self.tok_embeddings(tokens), "layers")
-        ahead = [through(self.layers[trunk:], h, "layers", trunk)]
-        heads = enumerate(self.extra_heads)
-        ahead += [through(head, h, f"extra_heads.{i}") for i, head in heads]
-        logits = self.output(self.norm(torch.cat(ahead)))  # V*B S vocabulary
-        views = logits.unflatten(0, (len(ahead), -1))
-        sums, counts = zip(*map(sum_token_losses, views, targets), strict=True)
-        return torch.stack(sums), torch.stack(counts)
+    def hidden(self, x: Tensor, ctx: Context, n_views: int, per_row: PerRow) -> list[Tensor]:
+        """The trunk, then the blocks of each head on what it gives."""
+        layers = [(f"layers.{i}", block) for i, block in enumerate(self.layers)]
+        trunk = len(layers) - self.args.head_layers
+        x = run_blocks(layers[:trunk], x, ctx, per_row)
+        ahead = [run_blocks(layers[trunk:], x, ctx, per_row)]
+        for i, head in enumerate(self.extra_heads[: n_views - 1]):
+            blocks = ((f"extra_heads.{i}.{k}", block) for k, block in enumerate(head))
+            ahead.append(run_blocks(blocks, x, ctx, per_row))
+        return ahead
 
 
-def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
+def parallel_plan(args: ModelArgs, n_heads: int, seq_len: int) -> ParallelPlan:
     """A block of a head is laid out as a block of the trunk."""
     plan = plain_plan(args, seq_len)
+    if n_heads == 1:
+        return plan
     heads = {
         name.replace("layers.*", "extra_heads.*.*"): style
         for name, style in plan.tp.items()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lingua import __version__
 from lingua.checkpoint.folder import CONFIG, Checkpoint, newest, read_state
+from lingua.checkpoint.tensors import settings_of
 from lingua.data.stream import shares
 from lingua.data.text import CONTENT
 from lingua.errors import UserError
@@ -226,9 +227,9 @@ def settings_not_saved(saved: list[dict[str, Any]], optimizer: Optimizer) -> Ite
     checkpoint has none of that name."""
     then = {name: group for group in saved for name in group["param_names"]}
     unknown: dict[tuple[str, str], int] = {}
-    for group in optimizer.param_groups:
+    for group in settings_of(optimizer):
         for name in group["param_names"]:
-            for key in group.keys() - then.get(name, group).keys() - {"params"}:
+            for key in group.keys() - then.get(name, group).keys():
                 unknown[key, str(group[key])] = unknown.get((key, str(group[key])), 0) + 1
     for (key, value), n in sorted(unknown.items()):
         yield f"{key} of {n} parameters is not in the checkpoint: {value}, as the config has it now"
@@ -247,12 +248,11 @@ def state_to_save(
     """What `train_state.json` holds. `held_out` is in nats per byte, None where this step was not
     measured. The optimizer's groups, which name their parameters, are there
     to be read: on resume their values come from the config."""
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {
         "progress": asdict(progress),
         "tokens": tokens,
         "schedule": schedule,
-        "param_groups": groups,
+        "param_groups": settings_of(optimizer),
         "topology": list(topology),
         "data": data,
         "held_out": held_out,

@@ -1,7 +1,7 @@
 """Text from a model, in batches: each row with its own settings, seed and end.
 
-A model whose forward takes a `cache` (lingua.transformer.Cache) is fed only what is new; any other
-is run again over the whole text for each token. On a mesh every rank calls `generate`, a
+A model whose forward takes a `cache` (lingua.model.Cache) is run on the new tokens only; any other
+is run on the whole text for each token. On a mesh every rank calls `generate`, a
 data-parallel rank with requests of its own, the tp ranks of a group with the same ones.
 """
 
@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from lingua.dtensor import whole
 from lingua.errors import UserError
 from lingua.inference.sampling import Sampler, SamplingArgs
+from lingua.model import Cache
 from lingua.parallel.mesh import dp_degree
 from lingua.tokenizer import Tokenizer
-from lingua.transformer import Cache
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def generate(
 
     Args:
         batch_size: rows of one forward, of prompts of like length.
-        on_text: told (index of a request, text that was added to it) as soon as it is certain.
+        on_text: called with (index of a request, text added to it) as soon as that is certain.
     """
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     n_batches = _most(-(-len(requests) // batch_size), mesh)
@@ -109,9 +109,8 @@ def _complete(model: nn.Module, rows: list["_Row"], vocab_size: int, mesh: Devic
     """Go on with one batch until all of its rows are finished, here and on the other ranks."""
     tp, device = mesh["tp"].size(), torch.device(mesh.device_type)
     takes_cache = "cache" in inspect.signature(model.forward).parameters
-    feed: _Cached | _Recomputed | None = None
     if rows:
-        feed = (_Cached if takes_cache else _Recomputed)(model, rows, tp, device)
+        texts = _Texts(model, rows, tp, device, takes_cache)
         settings, seeds = zip(*((r.request.settings, r.request.seed) for r in rows), strict=True)
         sampler = Sampler(settings, seeds, device)
     step = 0
@@ -121,7 +120,7 @@ def _complete(model: nn.Module, rows: list["_Row"], vocab_size: int, mesh: Devic
             cache = Cache(torch.zeros(1, dtype=torch.int64, device=device), tp)
             model(idle, **({"cache": cache} if takes_cache else {}))
             continue
-        logits = feed.logits()
+        logits = texts.next_logits()
         # The model may have more tokens than its tokenizer.
         tokens = sampler(logits[:, :vocab_size], step)
         if tp > 1:
@@ -130,13 +129,13 @@ def _complete(model: nn.Module, rows: list["_Row"], vocab_size: int, mesh: Devic
         both = torch.stack((tokens.double(), logprobs.double())).tolist()
         for row, token, logprob in zip(rows, *both, strict=True):
             row.add(int(token), logprob)
-        feed.append(tokens)
+        texts.append(tokens)
         step += 1
         going = [i for i, row in enumerate(rows) if not row.result.finish]
         if 2 * len(going) <= len(rows):  # the others would only cost time
             rows = [rows[i] for i in going]
             kept = torch.tensor(going, dtype=torch.int64, device=device)
-            feed.keep(kept)
+            texts.keep(kept)
             sampler.keep(kept)
 
 
@@ -156,67 +155,52 @@ def _most(n: int, mesh: DeviceMesh) -> int:
     return int(most)
 
 
-# ------------------------------------------------------------------------- what a model is fed
+# ---------------------------------------------------------------------------- the rows' tokens
 
 
-class _Cached:
-    """The new columns alone; the text of the rows ends in the same column.
+class _Texts:
+    """The tokens of a batch, whose rows all end in the same column, and the model's run over them.
 
-    tp ranks share out the columns of a forward, so there are always a multiple of `tp`: the last
-    ones are fed again together with the new one.
+    tp ranks share the columns of a forward, so there are always a multiple of `tp`. With a cache
+    these are the new column and the last ones before it, which are run again.
     """
 
-    def __init__(self, model: nn.Module, rows: list["_Row"], tp: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, rows: list["_Row"], tp: int, device: torch.device, takes_cache: bool
+    ) -> None:
         lengths = [len(row.request.prompt) for row in rows]
         self.model, self.tp = model, tp
         self.end = -(-max(lengths) // tp) * tp
-        size = self.end + max(row.request.settings.max_gen_tokens for row in rows)
+        size = self.end + max(row.request.settings.max_gen_tokens for row in rows) + tp
         tokens = torch.zeros(len(rows), size, dtype=torch.int64)
         for row, length, into in zip(rows, lengths, tokens, strict=True):
             into[self.end - length : self.end] = torch.tensor(row.request.prompt)
         self.tokens = tokens.to(device)
-        self.cache = Cache(self.end - torch.tensor(lengths, device=device), size)
+        self.padding = self.end - torch.tensor(lengths, device=device)
+        self.cache = Cache(self.padding, size) if takes_cache else None
 
-    def logits(self) -> Tensor:
-        """Of the next token: float32 B V."""
-        new = self.tokens[:, self.cache.length : self.end]
-        return whole(self.model(new, cache=self.cache))[:, -1].float()
+    def next_logits(self) -> Tensor:
+        """Of the next token: float32 B vocabulary."""
+        if self.cache is not None:
+            new = self.tokens[:, self.cache.begin : self.end]
+            return whole(self.model(new, cache=self.cache))[:, -1].float()
+        # Without a cache padding cannot be hidden at the begin of a row: it goes to the end.
+        column = torch.arange(-(-self.end // self.tp) * self.tp, device=self.tokens.device)
+        moved = self.tokens.gather(1, (column + self.padding[:, None]) % len(column))
+        logits = whole(self.model(moved))  # B S vocabulary
+        rows = torch.arange(len(logits), device=logits.device)
+        return logits[rows, self.end - self.padding - 1].float()
 
     def append(self, tokens: Tensor) -> None:
         self.tokens[:, self.end] = tokens
         self.end += 1
-        self.cache.length = self.end - self.tp
+        if self.cache is not None:
+            self.cache.begin = self.end - self.tp
 
     def keep(self, rows: Tensor) -> None:
-        self.tokens = self.tokens[rows]
-        self.cache.keep(rows)
-
-
-class _Recomputed:
-    """The whole text each time; what pads the end of a row cannot reach what is before it."""
-
-    def __init__(self, model: nn.Module, rows: list["_Row"], tp: int, device: torch.device) -> None:
-        self.model, self.tp = model, tp
-        lengths = [len(row.request.prompt) for row in rows]
-        size = max(lengths) + max(row.request.settings.max_gen_tokens for row in rows)
-        tokens = torch.zeros(len(rows), -(-size // tp) * tp, dtype=torch.int64)
-        for row, into in zip(rows, tokens, strict=True):
-            into[: len(row.request.prompt)] = torch.tensor(row.request.prompt)
-        self.tokens, self.lengths = tokens.to(device), torch.tensor(lengths, device=device)
-
-    def logits(self) -> Tensor:
-        """Of the next token: float32 B V."""
-        columns = -(-int(self.lengths.max()) // self.tp) * self.tp
-        logits = whole(self.model(self.tokens[:, :columns]))  # B S V
-        rows = torch.arange(len(self.lengths), device=logits.device)
-        return logits[rows, self.lengths - 1].float()
-
-    def append(self, tokens: Tensor) -> None:
-        self.tokens.scatter_(1, self.lengths[:, None], tokens[:, None])
-        self.lengths += 1
-
-    def keep(self, rows: Tensor) -> None:
-        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+        self.tokens, self.padding = self.tokens[rows], self.padding[rows]
+        if self.cache is not None:
+            self.cache.keep(rows)
 
 
 # --------------------------------------------------------------------------------------- one row
@@ -233,7 +217,7 @@ class _Row:
         on_text: Callable[[int, str], None] | None,
     ) -> None:
         self.index, self.request, self.tokenizer = index, request, tokenizer
-        self.on_text, self.told = on_text, 0
+        self.on_text, self.n_passed = on_text, 0
         self.result = Completion()
         settings = request.settings
         eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -256,7 +240,7 @@ class _Row:
         elif len(result.tokens) == settings.max_gen_tokens:
             result.finish, result.text = "length", self._decode(result.tokens)
         if self.on_text is not None:
-            self._tell()
+            self._pass_text()
 
     def _decode(self, tokens: list[int]) -> str:
         if self.request.behind_prompt:
@@ -276,8 +260,8 @@ class _Row:
         found = [at for stop in stops if (at := text.find(stop)) >= 0]
         return text[: min(found)] if found else None
 
-    def _tell(self) -> None:
-        """Hand on the text that no further token can change or take back."""
+    def _pass_text(self) -> None:
+        """Pass on the text that no further token can change or take back."""
         text = self.result.text
         if not self.result.finish:
             text = self._decode(self.result.tokens).rstrip("\ufffd")
@@ -288,6 +272,6 @@ class _Row:
                 if text.endswith(stop[:n])
             )
             text = text[: len(text) - max(begun, default=0)]
-        if len(text) > self.told:
-            self.on_text(self.index, text[self.told :])
-            self.told = len(text)
+        if len(text) > self.n_passed:
+            self.on_text(self.index, text[self.n_passed :])
+            self.n_passed = len(text)

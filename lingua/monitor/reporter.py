@@ -78,7 +78,7 @@ class Reporter:
                     self.files[kind] = MetricsFile(path)
             if args.wandb is not None:
                 self.wandb = start_wandb(args.wandb, name, config, dump_dir)
-        self._numbers: dict[str, Tensor] = {}  # of the step under way
+        self.numbers: dict[str, Tensor] = {}  # of the step under way
         self._logged_step = step
         self._window_s = self._data_s = 0.0  # of the steps since the last line
         self._since = time.perf_counter()
@@ -87,7 +87,7 @@ class Reporter:
     def waiting_for_data(self) -> Iterator[None]:
         """Around the wait for the rows of the next step: counted as training time, and shown on its
         own."""
-        self._numbers.clear()
+        self.numbers.clear()
         start = time.perf_counter()
         yield
         self._data_s += time.perf_counter() - start
@@ -115,7 +115,7 @@ class Reporter:
         line, if it gets one, has under this name the sum over micro-steps and data-parallel ranks.
         Called alike by every rank; the host does not wait for the device."""
         value = value.detach().float()
-        self._numbers[name] = self._numbers[name] + value if name in self._numbers else value
+        self.numbers[name] = self.numbers[name] + value if name in self.numbers else value
 
     def log(
         self, progress: Progress, loss: Tensor, grad_norm: Tensor, lr: float, hashed: Tensor
@@ -156,10 +156,10 @@ class Reporter:
         self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0
 
     def _summed_numbers(self) -> dict[str, float]:
-        if not self._numbers:
+        if not self.numbers:
             return {}
-        values = dp_sum_(torch.stack(list(self._numbers.values())), self.mesh)
-        return dict(zip(self._numbers, values.tolist(), strict=True))
+        values = dp_sum_(torch.stack(list(self.numbers.values())), self.mesh)
+        return dict(zip(self.numbers, values.tolist(), strict=True))
 
     def validation(self, step: int, source: str, result: dict[str, float]) -> None:
         """Write what was measured on the held-out part of one source: numbers by name."""

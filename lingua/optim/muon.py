@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lingua.config.schema import Announced
-from lingua.dtensor import as_shard, local, part_of, whole
+from lingua.dtensor import local, map_whole
 
 # Of the quintic a x + b x^3 + c x^5 (Jordan et al.): steep at 0, and a few applications take all
 # singular values to somewhere between 0.7 and 1.2, which trains as well as taking them to 1.
@@ -57,8 +57,9 @@ def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
 @torch.no_grad()
 def muon(
     parameters: list[nn.Parameter],
+    grads: list[Tensor],
     buffers: list[Tensor],
-    finite: Tensor,
+    found_inf: Tensor | None,
     *,
     lr: float,
     weight_decay: float,
@@ -69,20 +70,27 @@ def muon(
     dtype: str,
 ) -> None:
     """One update of matrices and their `buffers` (the means of their gradients), in place; neither
-    changes where `finite`, a bool scalar on the device, is False.
+    changes where `found_inf`, a scalar on the device, is 1.
+
+    `grads` are the parts of the gradients that this rank holds.
 
     Orthogonal is a property of the whole matrix: each rank gathers it, works on it, and keeps its
     own part, so the update does not depend on how the matrix is sharded. torch's Muon works on the
     parts as DTensors, and is off by 2 % there (torch 2.13).
     """
     compute = torch.bfloat16 if dtype == "bf16" else torch.float32
-    for p, buffer in zip(parameters, buffers, strict=True):
-        own, own_buffer, grad = local(p), local(buffer), local(p.grad)
+    for p, grad, buffer in zip(parameters, grads, buffers, strict=True):
+        own, own_buffer = local(p), local(buffer)
         mean = own_buffer.lerp(grad, 1 - momentum)
         direction = (grad.lerp(mean, momentum) if nesterov else mean).to(compute)
-        step = part_of(orthogonalise(whole(as_shard(direction, p)), ns_steps), p)
+        step = map_whole(lambda t: orthogonalise(t, ns_steps), direction, p)
         # An orthogonal m x n matrix has elements of root mean square 1 / sqrt(max(m, n)).
         scale = rms * max(p.shape) ** 0.5
         new = (own * (1 - lr * weight_decay)).add_(step, alpha=-lr * scale)
-        own.copy_(torch.where(finite, new, own))
-        own_buffer.copy_(torch.where(finite, mean, own_buffer))
+        if found_inf is not None:
+            new, mean = (
+                torch.where(found_inf == 0, new, own),
+                torch.where(found_inf == 0, mean, own_buffer),
+            )
+        own.copy_(new)
+        own_buffer.copy_(mean)

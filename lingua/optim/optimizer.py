@@ -1,6 +1,6 @@
 """The optimizer, and what happens to an update whose gradient is not finite."""
 
-from fnmatch import fnmatch
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,18 @@ from lingua.errors import UserError
 from lingua.init import canonical_name
 from lingua.optim.args import OptimArgs
 from lingua.optim.muon import muon
+from lingua.parallel.parallelize import within
+
+Named = tuple[str, nn.Parameter]
+MUON_SETTINGS = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "rms", "dtype")
 
 
 def build_optimizer(model: nn.Module, args: OptimArgs, blocks: tuple[str, ...] = ()) -> Optimizer:
-    """Parameters that need a gradient, in groups of equal treatment, and their state for `update`.
+    """The optimizer of the config, with parameters in groups of equal settings, for `update`.
 
-    Weight decay is for those of two or more dimensions that are not the weight of an nn.Embedding,
-    tied or not. With `name: muon`, those of them that are matrices in one of the `blocks` (patterns
-    of module names, as in a ParallelPlan) are Muon's; everything else is AdamW's.
+    Weight decay is for those of `split_by_decay`. With `name: muon`, those of them that are
+    matrices in one of the `blocks` (patterns of module names, as in a ParallelPlan) are Muon's;
+    everything else is AdamW's.
 
     The groups keep canonical names in `param_names`. All state exists from the start, zero (AdamW:
     `step` a float32 scalar and both moments, Muon: the momentum), so that a checkpoint of step 0 is
@@ -29,81 +33,126 @@ def build_optimizer(model: nn.Module, args: OptimArgs, blocks: tuple[str, ...] =
     Raises:
         UserError: Muon, and no matrix for it.
     """
-    adamw = {"algorithm": "adamw", "betas": (args.beta1, args.beta2), "eps": args.epsilon}
-    settings = {
-        "matrices": {"algorithm": "muon", "weight_decay": args.weight_decay} | vars(args.muon),
-        "decay": adamw | {"weight_decay": args.weight_decay},
-        "no decay": adamw | {"weight_decay": 0.0},
-    }
-    members: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in settings}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        name = canonical_name(name)
-        kind = "decay" if p.ndim >= 2 and id(p) not in embeddings else "no decay"
-        if args.name == "muon" and kind == "decay" and p.ndim == 2 and _within(name, blocks):
-            kind = "matrices"
-        members[kind].append((name, p))
-    if args.name == "muon" and not members["matrices"]:
+
+    def is_muons(name: str, p: nn.Parameter) -> bool:
+        return args.name == "muon" and p.ndim == 2 and within(name, blocks)
+
+    decay, no_decay = split_by_decay(model)
+    matrices = [named for named in decay if is_muons(*named)]
+    others = [named for named in decay if not is_muons(*named)]
+    if args.name == "muon" and not matrices:
         raise UserError(
             "optim.name = muon: trains the matrices inside the blocks that the model's plan names, "
             "and there are none; must be adamw"
         )
-    groups = [{"params": named, **settings[kind]} for kind, named in members.items() if named]
-    optimizer = Optimizer(groups, {"lr": args.lr})
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            optimizer.state[p] = _empty_state(p, group["algorithm"])
-    return optimizer
+    with_muon = {"algorithm": "muon"} | vars(args.muon)
+    betas = (args.beta1, args.beta2)
+    with_adamw = {"algorithm": "adamw", "betas": betas, "eps": args.epsilon}
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay, **with_muon},
+        {"params": others, "weight_decay": args.weight_decay, **with_adamw},
+        {"params": no_decay, "weight_decay": 0.0, **with_adamw},
+    ]
+    return AdamWMuon([group for group in groups if group["params"]], args.lr)
 
 
-def _within(name: str, blocks: tuple[str, ...]) -> bool:
-    """Whether a parameter lies in a module that one of the patterns names; `*` matches one part."""
-    parts = name.split(".")
-    return any(fnmatch(".".join(parts[: block.count(".") + 1]), block) for block in blocks)
+def split_by_decay(model: nn.Module) -> tuple[list[Named], list[Named]]:
+    """The parameters that need a gradient, by canonical name: those for weight decay, which have
+    two or more dimensions and are not the weight of an nn.Embedding, tied or not; and the rest."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    decay: list[Named] = []
+    rest: list[Named] = []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            group = decay if p.ndim >= 2 and id(p) not in embeddings else rest
+            group.append((canonical_name(name), p))
+    return decay, rest
 
 
-def _empty_state(p: nn.Parameter, algorithm: str) -> dict[str, Tensor]:
-    if algorithm == "muon":
-        return {"momentum_buffer": torch.zeros_like(p)}
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=p.device),
-        "exp_avg": torch.zeros_like(p),
-        "exp_avg_sq": torch.zeros_like(p),
-    }
+class AdamWMuon(Optimizer):
+    """AdamW, and Muon for the groups whose `algorithm` is muon. All state exists from the start."""
+
+    _step_supports_amp_scaling = True  # torch's name for the protocol that `update` follows
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["algorithm"] == "muon":
+                    self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+                else:
+                    self.state[p] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update at the rate of each group. Where `found_inf`, set by the caller, is 1, it
+        changes no parameter, moment or step count; the host does not wait for it."""
+        found_inf = getattr(self, "found_inf", None)
+        unscale(self)
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in parameters]
+            grads = [local_grad(p) for p in parameters]
+            if group["algorithm"] == "muon":
+                buffers = [state["momentum_buffer"] for state in states]
+                settings = {key: group[key] for key in MUON_SETTINGS}
+                muon(parameters, grads, buffers, found_inf, **settings)
+            else:
+                _adamw(parameters, grads, states, found_inf, group)
 
 
 @torch.no_grad()
-def update(optimizer: Optimizer, lr: float, finite: Tensor) -> None:
-    """One update at rate `lr`; parameters, moments and step counts stay what they are where
-    `finite` (a bool scalar on the device) is False. The host does not wait for it."""
+def update(optimizer: Optimizer, lr: float, admitted: Tensor) -> None:
+    """One step of an optimizer of `build_optimizer` or `adapt` at the rate `lr`, times the
+    `lr_scale` of a group that has one. Nothing changes where `admitted` (a bool scalar on the
+    device) is False, for which the host does not wait."""
+    assert getattr(optimizer, "_step_supports_amp_scaling", False), "must come from adapt()"
     for group in optimizer.param_groups:
-        group["lr"] = lr
-        parameters = [p for p in group["params"] if p.grad is not None]
-        states = [optimizer.state[p] for p in parameters]
-        for p in parameters:
-            # a gradient not yet summed over its mesh would be taken for its own shard
-            assert not isinstance(p, DTensor) or p.grad.placements == p.placements
-        if group["algorithm"] == "muon":
-            _muon(parameters, states, finite, group)
-        else:
-            _adamw(parameters, states, finite, group)
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+    # The protocol of torch.amp.GradScaler with optimizers of `_step_supports_amp_scaling`.
+    optimizer.grad_scale, optimizer.found_inf = None, (~admitted).float()
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
 
 
-def _adamw(parameters: list[nn.Parameter], states: list[dict], finite: Tensor, group: dict) -> None:
+def local_grad(p: nn.Parameter) -> Tensor:
+    """The part of a parameter's gradient that this rank holds."""
+    # A gradient not yet summed over its mesh would be taken for its own shard.
+    assert not isinstance(p, DTensor) or p.grad.placements == p.placements
+    return local(p.grad)
+
+
+def unscale(optimizer: Optimizer) -> None:
+    """Divide the gradients in place by the `grad_scale` that a GradScaler set, if one did."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch._foreach_div_([local_grad(p) for p in parameters if p.grad is not None], scale)
+
+
+def _adamw(
+    parameters: list[nn.Parameter],
+    grads: list[Tensor],
+    states: list[dict],
+    found_inf: Tensor | None,
+    group: dict,
+) -> None:
     """AdamW works on each element alone, so it runs on the local shards, on whatever meshes they
     live, and without DTensor's dispatch (200 small parameters on one CPU core: 2.9 ms with it,
     0.9 ms without)."""
     adamw(
         [local(p) for p in parameters],
-        [local(p.grad) for p in parameters],
+        grads,
         [local(state["exp_avg"]) for state in states],
         [local(state["exp_avg_sq"]) for state in states],
         [],
         [state["step"] for state in states],
         fused=True,
-        found_inf=(~finite).float(),
+        found_inf=found_inf,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
@@ -114,23 +163,8 @@ def _adamw(parameters: list[nn.Parameter], states: list[dict], finite: Tensor, g
     )
 
 
-def _muon(parameters: list[nn.Parameter], states: list[dict], finite: Tensor, group: dict) -> None:
-    muon(
-        parameters,
-        [state["momentum_buffer"] for state in states],
-        finite,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        nesterov=group["nesterov"],
-        ns_steps=group["ns_steps"],
-        rms=group["rms"],
-        dtype=group["dtype"],
-    )
-
-
 class NonFiniteGuard:
-    """Suppresses updates whose gradient is not finite, on the device, and tells of them later.
+    """Suppresses updates whose gradient is not finite, on the device, and reports them later.
 
     With `on_nonfinite: stop` no later update is made either, so that the run stops in the state
     that the bad step found. The host learns of it when it asks (`skipped`), not at every step.
@@ -139,7 +173,7 @@ class NonFiniteGuard:
     def __init__(self, mode: str, device: torch.device, skipped: int = 0) -> None:
         self.stops = mode == "stop"
         self.count = torch.tensor(skipped, device=device)
-        self.first = torch.tensor(0, device=device)  # the first bad step of this start; 0: none
+        self.first = torch.tensor(0, device=device)  # this process's first bad step; 0: none
 
     def admit(self, step: int, grad_norm: Tensor) -> Tensor:
         """Whether `update` may change anything at `step`: a bool scalar on the device."""

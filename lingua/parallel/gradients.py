@@ -14,7 +14,7 @@ from lingua.format import human_bytes
 
 
 def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
-    """Say, before a micro-step's forward, which reductions its backward runs."""
+    """Set, before a micro-step's forward, which reductions its backward runs."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or mode != "last")
         model.set_requires_all_reduce(last or mode == "every")

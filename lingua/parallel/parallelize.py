@@ -1,39 +1,132 @@
 """One function that lays a plain module out on the mesh: tensor parallelism, activation
-checkpointing, compilation and FSDP2.
+checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lingua.errors import UserError
-from lingua.init import ties_kept
+from lingua.errors import UserError, nearest
+from lingua.init import canonical_name, ties_kept
 from lingua.parallel.mesh import DistributedArgs
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a plain module is laid out on the mesh. Names are module names; `*` matches one part.
+    """How a plain module is laid out on the mesh. Names are patterns of module names, in which `*`
+    matches one part; each must match something.
 
     blocks: the repeated layers. Each is checkpointed, compiled and an FSDP unit of its own.
-    units: further FSDP units, each a group of modules whose parameters travel together.
-    tp: the layout of each module under tensor parallelism; None when it has none.
+    units: further FSDP units, each a group of modules whose parameters are gathered together.
+    tp: the style of each module under tensor parallelism; None when the model has no such layout.
+    tp_equal: modules or parameters that no style distributes and that every tp rank holds whole.
+        Their gradients must be equal on all tp ranks: what enters and leaves such a module is equal
+        there. A norm whose input is split over positions needs the style SequenceParallel instead.
     tp_divides: sizes that tp must divide, by the name of their config key.
     """
 
     blocks: tuple[str, ...] = ()
     units: tuple[tuple[str, ...], ...] = ()
     tp: dict[str, ParallelStyle] | None = None
+    tp_equal: tuple[str, ...] = ()
     tp_divides: dict[str, int] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------- the check
+
+# Styles that convert inputs and outputs and leave the parameters of their module as they are.
+_WITHOUT_PARAMETERS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+
+def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
+    """Check that a plan fits a plain model, which may be on the meta device, and `tp` ranks.
+
+    It needs no processes. A style that is not torch's own is trusted to distribute the parameters
+    of its modules; `parallelize_model` looks at what it did.
+
+    Raises:
+        UserError: names everything that is wrong: patterns that match nothing, and with `tp` > 1 a
+            plan without a tensor-parallel layout, sizes that tp does not divide, and parameters
+            that are neither distributed by a style nor declared equal.
+    """
+    plan = plan or ParallelPlan()
+    problems = list(_unmatched(model, plan))
+    if tp > 1 and plan.tp is None:
+        problems.append(
+            f"distributed.tp_size = {tp}: this model gives no tensor-parallel layout; set it to 1"
+        )
+    elif tp > 1:
+        uneven = [f"{key} = {size}" for key, size in plan.tp_divides.items() if size % tp]
+        if uneven:
+            problems.append(f"distributed.tp_size = {tp}: must divide {', '.join(uneven)}")
+        styled = [name for name, s in plan.tp.items() if type(s) not in _WITHOUT_PARAMETERS]
+        whole = [name for name in _named_parameters(model) if not within(name, styled)]
+        problems += _undeclared(whole, plan, tp)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def within(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches this module or parameter, or a module that contains it."""
+    parts = name.split(".")
+    outer = [".".join(parts[:n]) for n in range(len(parts) + 1)]
+    return any(_matches(module, pattern) for pattern in patterns for module in outer)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if not name or name.count(".") != pattern.count("."):
+        return name == pattern  # "" is the model itself, which `*` does not match
+    return fnmatch(name, pattern)
+
+
+def _unmatched(model: nn.Module, plan: ParallelPlan) -> Iterator[str]:
+    """A line for each pattern that matches nothing."""
+    modules = list(_named_modules(model))
+    everything = [*modules, *_named_parameters(model)]
+    for where, patterns, kind, names in (
+        ("blocks", plan.blocks, "module", modules),
+        ("units", [name for unit in plan.units for name in unit], "module", modules),
+        ("tp", plan.tp or (), "module", modules),
+        ("tp_equal", plan.tp_equal, "module or parameter", everything),
+    ):
+        for pattern in patterns:
+            if not any(_matches(name, pattern) for name in names):
+                hint = nearest(pattern, names)
+                yield f"ParallelPlan.{where}: no {kind} of the model is named {pattern}{hint}"
+
+
+def _undeclared(whole: list[str], plan: ParallelPlan, tp: int) -> Iterator[str]:
+    """A line that names those of the `whole` parameters, which no style distributes, that are not
+    declared equal, if there are any."""
+    found = [name for name in whole if not within(name, plan.tp_equal)]
+    if found:
+        yield (
+            f"distributed.tp_size = {tp}: the model's plan does not define how tensor-parallel "
+            f"ranks hold {', '.join(found)}. Give each of their modules a style in ParallelPlan.tp "
+            "(SequenceParallel for a norm whose input is split over positions); where the gradient "
+            "is equal on all these ranks, name it in ParallelPlan.tp_equal"
+        )
+
+
+# ------------------------------------------------------------------------------------ the layout
 
 
 def parallelize_model(
@@ -46,9 +139,10 @@ def parallelize_model(
     caller uses as before; its gradients are sums over the data-parallel ranks, never averages.
 
     Raises:
-        UserError: the mesh asks for a tensor parallelism that the plan does not allow.
+        UserError: the plan does not fit the model or the mesh, see `check_layout`.
     """
     plan = plan or ParallelPlan()
+    check_layout(model, plan, mesh["tp"].size())
     if mesh["tp"].size() > 1:
         _apply_tensor_parallel(model, mesh["tp"], plan)
     _wrap_blocks(model, plan, args)
@@ -61,7 +155,8 @@ def parallelize_model(
         "mp_policy": policy,
     }
     modules = _named_modules(model)
-    for names in [*((block,) for block in _matching(modules, plan.blocks)), *plan.units]:
+    blocks = [(name,) for name in _matching(modules, plan.blocks)]
+    for names in [*blocks, *(_matching(modules, unit) for unit in plan.units)]:
         unit = [modules[name] for name in names]
         fully_shard(unit if len(unit) > 1 else unit[0], **shard)
     fully_shard(model, **shard)
@@ -83,46 +178,38 @@ def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _matching(names: dict[str, nn.Module], patterns: tuple[str, ...]) -> list[str]:
-    return [
-        name
-        for name in names
-        if any(name.count(".") == p.count(".") and fnmatch(name, p) for p in patterns)
-    ]
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
-def check_tensor_parallel(plan: ParallelPlan, tp: int) -> None:
-    """Raises UserError where the plan does not allow `tp` ranks to share every layer."""
-    if tp > 1 and plan.tp is None:
-        raise UserError(
-            f"distributed.tp_size = {tp}: this model gives no tensor-parallel layout; set it to 1"
-        )
-    uneven = [f"{key} = {size}" for key, size in plan.tp_divides.items() if size % tp]
-    if uneven:
-        raise UserError(f"distributed.tp_size = {tp}: must divide {', '.join(uneven)}")
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
 
 
 def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    check_tensor_parallel(plan, mesh.size())
-    with ties_kept(model):
-        parallelize_module(model, mesh, plan.tp)
-    # An asynchronous collective's result that enters a compiled block loses its gradient (torch
-    # 2.13): the modules outside the blocks hand on a copy of theirs.
     modules = _named_modules(model)
-    blocks = tuple(f"{block}." for block in _matching(modules, plan.blocks))
-    for name in _matching(modules, tuple(plan.tp)):
-        if not f"{name}.".startswith(blocks):
+    with ties_kept(model):
+        for pattern, style in plan.tp.items():
+            for name in _matching(modules, [pattern]):
+                parallelize_module(modules[name], mesh, style)
+    whole = [name for name, p in _named_parameters(model).items() if not isinstance(p, DTensor)]
+    for problem in _undeclared(whole, plan, mesh.size()):
+        raise UserError(problem)
+    # An asynchronous collective's result that enters a compiled block loses its gradient (torch
+    # 2.13): the modules outside the blocks return a copy of theirs.
+    for name in _matching(modules, plan.tp):
+        if not within(name, plan.blocks):
             modules[name].register_forward_hook(
                 lambda module, args, out: out if isinstance(out, DTensor) else out.clone()
             )
-    # The loss over a split vocabulary is a DTensor, equal on all tp ranks: callers get it plain.
+    # Losses over a split vocabulary are DTensors, equal on all tp ranks: callers get them plain.
     model.register_forward_hook(
-        lambda module, args, out: tuple(_whole(t) for t in out) if isinstance(out, tuple) else out
+        lambda module, args, out: (
+            tree_map_only(DTensor, lambda t: t.full_tensor().clone(), out)
+            if isinstance(out, tuple)
+            else out
+        )
     )
-
-
-def _whole(t: Tensor) -> Tensor:
-    return t.full_tensor().clone() if isinstance(t, DTensor) else t
 
 
 # Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
@@ -148,7 +235,7 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) ->
         block = modules[name]
         parent = modules[name.rpartition(".")[0]]
         # Full checkpointing works around a compiled block but not inside one; the selective kind
-        # must be inside, where it can tell the operations apart.
+        # must be inside, where it sees each operation.
         if args.compile and args.activation_checkpointing != "selective":
             block.compile()
         if args.activation_checkpointing == "full":

@@ -57,6 +57,8 @@ def build_plain(args: TrainArgs) -> Built:
 
 def build_split(args: TrainArgs) -> Built:
     """With a tensor-parallel plan only; ends, norms and buffers stay on every tp rank."""
-    plan = {f"{i}.up": ColwiseParallel(use_local_output=False) for i in (1, 2)}
-    plan |= {f"{i}.down": RowwiseParallel() for i in (1, 2)}
-    return Built(Plain(args.model.vocab_size), ParallelPlan(tp=plan), flops_per_token=1.0)
+    plan = ParallelPlan(
+        tp={"*.up": ColwiseParallel(use_local_output=False), "*.down": RowwiseParallel()},
+        tp_equal=("0", "*.norm", "*.gain", "*.unused", "3"),
+    )
+    return Built(Plain(args.model.vocab_size), plan, flops_per_token=1.0)

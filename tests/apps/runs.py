@@ -193,7 +193,7 @@ class TwistedObjective(Objective):
 
     def _write(self, batch: list[MicroBatch]) -> None:
         rows = {
-            row: digest(torch.cat((micro.tokens[i][None], micro.targets[:, i])))
+            row + self.twist.shift: digest(torch.cat((micro.tokens[i][None], micro.targets[:, i])))
             for micro in batch
             for i, row in enumerate(micro.row_ids.tolist())
             if row >= 0
@@ -232,7 +232,7 @@ class Interrupt:
         forwards = itertools.count(1)
 
         def forward_pre(module: Any, inputs: Any) -> None:
-            if module.training and next(forwards) == self.forward:
+            if len(inputs) > 1 and next(forwards) == self.forward:  # not while text is generated
                 os.kill(os.getpid(), self.number)
 
         built.module.register_forward_pre_hook(forward_pre)
@@ -257,9 +257,8 @@ class NanAt:
         def spoil(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
             if not isinstance(output, tuple):
                 return output
-            sums, counts = output
             bad = (inputs[0] == row).all(1).any()
-            return sums * torch.where(bad, float("nan"), 1.0), counts
+            return output._replace(sums=output.sums * torch.where(bad, float("nan"), 1.0))
 
         built.module.register_forward_hook(spoil)
         return built

@@ -13,7 +13,7 @@ import pytest
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
 from lingua.inference.harness import WAITING
-from tests.apps.runs import SMALL, write_text
+from tests.apps.runs import SMALL, write_sources
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import results_in
 from tests.local_slurm import needs_slurm, slurm_here
@@ -36,7 +36,7 @@ def until(found: Callable[[], bool], what: str) -> None:
 def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path) -> None:
     text, dump_dir = tmp_path / "text", tmp_path / "run"
     text.mkdir()
-    write_text(text)
+    write_sources(text)
     task_dir = write_tasks(tmp_path / "tasks", n=3)
     settings = SMALL | {"dump_dir": dump_dir, "data.root_dir": text, "steps": 6}
     settings |= {"checkpoint.dump.every": 6, "checkpoint.dump.keep": 1, "eval.every": 2}

@@ -178,7 +178,7 @@ def test_what_cannot_be_done_is_told_by_key_or_line(ranks, ckpt, tmp_path):
         ("no ckpt", ["prompt=a"], "ckpt: must be given"),
         ("empty", [f"ckpt={tmp_path}", "prompt=a"], "must be the folder of a checkpoint"),
         ("absent", [f"ckpt={tmp_path / 'no'}", "prompt=a"], "must be the folder of a checkpoint"),
-        ("fork", [f"ckpt={tmp_path / 'small'}", "prompt=a"], "its model is not this app's"),
+        ("fork", [f"ckpt={tmp_path / 'small'}", "prompt=a"], "its model is not that of apps.main"),
         ("few", [f"ckpt={tmp_path / 'few'}", "prompt=a"], "258 tokens, the model of"),
         ("tokenizer", [f"ckpt={other}", "prompt=a"], "is not the one that"),
         ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged: __0_0.distcp: wrong checksum"),

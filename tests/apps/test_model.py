@@ -123,7 +123,7 @@ def tokens_and_targets(args: ModelArgs) -> tuple[torch.Tensor, torch.Tensor]:
 def compare(model: Transformer, other: nn.Module) -> dict[str, float]:
     """Largest differences, relative to the largest value: of logits, loss and each gradient."""
     tokens, targets = tokens_and_targets(model.args)
-    sums, counts = model(tokens, targets[None])
+    sums, counts, _ = model(tokens, targets[None])
     (sums / counts).sum().backward()
     # transformers shifts the labels itself and takes the mean over those that are not -100
     labels = torch.cat((torch.full_like(tokens[:, :1], IGNORE), targets[:, :-1]), 1)
@@ -284,8 +284,7 @@ def test_every_weight_has_the_deviation_that_the_options_say(factor, base):
 
 def loss_of(model: nn.Module) -> torch.Tensor:
     tokens, targets = tokens_and_targets(model_args())
-    sums, _ = model(tokens, targets[None])
-    return sums
+    return model(tokens, targets[None]).sums
 
 
 def parallelised_bf16() -> float:

@@ -60,8 +60,15 @@ def without(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def stopped_at_once(args: TrainArgs) -> Built:
     """A builder of the model, in processes that are asked to stop before they train."""
-    os.kill(os.getpid(), signal.SIGUSR2)
-    return build(args)
+    built = build(args)
+    reset = built.module.reset_parameters
+
+    def reset_and_ask() -> None:
+        reset()
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    built.module.reset_parameters = reset_and_ask
+    return built
 
 
 def test_the_model_of_another_run_begins_a_new_one_on_any_topology(

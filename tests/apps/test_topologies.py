@@ -111,7 +111,7 @@ def test_a_step_with_document_masks_is_that_of_each_document_alone(
         begins = [0, *(i for i in range(1, len(row)) if row[i] == BOS), len(row)]
         for begin, end in pairwise(begins):
             document = row[begin:end][None]
-            losses, valid = model(document[:, :-1], document[None, :, 1:])
+            losses, valid, _ = model(document[:, :-1], document[None, :, 1:])
             total, count = total + losses.item(), count + valid.item()
     [loss] = documents_apart.column("loss")[:1]
     assert count < GLOBAL_BATCH * args.data.seq_len  # some rows hold more than one document

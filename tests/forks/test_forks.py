@@ -14,7 +14,14 @@ from lingua.errors import UserError
 from tests.ranks import Ranks
 
 FORKS = Path(__file__).parent
-LINES = {"synthetic": 60, "probe": 40, "dpo": 180}  # at most, after `ruff format`
+LINES = {
+    "mingru": 110,
+    "optimizer": 40,
+    "synthetic": 60,
+    "moe": 150,
+    "probe": 40,
+    "dpo": 180,
+}  # at most, after `ruff format`
 
 SMALL: dict[str, Any] = {
     "name": "fork",
@@ -80,9 +87,9 @@ def given(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     reference = folder / "reference"
     train(ranks, "apps.main", (1, 1, 1), text | {"dump_dir": reference, "stop_at": 1})
     pairs_of = {"dpo.pairs": folder / "pairs.jsonl", "checkpoint.init_ckpt_path": reference}
-    return {"synthetic": {}, "dpo": pairs_of} | dict.fromkeys(
-        LINES.keys() - {"synthetic", "dpo"}, text
-    )
+    # An expert is a discrete choice: where two are nearly as likely, rounding may decide.
+    of_fork = {"synthetic": {}, "dpo": pairs_of, "moe": text | {"seed": 1}}
+    return dict.fromkeys(LINES, text) | of_fork
 
 
 def ranks_prepare(folder: Path) -> bool:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,7 +32,7 @@ from lingua.parallel.mesh import (
     mesh_sizes,
     on_rank_0,
 )
-from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -335,47 +334,3 @@ def test_the_result_or_error_of_rank_0_is_that_of_all(ranks: Ranks) -> None:
     ranks.run(1, shared_work)
     expected = [{"rank": 0, "path": Path("a")}, (True, "not so"), (False, "gone"), 0]
     assert ranks.run(3, shared_work) == [expected] * 3
-
-
-# ------------------------------------------------------------------------------------- layout
-
-
-class Tree(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for _ in "ab")
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def layout(checkpointing: str) -> dict[str, str]:
-    args = DistributedArgs(dp_shard=2, tp_size=2, activation_checkpointing=checkpointing)
-    mesh = start(CPU, detect_launch(), args)
-    plan = ParallelPlan(
-        blocks=("blocks.*",),
-        units=(("head",),),
-        tp={"blocks.*.0": ColwiseParallel(), "blocks.*.1": RowwiseParallel()},
-    )
-    model = parallelize_model(Tree(), mesh, plan, args)
-    return {name: str(p.placements) for name, p in model.named_parameters()} | {
-        name: type(module).__name__ for name, module in model.named_modules()
-    }
-
-
-def test_a_plan_is_applied_by_name(ranks: Ranks) -> None:
-    found = ranks.run(4, layout, "none")[0]
-    assert [k for k, v in found.items() if v.startswith("FSDP")] == [
-        "", "blocks.0", "blocks.1", "head"
-    ]  # fmt: skip
-    split, shared = found["blocks.1.0.weight"], found["head.weight"]
-    assert "Shard(dim=0)" in split and split.count("hard") == 2
-    assert found["blocks.1.1.weight"] == "(Shard(dim=0), Shard(dim=1))"
-    assert shared == "(Shard(dim=0),)"
-    wrapped = ranks.run(4, layout, "full")[0]
-    assert [k for k, v in wrapped.items() if v == "FSDPCheckpointWrapper"] == [
-        "blocks.0", "blocks.1"
-    ]  # fmt: skip

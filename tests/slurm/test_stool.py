@@ -22,7 +22,7 @@ import pytest
 from lingua.errors import UserError
 from lingua.slurm.launch import JobArgs, _split, launch, launch_sweep, main
 from lingua.slurm.status import status, table
-from tests.apps.runs import SMALL, Outcome, differs, write_text
+from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.local_slurm import needs_slurm, slurm_here
 
 REPO = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
         subprocess.run([*git, *words], check=True)
     text.mkdir()
-    write_text(text)
+    write_sources(text)
     with slurm_here(folder / "cluster", 6) as env:
         env |= {"OMP_NUM_THREADS": "1", "A_SECRET": secrets.token_hex()}
         yield Cluster(repo, text, folder / "runs", env)
@@ -441,7 +441,7 @@ def test_a_dump_dir_in_use_is_refused_and_a_sweep_names_its_bad_member(
 def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Path) -> None:
     text, sweep = tmp_path / "text", tmp_path / "sweep"
     text.mkdir()
-    write_text(text)
+    write_sources(text)
     job = ["script=tests.slurm_app", "launcher=local", "ngpu=2", "setup=[export STEP_S=0.2]"]
     values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
     values["sweep.optim.lr"] = "1e-3,3e-4"
@@ -467,7 +467,7 @@ def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Pa
 def test_print_shows_the_script_and_needs_no_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    write_text(tmp_path)
+    write_sources(tmp_path)
     values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
     job = "launcher=print nodes=2 ngpu=16 gpus=task ncpu=4 mem=64G time=1-00 slurm.reservation=r"
     words = [*job.split(), "slurm.exclusive=true", "setup=[module load cuda, 'echo \"a, b\"']"]

@@ -1,0 +1,114 @@
+"""What the programs ask of a language model: how its forward is called and what it returns, and the
+cache with which it generates text.
+"""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+PerRow = dict[str, Tensor]  # float32 [B] by name
+
+
+class Losses(NamedTuple):
+    """What forward returns for targets.
+
+    sums: float32 [V-1], the sum of the token losses of each view, in nats.
+    counts: int64 [V-1], the targets that these cover.
+    per_row: float32 [B] by name, terms that each row adds to the objective, such as an auxiliary
+        loss. The model scales a term, and it depends on nothing but its row, so that the result
+        does not depend on which rows a micro-batch has.
+    """
+
+    sums: Tensor
+    counts: Tensor
+    per_row: PerRow = {}  # noqa: RUF012 (a tuple's default; nothing adds to it)
+
+
+class LanguageModel(Protocol):
+    """An nn.Module whose forward has this signature; V is `data.n_views`, B rows, S positions.
+
+    Gradients are those of (sum of `sums` / valid targets) over the views, plus (sum of each
+    `per_row` term over the rows) / rows, both of the whole global batch. The mean of a term is
+    logged under its name. A micro-batch may have padding rows, valid tokens without a valid target:
+    their terms are left out by the caller.
+
+    `documents`, `noise` and `cache` may be missing from the signature. Without `documents` the
+    model cannot be trained with `data.document_mask`, without `noise` not with `model.dropout`.
+    Without `cache`, generation runs the model on the whole text for every token, and what follows a
+    position must not change its logits.
+
+    Under tensor parallelism the results are DTensors, or plain tensors that are equal on all
+    ranks of the group; losses and terms are made plain by `parallelize_model`.
+    """
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+        cache: "Cache | None" = None,
+    ) -> Losses | tuple[Tensor, Tensor] | Tensor:
+        """Losses of the targets, or logits without them.
+
+        Args:
+            tokens: int64 B S.
+            targets: int64 V-1 B S, lingua.data.IGNORE where there is no loss.
+            documents: int64 B S, the index of each position's document in its row, never falling
+                along S. None: every row is one document.
+            noise: int64 B, a random key of each row in this step. What is random in the model
+                depends on it and on where it is (layer, position, feature) alone. None, as in
+                evaluation: nothing is random.
+            cache: while generating; the tokens are the columns from `cache.begin` on.
+
+        Returns:
+            With targets Losses, or (sums, counts) where there are no terms per row. Without targets
+            logits B S vocabulary; with a cache those of the last position, B 1 vocabulary.
+        """
+
+
+class Cache:
+    """What the layers of a model keep of the columns of a batch while it generates text.
+
+    A column is one token of every row. The rows end together; a shorter row begins with padding,
+    which its text must not see. The columns of a forward begin at `begin`, which the caller sets:
+    with tp ranks, which share the columns of a forward, the last columns are run again together
+    with the new one. So a layer keeps a value for every column, and finds what came before a
+    forward at column `begin - 1`.
+    """
+
+    def __init__(self, padding: Tensor, size: int) -> None:
+        """padding: int64 B, columns before the first token of each row; size: columns at most."""
+        self.padding, self.size = padding, size
+        self.longest_padding = int(padding.max())
+        self.begin = 0
+        # Not of a row or a column, by a name: what a model computes once, such as rotary angles.
+        self.constants: dict[str, tuple[Tensor, ...]] = {}
+        self._kept: dict[nn.Module, tuple[int, list[Tensor]]] = {}  # dim of the columns, values
+
+    def extend(self, layer: nn.Module, *values: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Keep a layer's values of this forward's columns, which lie along `dim`; dim 0 is the
+        rows. Returns those of all columns up to the last one of this forward."""
+        if layer not in self._kept:
+            shapes = ((*v.shape[:dim], self.size, *v.shape[dim + 1 :]) for v in values)
+            buffers = [v.new_empty(shape) for v, shape in zip(values, shapes, strict=True)]
+            self._kept[layer] = dim, buffers
+        _, kept = self._kept[layer]
+        n_columns = values[0].shape[dim]
+        for buffer, new in zip(kept, values, strict=True):
+            buffer.narrow(dim, self.begin, n_columns).copy_(new)
+        return tuple(buffer.narrow(dim, 0, self.begin + n_columns) for buffer in kept)
+
+    def last(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
+        """The values that a layer kept of column `begin - 1`, without the dimension of the columns;
+        None when there is no such column."""
+        if self.begin == 0:
+            return None
+        dim, kept = self._kept[layer]
+        return tuple(buffer.select(dim, self.begin - 1) for buffer in kept)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with just these rows, int64."""
+        self.padding = self.padding[rows]
+        for layer, (dim, kept) in self._kept.items():
+            self._kept[layer] = dim, [buffer[rows] for buffer in kept]

@@ -1,0 +1,146 @@
+"""Terms that a model has per row, such as an auxiliary loss: value and gradient are those of the
+mean over the global batch in plain torch, on any topology and in any micro-batches."""
+
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from apps.main import app
+from apps.main.config import TrainArgs
+from apps.main.train import Objective, count_targets, set_up
+from apps.main.transformer import build_transformer, parallel_plan
+from lingua.app import Built
+from lingua.data import IGNORE
+from lingua.dtensor import whole
+from lingua.init import canonical_name, init_parameters
+from lingua.model import PerRow
+from lingua.parallel.mesh import dp_sum_
+from lingua.signals import StopRequest
+from lingua.transformer import FeedForward, TransformerArgs, TransformerBlock
+from tests.apps.runs import GLOBAL_BATCH, Runs, Sizes, arguments, masked, name_of
+
+CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.compile"
+
+
+class Balanced(FeedForward):
+    """With the term of a mixture of experts (Fedus et al., 2022) that is least when the row's
+    positions choose every expert alike. It is not a sum over positions."""
+
+    def __init__(self, args: TransformerArgs, out_factor: float) -> None:
+        super().__init__(args, out_factor)
+        self.gate = nn.Linear(args.dim, 3, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, PerRow]:
+        share = self.gate(x).float().softmax(-1).mean(1)  # B experts
+        return super().forward(x), {"balance": share.square().sum(-1)}
+
+
+balanced = partial(TransformerBlock, feed_forward=Balanced)
+
+
+def build(args: TrainArgs) -> Built:
+    plan = parallel_plan(args.model, args.data.seq_len)
+    # The experts' logits stay a DTensor, and so does the term, whatever of it a rank has.
+    plan.tp["layers.*.feed_forward.gate"] = ColwiseParallel(use_local_output=False)
+    return Built(build_transformer(args.model, balanced), plan, flops_per_token=1.0)
+
+
+def first_step_here(
+    overrides: dict[str, Any], count_padding: bool = False
+) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+    """Loss, terms and whole gradients of the first global batch, by the program's own steps.
+
+    count_padding: the fault, padding rows that count as rows.
+    """
+    args = arguments(overrides)
+    with closing(StopRequest()) as stop, ExitStack() as open_parts:
+        run, loader, _ = set_up(replace(app, build=build), args, stop, open_parts)
+        batch = next(loader)
+        for micro in batch:
+            masked(micro.row_ids, micro.targets)
+            if count_padding:
+                micro.row_ids.clamp_(min=0)
+        valid, _ = count_targets(batch, False, run.mesh)
+        torch._dynamo.utils.counters.clear()
+        loss, _ = Objective(run).gradients(batch, valid)
+        run.report.close()
+    if args.distributed.compile:  # a graph for all blocks and micro-steps, without a break
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    loss = dp_sum_(loss, run.mesh).item()
+    terms = {name: dp_sum_(term, run.mesh).item() for name, term in run.report.numbers.items()}
+    grads = {canonical_name(name): whole(p.grad) for name, p in run.model.named_parameters()}
+    return loss, terms, grads
+
+
+@pytest.fixture(scope="module")
+def expected(runs: Runs) -> tuple[float, float, dict[str, Tensor]]:
+    """By plain torch, from the whole global batch at once: the loss is that of the logits, the term
+    is computed from the inputs of the gates."""
+    args = arguments({})
+    model = build_transformer(args.model, balanced)
+    init_parameters(model, args.seed, torch.device("cpu"))
+    seen: list[Tensor] = []
+    for layer in model.layers:
+        layer.ffn_norm.register_forward_hook(lambda module, inputs, out: seen.append(out))
+    ids = torch.arange(GLOBAL_BATCH)
+    rows = torch.from_numpy(runs.stream().rows(ids.numpy()).astype("int64"))
+    targets = rows[None, :, 1:].clone()
+    masked(ids, targets)
+    logits = model(rows[:, :-1]).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE)
+    term = torch.zeros(())
+    for layer, x in zip(model.layers, seen, strict=True):
+        for row in x:
+            chosen = torch.exp(row @ layer.feed_forward.gate.weight.T)  # S experts
+            share = (chosen / chosen.sum(1, keepdim=True)).sum(0) / len(row)
+            term = term + (share @ share) / GLOBAL_BATCH
+    (loss + term).backward()
+    return loss.item(), term.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def worst(found: tuple, expected: tuple) -> float:
+    """The largest difference, relative: of the loss, the term and each gradient."""
+    (loss, terms, grads), (its_loss, its_term, its_grads) = found, expected
+    assert terms.keys() == {"balance"} and grads.keys() == its_grads.keys()
+    errors = [float((grads[k] - g).norm() / g.norm()) for k, g in its_grads.items()]
+    return max(abs(loss / its_loss - 1), abs(terms["balance"] / its_term - 1), *errors)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ((1, 1, 1), {}),
+        ((1, 1, 1), {"data.batch_size": 2, CHECKPOINTING: "full"}),
+        ((1, 1, 1), {"data.batch_size": 3, CHECKPOINTING: "selective", COMPILE: True}),
+        ((2, 1, 1), {"data.batch_size": 1}),
+        ((2, 1, 1), {"data.batch_size": 4, CHECKPOINTING: "selective"}),
+        ((1, 2, 1), {"data.batch_size": 3, CHECKPOINTING: "full"}),
+        ((1, 1, 2), {"data.batch_size": 2}),
+        ((1, 1, 2), {"data.batch_size": 4, CHECKPOINTING: "full", COMPILE: True}),
+        ((1, 1, 2), {"data.batch_size": 3, CHECKPOINTING: "selective"}),
+        pytest.param((2, 2, 2), {"data.batch_size": 1}, marks=pytest.mark.soak),
+    ],
+    ids=lambda value: name_of(value) if isinstance(value, tuple) else "",
+)
+def test_a_term_adds_its_mean_over_the_rows(
+    runs: Runs, expected: tuple, sizes: Sizes, settings: dict[str, Any], tmp_path: Any
+) -> None:
+    n = sizes[0] * sizes[1] * sizes[2]
+    config = runs.config(sizes, {"dump_dir": tmp_path} | settings)
+    for found in runs.ranks.run(n, first_step_here, config):
+        assert worst(found, expected) < 1e-5
+
+
+def test_padding_rows_that_count_are_seen(runs: Runs, expected: tuple, tmp_path: Any) -> None:
+    for sizes in ((1, 1, 1), (1, 1, 2)):
+        config = runs.config(sizes, {"dump_dir": tmp_path, "data.batch_size": 2})
+        for found in runs.ranks.run(sizes[2], first_step_here, config, count_padding=True):
+            assert worst(found, expected) > 1e-2

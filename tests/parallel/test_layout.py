@@ -1,0 +1,333 @@
+"""How a plan lays a model out, what it must declare, and gradients against one process."""
+
+import math
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from apps.main.transformer import ModelArgs, Transformer, parallel_plan
+from lingua.dtensor import whole
+from lingua.errors import UserError
+from lingua.init import canonical_name, init_parameters
+from lingua.parallel.gradients import clip_grad_norm_
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs, dp_degree, dp_rank
+from lingua.parallel.parallelize import (
+    ParallelPlan,
+    check_layout,
+    loss_context,
+    parallelize_model,
+)
+from tests.ranks import Ranks
+
+CPU = torch.device("cpu")
+Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp
+
+
+class Block(nn.Module):
+    """Its norm, where it has one, sees all features of all positions on every tp rank."""
+
+    def __init__(self, has_norm: bool) -> None:
+        super().__init__()
+        if has_norm:
+            self.norm = nn.RMSNorm(4)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x) if hasattr(self, "norm") else x
+        return x + self.down(self.up(h).relu())
+
+
+class Tree(nn.Module):
+    """Tokens in, their losses summed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.blocks = nn.ModuleList(map(Block, (True, False, True)))
+        self.head = nn.Linear(4, 11)
+        self.scale = nn.Parameter(torch.empty(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).logsumexp(-1).sum()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.scale, 0.5, 1.5)
+
+
+STYLES: dict[str, ParallelStyle] = {
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+}
+EQUAL = ("embed", "blocks.*.norm", "head", "scale")
+PLAN = ParallelPlan(blocks=("blocks.*",), units=(("embed", "head"),), tp=STYLES, tp_equal=EQUAL)
+
+
+def on_meta() -> Tree:
+    with torch.device("meta"):
+        return Tree()
+
+
+def problems(plan: ParallelPlan | None, tp: int) -> str:
+    """What check_layout refuses; there are no processes."""
+    try:
+        check_layout(on_meta(), plan, tp)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def mesh_of(sizes: Sizes, **settings: Any) -> tuple[DeviceMesh, DistributedArgs]:
+    replicate, shard, tp = sizes
+    args = DistributedArgs(replicate, shard, tp, model_dtype="fp32", **settings)
+    return start(CPU, detect_launch(), args), args
+
+
+# ----------------------------------------------------------------------------- what is refused
+
+
+def test_a_plan_that_fits_is_accepted_for_any_number_of_ranks() -> None:
+    assert [problems(PLAN, tp) for tp in (1, 2, 3)] == ["", "", ""]
+    assert problems(None, 1) == ""
+
+
+def test_parameters_that_the_plan_forgets_are_refused_together_by_name() -> None:
+    forgotten = replace(PLAN, tp_equal=("embed", "head"))
+    assert problems(forgotten, 1) == ""
+    found = problems(forgotten, 2)
+    assert "hold scale, blocks.0.norm.weight, blocks.2.norm.weight. Give each" in found
+    assert "ParallelPlan.tp " in found and "ParallelPlan.tp_equal" in found
+
+
+def test_a_parameter_may_be_declared_by_its_own_name_and_a_star_is_one_part() -> None:
+    named = ("embed", "blocks.*.norm.weight", "head.weight", "head.bias", "scale")
+    assert problems(replace(PLAN, tp_equal=named), 2) == ""
+    assert problems(replace(PLAN, tp_equal=("*",)), 2) == ""
+    found = problems(replace(PLAN, tp_equal=("*.*.norm", "head.*")), 2)
+    assert "hold scale, embed.weight. Give each" in found
+
+
+def test_a_style_of_inputs_does_not_distribute_parameters() -> None:
+    style = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    plan = replace(PLAN, tp=STYLES | {"blocks.*.norm": style}, tp_equal=("embed", "head", "scale"))
+    assert "hold blocks.0.norm.weight, blocks.2.norm.weight. Give" in problems(plan, 2)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"blocks": ("block.*",)}, "blocks: no module of the model is named block.* (did you mean"),
+        ({"blocks": ("blocks.*", "*.*.*.*")}, "blocks: no module of the model is named *.*.*.*"),
+        (
+            {"units": (("embed", "haed"),)},
+            "units: no module of the model is named haed (did you me",
+        ),
+        (
+            {"tp": STYLES | {"blocks.*.gate": ColwiseParallel()}},
+            "tp: no module of the model is nam",
+        ),
+        (
+            {"tp": STYLES | {"scale": ColwiseParallel()}},
+            "tp: no module of the model is named scale",
+        ),
+        ({"tp_equal": (*EQUAL, "blocks.1.norm")}, "tp_equal: no module or parameter of the model"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_on_any_mesh(
+    fields: dict[str, Any], line: str, tp: int
+) -> None:
+    assert problems(replace(PLAN, **fields), tp).startswith(f"ParallelPlan.{line}")
+
+
+def test_everything_that_is_wrong_is_refused_together() -> None:
+    plan = replace(PLAN, blocks=("a", "b"), tp_equal=("embed",), tp_divides={"heads": 3, "dim": 4})
+    lines = problems(plan, 2).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "ParallelPlan.blocks",
+        "ParallelPlan.blocks",
+        "distributed.tp_size = 2",
+        "distributed.tp_size = 2",
+    ]
+    assert lines[2].endswith("must divide heads = 3") and "head.weight" in lines[3]
+
+
+class Own(ParallelStyle):
+    """A style that torch does not have; with `distributes` it distributes what it is given."""
+
+    def __init__(self, distributes: bool) -> None:
+        self.distributes = distributes
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh) if self.distributes else module
+
+
+def refused_in_ranks(plan: ParallelPlan) -> tuple[str, list[str]]:
+    """What parallelize_model refuses, and the warnings it gives."""
+    mesh, args = mesh_of((1, 1, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            parallelize_model(on_meta(), mesh, plan, args)
+            error = ""
+        except UserError as refused:
+            error = str(refused)
+    return error, [str(w.message) for w in caught if "Parallelize plan key" in str(w.message)]
+
+
+def test_ranks_refuse_what_the_check_refuses_and_what_an_unknown_style_leaves(ranks: Ranks) -> None:
+    forgotten = replace(PLAN, tp_equal=("embed", "head"))
+    assert ranks.run(2, refused_in_ranks, forgotten) == [(problems(forgotten, 2), [])] * 2
+    for distributes in (True, False):
+        plan = replace(
+            PLAN,
+            tp=STYLES | {"blocks.*.norm": Own(distributes)},
+            tp_equal=("embed", "head", "scale"),
+        )
+        assert problems(plan, 2) == ""
+        [(error, _), (other, _)] = ranks.run(2, refused_in_ranks, plan)
+        assert error == other and ("norm.weight" in error) != distributes
+
+
+def test_a_pattern_that_matches_some_blocks_gives_no_warning(ranks: Ranks) -> None:
+    """Not every block has a norm: torch's own matching warns of the one without."""
+    plan = replace(PLAN, tp=STYLES | {"blocks.*.norm": Own(True)})
+    assert ranks.run(2, refused_in_ranks, plan) == [("", [])] * 2
+
+
+# ----------------------------------------------------------------------------------- placement
+
+
+def placed(checkpointing: str) -> dict[str, str]:
+    mesh, args = mesh_of((1, 2, 2), activation_checkpointing=checkpointing)
+    model = parallelize_model(on_meta(), mesh, PLAN, args)
+    return {name: str(p.placements) for name, p in model.named_parameters()} | {
+        name: type(module).__name__ for name, module in model.named_modules()
+    }
+
+
+def test_a_plan_is_applied_by_name(ranks: Ranks) -> None:
+    found = ranks.run(4, placed, "none")[0]
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    fsdp = [name for name, kind in found.items() if kind.startswith("FSDP")]
+    assert fsdp == ["", "embed", *blocks, "head"]
+    split, shared = found["blocks.1.up.weight"], found["head.weight"]
+    assert "Shard(dim=0)" in split and split.count("hard") == 2
+    assert found["blocks.1.down.weight"] == "(Shard(dim=0), Shard(dim=1))"
+    assert shared == "(Shard(dim=0),)"
+    wrapped = ranks.run(4, placed, "full")[0]
+    assert [k for k, v in wrapped.items() if v == "FSDPCheckpointWrapper"] == blocks
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+def tokens_of(mesh: DeviceMesh | None) -> Tensor:
+    """6 rows, or those of this data-parallel rank."""
+    tokens = torch.randint(0, 11, (6, 8), generator=torch.Generator().manual_seed(3))
+    return tokens if mesh is None else tokens[dp_rank(mesh) :: dp_degree(mesh)]
+
+
+def gradients(model: nn.Module, mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Whole gradients by name, and as "" their global norm."""
+    tokens = tokens_of(mesh)
+    targets = [tokens.roll(1, 1)[None]] if isinstance(model, Transformer) else []
+    with loss_context(mesh) if mesh is not None else nullcontext():
+        out = model(tokens, *targets)
+        (out[0].sum() if targets else out).backward()
+    parameters = list(model.parameters())
+    found = {"": clip_grad_norm_(parameters, math.inf).item()}
+    for name, p in model.named_parameters():
+        found[canonical_name(name)] = whole(p.grad).numpy()
+    return found
+
+
+def of_tree(sizes: Sizes | None) -> dict[str, Any]:
+    model, mesh = on_meta(), None
+    if sizes is not None:
+        mesh, args = mesh_of(sizes)
+        parallelize_model(model, mesh, PLAN, args)
+    init_parameters(model, 5, CPU)
+    return gradients(model, mesh)
+
+
+def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Largest difference of a gradient or of the norm, relative to the largest value of it."""
+    assert found.keys() == expected.keys()
+    return max(
+        abs(found[name] - value).max() / abs(value).max()
+        for name, value in ((name, np.asarray(value)) for name, value in expected.items())
+    )
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2), (2, 1, 2)])
+def test_gradients_of_what_is_declared_equal_are_those_of_one_process(
+    ranks: Ranks, sizes: Sizes
+) -> None:
+    expected = of_tree(None)
+    for found in ranks.run(math.prod(sizes), of_tree, sizes):
+        assert apart(found, expected) < 1e-5
+
+
+ARGS = ModelArgs(dim=24, n_heads=4, n_kv_heads=2, n_layers=2, vocab_size=11, multiple_of=8)
+
+
+def with_extra_norms(sizes: Sizes | None, how: str) -> dict[str, Any] | str:
+    """Gradients of the model of apps/main with one more norm before each block, whose input is
+    split over positions; what is refused, if it is."""
+    with torch.device("meta"):
+        model = Transformer(ARGS)
+        for layer in model.layers:
+            layer.extra = nn.RMSNorm(ARGS.dim)
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda m, inputs: (m.extra(inputs[0]), *inputs[1:]))
+    mesh = None
+    if sizes is not None:
+        mesh, args = mesh_of(sizes)
+        plan = parallel_plan(ARGS, seq_len=8)
+        if how == "declared equal":
+            plan = replace(plan, tp_equal=("layers.*.extra",))
+        elif how == "styled":
+            style = SequenceParallel(use_local_output=True)
+            plan = replace(plan, tp=plan.tp | {"layers.*.extra": style})
+        try:
+            parallelize_model(model, mesh, plan, args)
+        except UserError as error:
+            return str(error)
+    init_parameters(model, 5, CPU)
+    return gradients(model, mesh)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2)])
+def test_a_forgotten_norm_over_split_positions_is_refused_and_with_its_style_trains(
+    ranks: Ranks, sizes: Sizes
+) -> None:
+    expected, n = with_extra_norms(None, ""), math.prod(sizes)
+    assert isinstance(expected, dict)
+    for found in ranks.run(n, with_extra_norms, sizes, "forgotten"):
+        assert "hold layers.0.extra.weight, layers.1.extra.weight. Give each" in found
+    for found in ranks.run(n, with_extra_norms, sizes, "styled"):
+        assert apart(found, expected) < 1e-5
+    # The comparison notices what the refusal prevents: tp ranks with gradients of their own.
+    wrong = ranks.run(n, with_extra_norms, sizes, "declared equal")
+    for found in wrong:
+        assert abs(found[""] / expected[""] - 1) > 1e-4
+    assert (wrong[0]["layers.0.extra.weight"] != wrong[1]["layers.0.extra.weight"]).any()
