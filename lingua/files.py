@@ -7,27 +7,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-AT_ONCE = 32 << 20  # bytes that gather in memory before they begin to go to the disk
+AT_ONCE = 32 << 20  # bytes written before their write-back to the disk is started
 
 
 class SyncedFile(io.FileIO):
-    """A new file, written from its begin on. It goes to the disk while more of it is made, and when
-    `close` returns all of it is there."""
+    """A new file, written sequentially. Writing back to the disk starts while the file is written,
+    and is complete when `close` returns."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb")
         self.size = 0  # bytes written
-        self._begun = 0  # as many of them began to go to the disk
+        self._started = 0  # bytes whose write-back was started
 
     def write(self, data: Any) -> int:
         n = super().write(memoryview(data)[:AT_ONCE])
         self.size += n
-        if self.size - self._begun >= AT_ONCE:
-            with suppress(AttributeError, OSError):  # not every system has it, or heeds it
-                # Of pages that are not on the disk yet, Linux begins to write them.
-                waiting = self.size - self._begun
-                os.posix_fadvise(self.fileno(), self._begun, waiting, os.POSIX_FADV_DONTNEED)
-            self._begun = self.size
+        if self.size - self._started >= AT_ONCE:
+            with suppress(AttributeError, OSError):  # not every system supports it
+                # For dirty pages, Linux starts the write-back.
+                waiting = self.size - self._started
+                os.posix_fadvise(self.fileno(), self._started, waiting, os.POSIX_FADV_DONTNEED)
+            self._started = self.size
         return n
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of a run: what `config.yaml` and the command line may say."""
+"""The configuration of a run: the keys of `config.yaml` and of the command line."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

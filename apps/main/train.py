@@ -100,7 +100,7 @@ def set_up(
     begin = check_start(app, args, tuple(mesh.shape), args.checkpoint.verify)
     if begin.step >= args.end:
         where = f"{begin.saved.checkpoint.path} is step {begin.step} of {args.end}"
-        logger.info(f"the run is finished: {where}. To go on, raise steps or stop_at")
+        logger.info(f"the run is finished: {where}. To continue it, raise steps or stop_at")
         return None
     benchmarks = Benchmarks(args)  # loads their tasks
 
@@ -272,8 +272,7 @@ def prepare_data(begin: Start, args: TrainArgs, stop: StopRequest) -> bool:
                 begin.data.prepare(args, begin.tokenizer, logger.info)
         except Stopped:
             logger.info(
-                f"stopped by {stop.signal} while the text was prepared. "
-                "The same command goes on from there"
+                f"stopped by {stop.signal} while the text was prepared. the same command resumes it"
             )
             return False
         return True
@@ -377,14 +376,14 @@ def save_checkpoint(run: Run, held_out: float | None, final: bool) -> None:
 
 
 def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
-    """The final summary: of a finished run some text and where everything lies."""
+    """The final summary: for a finished run, samples and the files of the run."""
     args, step, dump_dir = run.args, run.progress.step, Path(run.args.dump_dir)
     if stopping:
         by = stop.signal or "a signal to another rank"
         where = f"after step {step}, which is saved" if step else "before the first step"
-        logger.info(f"stopped by {by} {where}. The same command goes on from there")
+        logger.info(f"stopped by {by} {where}. the same command resumes it")
     elif step < args.steps:
-        logger.info(f"stopped after step {step}, as stop_at says. Without it the run goes on")
+        logger.info(f"stopped after step {step}, as stop_at asks; without it the run continues")
     else:
         write_samples(run)
         lines = [

@@ -43,7 +43,7 @@ class ModelArgs(TransformerArgs):
 class Transformer(nn.Module):
     """Tokens in, summed losses of the next token out: a lingua.model.LanguageModel.
 
-    `block(args, depth)` makes a layer; what a block takes and returns is said at `run_blocks`.
+    `block(args, depth)` makes a layer; `run_blocks` documents what a block takes and returns.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint chosen to resume from, and what it says besides tensors."""
+    """The checkpoint to resume from, with its configuration and state."""
 
     checkpoint: Checkpoint
     config: dict[str, Any]  # flat
@@ -74,7 +74,7 @@ def flat_text(text: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None:
-    """The checkpoint to resume from, or None to start anew. Called by every rank."""
+    """The checkpoint to resume from, or None to start from scratch. Called by every rank."""
     checkpoint = newest(root, verify, logger.warning)
     if checkpoint is None:
         return None
@@ -82,7 +82,7 @@ def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None
 
 
 def read_saved(checkpoint: Checkpoint, keys: Mapping[str, Any]) -> Saved:
-    """A checkpoint and what it says besides tensors."""
+    """A checkpoint with its configuration and state."""
     state = read_state(checkpoint)
     if "progress" not in state:  # made by `convert` from a file
         raise UserError(
@@ -174,10 +174,10 @@ def check_config(
 def _mixture_before(config: Mapping[str, Any], step: int) -> list[tuple[int, dict[str, Fraction]]]:
     """(from step, shares) of the stages that the first `step` steps drew their rows from."""
     stages = config.get("data.stages")
-    begun = [(0, config.get("data.sources", {}))]
+    stages_before = [(0, config.get("data.sources", {}))]
     if isinstance(stages, list):  # a checkpoint may be older than the key
-        begun += [(s["from_step"], s["sources"]) for s in stages if s["from_step"] < step]
-    return [(start, shares(weights)) for start, weights in begun]
+        stages_before += [(s["from_step"], s["sources"]) for s in stages if s["from_step"] < step]
+    return [(start, shares(weights)) for start, weights in stages_before]
 
 
 def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) -> list[Change]:
@@ -202,7 +202,7 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
     return found
 
 
-# ------------------------------------------------------------------------ what is said and saved
+# ------------------------------------------------------------------------ what is logged and saved
 
 
 def log_resume(

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves steps into `root` as `checkpoint.async_save` and `.on_error` say, and prunes.
+    """Saves steps into `root`, following `checkpoint.async_save` and `.on_error`, and prunes.
 
     A context manager, entered by every rank; its methods too are called by every rank, in the same
     order. While it is open no other run can open one on the same folder.

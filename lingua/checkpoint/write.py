@@ -73,7 +73,7 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # Of a write that failed, torch tells how closing the file failed ("unexpected pos").
+            # After a failed write, torch reports how closing the file failed ("unexpected pos").
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -1,4 +1,4 @@
-"""Processes: where this one stands among those of the run, its device and its process group."""
+"""Processes: the rank of this process, its device and its process group."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from lingua.parallel.mesh import AXES, DistributedArgs, mesh_sizes
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among the processes of the run."""
+    """The place of this process among the processes of the run."""
 
     rank: int = 0
     world_size: int = 1
@@ -53,11 +53,11 @@ def detect_launch(env: dict[str, str] | None = None) -> Launch:
 
 
 def _slurm_rendezvous(env: dict[str, str]) -> None:
-    """Point torch at the first host of the step, on a port that differs from job to job, below
-    those that systems give to whoever asks for any."""
+    """Set the rendezvous address to the first host of the step, and a port that differs from job to
+    job and is below the ephemeral ports."""
     names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
     first = _scontrol("show", "hostnames", names).split()[0]
-    # A node's name is Slurm's own; where it is to be reached is another matter.
+    # A node's name in Slurm need not be its address.
     shown = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "--oneliner", first))
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     os.environ.setdefault("MASTER_ADDR", shown[1] if shown else first)
@@ -132,8 +132,8 @@ def one_process() -> Iterator[None]:
 
 
 def leave(patience_s: float) -> None:
-    """End the process group. Rank 0 first waits for the others to come here too, but no longer than
-    it is told: its process may hold the store, where they still look for what it shared last."""
+    """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
+    call this: its process may hold the store, which they may still read."""
     store = dist.distributed_c10d._get_default_store()
     store.add("lingua/left", 1)
     deadline = time.monotonic() + patience_s

@@ -1,4 +1,4 @@
-"""The DeviceMesh (dp_replicate, dp_shard, tp), ranks on it, and what ranks tell each other.
+"""The DeviceMesh (dp_replicate, dp_shard, tp), ranks on it, and communication between ranks.
 
 The mesh always has all three axes, each of any size, 1 included, so that no caller needs a special
 case.
@@ -33,9 +33,9 @@ class DistributedArgs:
     dp_replicate: Free[int | None] = 1  # copies of the sharded model; null takes what remains
     dp_shard: Free[int | None] = None  # ranks each copy is sharded over; null takes what remains
     tp_size: Free[int] = 1  # ranks a layer is split over (tensor parallelism)
-    # when gradients travel: `last` micro-step only, `replica_last` reduce-scatters each micro-step
-    # and all-reduces across replicas on the last, `every` does both each time; all give the same
-    # gradient
+    # when gradients are reduced: `last` micro-step only, `replica_last` reduce-scatters each
+    # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
+    # the same gradient
     grad_sync: Free[Literal["last", "replica_last", "every"]] = "last"
     # dtype of forward and backward; parameters, gradients and their reduction stay float32
     model_dtype: Announced[Literal["bf16", "fp32"]] = "bf16"
@@ -119,10 +119,10 @@ def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh)
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and give its result, or the exception it raises, to every rank.
+    """Run `work` on rank 0 and share its result, or the exception it raises, with every rank.
 
-    The others wait at the store, without a limit: the work may be hours of tokenizing, which no
-    collective's timeout should have to cover.
+    The others poll the store, without a timeout: tokenizing may take hours, which no collective's
+    timeout should have to cover.
     """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     # The number of this rank's call, counted in the store: a process may outlive its group. Threads
@@ -136,8 +136,10 @@ def on_rank_0(work: Callable[[], T]) -> T:
         except Exception as raised:
             error = raised
         # Only a UserError is meant to be read; of others the text is enough and always pickles.
-        told = error if error is None or isinstance(error, UserError) else RuntimeError(str(error))
-        store.set(key, pickle.dumps((result, told)))
+        shared = (
+            error if error is None or isinstance(error, UserError) else RuntimeError(str(error))
+        )
+        store.set(key, pickle.dumps((result, shared)))
         if error is not None:
             raise error
         return result  # type: ignore[return-value]

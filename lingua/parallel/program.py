@@ -1,4 +1,4 @@
-"""The outermost frame of a program: a user's mistake becomes one message and exit code 2."""
+"""The entry point of every program: a user's mistake becomes one message and exit code 2."""
 
 import gc
 import signal
@@ -13,12 +13,12 @@ from lingua.parallel.launch import detect_launch, leave
 
 
 def run_program(program: Callable[[], None]) -> NoReturn:
-    """Run `program` and leave with its exit code.
+    """Run `program` and exit with its exit code.
 
-    Ranks meet the same mistake together, so rank 0 tells it; a mistake of one machine alone
-    (`UserError(..., local=True)`) is told by the rank that met it.
+    All ranks raise the same UserError, so rank 0 prints it; one that concerns a single machine
+    (`UserError(..., local=True)`) is printed by the rank that raised it.
     """
-    gc.freeze()  # what is imported stays: looking through it again takes a sixth of a second
+    gc.freeze()  # imported objects stay: collecting over them takes a sixth of a second
     code, patience_s = 0, 30.0
     try:
         program()
@@ -26,7 +26,7 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         if error.local or detect_launch().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code, patience_s = 2, 0.0 if error.local else patience_s
-    # Slurm may still send its early signal: the end of a run must not become a failure by it.
+    # Slurm may still send its early signal, which must not turn the end of a run into a failure.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if dist.is_initialized():
         leave(patience_s)

@@ -405,7 +405,7 @@ def test_a_signal_at_any_moment_stops_and_saves_all(
     number = signal.Signals(interrupt.number).name
     by = "a signal to another rank" if interrupt.rank == 1 else number
     last = run.log.splitlines()[-1]
-    assert f"stopped by {by} after step {step}, which is saved. The same command goes on" in last
+    assert f"stopped by {by} after step {step}, which is saved. The same command resumes it" in last
     assert run.checkpoint(step).is_dir() and not list(run.checkpoint(0).parent.glob("*.tmp-*"))
     run = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir)
     assert differs(run, through) == []
@@ -432,7 +432,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_pat
         os.kill(process_of_rank(job.pid, 1), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
-    assert "stopped by SIGUSR2 while the text was prepared. The same command goes on" in said
+    assert "stopped by SIGUSR2 while the text was prepared. The same command resumes it" in said
     assert "Traceback" not in said and list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
