@@ -1,0 +1,364 @@
+"""The pages that people read: what they link to and name exists, and their commands run.
+
+CONTRIBUTING.md states the rule that fenced blocks follow:
+
+    ```bash, ```console     commands; of the latter the lines after `$ `, the others are output
+    ```bash not-run         the same, for commands that a test cannot run; they are parsed alone
+    ```LANGUAGE PATH        a file of the repository, of which it is a part, or else one to be made
+"""
+
+import importlib.util
+import os
+import pkgutil
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from apps.bench.__main__ import CONFIG, MEASUREMENTS
+from apps.main.eval import EvalArgs
+from apps.main.generate import GenerateArgs
+from lingua.app import choose_app
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
+from lingua.convert import ConvertArgs
+from lingua.data.prepare.__main__ import PrepareArgs
+from lingua.data.show import ShowArgs
+from lingua.errors import UserError
+from lingua.slurm.launch import split_arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+NOT_RUN = "not-run"
+FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.M | re.S)
+# The run of the README's first command, small enough for a test; other configs are laid over it.
+SMALL = {
+    "data": {"seq_len": 160},  # room for what is generated
+    "model": {"dim": 16, "n_layers": 2, "multiple_of": 8},
+    "validation": {"tokens": 2000},
+}
+COMMAND_S = 600.0  # the longest that one command may take, on a busy machine
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it is, its info string and its text."""
+
+    where: str  # page:line
+    language: str
+    info: str
+    text: str
+
+    @property
+    def has_commands(self) -> bool:
+        return self.language in ("bash", "console")
+
+    def commands(self) -> Iterator[tuple[str, list[str]]]:
+        """(command, lines of output shown after it)."""
+        if self.language == "bash":
+            yield self.text, []
+            return
+        command, shown = "", []
+        for line in self.text.splitlines():
+            if line.startswith("$ ") and not command.endswith("\\\n"):
+                if command:
+                    yield command, shown
+                command, shown = f"{line[2:]}\n", []
+            elif command.endswith("\\\n"):
+                command += f"{line}\n"
+            else:
+                shown.append(line)
+        yield command, shown
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(f"{page.relative_to(ROOT)}:{text[: m.start()].count(chr(10)) + 1}", *m.groups())
+        for m in FENCE.finditer(text)
+    ]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------------ what exists
+
+
+def test_the_readme_is_a_front_page() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= 2000  # as wc -w counts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_relative_link_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    for link in links:
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_file_and_name_that_a_page_mentions_exists(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for module in re.findall(r"(?:python|torchrun [^\n]*?) -m ([\w.]+)", text):
+        assert is_program(module), module
+    spans = re.findall(r"`([^`\n]+)`", prose(ROOT / name))
+    for span in spans:
+        if re.fullmatch(r"(apps|docs|lingua|setup|tests)/[\w./-]*", span):
+            assert (ROOT / span).exists(), span
+        if re.fullmatch(r"(apps|lingua)(\.\w+)+", span) and span not in NO_NAMES:
+            pkgutil.resolve_name(span)  # raises where a part of it does not exist
+
+
+NO_NAMES = ("lingua.apps",)  # the group of entry points
+
+
+def is_program(module: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    return spec is not None
+
+
+def test_a_module_that_does_not_exist_is_noticed() -> None:
+    assert is_program("apps.bench") and is_program("lingua.stool")
+    assert not is_program("lingua.stol") and not is_program("lingua.data")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_excerpt_is_in_its_file(name: str) -> None:
+    for block in blocks(ROOT / name):
+        file = ROOT / block.info
+        if block.info and not block.has_commands and file.exists():
+            whole = file.read_text(encoding="utf-8")
+            for part in re.split(r"^ *\.\.\.\n", block.text, flags=re.M):
+                assert part.strip("\n") in whole, f"{block.where}: {part}"
+
+
+# ----------------------------------------------------------------------------- what can be parsed
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository with the files that pages ask their reader to make."""
+    copy = tmp_path_factory.mktemp("docs") / "lingua"
+    ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "runs", "wandb")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    for page in PAGES:
+        for block in blocks(page):
+            file = copy / block.info
+            if block.info and not block.has_commands and not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(block.text, encoding="utf-8")
+    (copy / "tokenizers").mkdir()
+    (copy / "tokenizers" / "llama3.model").touch()  # which the configs for real hardware name
+    return copy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_is_one_that_its_program_takes(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tree)
+    monkeypatch.syspath_prepend(str(tree))
+    for block in blocks(ROOT / name):
+        for text, shown in block.commands() if block.has_commands else ():
+            for command in simple_commands(text):
+                try:
+                    parse(command)
+                except (UserError, SystemExit) as error:
+                    refused = f"error: {error}".splitlines() == shown
+                    assert refused, f"{block.where}: {shlex.join(command)}: {error}"
+
+
+def simple_commands(text: str) -> Iterator[list[str]]:
+    """The words of each command of a script, up to where it is redirected or piped."""
+    lines = iter(text.splitlines(keepends=True))
+    for line in lines:
+        while line.endswith("\\\n") or line.count("'") % 2 or line.count('"') % 2:
+            line = line.removesuffix("\\\n") + next(lines)
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words = list(lexer)
+        ends = [i for i, word in enumerate(words) if set(word) <= set("|<>&;")]
+        if words:
+            yield words[: min(ends, default=len(words))]
+
+
+def parse(words: list[str]) -> None:
+    """Raises UserError or SystemExit where a program of this repository would."""
+    while words[0] in ("./setup/run.sh", "srun") or re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    if words[0] == "torchrun":
+        options = get_args_parser().parse_args(words[1:])
+        module = ["-m"] if options.module else []
+        words = ["python", *module, options.training_script, *options.training_script_args]
+    if words[:2] == ["python", "-m"]:
+        parse_program(words[2], words[3:])
+    elif words[0] == "python" and words[1].endswith(".py"):
+        check_options([sys.executable, words[1]], [w for w in words[2:] if w[0] == "-"])
+
+
+def parse_program(module: str, argv: list[str]) -> None:
+    classes = {
+        "apps.main.eval": EvalArgs,
+        "apps.main.generate": GenerateArgs,
+        "lingua.convert": ConvertArgs,
+        "lingua.data.prepare": PrepareArgs,
+        "lingua.data.show": ShowArgs,
+    }
+    if "--help" in argv:
+        argv = []
+    elif module in classes:
+        load(classes[module], argv, META_LINGUA, partial=module.startswith("lingua.data"))
+    elif module == "apps.main.train":
+        load(choose_app(argv).config, argv, META_LINGUA)
+    elif module == "lingua.stool" and argv[:1] != ["status"]:
+        job, arguments, sweep = split_arguments(argv)
+        swept = [f"{key}={values[0]}" for key, values in sweep.items()]
+        parse_program(job.script or "apps.main.train", [*arguments, *swept])
+    elif module == "lingua.checkpoint":
+        check_options([sys.executable, "-m", module], argv[:1])
+        options = [word for word in argv if word[0] == "-"]
+        check_options([sys.executable, "-m", module, "convert"], options)
+        if argv[0] == "diff":
+            load(choose_app(argv[2:]).config, argv[2:], META_LINGUA)
+    elif module == "apps.bench":
+        assert argv[0] in MEASUREMENTS, argv[0]
+        keys = [word for word in argv if "=" in word]
+        keys += [] if any(key.startswith("config=") for key in keys) else [f"config={CONFIG}"]
+        load(choose_app(keys).config, keys, META_LINGUA)
+        check_options([sys.executable, "-m", module], [word for word in argv if word[0] == "-"])
+
+
+def check_options(program: list[str], words: list[str]) -> None:
+    """Raises UserError where a word of a command line is none that the program's help names."""
+    for word in words:
+        if not re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", help_of(*program)):
+            raise UserError(f"{word} is not in the help of {program[-1]}")
+
+
+@cache
+def help_of(*program: str) -> str:
+    return subprocess.run([*program, "--help"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m apps.main.train config=apps/main/configs/debug.yaml stesp=3",
+        "torchrun --procs-per-node 2 -m apps.main.train config=apps/main/configs/debug.yaml",
+        "torchrun --nproc-per-node 2 -m apps.main.train config=apps/main/configs/debg.yaml",
+        "./setup/run.sh python -m apps.main.eval ckpt=runs/debug task=[arc_easy]",
+        "OMP_NUM_THREADS=1 python -m apps.main.generate ckpt=runs/debug temprature=0",
+        "python -m lingua.stool config=apps/main/configs/debug.yaml sweep.optim.rl=1e-3,3e-4",
+        "python -m lingua.stool config=apps/main/configs/debug.yaml nods=2",
+        "python -m lingua.checkpoint shw runs/debug",
+        "python -m lingua.checkpoint diff runs/debug stesp=3",
+        "python -m lingua.checkpoint convert runs/debug debug.pth --al",
+        "python -m lingua.convert source=runs/debug dest=debug-hf",
+        "python -m lingua.data.show config=apps/main/configs/debug.yaml stp=3",
+        "python -m apps.bench loop --repeat 3",
+        "python setup/download_tokenizer.py llama3 --folder tokenizers",
+    ],
+)
+def test_a_mistyped_word_of_a_command_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    [words] = simple_commands(f"{command}\n")
+    with pytest.raises((UserError, SystemExit)):
+        parse(words)
+
+
+# ---------------------------------------------------------------------------------- what is run
+
+
+@pytest.fixture(scope="module")
+def toured(tree: Path) -> Path:
+    """The copy as it is once the README's commands have run in it."""
+    debug = tree / "apps" / "main" / "configs" / "debug.yaml"
+    config = yaml.safe_load(debug.read_text(encoding="utf-8"))
+    for group, values in SMALL.items():
+        config[group] |= values
+    config["steps"] = 60
+    debug.write_text(yaml.safe_dump(config), encoding="utf-8")
+    for words in (["init"], ["add", "."], ["commit", "--message", "copy"]):  # what stool copies
+        identity = ["-c", "user.name=docs", "-c", "user.email=docs@localhost"]
+        subprocess.run(["git", *identity, *words], cwd=tree, check=True, capture_output=True)
+    run_page(README, tree)
+    return tree
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_the_commands_of_a_page_run_after_those_of_the_readme(toured: Path, name: str) -> None:
+    run_page(ROOT / name, toured)
+
+
+def run_page(page: Path, tree: Path) -> None:
+    """Run the commands of a page; a line of output that it shows is one that they print."""
+    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    settings = {"PATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+    settings |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(tree / "runs" / "hugging_face")}
+    for block in blocks(page):
+        if not block.has_commands or block.info == NOT_RUN:
+            continue
+        for command, shown in block.commands():
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", command.replace("./setup/run.sh ", "")],
+                cwd=tree,
+                env=os.environ | settings,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=COMMAND_S,
+            )
+            said = f"{block.where}: {command}{done.stdout}"
+            refused = any(line.startswith("error:") for line in shown)
+            assert (done.returncode != 0) == refused, said
+            printed = {masked(line) for line in done.stdout.splitlines()}
+            missing = [line for line in shown if masked(line) not in printed | {"", "..."}]
+            assert not missing, "\n".join(["not printed:", *missing, said])
+
+
+def masked(line: str) -> str:
+    """A line without what differs between machines and sizes: times, numbers, hashes, columns."""
+    line = re.sub(r"^\d\d:\d\d:\d\d ", "", line.strip())
+    line = re.sub(r"\b[0-9a-f]{12,}\b", "#", line)
+    line = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[KMG]iB|[kM]?\b)", "#", line)
+    line = re.sub(r"(#[hms] ?)+", "#s ", re.sub(r"\d+([hms])", r"#\1", line))
+    return re.sub(r"-{2,}", "-", re.sub(r"\s+", " ", line)).strip()
+
+
+def test_only_what_differs_between_machines_is_masked() -> None:
+    here = "08:02:17 step  75/200  loss  2.1513  lr 3.00e-03   1.46k tok/s  0.5 GiB  eta 5m50s"
+    there = "step 675/700  loss  0.9  lr 4e-3  970 tok/s  120 MiB  eta 8s"
+    assert masked(here) == masked(there)
+    assert masked(here) != masked(here.replace("loss", "losses"))
+    assert masked("steps     200    900    announced") != masked("steps  200  900  guarded")
