@@ -20,17 +20,12 @@ from lingua.format import align, human_bytes
 
 # c10d: FSDP2 and direct calls of torch.distributed. The others: DTensor and compiled graphs.
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-# What the name of an operator starts with, without underscores; the first match counts.
+# What the name of an operator starts with, without underscores; others go by their own name.
 _KINDS = {
     "allgather": "all_gather",
     "allreduce": "all_reduce",
     "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
-    "sharddimalltoall": "all_to_all",
-    "monitoredbarrier": "barrier",
-    "reduce": "reduce",
-    "isend": "send",
-    "irecv": "recv",
 }
 
 

@@ -113,10 +113,8 @@ class Profiler:
             self._trace = None  # frees its events
         self._write_memory()
         if self._rank == 0 and len(self._steps) < self._end:
-            logger.warning(
-                f"profiling incomplete: {len(self._steps)} of {self._end} steps ran; "
-                "lower profile_warmup"
-            )
+            ran = f"{len(self._steps)} of {self._end} steps ran"
+            logger.warning(f"profiling incomplete: {ran}; lower its warmup")
         self._end = 0
 
     def _write_trace(self, trace: torch.profiler.profile) -> None:

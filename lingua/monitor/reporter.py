@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,55 +33,41 @@ from lingua.parallel.mesh import dp_sum_
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Reporter:
-    """Measures the time of a run and writes its lines.
+    """Measures the time of a run and writes its lines."""
 
-    Args:
-        config: flat; what wandb shows as the run's configuration.
-        step: completed steps. Lines of later steps, which a killed process left, are removed.
-        steps: the step that this process trains up to.
-        flops_per_token: of forward and backward, for the MFU.
-        dtype: of forward and backward; the MFU is relative to its peak.
-        trained_s: seconds that earlier processes of the run trained.
-        evaluates: whether `evaluation` will be called.
-    """
+    args: LoggingArgs
+    dump_dir: Path
+    mesh: DeviceMesh
+    _: KW_ONLY
+    name: str
+    config: dict[str, Any]  # flat; what wandb shows as the run's configuration
+    step: int  # completed steps; lines of later ones, which a killed process left, are removed
+    steps: int  # the step that this process trains up to
+    global_batch_size: int  # rows
+    seq_len: int
+    flops_per_token: float  # of forward and backward, for the MFU
+    dtype: torch.dtype  # of forward and backward, whose peak the MFU is relative to
+    trained_s: float  # seconds that the run has trained, earlier processes included
+    evaluates: bool = False  # whether `evaluation` will be called
 
-    def __init__(
-        self,
-        args: LoggingArgs,
-        dump_dir: Path,
-        mesh: DeviceMesh,
-        *,
-        name: str,
-        config: dict[str, Any],
-        step: int,
-        steps: int,
-        global_batch_size: int,
-        seq_len: int,
-        flops_per_token: float,
-        dtype: torch.dtype,
-        trained_s: float,
-        evaluates: bool = False,
-    ) -> None:
-        self.freq, self.mesh, self.steps = args.freq, mesh, steps
-        self.global_batch_size, self.seq_len = global_batch_size, seq_len
-        self.flops_per_token = flops_per_token
-        self.device = torch.device(mesh.device_type)
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.mesh.device_type)
         device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
-        self.peak = peak_flops(device_name, dtype)
-        self.trained_s = trained_s
+        self.peak = peak_flops(device_name, self.dtype)
         self.files: dict[str, MetricsFile] = {}
         self.wandb = None
         if dist.get_rank() == 0:
             for kind in ("metrics", "metrics.validation", "metrics.eval"):
-                path = dump_dir / f"{kind}.jsonl"
-                cut_back(path, step)
-                if kind != "metrics.eval" or evaluates:
+                path = self.dump_dir / f"{kind}.jsonl"
+                cut_back(path, self.step)
+                if kind != "metrics.eval" or self.evaluates:
                     self.files[kind] = MetricsFile(path)
-            if args.wandb is not None:
-                self.wandb = start_wandb(args.wandb, name, config, dump_dir)
+            if self.args.wandb is not None:
+                self.wandb = start_wandb(self.args.wandb, self.name, self.config, self.dump_dir)
         self._numbers: dict[str, Tensor] = {}  # that were added in the current step
-        self._logged_step = step
+        self._logged_step = self.step
         self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
         self._since = time.perf_counter()
 
@@ -108,7 +95,7 @@ class Reporter:
         self._since = now
 
     def due(self, step: int) -> bool:
-        return step % self.freq == 0 or step == self.steps
+        return step % self.args.freq == 0 or step == self.steps
 
     def add(self, name: str, value: Tensor) -> None:
         """Add `value`, a float scalar on the device, to a number of the current step. Its metrics

@@ -458,7 +458,7 @@ def test_the_collectives_of_one_step_are_logged_and_saved_by_rank_0(folder, resu
 
 def test_a_run_too_short_to_be_traced_warns(folder, results):
     assert results[0]["profiler"]["short"] == [
-        "profiling incomplete: 2 of 7 steps ran; lower profile_warmup"
+        "profiling incomplete: 2 of 7 steps ran; lower its warmup"
     ]
     assert list((folder / "short/profiling").iterdir()) == []
 
