@@ -1,10 +1,10 @@
-"""Numbers and tables as people read them."""
+"""Tables, counts, times and sizes as text for people."""
 
 from collections.abc import Sequence
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of a table: the first `left` columns begin together, the others end together."""
+    """Lines of a table: the first `left` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -23,27 +23,20 @@ def short_count(count: float) -> str:
     """950, 31.2k, 1.25M: three digits."""
     for power, unit in ((9, "G"), (6, "M"), (3, "k")):
         if count >= 0.9995 * 10**power:
-            return f"{_three_digits(count / 10**power)}{unit}"
+            return f"{count / 10**power:#.3g}".rstrip(".") + unit
     return f"{count:.0f}"
-
-
-def _three_digits(value: float) -> str:
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f}"
 
 
 def short_time(seconds: float) -> str:
     """45s, 2m05s, 3h07m, 2d04h: the two largest units."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    minutes = whole // 60
-    if minutes < 24 * 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    hours = minutes // 60
-    return f"{hours // 24}d{hours % 24:02d}h"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{hours}h{m:02d}m"
+    return f"{m}m{s:02d}s" if m else f"{s}s"
 
 
 def human_bytes(n: int) -> str:

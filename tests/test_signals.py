@@ -1,4 +1,4 @@
-"""Asking a process to stop: the first request is a flag, an impatient second one leaves."""
+"""Asking a process to stop: the first signal sets a flag, a later second interrupt exits."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ while time.monotonic() < end:
 """
 
 
-def test_the_first_signal_is_noted_and_a_second_interrupt_leaves_only_after_two_seconds() -> None:
+def test_the_first_signal_sets_the_flag_and_an_interrupt_exits_two_seconds_after_another() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         cwd=Path(__file__).parents[1],
@@ -37,18 +37,18 @@ def test_the_first_signal_is_noted_and_a_second_interrupt_leaves_only_after_two_
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)  # the same press, passed on by a launcher
-        process.send_signal(signal.SIGTERM)  # a scheduler may insist: the run is still saved
+        process.send_signal(signal.SIGTERM)  # a scheduler asks again: the run is still saved
         time.sleep(2)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 128 + signal.SIGINT
 
 
-def test_a_signal_in_the_seconds_of_importing_is_kept_for_the_program() -> None:
-    become = "import sys; from lingua.signals import exec_program; exec_program(sys.argv[1:])"
+def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals() -> None:
+    wrapper = "import sys; from lingua.signals import exec_program; exec_program(sys.argv[1:])"
     slow = "import time; print('importing', flush=True); time.sleep(1)" + PROGRAM
     with subprocess.Popen(
-        [sys.executable, "-c", become, sys.executable, "-c", slow],
+        [sys.executable, "-c", wrapper, sys.executable, "-c", slow],
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         text=True,
@@ -59,7 +59,7 @@ def test_a_signal_in_the_seconds_of_importing_is_kept_for_the_program() -> None:
         process.kill()
 
 
-def test_the_handlers_of_before_come_back() -> None:
+def test_close_restores_the_former_handlers() -> None:
     before = [signal.getsignal(number) for number in STOPPING]
     stop = StopRequest()
     assert all(signal.getsignal(number) == stop._receive for number in STOPPING)
@@ -67,16 +67,16 @@ def test_the_handlers_of_before_come_back() -> None:
     assert [signal.getsignal(number) for number in STOPPING] == before
 
 
-def test_a_process_forked_by_a_library_ends_when_it_is_asked_to() -> None:
-    """Pools of processes end their workers by SIGTERM, and wait for them."""
+def test_a_process_forked_by_a_library_ends_by_a_signal() -> None:
+    """Process pools end their workers by SIGTERM and wait for them."""
     stop = StopRequest()
-    ready, tell = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(tell, b"1")
+        os.write(writer, b"1")
         time.sleep(30)
         os._exit(0)
-    os.read(ready, 1)
+    os.read(reader, 1)
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     stop.close()

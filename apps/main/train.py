@@ -256,6 +256,8 @@ class Objective:
             run.report.validation(run.progress.step, name, result)
             nats += result["nats_per_byte"] * result["bytes"]
             n_bytes += result["bytes"]
+        if len(run.data.held_out) > 1:
+            run.report.validation_mean(run.progress.step, len(run.data.held_out), nats / n_bytes)
         return nats / n_bytes if n_bytes else None
 
 

@@ -1,13 +1,13 @@
-"""Counts the collectives a piece of code issues: kind, mesh axis, dtype and bytes of each.
+"""Counts the collectives of a piece of code: kind, mesh axis, dtype and bytes.
 
 with CollectiveCounter(mesh) as counter:
     train_step()
-print(table(counter.records))
+print(table(counter.totals()))
 """
 
-import itertools
-from collections import Counter
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,78 +20,57 @@ from lingua.format import align, human_bytes
 
 # c10d: FSDP2 and direct calls of torch.distributed. The others: DTensor and compiled graphs.
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-
-
-_GROUP_ARGUMENTS = ("process_group", "group_name")
-
-
-# Operator names without their underscores start with one of these; the first that fits wins.
+# What the name of an operator starts with, without underscores; others go by their own name.
 _KINDS = {
     "allgather": "all_gather",
     "allreduce": "all_reduce",
     "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
-    "sharddimalltoall": "all_to_all",
-    "monitoredbarrier": "barrier",
-    "reduce": "reduce",
-    "isend": "send",
-    "irecv": "recv",
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collective:
-    """One collective as this rank issued it."""
+    """The collectives that agree in all but their size, as this rank issued them."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, ...
-    axis: str  # mesh axis of its group ("dp_shard"), several ("dp_replicate+dp_shard") or "world"
-    dtype: str  # of its tensors, as sent: FSDP packs parameters of mixed dtypes into uint8
-    bytes: int  # the larger of what this rank puts in and what it gets out
-    backward: bool  # issued inside a backward pass, recomputed forwards included
-
-
-@dataclass(frozen=True)
-class CollectiveTotal:
-    """All collectives of a record that agree in everything but their size."""
-
-    kind: str
-    axis: str
-    dtype: str
-    backward: bool
-    count: int
-    bytes: int  # sum over the `count` collectives
+    axis: str  # mesh axis of the group ("dp_shard"), several ("dp_replicate+dp_shard") or "world"
+    dtype: str  # of the tensors sent: FSDP packs parameters of mixed dtypes into uint8
+    backward: bool  # inside a backward pass, recomputed forwards included
+    count: int = 0
+    bytes: int = 0  # sum over the `count` collectives of the larger of input and output
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Context manager whose `records` lists every collective issued under it, in order.
+    """Context manager that counts every collective inside it; `totals` returns the counts.
 
     It sees what this thread issues, and what autograd issues for this thread's backward passes:
     torch.distributed calls, FSDP2, DTensor, compiled blocks, recomputation; gloo and NCCL alike.
-    The bytes of a collective are the bytes of its input or of its output on this rank, whichever
-    is larger: the gathered buffer of an all-gather, the unreduced one of a reduce-scatter, the
-    tensor of an all-reduce. They are not what crosses the wire, which depends on the algorithm.
+    The bytes of a collective are those of its input or of its output on this rank, whichever is
+    larger: the gathered buffer of an all-gather, the unreduced one of a reduce-scatter. They are
+    not the bytes on the wire, which depend on the algorithm.
 
-    `axis` comes from the process group: an axis of `mesh` if the group is that axis's own, else
-    the axes whose ranks it joins, or "world". Where an axis spans all ranks its group can be the
-    world's, and then goes by the axis's name.
-
-    Every operator under it passes through Python, so a counted step is slow: do not time it.
-    Not seen: what a CUDA graph replays, and collectives inside symmetric-memory kernels.
+    A step that is counted is slow, since every operator passes through Python. Not counted: what a
+    CUDA graph replays, and collectives inside symmetric-memory kernels.
     """
 
-    # Higher-order operators (checkpointing, flex attention) would raise under the mode without it.
+    # Without it, higher-order operators (checkpointing, flex attention) raise under the mode.
     supports_higher_order_operators = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.records: list[Collective] = []
         self._mesh = mesh
         self._axis_of_group: dict[str, str] = {}
+        self._counts: dict[tuple[str, str, str, bool], Collective] = {}
+
+    def totals(self) -> list[Collective]:
+        """Counts by kind, axis, dtype and pass, the most bytes first."""
+        return sorted(self._counts.values(), key=lambda total: -total.bytes)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         # Without this dynamo runs compiled blocks uncompiled while the mode is active. With it they
-        # run compiled, and what is traced meanwhile (on fake tensors) does not reach the mode.
+        # run compiled, and the mode does not see what is traced meanwhile (on fake tensors).
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -103,76 +82,61 @@ class CollectiveCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         operator = isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES
         if operator and FakeTensor not in types:
-            self._record(func, args, kwargs, result)
+            self._count(func, args, kwargs, result)
         return result
 
-    def _record(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result) -> None:
+    def _count(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
         names = [argument.name for argument in func._schema.arguments]
         values = {**dict(zip(names, args, strict=False)), **kwargs}
-        group = next((values[name] for name in _GROUP_ARGUMENTS if name in values), None)
-        if group is None:  # wait_tensor and the like
+        group = values.get("process_group", values.get("group_name"))
+        if group is None:  # not a collective: wait_tensor and the like
             return
         n_bytes, dtype = max(_size(value) for value in (*values.values(), result))
-        self.records.append(
-            Collective(
-                kind=_kind(func),
-                axis=self._axis(_process_group(group)),
-                dtype=dtype,
-                bytes=n_bytes,
-                backward=torch._C._current_graph_task_id() != -1,
-            )
-        )
+        backward = torch._C._current_graph_task_id() != -1
+        key = (_kind(func), self._axis(group), dtype, backward)
+        total = self._counts.setdefault(key, Collective(*key))
+        total.count += 1
+        total.bytes += n_bytes
 
-    def _axis(self, group: dist.ProcessGroup) -> str:
+    def _axis(self, group: Any) -> str:
+        if isinstance(group, str):
+            group = _resolve_process_group(group)
+        elif not isinstance(group, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(group)
         if group.group_name not in self._axis_of_group:
             self._axis_of_group[group.group_name] = axis_of(group, self._mesh)
         return self._axis_of_group[group.group_name]
 
 
 def axis_of(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
-    """The name of the mesh axis (or axes, joined by "+") whose ranks `group` connects."""
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    """The name of the mesh axis (or axes, joined by "+") whose ranks `group` connects, "world" for
+    all ranks."""
+    names = mesh.mesh_dim_names
     for i, name in enumerate(names):
         if mesh.get_group(i).group_name == group.group_name:
             return name
-    ranks = set(dist.get_process_group_ranks(group))
+    ranks = dist.get_process_group_ranks(group)
     if len(ranks) == dist.get_world_size():
         return "world"
-    here = mesh.get_coordinate()
-    if here is not None:
-        for size in range(1, mesh.ndim):
-            for free in itertools.combinations(range(mesh.ndim), size):
-                index = tuple(slice(None) if i in free else here[i] for i in range(mesh.ndim))
-                if ranks == set(mesh.mesh[index].flatten().tolist()):
-                    return "+".join(names[i] for i in free)
+    places = torch.isin(mesh.mesh, torch.tensor(ranks)).nonzero()  # [ranks, axes]
+    joined = [i for i in range(mesh.ndim) if len(places[:, i].unique()) > 1]
+    if len(ranks) == math.prod(mesh.shape[i] for i in joined):
+        return "+".join(names[i] for i in joined) or "none"
     return f"other ({len(ranks)} ranks)"
 
 
-def totals(records: list[Collective]) -> list[CollectiveTotal]:
-    """Counts and bytes by kind, axis, dtype and pass; the most bytes first."""
-    counts: Counter[tuple] = Counter()
-    n_bytes: Counter[tuple] = Counter()
-    for record in records:
-        key = (record.kind, record.axis, record.dtype, record.backward)
-        counts[key] += 1
-        n_bytes[key] += record.bytes
-    rows = [CollectiveTotal(*key, count=counts[key], bytes=n_bytes[key]) for key in counts]
-    return sorted(rows, key=lambda row: (-row.bytes, row.kind, row.axis, row.dtype, row.backward))
-
-
-def table(records: list[Collective]) -> str:
-    """`totals` as text a person reads, a header line first."""
-    if not records:
+def table(collectives: list[Collective]) -> str:
+    """Aligned text with a header line and a sum."""
+    if not collectives:
         return "no collectives"
-    cells = [("kind", "axis", "dtype", "pass", "count", "bytes")]
-    for row in totals(records):
-        # Outside backward are forward, clipping and the optimizer.
-        when = "backward" if row.backward else "other"
-        size = human_bytes(row.bytes)
-        cells.append((row.kind, row.axis, row.dtype, when, str(row.count), size))
-    size = human_bytes(sum(record.bytes for record in records))
-    cells.append(("all", "", "", "", str(len(records)), size))
-    return "\n".join(align(cells, left=4))
+    rows = [("kind", "axis", "dtype", "pass", "count", "bytes")]
+    for c in collectives:
+        # Other than backward: forward, clipping and the optimizer.
+        when = "backward" if c.backward else "other"
+        rows.append((c.kind, c.axis, c.dtype, when, str(c.count), human_bytes(c.bytes)))
+    count, n_bytes = sum(c.count for c in collectives), sum(c.bytes for c in collectives)
+    rows.append(("all", "", "", "", str(count), human_bytes(n_bytes)))
+    return "\n".join(align(rows, left=4))
 
 
 def _kind(func: torch._ops.OpOverload) -> str:
@@ -181,13 +145,7 @@ def _kind(func: torch._ops.OpOverload) -> str:
     return next((kind for prefix, kind in _KINDS.items() if bare.startswith(prefix)), name)
 
 
-def _process_group(group) -> dist.ProcessGroup:
-    if isinstance(group, str):
-        return _resolve_process_group(group)
-    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-
-
-def _size(value) -> tuple[int, str]:
+def _size(value: Any) -> tuple[int, str]:
     """Bytes in a tensor or nested lists of them, and their dtype; (0, "") for anything else."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size(), str(value.dtype).removeprefix("torch.")

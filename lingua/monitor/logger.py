@@ -1,7 +1,7 @@
-"""What a run says to people: the console of rank 0, `train.log`, and the progress line.
+"""What people read: the console of rank 0, `train.log`, and the progress line.
 
-Modules use `logging.getLogger(__name__)`; an entry point calls init_logger once. Messages never
-hold values of environment variables.
+Modules use `logging.getLogger(__name__)`; a program calls init_logger once. Messages never contain
+values of environment variables.
 """
 
 import logging
@@ -14,50 +14,49 @@ from typing import Any
 from lingua.errors import UserError
 from lingua.format import short_count, short_time
 
-# Loggers whose INFO is shown; everything else speaks from WARNING on.
+# Loggers that log from INFO on, all others from WARNING on.
 OURS = ("lingua", "apps", "__main__")
-
-
 _HANDLER = "lingua"
 
 
 class _Format(logging.Formatter):
-    """`08:05:17 message`, with `warning: ` before what is one and `[rank 3] ` on other ranks."""
+    """`08:05:17 message`, with `warning: ` or `error: ` before messages of such a level."""
 
-    def __init__(self, time_format: str, prefix: str = "", utc: bool = False) -> None:
-        super().__init__(datefmt=time_format)
-        self.prefix = prefix
+    def __init__(self, time_format: str = "%H:%M:%S", prefix: str = "", utc: bool = False) -> None:
+        super().__init__(f"%(asctime)s {prefix}%(message)s", time_format)
         self.converter = time.gmtime if utc else time.localtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        when = self.formatTime(record, self.datefmt)
-        return f"{when} {self.prefix}{level}{record.message}"
-
-    def usesTime(self) -> bool:
-        return False  # formatMessage asks for it itself
+        if record.levelno >= logging.WARNING:
+            record.message = f"{record.levelname.lower()}: {record.message}"
+        return super().formatMessage(record)
 
 
 def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
-    """Rank 0 speaks on stdout and, in UTC, into `<dump_dir>/train.log` (appended); other ranks
-    only warn, on stderr. `app` is the import path of an app whose package logs too. Called again,
-    it replaces what it set up before.
+    """Rank 0 logs to stdout and, with times in UTC, appends to `<dump_dir>/train.log`; other ranks
+    log warnings and errors to stderr. `app` is the import path of an app whose package logs too.
+    Another call replaces the handlers of the one before.
 
     Raises UserError where the log cannot be written.
     """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr if rank else sys.stdout)]
+    handlers[0].setFormatter(_Format(prefix=f"[rank {rank}] " if rank else ""))
+    handlers[0].setLevel(logging.WARNING if rank else logging.INFO)
+    if rank == 0 and dump_dir is not None:
+        path = Path(dump_dir) / "train.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(logging.FileHandler(path, encoding="utf-8"))
+        except OSError as error:
+            raise UserError(
+                f"dump_dir = {dump_dir}: {path} cannot be written ({error.strerror})"
+            ) from None
+        handlers[1].setFormatter(_Format("%Y-%m-%dT%H:%M:%SZ", utc=True))
+
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if h.name == _HANDLER]:
-        root.removeHandler(handler)
-        handler.close()
-    if rank == 0:
-        handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-        handlers[0].setFormatter(_Format("%H:%M:%S"))
-        if dump_dir is not None:
-            handlers.append(_file_handler(dump_dir))
-    else:
-        handlers = [logging.StreamHandler(sys.stderr)]
-        handlers[0].setFormatter(_Format("%H:%M:%S", prefix=f"[rank {rank}] "))
-        handlers[0].setLevel(logging.WARNING)
+    for former in [h for h in root.handlers if h.name == _HANDLER]:
+        root.removeHandler(former)
+        former.close()
     for handler in handlers:
         handler.set_name(_HANDLER)
         root.addHandler(handler)
@@ -66,40 +65,22 @@ def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def _file_handler(dump_dir: Path) -> logging.Handler:
-    path = Path(dump_dir) / "train.log"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"dump_dir = {dump_dir}: {path} cannot be written ({error.strerror})"
-        ) from None
-    handler.setFormatter(_Format("%Y-%m-%dT%H:%M:%SZ", utc=True))
-    return handler
+def progress_line(step: int, steps: int, metrics: Mapping[str, Any], eta_s: float) -> str:
+    """What the console shows of a line of metrics.jsonl. With its time it fits 80 columns:
 
+    step  120/2000 loss 2.1345 grad 0.81 31.2k tok/s mfu 41% eta 2m05s
 
-def progress_line(step: int, steps: int, metrics: Mapping[str, Any], eta_s: float | None) -> str:
-    """One aligned line for people from a line of metrics.jsonl; what is None is left out.
-
-    `step  120/2000  loss 2.1345  grad 0.81  lr 3.00e-03  31.2k tok/s  mfu 41.2%  1.2 GiB
-    eta 2m05s`
+    Where the MFU is not known, peak memory is shown in its place.
     """
-    shown = {
-        "loss": "loss {:7.4f}",
-        "grad_norm": "grad {:5.2f}",
-        "lr": "lr {:.2e}",
-        "tokens_per_s": "{:>6} tok/s",
-        "mfu": "mfu {:4.1f}%",
-        "peak_mem_gib": "{:.1f} GiB",
-    }
-    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
-    for key, text in shown.items():
-        value = metrics.get(key)
-        if value is not None:
-            parts.append(text.format(short_count(value) if key == "tokens_per_s" else value))
-    if metrics.get("skipped_steps"):
-        parts.append(f"skipped {metrics['skipped_steps']}")
-    if eta_s is not None:
-        parts.append(f"eta {short_time(eta_s)}")
-    return "  ".join(parts)
+    mfu, skipped = metrics["mfu"], metrics["skipped_steps"]
+    parts = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"loss {metrics['loss']:.4f}",
+        f"grad {metrics['grad_norm']:.2f}",
+        f"{short_count(metrics['tokens_per_s']):>5} tok/s",
+        f"{metrics['peak_mem_gib']:.1f} GiB" if mfu is None else f"mfu {mfu:.0f}%",
+        f"eta {short_time(eta_s)}",
+    ]
+    if skipped:
+        parts.append(f"skipped {skipped}")
+    return " ".join(parts)

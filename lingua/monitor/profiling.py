@@ -1,14 +1,12 @@
-"""Looks into a few steps of a run: a trace per rank, CUDA memory, and the collectives of one step.
+"""Profiles a few steps of a run: a trace per rank, CUDA memory, and the collectives of one step.
 
-Everything lands in `<dump_dir>/profiling/`; steps are numbered as in metrics.jsonl. Switched off it
-costs one comparison a step.
+Everything is written to `<dump_dir>/profiling/`; steps are numbered as in metrics.jsonl.
 """
 
 import contextlib
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,13 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity
 
 from lingua.config.schema import Free
-from lingua.monitor.collectives import CollectiveCounter, table, totals
+from lingua.monitor.collectives import Collective, CollectiveCounter, table
 
 logger = logging.getLogger(__name__)
 
-# Allocations and frees a snapshot remembers; each takes some KB of host memory.
-MEMORY_EVENTS = 100_000
-_NOTHING = contextlib.nullcontext()
+MEMORY_EVENTS = 100_000  # allocations and frees in a snapshot; each takes some KB of host memory
 
 
 @dataclass
@@ -32,8 +28,8 @@ class ProfilingArgs:
     run: Free[bool] = False  # write the traces, snapshots and counts described below
     mem_warmup: Free[int] = 0  # steps after the start before CUDA memory is recorded
     mem_steps: Free[int] = 2  # steps whose CUDA allocations are recorded; 0 for none
-    # Steps after the start before the trace. The last of them, slowed by that, counts collectives
-    # and warms the profiler up, so that the traced steps are clean; 0 is therefore taken as 1.
+    # Steps after the start before the trace. In the last of them, which that slows down,
+    # collectives are counted and the profiler warms up; 0 is therefore taken as 1.
     profile_warmup: Free[int] = 10
     profile_steps: Free[int] = 2  # steps that are traced; 0 for neither a trace nor a count
 
@@ -44,140 +40,108 @@ class ProfilingArgs:
 
 
 class Profiler:
-    """Observes the steps of one start of a run; every rank makes one and calls it alike.
+    """Profiles the first steps of a process; called by every rank.
 
         profiler = Profiler(args.profiling, dump_dir, mesh)
         for ...:
-            with profiler.step(step + 1):  # the number the step will have in metrics.jsonl
+            with profiler.step(step + 1):  # the step's number in metrics.jsonl
                 ...
         profiler.close()
 
-    Counted from this start, step `profile_warmup` counts the collectives of global rank 0
-    (`collectives_step{n}.txt` and `.json`, and a table in the log), the `profile_steps` after it
-    are traced (`trace_step{first}_{last}_rank{r}.json.gz`, Chrome's trace format), and on CUDA the
-    `mem_steps` after `mem_warmup` give `memory_step{first}_{last}_rank{r}.pickle`.
+    Of the steps of this process, number `profile_warmup` counts the collectives of global rank 0
+    (`collectives_step{n}.txt` and `.json`, and a table in the log), the next `profile_steps` are
+    traced (`trace_step{first}_{last}_rank{r}.json.gz`, Chrome's trace format), and on CUDA the
+    `mem_steps` after `mem_warmup` are written to `memory_step{first}_{last}_rank{r}.pickle`.
     """
 
     def __init__(self, args: ProfilingArgs, dump_dir: str | Path, mesh: DeviceMesh) -> None:
-        self._args = args
-        self._folder = Path(dump_dir) / "profiling"
-        self._mesh = mesh
-        self._cuda = mesh.device_type == "cuda"
-        self._rank = dist.get_rank()
-        self._seen = 0  # steps of this start
-        self._trace: torch.profiler.profile | None = None  # while warming up or tracing
-        self._traced: list[int] = []
-        self._remembered: list[int] = []  # steps in the memory history being recorded
+        self._folder, self._mesh, self._rank = Path(dump_dir) / "profiling", mesh, dist.get_rank()
+        self._steps: list[int] = []  # that this process ran
+        self._trace: torch.profiler.profile | None = None
+        # Indices of the steps that are traced, of those whose memory is recorded, the end of both.
+        self._traced, self._recorded, self._end = range(0), range(0), 0
+        if not args.run:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU]
+        if mesh.device_type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            if args.mem_steps:
+                self._recorded = range(args.mem_warmup, args.mem_warmup + args.mem_steps)
+        if args.profile_steps:
+            counted = max(args.profile_warmup, 1)
+            self._traced = range(counted, counted + args.profile_steps)
+            self._trace = torch.profiler.profile(
+                activities=activities,
+                schedule=torch.profiler.schedule(
+                    wait=counted - 1, warmup=1, active=args.profile_steps, repeat=1
+                ),
+                on_trace_ready=self._write_trace,
+                record_shapes=True,
+            )
+            self._trace.start()
+        self._end = max(self._traced.stop, self._recorded.stop)
 
-        # Steps of this start, from 1: one that is counted, then those traced; and those remembered.
-        self._counted = max(args.profile_warmup, 1) if args.profile_steps else 0
-        self._trace_window = _window(self._counted, args.profile_steps)
-        self._mem_window = _window(args.mem_warmup, args.mem_steps if self._cuda else 0)
-        self._last = max(self._trace_window.stop, self._mem_window.stop) - 1 if args.run else 0
-        if args.run:
-            self._folder.mkdir(parents=True, exist_ok=True)
-
-    def step(self, step: int) -> AbstractContextManager[None]:
-        """Wraps the work of `step`, the number of updates completed when it is done."""
-        if self._seen >= self._last:
-            return _NOTHING
-        self._seen += 1
-        return self._observed(step)
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around the work of `step`, the number of updates completed when it is done."""
+        index = len(self._steps)
+        if index >= self._end:
+            yield
+            return
+        if self._recorded and index == self._recorded.start:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        counter = None
+        if self._traced and index == self._traced.start - 1 and self._rank == 0:
+            counter = CollectiveCounter(self._mesh)
+        with torch.profiler.record_function(f"step {step}"), counter or contextlib.nullcontext():
+            yield
+        self._steps.append(step)
+        if counter is not None:
+            self._write_collectives(step, counter.totals())
+        if self._trace is not None:
+            self._trace.step()
+        if index + 1 == self._recorded.stop:
+            self._write_memory()
+        if index + 1 == self._end:
+            self.close()
 
     def close(self) -> None:
-        """Writes what a run that ended early has so far, and says what it never reached."""
-        if self._seen >= self._last:  # off, or everything was written
-            return
-        if self._traced:
-            self._write_trace()
-        elif self._trace is not None:
-            self._trace.start_trace()  # what is prepared can only be ended so
-            self._trace.stop_trace()
-        self._trace = None
-        if self._remembered:
-            self._write_memory()
-        if self._rank == 0 and self._seen < self._trace_window.stop - 1:
-            n_traced = max(0, self._seen - self._counted)
-            logger.warning(
-                f"profiling: {n_traced or 'none'} of {len(self._trace_window)} steps were traced: "
-                f"this start ran {self._seen} steps, and tracing begins after "
-                f"profiling.profile_warmup = {self._args.profile_warmup} of them"
-            )
-        if self._rank == 0 and self._seen < self._mem_window.start:
-            logger.warning(
-                f"profiling: no memory was recorded: this start ran {self._seen} steps, and "
-                f"recording begins after profiling.mem_warmup = {self._args.mem_warmup} of them"
-            )
-        self._last = 0
+        """Write what is being traced or recorded, and warn if the run ended before all was."""
+        if self._trace is not None:
+            self._trace.stop()
+            self._trace = None  # frees its events
+        self._write_memory()
+        if self._rank == 0 and len(self._steps) < self._end:
+            ran = f"{len(self._steps)} of {self._end} steps ran"
+            logger.warning(f"profiling incomplete: {ran}; lower its warmup")
+        self._end = 0
 
-    @contextlib.contextmanager
-    def _observed(self, step: int) -> Iterator[None]:
-        number = self._seen
-        if number in self._mem_window:
-            if not self._remembered:
-                torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-            self._remembered.append(step)
-        if number in self._trace_window:
-            if not self._traced:
-                self._trace.start_trace()
-            self._traced.append(step)
-        with self._inside(number, step):
-            yield
-        if self._traced and number == self._trace_window[-1]:
-            self._write_trace()
-        if self._remembered and number == self._mem_window[-1]:
-            self._write_memory()
-
-    @contextlib.contextmanager
-    def _inside(self, number: int, step: int) -> Iterator[None]:
-        """The step itself: counted, named in the trace, or left alone."""
-        if number in self._trace_window:
-            with torch.profiler.record_function(f"step {step}"):
-                yield
-        elif number == self._counted:
-            activities = [ProfilerActivity.CPU]
-            if self._cuda:
-                activities.append(ProfilerActivity.CUDA)
-            self._trace = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._trace.prepare_trace()
-            if self._rank != 0:
-                yield
-                return
-            with CollectiveCounter(self._mesh) as counter:
-                yield
-            self._write_collectives(step, counter)
-        else:
-            yield
-
-    def _write_trace(self) -> None:
-        first, last = self._traced[0], self._traced[-1]
-        self._trace.stop_trace()
-        name = f"trace_step{first}_{last}_rank{self._rank}.json.gz"
-        self._trace.export_chrome_trace(str(self._folder / name))
-        self._trace, self._traced = None, []  # frees the events
-        if self._rank == 0:
-            logger.info(f"profiling: steps {first} to {last}: {self._folder / name}, one per rank")
+    def _write_trace(self, trace: torch.profiler.profile) -> None:
+        steps = self._steps[self._traced.start :]
+        if steps:
+            trace.export_chrome_trace(self._path("trace", steps, "json.gz"))
 
     def _write_memory(self) -> None:
-        first, last = self._remembered[0], self._remembered[-1]
-        name = f"memory_step{first}_{last}_rank{self._rank}.pickle"
-        torch.cuda.memory._dump_snapshot(str(self._folder / name))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        self._remembered = []
-        if self._rank == 0:
-            logger.info(f"profiling: memory of steps {first} to {last}: {self._folder / name}")
+        steps = self._steps[self._recorded.start : self._recorded.stop]
+        if steps:  # and none was written yet
+            torch.cuda.memory._dump_snapshot(self._path("memory", steps, "pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._recorded = range(0)
 
-    def _write_collectives(self, step: int, counter: CollectiveCounter) -> None:
-        mesh = dict(zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=False))
+    def _path(self, kind: str, steps: list[int], suffix: str) -> str:
+        path = self._folder / f"{kind}_step{steps[0]}_{steps[-1]}_rank{self._rank}.{suffix}"
+        if self._rank == 0:
+            logger.info(f"profiling: {path}")
+        return str(path)
+
+    def _write_collectives(self, step: int, collectives: list[Collective]) -> None:
+        mesh = dict(zip(self._mesh.mesh_dim_names, self._mesh.shape, strict=True))
         sizes = ", ".join(f"{name} {size}" for name, size in mesh.items())
-        text = f"collectives of step {step} on rank 0 ({sizes}):\n{table(counter.records)}"
-        rows = [asdict(total) for total in totals(counter.records)]
+        text = f"collectives of step {step} on rank 0 ({sizes}):\n{table(collectives)}"
+        rows = [asdict(total) for total in collectives]
         content = {"step": step, "rank": 0, "mesh": mesh, "collectives": rows}
         path = self._folder / f"collectives_step{step}"
         path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
         path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         logger.info(text)
-
-
-def _window(after: int, n: int) -> range:
-    return range(after + 1, after + 1 + n) if n else range(0)

@@ -1,20 +1,21 @@
-"""Launch runs on Slurm, one or a sweep, and see how they are:
+"""Launch runs on Slurm, one or a sweep, and show their status:
 
     python -m lingua.stool config=FILE nodes=2 ngpu=8 [script=MODULE] [app=MODULE] [key=value ...]
     python -m lingua.stool config=FILE sweep.optim.lr=1e-3,3e-4 at_once=2 [key=value ...]
     python -m lingua.stool status DIR
 
-A launch checks the whole config, freezes it with the code in the dump dir, and submits a job that
-runs from there. `launch`, `launch_sweep` and `lingua.slurm.status.status` do the same from Python.
+A launch validates the whole config, copies it and the code to the dump dir, and submits a job that
+runs from there. From Python: `launch` and `lingua.slurm.status.status`.
 """
 
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from itertools import product
@@ -22,17 +23,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import yaml
+
 from lingua.app import main_program
 from lingua.config.load import load, to_yaml
 from lingua.errors import UserError, nearest
-from lingua.signals import STOPPING, exec_program
-from lingua.slurm.freeze import CODE, freeze_code, move_away
+from lingua.signals import StopRequest, exec_program
+from lingua.slurm.freeze import CODE, COMMIT, DIFF, freeze_code, move_away
 from lingua.slurm.jobs import (
     ENDED,
-    ask,
     environment_of_another,
     job_states,
     partition_limit,
+    run_slurm,
     seconds_of,
 )
 from lingua.slurm.status import BASE, JOB, status, table
@@ -47,12 +50,12 @@ class JobArgs:
     launcher: Literal["slurm", "local", "print"] = "slurm"
     nodes: int = 1  # machines
     ngpu: int = 1  # ranks on each
-    # GPUs of the ranks: those of their node visible to all (node), one bound to each (task), none
+    # GPUs a rank sees: all that the job has on its node (node), one of its own (task), none
     gpus: Literal["node", "task", "none"] = "node"
     ncpu: int | None = None  # CPU cores of a rank; null: Slurm's default
     mem: str | None = None  # memory of a node, such as 64G (0: all of it); null: Slurm's default
     time: str | None = None  # limit, minutes or [days-]hours:minutes:seconds; null: the partition's
-    signal_s: int = 120  # seconds ahead of the limit at which the run is told to save and requeue
+    signal_s: int = 120  # seconds before the limit at which the run gets a signal, saves, requeues
     partition: str | None = None  # null: the default one
     account: str | None = None  # that is charged
     qos: str | None = None  # quality of service
@@ -60,9 +63,9 @@ class JobArgs:
     exclude: str | None = None  # nodes not to run on
     # any other option of sbatch by its long name, slurm.reservation=NAME; one without value is true
     slurm: dict[str, Any] = field(default_factory=dict)
-    setup: list[str] = field(default_factory=list)  # lines of shell before the run: [module load x]
+    setup: list[str] = field(default_factory=list)  # shell lines before the run: [module load x]
     at_once: int | None = None  # of a sweep, how many runs at once; null: all
-    dirs_exists_ok: bool = False  # go on in a dump dir that exists
+    dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
 
     def validate(self) -> Iterator[tuple[str, str]]:
         for key in ("nodes", "ngpu", "ncpu", "signal_s", "at_once"):
@@ -73,7 +76,7 @@ class JobArgs:
             texts = value if isinstance(value, list) else [value]
             texts = list(value.values()) if isinstance(value, dict) else texts
             if any(isinstance(text, str) and not text.isprintable() for text in texts):
-                yield f.name, "must hold no line breaks and no control characters"
+                yield f.name, "must not contain line breaks or other control characters"
         for option in self.slurm:
             if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
                 yield f"slurm.{option}", "must be the long name of an option of sbatch"
@@ -81,61 +84,62 @@ class JobArgs:
 
 @dataclass(frozen=True)
 class Launched:
-    """A run that was submitted, or that ran here."""
+    """A run that was submitted, or that ran on this machine."""
 
     dump_dir: Path
     job_id: str | None  # None without Slurm
-    exit_code: int | None = None  # of one that ran here
+    exit_code: int | None = None  # None with Slurm
 
 
 @dataclass(frozen=True)
-class Member:
-    """A run whose config its script accepts."""
+class CheckedRun:
+    """A run whose config its script has accepted."""
 
     name: str
     dump_dir: Path
     config: str  # YAML
     notices: list[str]
-    app: list[str]  # app=MODULE where the caller gave it: the program must not take it from a file
+    command: list[str]
 
 
-def launch(job: JobArgs, arguments: list[str]) -> Launched | str:
-    """Launch one run with the arguments of its script: ["config=run.yaml", "optim.lr=1e-3"].
-
-    With launcher=print it returns the batch script. Raises UserError, and has submitted nothing.
-    """
-    member = _checked(job, arguments)
-    launched = _launch(job, member.dump_dir, member.name, [member])
-    return launched if isinstance(launched, str) else launched[0]
-
-
-def launch_sweep(
-    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]]
+def launch(
+    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]] | None = None
 ) -> list[Launched] | str:
-    """Launch a run for each combination of values as one job array, `job.at_once` at a time.
+    """Launch a run with the arguments of its script: ["config=run.yaml", "optim.lr=1e-3"].
 
-    Each has a name and a dump dir of its own, inside that of the sweep. Otherwise as `launch`.
+    With `sweep`, {key: values}, it launches a run for each combination of values as one job array,
+    `job.at_once` at a time. Each has a name and a dump dir of its own, inside that of the sweep.
+
+    Returns the batch script with launcher=print. Raises UserError, and has submitted nothing.
     """
-    whole, members, wrong = None, [], []
-    for i, values in enumerate(product(*sweep.values())):
-        given = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
-        short = "_".join(re.sub(r"^[^=]*\.", "", word) for word in given)
-        name = f"{i:03d}_" + re.sub(r"[^\w=.+-]+", "-", short)
-        try:
-            whole = whole or _checked(job, [*arguments, *given])
-            place = [f"name={whole.name}-{name}", f"dump_dir={whole.dump_dir / name}"]
-            members.append(_checked(job, [*arguments, *given, *place]))
-        except UserError as error:
-            wrong.append(f"{' '.join(given)}: {error}")
-    if wrong:
-        raise UserError("\n".join(wrong))
-    return _launch(job, whole.dump_dir, whole.name, members)
+    for key, need in job.validate():
+        raise UserError(f"{key}: {need}")
+    script = _import_script(job)
+    first = [f"{key}={values[0]}" for key, values in (sweep or {}).items()]
+    whole = _check(job, script, [*arguments, *first])
+    runs = _check_sweep(job, script, arguments, sweep, whole) if sweep else [whole]
+    root = whole.dump_dir  # of a sweep: it has the code and the logs of all its runs
+
+    if job.launcher == "print":
+        return _batch(job, root, whole.name, len(runs))[1]
+    for line in dict.fromkeys(line for run in runs for line in run.notices):
+        print(line)
+    _check_dump_dir(job, root)
+    if job.launcher == "local":
+        _write_inputs(script, root, runs)
+        return _run_here(job, root, runs)
+    executor, batch_script = _batch(job, root, whole.name, len(runs))
+    _check_possible(job, batch_script)
+    _write_inputs(script, root, runs)
+    move_away(root / SCRIPT)
+    (root / SCRIPT).write_text(batch_script)
+    return _submit(executor, root, runs)
 
 
-# ------------------------------------------------------------------------------------- checking
+# ---- checks
 
 
-def _script(job: JobArgs) -> ModuleType:
+def _import_script(job: JobArgs) -> ModuleType:
     name = job.script or main_program("train")
     try:
         module = import_module(name)
@@ -147,119 +151,105 @@ def _script(job: JobArgs) -> ModuleType:
     return module
 
 
-def _checked(job: JobArgs, arguments: list[str]) -> Member:
-    """The run that the arguments ask for, which its script accepts on that many ranks."""
-    for key, need in job.validate():
-        raise UserError(f"{key}: {need}")
+def _check(job: JobArgs, script: ModuleType, arguments: list[str]) -> CheckedRun:
     try:
-        args, notices = _script(job).check(arguments, job.nodes * job.ngpu)
+        args, notices = script.check(arguments, job.nodes * job.ngpu)
     except UserError as error:
-        hints = ""
-        for key in (word.partition("=")[0] for word in arguments):
-            if f"{key}: unknown key" in str(error):
-                hint = nearest(key, [f.name for f in fields(JobArgs)])
-                hints += f"\n  {key} is no key of stool either{hint}"
-        raise UserError(f"{error}{hints}") from None
-    args.dump_dir = os.path.abspath(args.dump_dir or f"runs/{args.name}")
-    for key in ("name", "dump_dir"):
-        text = getattr(args, key)
+        keys = [word.partition("=")[0] for word in arguments]
+        allowed = [f.name for f in fields(JobArgs)]
+        hints = [
+            f"\n  {key} is no key of stool either{nearest(key, allowed)}"
+            for key in keys
+            if f"{key}: unknown key" in str(error)
+        ]
+        raise UserError(str(error) + "".join(hints)) from None
+    dump_dir = Path(os.path.abspath(args.dump_dir or f"runs/{args.name}"))
+    for key, text in (("name", args.name), ("dump_dir", str(dump_dir))):
         bad = sorted({c for c in text if not c.isprintable() or c in "%\\:"})
         if bad:
-            why = "which mean something else to Slurm or in a search path"
-            shown = ", ".join(map(repr, bad))
-            raise UserError(f"{key} = {text!r}: must not contain {shown}, {why}")
-    app = [word for word in arguments if word.startswith("app=")]
-    return Member(args.name, Path(args.dump_dir), to_yaml(args), notices, app)
+            raise UserError(
+                f"{key} = {text!r}: must not contain {', '.join(map(repr, bad))}, which have "
+                "another meaning to Slurm or in a search path"
+            )
+    args.dump_dir = str(dump_dir)
+    command = [sys.executable, "-u", "-m", job.script or main_program("train")]
+    command += [f"config={dump_dir / BASE}"]
+    # An app is trusted because the command line names it; the program must not rely on a file.
+    command += [word for word in arguments if word.startswith("app=")]
+    return CheckedRun(args.name, dump_dir, to_yaml(args), notices, command)
 
 
-def _check_free(job: JobArgs, root: Path) -> None:
-    """Refuse a dump dir that is in use, or that the user may not know to exist."""
+def _check_sweep(
+    job: JobArgs,
+    script: ModuleType,
+    arguments: list[str],
+    sweep: dict[str, list[str]],
+    whole: CheckedRun,
+) -> list[CheckedRun]:
+    runs, errors = [], []
+    for i, values in enumerate(product(*sweep.values())):
+        words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
+        short = "_".join(re.sub(r"^[^=]*\.", "", word) for word in words)
+        name = f"{i:03d}_" + re.sub(r"[^\w=.+-]+", "-", short)
+        own = [f"name={whole.name}-{name}", f"dump_dir={whole.dump_dir / name}"]
+        try:
+            runs.append(_check(job, script, [*arguments, *words, *own]))
+        except UserError as error:
+            errors.append(f"{' '.join(words)}: {error}")
+    if errors:
+        raise UserError("\n".join(errors))
+    return runs
+
+
+def _check_dump_dir(job: JobArgs, root: Path) -> None:
+    """Refuse a dump dir that exists, unless the user knows of it and no job uses it."""
     if not root.exists() or not any(root.iterdir()):
         return
     if not job.dirs_exists_ok:
         raise UserError(
-            f"dump_dir = {root}: exists; choose another, or go on there with dirs_exists_ok=true"
+            f"dump_dir = {root}: exists; choose another, or resume there with dirs_exists_ok=true"
         )
-    former = root / JOB
-    if former.exists():
-        for job_id, state in job_states([former.read_text().strip()]).items():
-            if state not in ENDED:
-                raise UserError(
-                    f"dump_dir = {root}: job {job_id} is {state} there; `scancel {job_id}` ends it"
-                )
+    former = (root / JOB).read_text().split() if (root / JOB).exists() else []
+    for job_id, state in job_states(former).items():
+        if state not in ENDED:
+            raise UserError(
+                f"dump_dir = {root}: job {job_id} is {state} there; `scancel {job_id}` ends it"
+            )
 
 
-def _check_possible(job: JobArgs, script: str) -> None:
-    """Refuse what the cluster would never run."""
+def _check_possible(job: JobArgs, batch_script: str) -> None:
+    """Refuse a job that the cluster would never run."""
     try:
-        ask("sbatch", "--test-only", given=script)
-    except UserError as error:  # Slurm may not say what it is that no node has
+        run_slurm("sbatch", "--test-only", stdin=batch_script)
+    except UserError as error:  # which may not name the option that no node fulfills
         keys = ("partition", "nodes", "ngpu", "gpus", "ncpu", "mem", "constraint", "exclude")
         asked = {key: getattr(job, key) for key in keys}
         asked |= {f"slurm.{option}": value for option, value in job.slurm.items()}
-        said = ", ".join(f"{k} = {v}" for k, v in asked.items() if v is not None)
-        raise UserError(f"{error} (asked for: {said})") from None
+        shown = ", ".join(f"{k} = {v}" for k, v in asked.items() if v is not None)
+        raise UserError(f"{error} (asked for: {shown})") from None
 
 
-# ------------------------------------------------------------------------------------- launching
+# ---- launching
 
 
-def _launch(job: JobArgs, root: Path, name: str, members: list[Member]) -> list[Launched] | str:
-    """What both kinds of launch share: `root` holds the code, and the logs of all members."""
-    if job.launcher != "print":
-        for line in dict.fromkeys(line for m in members for line in m.notices):
-            print(line)
-    if job.launcher == "local":
-        _check_free(job, root)
-        _freeze(job, root, members)
-        return list(_run_each_here(job, root, members))
-    executor, script = _batch(job, root, name, len(members))
-    if job.launcher == "print":
-        return script
-    _check_free(job, root)
-    _check_possible(job, script)
-    _freeze(job, root, members)
-    move_away(root / SCRIPT)
-    (root / SCRIPT).write_text(script)
-    ids = _submit(executor, [_command(job, m) for m in members])
-    (root / JOB).write_text(ids[0].partition("_")[0] + "\n")
-    for member, job_id in zip(members, ids, strict=True):
-        (member.dump_dir / JOB).write_text(job_id + "\n")
-        if member.dump_dir != root:  # the logs of an array are in one place
-            (member.dump_dir / "logs").mkdir(exist_ok=True)
-            (member.dump_dir / "logs" / job_id).symlink_to(Path("../../logs") / job_id)
-    return [Launched(m.dump_dir, job_id) for m, job_id in zip(members, ids, strict=True)]
-
-
-def _freeze(job: JobArgs, root: Path, members: list[Member]) -> None:
-    """Write what the runs are started from: code and configs."""
-    for file in (CODE, f"{CODE}.commit", f"{CODE}.diff"):
-        move_away(root / file)
-    freeze_code(Path(_script(job).__file__), root)
+def _write_inputs(script: ModuleType, root: Path, runs: list[CheckedRun]) -> None:
+    """Write what the runs start from: code and configs."""
+    for name in (CODE, COMMIT, DIFF):
+        move_away(root / name)
+    freeze_code(Path(script.__file__), root)
     (root / "logs").mkdir(exist_ok=True)
-    for member in members:
-        member.dump_dir.mkdir(exist_ok=True)
-        move_away(member.dump_dir / BASE)
-        (member.dump_dir / BASE).write_text(member.config, encoding="utf-8")
+    for run in runs:
+        run.dump_dir.mkdir(exist_ok=True)
+        move_away(run.dump_dir / BASE)
+        (run.dump_dir / BASE).write_text(run.config, encoding="utf-8")
 
 
 def _setup(job: JobArgs, root: Path) -> list[str]:
-    """Lines of shell: what the user wants, then that modules are found in the copy of the code and
-    not in the folder the run is started in, whose relative paths keep their meaning."""
+    """Shell lines: those of the user, then modules are imported from the copy of the code, not from
+    the current folder, which relative paths refer to."""
     code = shlex.quote(str(root / CODE))
     search = [f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"', "export PYTHONSAFEPATH=1"]
     return [*job.setup, *search]
-
-
-def _command(job: JobArgs, member: Member) -> list[str]:
-    return [
-        sys.executable,
-        "-u",
-        "-m",
-        job.script or main_program("train"),
-        f"config={member.dump_dir / BASE}",
-        *member.app,
-    ]
 
 
 def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
@@ -320,103 +310,84 @@ def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
     return executor, script
 
 
-def _submit(executor: Any, commands: list[list[str]]) -> list[str]:
-    """Job ids. Each task of a job is submitit's program first, and then becomes the command."""
+def _submit(executor: Any, root: Path, runs: list[CheckedRun]) -> list[Launched]:
+    """Each task of the job starts as submitit's program, which execs the command."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     try:
         with executor.batch():
-            jobs = [executor.submit(exec_program, command) for command in commands]
-        return [job.job_id for job in jobs]
+            jobs = [executor.submit(exec_program, run.command) for run in runs]
+        ids = [job.job_id for job in jobs]
     except (FailedJobError, FailedSubmissionError) as error:
         raise UserError(
             f"sbatch: {error}; nothing was submitted, dirs_exists_ok=true launches it again"
         ) from None
+    (root / JOB).write_text(ids[0].partition("_")[0] + "\n")
+    for run, job_id in zip(runs, ids, strict=True):
+        (run.dump_dir / JOB).write_text(job_id + "\n")
+        if run.dump_dir != root:  # the logs of an array are in one place
+            (run.dump_dir / "logs").mkdir(exist_ok=True)
+            (run.dump_dir / "logs" / job_id).symlink_to(Path("../../logs") / job_id)
+    return [Launched(run.dump_dir, job_id) for run, job_id in zip(runs, ids, strict=True)]
 
 
-def _run_each_here(job: JobArgs, root: Path, members: list[Member]) -> Iterator[Launched]:
-    """One after the other, none more once one was told to stop."""
-    for member in members:
-        code, stopped = _run_here(job, root, member)
-        yield Launched(member.dump_dir, None, code)
-        if stopped:
-            return
-
-
-def _run_here(job: JobArgs, root: Path, member: Member) -> tuple[int, bool]:
-    """The exit code of the job's run in processes of this machine, as many as it has ranks, and
-    whether a signal came."""
-    logs = member.dump_dir / "logs"
-    logs.mkdir(exist_ok=True)
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ranks += ["--nproc-per-node", str(job.nodes * job.ngpu)]
-    ranks += ["--redirects", "3", "--tee", "0:3", "--log-dir", str(logs)]
+def _run_here(job: JobArgs, root: Path, runs: list[CheckedRun]) -> list[Launched]:
+    """Run them on this machine by torchrun, one after the other. A signal stops the current run,
+    which saves, and starts no other."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu), "--redirects", "3", "--tee", "0:3"]
     shell = "\n".join(["set -e", *_setup(job, root), 'exec "$@"'])
-    command = ["bash", "-c", shell, "bash", *ranks, *_command(job, member)[2:]]
-    # What torchrun puts before each line of rank 0 on the console; its default names the role.
+    # What torchrun prints before each line of rank 0; its default names the role.
     env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " "}
-    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "300"  # seconds to save, before it kills
-    process = subprocess.Popen(command, env=os.environ | env)
-    # torchrun passes SIGTERM on, and a terminal gives its Ctrl-C to all of us.
-    came: list[int] = []
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "300"  # seconds to save, before torchrun kills
+    launched = []
+    with closing(StopRequest()) as stop:
+        for run in runs:
+            logs = run.dump_dir / "logs"
+            logs.mkdir(exist_ok=True)
+            command = [*torchrun, "--log-dir", str(logs), *run.command[2:]]
+            process = subprocess.Popen(
+                ["bash", "-c", shell, "bash", *command], env=os.environ | env
+            )
+            while process.poll() is None and stop.signal is None:
+                time.sleep(0.1)
+            if stop.signal not in (None, "SIGINT"):  # a terminal sends its Ctrl-C to torchrun too
+                process.terminate()
+            launched.append(Launched(run.dump_dir, None, process.wait()))
+            if stop.signal is not None:
+                break
+    return launched
 
-    def receive(number: int, _: Any) -> None:
-        came.append(number)
-        if number != signal.SIGINT:
-            process.terminate()
 
-    before = {n: signal.signal(n, receive) for n in STOPPING}
+# ---- command line
+
+
+def split_values(key: str, text: str) -> list[str]:
+    """The values of `sweep.key=a,b`, as written: a comma in brackets or quotes is part of one."""
+    flow = f"[{text}]"
     try:
-        return process.wait(), bool(came)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# ---------------------------------------------------------------------------------- command line
-
-
-def _split(text: str) -> list[str]:
-    """The values of `sweep.key=a,b`: split_arguments by commas outside of brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
-    for c in text:
-        if c == "," and not depth and not quote:
-            parts.append("")
-            continue
-        if quote or c in "'\"":
-            quote = "" if c == quote else quote or c
-        else:
-            depth += (c in "[{") - (c in "]}")
-        parts[-1] += c
-    return [part.strip() for part in parts]
+        nodes = yaml.compose(flow).value
+    except yaml.YAMLError:
+        nodes = []
+    if not nodes:
+        raise UserError(f"sweep.{key} = {text}: must be values separated by commas")
+    return [flow[node.start_mark.index : node.end_mark.index] for node in nodes]
 
 
 def split_arguments(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list[str]]]:
-    """The command line split_arguments: what is said of the job, of the run, and what is swept."""
-    ours = {f.name for f in fields(JobArgs)}
+    """A command line: the arguments of the job, those of the run, and the values of a sweep."""
+    job_keys = {f.name for f in fields(JobArgs)}
     of_job, of_run, sweep = [], [], {}
     for word in argv:
         key, _, value = word.partition("=")
         if key.startswith("sweep."):
-            sweep[key.removeprefix("sweep.")] = _split(value)
-        elif key.partition(".")[0] in ours or word in ("-h", "--help"):
+            key = key.removeprefix("sweep.")
+            sweep[key] = split_values(key, value)
+        elif key.partition(".")[0] in job_keys or word in ("-h", "--help"):
             of_job.append(word)
         else:
             of_run.append(word)
     return load(JobArgs, of_job)[0], of_run, sweep
-
-
-def _tell(launched: list[Launched], root: Path) -> None:
-    ids = sorted({run.job_id.partition("_")[0] for run in launched if run.job_id})
-    if ids:
-        print(
-            f"job {ids[0]} was submitted" + (f": {len(launched)} runs" if len(launched) > 1 else "")
-        )
-        print(f"  folder  {root}")
-        print(f"  watch   python -m lingua.stool status {shlex.quote(str(root))}")
-        if len(launched) == 1:
-            print(f"          tail -F {shlex.quote(str(root / 'train.log'))}")
-        print(f"  cancel  scancel {ids[0]}")
 
 
 def main() -> None:
@@ -429,10 +400,18 @@ def main() -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
     job, arguments, sweep = split_arguments(argv)
-    result = launch_sweep(job, arguments, sweep) if sweep else launch(job, arguments)
-    if isinstance(result, str):
-        print(result, end="")
-        return
-    launched = result if isinstance(result, list) else [result]
-    _tell(launched, launched[0].dump_dir.parent if sweep else launched[0].dump_dir)
-    sys.exit(max(run.exit_code or 0 for run in launched))
+    launched = launch(job, arguments, sweep)
+    if isinstance(launched, str):
+        print(launched, end="")
+    elif launched[0].job_id is None:
+        sys.exit(max(run.exit_code for run in launched))
+    else:
+        root = launched[0].dump_dir.parent if sweep else launched[0].dump_dir
+        job_id = launched[0].job_id.partition("_")[0]
+        runs = f": {len(launched)} runs" if len(launched) > 1 else ""
+        print(f"job {job_id} was submitted{runs}")
+        print(f"  folder  {root}")
+        print(f"  watch   python -m lingua.stool status {shlex.quote(str(root))}")
+        if not sweep:
+            print(f"          tail -F {shlex.quote(str(root / 'train.log'))}")
+        print(f"  cancel  scancel {job_id}")

@@ -1,8 +1,7 @@
-"""How launched runs are: their jobs' states from Slurm, how far they are from their own metrics."""
+"""The status of launched runs: their jobs' states from Slurm, their progress from metrics.jsonl."""
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,32 @@ from lingua.slurm.jobs import ENDED, job_states
 
 JOB = "job_id"  # file of a dump dir: the id of the job launched last
 BASE = "base_config.yaml"
-RESULTS = "results_*.json"  # files of a dump dir: what a job that does not train has come to
-TAIL_BYTES = 65536  # of a log or metrics file that are looked at
-# The last line of a Python traceback, which torch marks with the rank, or a mistake told without.
+RESULTS = "results_*.json"  # files of a dump dir: results of a job that does not train
+TAIL_BYTES = 65536  # that are read of a log or metrics file
+# The last line of a Python traceback, which torch prefixes with the rank, or of a UserError.
 ERROR = re.compile(r"(\[rank\d+\]: ?)?(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*|error: .*")
 
 
 @dataclass(frozen=True)
 class RunStatus:
     name: str  # of the dump dir
-    state: str  # Slurm's word; "gone" where Slurm no longer knows the job, "-" without one
+    state: str  # Slurm's word; "gone" where Slurm no longer knows the job, "-" without a job
     job_id: str
     step: int
-    steps: int  # the step this launch goes up to; 0 of a job that does not train
+    steps: int  # the step that the job trains up to; 0 for a job that does not train
     loss: float | None
     tokens_per_s: float | None
-    left_s: float | None  # seconds of training left, at the last measured speed
+    left_s: float | None  # seconds of training left at the last measured speed
     failed: bool
-    errors: list[str]  # what ended a failed run, the first of its ranks first
+    errors: list[str]  # of a failed run's ranks, the first one first
 
 
 def status(folder: Path | str) -> list[RunStatus]:
-    """Of the run in `folder`, or of all runs in it. Raises UserError where there is none."""
+    """The status of the run in `folder`, or of all runs in it. Raises UserError if none."""
     folder = Path(folder)
     dump_dirs = [p.parent for p in (*folder.glob(BASE), *sorted(folder.glob(f"*/{BASE}")))]
     if not dump_dirs:
-        raise UserError(f"{folder}: holds no run that was launched (no {BASE})")
+        raise UserError(f"{folder}: no run was launched there (it has no {BASE})")
     jobs = {d: (d / JOB).read_text().strip() if (d / JOB).exists() else "" for d in dump_dirs}
     states = job_states([job for job in jobs.values() if job])
     return [_status(d, jobs[d], states.get(jobs[d], "gone")) for d in dump_dirs]
@@ -51,11 +50,10 @@ def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
     config = OmegaConf.load(dump_dir / BASE)
     steps = config.get("steps", 0)
     steps = min(steps, config.get("stop_at") or steps)
-    step = last.get("step", 0)
-    step_s = last.get("step_time_s")
+    step, step_s = last.get("step", 0), last.get("step_time_s")
     done = step >= steps if steps else any(dump_dir.glob(RESULTS))
-    # One that has made its last step may still have failed to save it; where Slurm has forgotten
-    # the job, the step is all that is known.
+    # A run can fail after its last step, while it saves. Where Slurm has forgotten the job, only
+    # the step is known.
     failed = not done if state == "gone" else state in ENDED and state != "COMPLETED"
     return RunStatus(
         name=dump_dir.name,
@@ -67,12 +65,12 @@ def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
         tokens_per_s=last.get("tokens_per_s"),
         left_s=None if step_s is None else (steps - step) * step_s,
         failed=failed,
-        errors=list(_errors(dump_dir / "logs", job)) if failed else [],
+        errors=_errors(dump_dir / "logs", job) if failed else [],
     )
 
 
 def table(runs: list[RunStatus]) -> str:
-    """A line for each run, and below them what ended those that failed."""
+    """A line for each run, then the errors of those that failed."""
     rows = [("run", "state", "step", "loss", "tok/s", "left", "job")]
     for run in runs:
         rows.append(
@@ -87,33 +85,32 @@ def table(runs: list[RunStatus]) -> str:
             )
         )
     lines = align(rows, left=len(rows[0]))
-    return "\n".join(lines + [f"{run.name}: {line}" for run in runs for line in run.errors])
+    return "\n".join(lines + [f"{run.name}: {error}" for run in runs for error in run.errors])
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
-    """The newest whole line about a step."""
+    """The last complete line about a step."""
     for line in reversed(_tail(path)):
         try:
             values = json.loads(line)
-        except ValueError:  # being written, or the middle of one
+        except ValueError:  # incomplete
             continue
         if "loss" in values:
             return values
     return {}
 
 
-def _errors(logs: Path, job: str) -> Iterator[str]:
-    """The last words of each rank that failed; ranks that met the failure of another come later.
-    Where no rank had any, what Slurm said."""
-    found = []
-    for path in (logs / job).rglob("*err*") if job else logs.rglob("*err*"):
+def _errors(logs: Path, job: str) -> list[str]:
+    """The last error of each rank, by time: a rank that only lost contact with another ends later.
+    Slurm's own error where no rank has one."""
+    errors = []
+    for path in (logs / job).rglob("*err*"):
         lines = [line for line in _tail(path) if ERROR.fullmatch(line)]
-        if path.is_file() and lines:
-            found.append((path.stat().st_mtime_ns, f"{lines[-1]} ({path})"))
-    if not found and job:
+        errors += [(path.stat().st_mtime_ns, f"{line} ({path})") for line in lines[-1:]]
+    if not errors and job:
         path = logs / f"{job}.log"
-        found = [(0, f"{line} ({path})") for line in _tail(path) if "error:" in line][-1:]
-    yield from (line for _, line in sorted(found))
+        return [f"{line} ({path})" for line in _tail(path) if "error:" in line][-1:]
+    return [error for _, error in sorted(errors)]
 
 
 def _tail(path: Path) -> list[str]:

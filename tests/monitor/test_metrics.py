@@ -1,11 +1,14 @@
-"""Lines for programs, lines for people, and the device's numbers."""
+"""The lines that programs and people read, and the numbers of the device."""
 
 import json
 import logging
 import math
 import re
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -30,7 +33,7 @@ from lingua.monitor.metrics import (
 
 
 def strict(text: str):
-    """JSON as the standard has it: no NaN, no Infinity."""
+    """Parse JSON as the standard defines it: no NaN, no Infinity."""
 
     def refuse(word):
         raise ValueError(word)
@@ -38,22 +41,42 @@ def strict(text: str):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_a_line_is_strict_json_with_its_time_and_there_at_once(tmp_path):
+def test_a_line_is_strict_json_with_its_time_and_written_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
-    written = file.write({"step": 1, "loss": math.nan, "lr": 0.1, "by": {"a": [math.inf, "ü"]}})
+    file.write({"step": 1, "loss": math.nan, "lr": 0.1, "by": {"a": [math.inf, "ü"]}})
     (line,) = path.read_text().splitlines()
-    assert strict(line) == written
-    assert (written["step"], written["loss"], written["by"]) == (1, None, {"a": [None, "ü"]})
-    created = datetime.fromisoformat(written["created_at"])
+    written = strict(line)
+    created = datetime.fromisoformat(written.pop("created_at"))
+    assert written == {"step": 1, "loss": None, "lr": 0.1, "by": {"a": [None, "ü"]}}
     assert created.utcoffset() == timedelta(0)
 
-    file.event("topology", step=1, old=[1, 1, 1], new=[2, 1, 1])
     file.close()
-    MetricsFile(path).write({"step": 2, "loss": 1.5})  # a second start appends
-    lines = [strict(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 1, 2]
-    assert lines[1]["event"] == "topology" and "loss" not in lines[1]
+    MetricsFile(path).write({"step": 2, "loss": 1.5})  # another process appends
+    assert steps_of(path) == [1, 2]
+
+
+@contextmanager
+def file_size_limit(n_bytes: int) -> Iterator[None]:
+    """Writing past the limit fails, as on a full disk. Python ignores the signal it sends."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    before = path.read_bytes()
+    with file_size_limit(len(before) + 20), pytest.raises(OSError, match="No space left"):
+        file.write({"step": 2, "loss": 1.0})
+    assert path.read_bytes() == before
+    file.write({"step": 3})
+    assert steps_of(path) == [1, 3]
 
 
 def write_lines(path: Path, steps: list[int], torn: bytes = b"") -> None:
@@ -66,26 +89,27 @@ def steps_of(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 3, "lo', b'{"step": 3}', b"\x00\xff", b"\n"])
-def test_cutting_back_drops_later_lines_and_a_torn_one(tmp_path, torn):
+def test_cutting_back_removes_later_lines_and_an_incomplete_one(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [1, 2, 2, 10, 11], torn)
-    assert cut_back(path, 2) == 2 + bool(torn)
+    cut_back(path, 2)
     assert steps_of(path) == [1, 2, 2]
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_cutting_back_leaves_what_needs_no_cut(tmp_path):
+def test_cutting_back_does_not_touch_a_file_whose_lines_all_stay(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert cut_back(path, 5) == 0 and not path.exists()
+    cut_back(path, 5)
+    assert not path.exists()
     write_lines(path, [0, 5])
     before = path.stat()
-    assert cut_back(path, 5) == 0
+    cut_back(path, 5)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert cut_back(path, 0) == 1 and steps_of(path) == [0]
-    assert cut_back(path, -1) == 1 and path.read_bytes() == b""
+    cut_back(path, 0)
+    assert steps_of(path) == [0]
 
 
-def test_a_process_killed_while_it_writes_leaves_lines_that_can_be_gone_on_from(tmp_path):
+def test_after_a_process_was_killed_while_it_wrote_another_can_append(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
         "import itertools, pathlib, sys\n"
@@ -100,7 +124,7 @@ def test_a_process_killed_while_it_writes_leaves_lines_that_can_be_gone_on_from(
         pass
     process.kill()
     process.wait()
-    assert cut_back(path, 20) > 0
+    cut_back(path, 20)
     MetricsFile(path).write({"step": 21})
     assert steps_of(path) == list(range(22))
 
@@ -108,7 +132,7 @@ def test_a_process_killed_while_it_writes_leaves_lines_that_can_be_gone_on_from(
 # ---- the device
 
 
-def test_peaks_are_of_the_very_device_or_unknown():
+def test_peaks_are_of_the_very_device_or_not_known():
     known = {
         "NVIDIA A100-SXM4-80GB": 312e12,
         "NVIDIA A100 80GB PCIe": 312e12,
@@ -136,7 +160,7 @@ def test_peaks_are_of_the_very_device_or_unknown():
         assert peak_flops(name, torch.bfloat16) is None, name
 
 
-def test_mfu_is_in_percent_and_unknown_where_the_peak_is():
+def test_mfu_is_in_percent_and_not_known_where_the_peak_is_not():
     assert mfu(6e9, 20_000, 312e12) == pytest.approx(100 * 6e9 * 20_000 / 312e12)
     assert mfu(6e9, 20_000, None) is None
 
@@ -153,7 +177,7 @@ def test_peak_memory_of_the_process_grows_by_what_it_touches():
 
 @pytest.fixture
 def restored_logging():
-    """The logging module is the process's own: give it back as it was."""
+    """The loggers are global to the process: restore them."""
     root = logging.getLogger()
     before = (root.level, list(root.handlers))
     yield
@@ -164,7 +188,7 @@ def restored_logging():
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-def test_rank_0_speaks_on_the_console_and_into_the_appended_log(tmp_path, capsys, restored_logging):
+def test_rank_0_logs_to_the_console_and_appends_to_the_log(tmp_path, capsys, restored_logging):
     dump_dir = tmp_path / "runs" / "a"
     for message in ("first start", "second start"):
         init_logger(dump_dir, rank=0)
@@ -172,15 +196,15 @@ def test_rank_0_speaks_on_the_console_and_into_the_appended_log(tmp_path, capsys
     logging.getLogger("apps.main.train").warning("mind %s", "this")
     logging.getLogger("somebody.else").info("not shown")
     out, err = capsys.readouterr()
-    said = ["first start", "second start", "warning: mind this"]
-    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in out.splitlines()] == said
+    expected = ["first start", "second start", "warning: mind this"]
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in out.splitlines()] == expected
     assert err == ""
     stamped = [line.split(" ", 1) for line in (dump_dir / "train.log").read_text().splitlines()]
-    assert [text for _, text in stamped] == said
+    assert [text for _, text in stamped] == expected
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", when) for when, _ in stamped)
 
 
-def test_other_ranks_only_warn_and_say_who_they_are(tmp_path, capsys, restored_logging):
+def test_other_ranks_only_warn_and_name_their_rank(tmp_path, capsys, restored_logging):
     init_logger(tmp_path, rank=3)
     logging.getLogger("lingua.data").info("quiet")
     logging.getLogger("lingua.data").warning("loud")
@@ -195,21 +219,32 @@ def test_a_log_that_cannot_be_written_is_the_users_error(tmp_path, restored_logg
         init_logger(tmp_path / "file" / "run", rank=0)
 
 
-def test_the_progress_line_tells_everything_and_stays_aligned():
-    line = {"loss": 2.13449, "grad_norm": 0.8123, "lr": 0.003, "tokens_per_s": 31_234.0}
-    line |= {"mfu": 41.23, "peak_mem_gib": 1.23, "skipped_steps": 0}
-    early = progress_line(120, 2000, line, 125.2)
-    assert early == (
-        "step  120/2000  loss  2.1345  grad  0.81  lr 3.00e-03   31.2k tok/s  mfu 41.2%"
-        "  1.2 GiB  eta 2m05s"
-    )
-    late = progress_line(1990, 2000, line | {"loss": 10.5, "tokens_per_s": 950, "mfu": 9.0}, 4)
-    assert [early.index(w) for w in ("lr", "tok/s", "GiB")] == [
-        late.index(w) for w in ("lr", "tok/s", "GiB")
-    ]
+LINE = {
+    "loss": 2.13449,
+    "grad_norm": 0.8123,
+    "tokens_per_s": 31_234.0,
+    "mfu": 41.23,
+    "peak_mem_gib": 1.23,
+    "skipped_steps": 0,
+}
 
-    unknown = progress_line(1, 5, {"loss": math.nan, "mfu": None, "skipped_steps": 2}, None)
-    assert unknown == "step 1/5  loss     nan  skipped 2"
+
+def test_the_progress_line_shows_the_step_loss_speed_and_time_left():
+    start = "step  120/2000 loss 2.1345 grad 0.81 31.2k tok/s "
+    assert progress_line(120, 2000, LINE, 125.2) == start + "mfu 41% eta 2m05s"
+    unknown = LINE | {"mfu": None, "skipped_steps": 2}
+    assert progress_line(120, 2000, unknown, 125.2) == start + "1.2 GiB eta 2m05s skipped 2"
+    assert "loss nan" in progress_line(1, 5, LINE | {"loss": math.nan}, 0)
+
+
+@pytest.mark.parametrize("mfu", [None, 41.23])
+@pytest.mark.parametrize("steps", [700, 60_000, 250_000])
+@pytest.mark.parametrize("speed", [950.0, 18_100.0, 1_250_000.0])
+def test_the_progress_line_and_its_time_fit_80_columns(mfu, steps, speed):
+    line = LINE | {"mfu": mfu, "peak_mem_gib": 7.2, "tokens_per_s": speed}
+    for seconds in (6, 59 * 60, 3 * 3600, 50 * 3600):
+        text = f"08:05:17 {progress_line(steps - 10, steps, line, seconds)}"
+        assert len(text) <= 80, text
 
 
 def test_counts_and_times_are_short():
@@ -239,7 +274,7 @@ def test_logging_is_configured_as_documented_and_may_change_freely():
         load(RunArgs, ["logging.wandb.mode=ofline"])
 
 
-def test_wandb_goes_on_with_the_same_run_of_the_dump_dir(tmp_path, monkeypatch):
+def test_wandb_resumes_the_run_of_the_dump_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     args = WandbArgs(mode="offline", tags=["a"])
     ids = []
@@ -262,6 +297,6 @@ def test_wandb_goes_on_with_the_same_run_of_the_dump_dir(tmp_path, monkeypatch):
 
 
 def test_wandb_that_is_not_installed_is_the_users_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for an absent package
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks an absent package
     with pytest.raises(UserError, match="wandb is not installed"):
         start_wandb(WandbArgs(), "name", {}, tmp_path)

@@ -1,6 +1,6 @@
-"""Collectives are counted as arithmetic says, and the profiler leaves what it promises.
+"""Collectives are counted as arithmetic says, and the profiler writes what it promises.
 
-One group of four gloo processes runs every case once; the tests judge what it wrote down.
+One group of four gloo processes runs every case once; the tests check the results it wrote.
 """
 
 import gzip
@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from lingua.format import human_bytes
-from lingua.monitor.collectives import Collective, CollectiveCounter, axis_of, table, totals
+from lingua.monitor.collectives import Collective, CollectiveCounter, axis_of, table
 from lingua.monitor.profiling import Profiler, ProfilingArgs
 
 WORLD = 4
@@ -55,7 +55,7 @@ CASES = {
     "tp checkpoint": ((1, 2, 2), 3, ("checkpoint",)),
     "tp compile": ((1, 2, 2), 3, ("compile",)),
 }
-# What the dispatcher calls them in a torch.profiler trace: an answer that is not ours.
+# Their names in a torch.profiler trace: an independent answer.
 PROFILER_NAMES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
@@ -160,7 +160,7 @@ def measure(case: str) -> dict:
         run_step(model, n_micro, every)
     ran.clear()
     run_step(model, n_micro, every)
-    ran_alone = len(ran)
+    ran_uncounted = len(ran)
     frames = Counter(torch._dynamo.utils.counters["frames"])
     ran.clear()
     with CollectiveCounter(mesh) as counter:
@@ -171,10 +171,10 @@ def measure(case: str) -> dict:
         run_step(model, n_micro, every)
     names = (event.name for event in profiler.events() if event.name.startswith("c10d::"))
     return {
-        "records": [vars(record) for record in counter.records],
-        "first": [vars(record) for record in first.records],
+        "counted": [vars(total) for total in counter.totals()],
+        "first": [vars(total) for total in first.totals()],
         "profiler": Counter(PROFILER_NAMES.get(name, name) for name in names),
-        "compiled graphs run": [ran_counted, ran_alone],
+        "compiled graphs run": [ran_counted, ran_uncounted],
         "recompiled": dict(recompiled),
     }
 
@@ -194,34 +194,35 @@ def measure_axes() -> dict:
             dist.all_reduce(torch.ones(1), group=diagonal)
         received = torch.empty(8)
         dist.all_to_all_single(received, torch.ones(8), group=mesh.get_group("dp_replicate"))
-    return {"records": [vars(record) for record in counter.records]}
+    return {"counted": [vars(total) for total in counter.totals()]}
 
 
 def measure_profiler(folder: Path) -> dict:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=AXES)
     model = build(mesh, (), [])
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logger = logging.getLogger("lingua.monitor.profiling")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    written = {}
+    results = {}
     for name, n_steps, args in (
         ("whole", 7, ProfilingArgs(run=True, profile_warmup=2, profile_steps=2)),
         ("short", 2, ProfilingArgs(run=True, profile_warmup=5)),
+        ("counted", 2, ProfilingArgs(run=True, profile_warmup=2, profile_steps=3)),
         ("partial", 2, ProfilingArgs(run=True, profile_warmup=0, profile_steps=3)),
         ("off", 2, ProfilingArgs()),
     ):
-        said.clear()
+        logged.clear()
         profiler = Profiler(args, folder / name, mesh)
         for step in range(10, 10 + n_steps):
             with profiler.step(step + 1):
                 run_step(model, 1)
         profiler.close()
         dist.barrier()
-        written[name] = list(said)
-    return written
+        results[name] = list(logged)
+    return results
 
 
 def worker(rank: int, folder: Path) -> None:
@@ -258,12 +259,11 @@ def results(folder: Path) -> list[dict]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
 
 
-def summary(result: dict, key: str = "records") -> dict[tuple, tuple[int, int]]:
+def summary(result: dict, key: str = "counted") -> dict[tuple, tuple[int, int]]:
     """{(kind, axis, dtype, in backward): (count, bytes)}"""
-    return {
-        (row.kind, row.axis, row.dtype, row.backward): (row.count, row.bytes)
-        for row in totals([Collective(**record) for record in result[key]])
-    }
+    totals = [Collective(**total) for total in result[key]]
+    assert totals == sorted(totals, key=lambda total: -total.bytes)
+    return {(t.kind, t.axis, t.dtype, t.backward): (t.count, t.bytes) for t in totals}
 
 
 def gathered(n_micro: int, itemsize: int = FLOAT, tp: int = 1) -> dict:
@@ -363,15 +363,17 @@ def test_compiled_blocks_stay_compiled_and_are_counted_alike(results):
     for result in results:
         assert summary(result["tp compile"]) == tp_summary(3)
         assert result["tp compile"]["recompiled"] == {}
-        counted, alone = result["tp compile"]["compiled graphs run"]
+        counted, uncounted = result["tp compile"]["compiled graphs run"]
         # At least the forward and the backward of each block.
-        assert counted == alone >= 2 * LAYERS * 3
+        assert counted == uncounted >= 2 * LAYERS * 3
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_counts_agree_with_those_of_the_dispatcher(results, case):
     for result in results:
-        kinds = Counter(record["kind"] for record in result[case]["records"])
+        kinds: Counter[str] = Counter()
+        for (kind, *_), (count, _) in summary(result[case]).items():
+            kinds[kind] += count
         assert kinds == result[case]["profiler"]
 
 
@@ -384,25 +386,26 @@ def test_a_step_that_compiles_counts_what_it_runs_not_what_it_traces(results, ca
 def test_groups_are_named_by_the_axes_they_join(results):
     everyone, first_pair, diagonal = {0, 1, 2, 3}, {0, 1}, {0, 3}
     sent = [
-        (everyone, ("all_reduce", "world", "float32", 3 * FLOAT)),
-        (everyone, ("broadcast", "world", "int64", 5 * 8)),
-        (everyone, ("barrier", "world", "uint8", 1)),
-        (first_pair, ("all_reduce", "dp_shard", "float32", 2 * FLOAT)),
-        (diagonal, ("all_reduce", "other (2 ranks)", "float32", 1 * FLOAT)),
-        (everyone, ("all_to_all", "dp_replicate", "float32", 8 * FLOAT)),
+        (everyone, ("all_reduce", "world", "float32"), 3 * FLOAT),
+        (everyone, ("broadcast", "world", "int64"), 5 * 8),
+        (everyone, ("barrier", "world", "uint8"), 1),
+        (first_pair, ("all_reduce", "dp_shard", "float32"), 2 * FLOAT),
+        (diagonal, ("all_reduce", "other (2 ranks)", "float32"), 1 * FLOAT),
+        (everyone, ("all_to_all", "dp_replicate", "float32"), 8 * FLOAT),
     ]
     for rank, result in enumerate(results):
-        records = result["axes"]["records"]
-        assert not any(record["backward"] for record in records)
-        found = [tuple(record.values())[:4] for record in records]
-        assert found == [row for ranks, row in sent if rank in ranks]
+        assert summary(result["axes"]) == {
+            (*key, False): (1, n_bytes) for ranks, key, n_bytes in sent if rank in ranks
+        }
         assert result["joined"] == "dp_replicate+dp_shard"
 
 
 def test_the_table_gives_counts_and_sizes_a_person_can_read():
-    records = [Collective("reduce_scatter", "dp_shard", "float32", 1536, True)] * 2
-    records.append(Collective("all_reduce", "world", "int64", 8, False))
-    assert [line.split() for line in table(records).splitlines()] == [
+    totals = [
+        Collective("reduce_scatter", "dp_shard", "float32", True, count=2, bytes=3072),
+        Collective("all_reduce", "world", "int64", False, count=1, bytes=8),
+    ]
+    assert [line.split() for line in table(totals).splitlines()] == [
         ["kind", "axis", "dtype", "pass", "count", "bytes"],
         ["reduce_scatter", "dp_shard", "float32", "backward", "2", "3.00", "KiB"],
         ["all_reduce", "world", "int64", "other", "1", "8", "B"],
@@ -431,11 +434,13 @@ def test_every_rank_traces_the_chosen_steps(folder, results):
     assert files == {"collectives_step12.txt", "collectives_step12.json"} | traces
 
 
-def test_the_collectives_of_one_step_are_printed_and_saved_by_rank_0(folder, results):
+def test_the_collectives_of_one_step_are_logged_and_saved_by_rank_0(folder, results):
     text = (folder / "whole/profiling/collectives_step12.txt").read_text()
-    said = results[0]["profiler"]["whole"]
-    assert said[0] + "\n" == text
+    table, trace = results[0]["profiler"]["whole"]
+    assert table + "\n" == text
     assert text.startswith("collectives of step 12 on rank 0 (dp_replicate 2, dp_shard 2, tp 1):\n")
+    assert max(map(len, text.splitlines())) <= 71  # 80 columns with the time
+    assert trace.endswith("whole/profiling/trace_step13_14_rank0.json.gz")
     saved = json.loads((folder / "whole/profiling/collectives_step12.json").read_text())
     assert saved["step"] == 12
     assert saved["mesh"] == {"dp_replicate": 2, "dp_shard": 2, "tp": 1}
@@ -451,18 +456,23 @@ def test_the_collectives_of_one_step_are_printed_and_saved_by_rank_0(folder, res
     assert all(result["profiler"]["whole"] == [] for result in results[1:])
 
 
-def test_a_run_too_short_to_be_traced_says_so(folder, results):
+def test_a_run_too_short_to_be_traced_warns(folder, results):
     assert results[0]["profiler"]["short"] == [
-        "profiling: none of 2 steps were traced: this start ran 2 steps, and tracing begins after "
-        "profiling.profile_warmup = 5 of them"
+        "profiling incomplete: 2 of 7 steps ran; lower its warmup"
     ]
     assert list((folder / "short/profiling").iterdir()) == []
 
 
-def test_a_run_that_ends_while_traced_keeps_what_it_has(folder, results):
+def test_a_run_that_ends_before_its_first_traced_step_writes_no_trace(folder, results):
+    files = {path.name for path in (folder / "counted/profiling").iterdir()}
+    assert files == {"collectives_step12.txt", "collectives_step12.json"}
+
+
+def test_a_run_that_ends_while_it_is_traced_writes_the_steps_so_far(folder, results):
     files = {path.name for path in (folder / "partial/profiling").iterdir()}
     assert {f"trace_step12_12_rank{rank}.json.gz" for rank in range(WORLD)} <= files
-    assert "1 of 3 steps were traced" in results[0]["profiler"]["partial"][-1]
+    warning = results[0]["profiler"]["partial"][-1]
+    assert warning.startswith("profiling incomplete: 2 of 4 steps ran")
 
 
 def test_switched_off_it_writes_nothing(folder, results):

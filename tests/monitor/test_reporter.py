@@ -1,40 +1,75 @@
-"""What a run says to Weights & Biases: the lines of its files, under names that tell them apart."""
+"""What a run reports of its held-out parts and benchmarks: files, wandb and the console."""
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lingua.data.prepare.sources import prepare_sources
 from lingua.monitor.metrics import LoggingArgs, WandbArgs
 from lingua.monitor.reporter import Reporter
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
+from lingua.tokenizer import build_tokenizer
+from tests.apps.runs import Runs, arguments
 
 
-def report_here(dump_dir: Path) -> dict[str, Any]:
+def report_here(dump_dir: Path) -> tuple[dict[str, Any], list[str]]:
+    """The summary of the wandb run, and the logged messages."""
     os.environ["WANDB_SILENT"] = "true"
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger = logging.getLogger("lingua.monitor.reporter")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     mesh = start(torch.device("cpu"), detect_launch(), DistributedArgs())
     report = Reporter(
         LoggingArgs(wandb=WandbArgs(mode="offline")), dump_dir, mesh, name="a", config={}, step=0,
         steps=9, global_batch_size=1, seq_len=1, flops_per_token=1.0, dtype=torch.float32,
         trained_s=0.0, evaluates=True,
     )  # fmt: skip
-    held_out = {"nats_per_byte": 2.0, "nats_per_token": 2.0, "tokens": 5}
-    report.validation(3, "wiki", held_out)
-    report.evaluation([{"step": 4, "task": "arc", "acc,none": 0.5}])
+    held_out = {"nats_per_byte": 2.0, "nats_per_token": 3.0, "tokens": 5}
+    report.validation(54_000, "wiki", held_out)
+    report.validation(54_000, "pairs", {"loss": 0.5, "accuracy": 1.0})
+    report.validation_mean(54_000, 2, 1.5)
+    report.evaluation([{"step": 54_000, "task": "arc", "acc,none": 0.5}])
     summary = dict(report.wandb.summary)
     report.close()
-    return summary
+    logger.removeHandler(handler)
+    return summary, logged
 
 
-def test_benchmarks_and_held_out_losses_are_told_under_the_names_of_tasks_and_sources(
-    ranks, tmp_path
-):
-    [summary] = ranks.run(1, report_here, tmp_path)
-    assert summary["eval/arc/acc,none"] == 0.5 and summary["step"] == 4
+def test_held_out_losses_and_benchmarks_are_reported_under_their_sources_and_tasks(ranks, tmp_path):
+    [(summary, logged)] = ranks.run(1, report_here, tmp_path)
+    assert summary["eval/arc/acc,none"] == 0.5 and summary["step"] == 54_000
     assert summary["validation/wiki/nats_per_byte"] == 2.0
     assert "validation/wiki/source" not in summary and "eval/arc/task" not in summary
     [line] = (tmp_path / "metrics.eval.jsonl").read_text().splitlines()
     assert json.loads(line)["task"] == "arc"
+    lines = (tmp_path / "metrics.validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["source"] for line in lines] == ["wiki", "pairs"]
+    assert logged == [
+        "step 54000 held-out wiki: 2.0000 nats/byte, 3.0000 nats/token",
+        "step 54000 held-out pairs: loss 0.5000, accuracy 1.0000",
+        "step 54000 held-out mean of 2 sources: 1.5000 nats/byte",
+    ]
+    assert max(map(len, logged)) <= 71  # 80 columns with the time
+
+
+def test_the_held_out_loss_of_several_sources_is_logged_as_their_mean_over_bytes(ranks, tmp_path):
+    for name, words in (("one", "some words"), ("two", "words and more words of it")):
+        lines = [json.dumps({"text": f"{words} {i}"}) + "\n" for i in range(400)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    args = arguments({"data.root_dir": tmp_path})
+    prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=str)
+    run = Runs(ranks, tmp_path, tmp_path).train((1, 1, 1), {"stop_at": 1, "validation.every": 1})
+    losses = [line["nats_per_byte"] for line in run.held_out]
+    sizes = [line["bytes"] for line in run.held_out]
+    nats = [loss * size for loss, size in zip(losses, sizes, strict=True)]
+    mean = f"{sum(nats) / sum(sizes):.4f}"
+    assert f"step 1 held-out mean of 2 sources: {mean} nats/byte" in run.log
+    assert mean != f"{sum(losses) / 2:.4f}"

@@ -1,4 +1,4 @@
-"""The frozen code of a run. That it holds what git lists is tested by jobs, in test_stool.py."""
+"""The frozen code of a run. Copying a checkout is tested by jobs, in test_stool.py."""
 
 import subprocess
 from pathlib import Path
@@ -9,7 +9,7 @@ from lingua.errors import UserError
 from lingua.slurm.freeze import freeze_code
 
 
-def test_a_run_that_launches_from_its_frozen_code_hands_on_that_code(tmp_path: Path) -> None:
+def test_a_launch_from_frozen_code_copies_that_code(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     (first / "code" / "apps" / "__pycache__").mkdir(parents=True)
     (first / "code" / "apps" / "train.py").write_text("1\n")
@@ -23,7 +23,7 @@ def test_a_run_that_launches_from_its_frozen_code_hands_on_that_code(tmp_path: P
     assert (second / "code.commit").read_text() == "abc\n"
 
 
-def test_a_checkout_without_a_commit_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+def test_a_checkout_without_a_commit_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     checkout, dump_dir = tmp_path / "checkout", tmp_path / "runs" / "new"
     checkout.mkdir()
     (checkout / "train.py").write_text("1\n")

@@ -1,4 +1,4 @@
-"""Words of Slurm, understood. What a job asks of it is tested by whole jobs in test_stool.py."""
+"""Slurm's time limits and environment variables; its commands are tested in test_stool.py."""
 
 import pytest
 
@@ -19,11 +19,11 @@ from lingua.slurm.jobs import environment_of_another, seconds_of
         ("soon", None),
     ],
 )
-def test_a_time_limit_in_any_form_of_sbatch_is_so_many_seconds(time, seconds) -> None:
+def test_a_time_limit_in_any_form_of_sbatch_is_converted_to_seconds(time, seconds) -> None:
     assert seconds_of(time) == seconds
 
 
-def test_what_launches_another_job_does_not_hand_on_its_own_place(monkeypatch) -> None:
+def test_another_job_does_not_inherit_the_variables_of_this_one(monkeypatch) -> None:
     own = ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "PMIX_RANK", "RANK", "LOCAL_WORLD_SIZE")
     own += ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "CUDA_VISIBLE_DEVICES")
     own += ("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")

@@ -1,4 +1,4 @@
-"""setup/slurm_local.sh: a Slurm on this machine, which leaves nothing behind."""
+"""setup/slurm_local.sh: Slurm on this machine, which leaves nothing behind."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ pytestmark = needs_slurm
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of all that runs with the folder in its arguments or environment."""
+    """Command lines of all processes with the folder in their arguments or environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -26,19 +26,19 @@ def processes_of(folder: Path) -> list[str]:
 def test_a_cluster_runs_jobs_on_its_nodes_and_stopping_it_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     with slurm_here(folder, 2) as env:
-        said = subprocess.run(
+        done = subprocess.run(
             ["srun", "--nodes=2", "sh", "-c", 'echo "$SLURMD_NODENAME"'],
             env=env,
             capture_output=True,
             text=True,
             check=True,
         )
-        assert sorted(said.stdout.split()) == ["n1", "n2"]
+        assert sorted(done.stdout.split()) == ["n1", "n2"]
         again = subprocess.run(
             [SCRIPT, "start", "1", folder], env=env, capture_output=True, text=True
         )
         assert again.returncode == 2 and f"{folder} exists" in again.stderr
-        # A job that runs, on a node whose daemon is dead, still when the cluster is stopped.
+        # A job that still runs, on a node whose daemon is dead, when the cluster is stopped.
         seconds = "1234.5"
         sbatch = ["sbatch", "--parsable", "--nodelist=n2", "--output=/dev/null"]
         subprocess.run([*sbatch, f"--wrap=sleep {seconds}"], env=env, check=True, text=True)
@@ -49,7 +49,7 @@ def test_a_cluster_runs_jobs_on_its_nodes_and_stopping_it_leaves_nothing(tmp_pat
     assert processes_of(folder) == []
 
 
-def test_a_folder_that_is_no_cluster_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_cluster_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "slurm.conf").write_text("ClusterName=serious\n")
     subprocess.run([SCRIPT, "stop", tmp_path], check=True, capture_output=True)
     assert (tmp_path / "slurm.conf").exists()

@@ -1,7 +1,7 @@
 """Jobs on a real Slurm: launched, interrupted in every way, swept, and refused where they must be.
 
 All jobs run from a checkout of their own, which tests may edit. They are launched together, so
-that they run side by side while the tests ask for one after the other.
+that they run at the same time while the tests wait for one after the other.
 """
 
 import json
@@ -20,20 +20,20 @@ from typing import Any
 import pytest
 
 from lingua.errors import UserError
-from lingua.slurm.launch import JobArgs, _split, launch, launch_sweep, main
+from lingua.slurm.launch import JobArgs, launch, main, split_values
 from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.local_slurm import needs_slurm, slurm_here
 
 REPO = Path(__file__).parents[2]
 HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
-STEPS, SLOW_S = 20, 2.5  # a slow run has 50 seconds to be met on its way
-WAIT_S = 180.0  # of a job: two busy cores run a dozen of them
+STEPS, SLOW_S = 20, 2.5  # a slow run takes 50 seconds, in which a test interrupts it
+WAIT_S = 180.0  # for a job: two busy cores run a dozen of them
 LAUNCH = """
 import json, sys
-from lingua.stool import JobArgs, launch
+from lingua.slurm.launch import JobArgs, launch
 for job, arguments in json.load(sys.stdin):
-    launched = launch(JobArgs(**job), arguments)
+    [launched] = launch(JobArgs(**job), arguments)
     print("launched", json.dumps([launched.job_id, launched.exit_code]))
 """
 
@@ -56,13 +56,13 @@ class Cluster:
         end = time.monotonic() + WAIT_S
         while not (result := found()):
             assert time.monotonic() < end, (
-                f"waited in vain for {what}\n{self.ask('squeue', '--states=all')}\n{self.logs()}"
+                f"no {what} in {WAIT_S} s\n{self.ask('squeue', '--states=all')}\n{self.logs()}"
             )
             time.sleep(0.2)
         return result
 
     def arguments(self, dump_dir: Path, **more: Any) -> list[str]:
-        """Of a run of STEPS steps."""
+        """The arguments of a run of STEPS steps."""
         values = SMALL | {"stop_at": None, "steps": STEPS, "data.root_dir": self.text} | more
         values["checkpoint.dump.every"] = 2
         return [
@@ -82,15 +82,15 @@ class Cluster:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
-        return [json.loads(said[1]) for said in lines if said[0] == "launched"]
+        return [json.loads(line[1]) for line in lines if line[0] == "launched"]
 
     def shown(self, job: str) -> dict[str, str]:
-        """Slurm's own words about a job: JobState, Restarts, NodeList, ..."""
+        """What Slurm shows of a job: JobState, Restarts, NodeList, ..."""
         words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def ended(self, job: str, state: str = "COMPLETED") -> dict[str, str]:
-        """What Slurm says of a job once it has ended, in that state."""
+        """Wait until a job has ended, in that state. Returns what Slurm shows of it."""
 
         def found() -> dict[str, str] | None:
             shown = self.shown(job)
@@ -101,8 +101,8 @@ class Cluster:
         assert shown["JobState"] == state, self.logs()
         return shown
 
-    def on_its_way(self, dump_dir: Path) -> None:
-        """Wait until the run has made some steps, not all."""
+    def wait_for_steps(self, dump_dir: Path) -> None:
+        """Wait until the run has completed some steps, not all."""
         metrics = dump_dir / "metrics.jsonl"
 
         def lines() -> int:
@@ -134,13 +134,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
-    """Dump dir and job id of every job of two ranks on two nodes, by what has happened to it."""
+    """Dump dir and job id of every job of two ranks on two nodes, by what happens to it."""
     slow = {"setup": [f"export STEP_S={SLOW_S}"]}
     wanted = {
         "plain": {"slurm": {"hold": True}},
         "fail": {"setup": ["export FAIL_RANK=1"]},
-        # Slurm looks at times every 30 seconds and sends the signal up to 60 of them early: here
-        # 30 to 90 seconds after the start.
+        # Slurm checks times every 30 seconds and sends the signal up to 60 seconds early: here it
+        # comes 30 to 90 seconds after the start.
         "time limit": {"setup": ["export STEP_S=6"], "time": "2", "signal_s": 30},
         "requeue": slow,
         "signal": slow,
@@ -162,7 +162,7 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     try:
         cluster.ask("scontrol", "release", jobs["plain"][1])
         for name in ("requeue", "signal", "cancel", "preemption", "node"):
-            cluster.on_its_way(jobs[name][0])
+            cluster.wait_for_steps(jobs[name][0])
             interrupt(cluster, name, jobs[name][1])
         cluster.ended(jobs["plain"][1])
     finally:
@@ -225,9 +225,7 @@ def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(
 
 
 @needs_slurm
-def test_a_resumed_run_that_is_another_is_seen_to_differ(
-    reference: Outcome, tmp_path: Path
-) -> None:
+def test_the_comparison_of_runs_notices_a_changed_loss(reference: Outcome, tmp_path: Path) -> None:
     lines = [
         line | {"loss": line["loss"] * (1 + (line["step"] == 9) * 1e-4)} for line in reference.lines
     ]
@@ -252,7 +250,7 @@ def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(
 
 
 @needs_slurm
-def test_a_cancelled_job_stays_cancelled_and_goes_on_with_fewer_nodes_when_launched_again(
+def test_a_cancelled_job_stays_cancelled_and_resumes_on_fewer_nodes_when_launched_again(
     cluster: Cluster, jobs: dict[str, tuple[Path, str]], reference: Outcome
 ) -> None:
     dump_dir, job = jobs["cancel"]
@@ -281,7 +279,7 @@ def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_sho
 
 
 @needs_slurm
-def test_a_rank_is_shown_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_has(
+def test_a_rank_sees_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_sees(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     # Another job has the first GPU of n1, so that what a job has is another part of either node.
@@ -291,7 +289,7 @@ def test_a_rank_is_shown_all_the_gpus_its_job_has_on_the_node_or_one_that_no_oth
     job = {"script": "tests.gpu_app", "nodes": 2, "ngpu": 2, "exclude": "n3,n4,n5,n6"}
     places = {gpus: cluster.runs / f"gpus {gpus}" for gpus in ("node", "task")}
     scratch = ("env", f"TMPDIR={tmp_path}")
-    # They are launched from within a job whose GPUs are bound, which must not become their way.
+    # They are launched from within a job whose GPUs are bound, which they must not inherit.
     launched = cluster.launch(
         *((job | {"gpus": gpus}, [f"dump_dir={place}"]) for gpus, place in places.items()),
         within=("salloc", "--nodelist=n6", "--ntasks=2", "--gpus-per-task=1", *scratch),
@@ -300,9 +298,9 @@ def test_a_rank_is_shown_all_the_gpus_its_job_has_on_the_node_or_one_that_no_oth
     for (gpus, place), (job_id, _) in zip(places.items(), launched, strict=True):
         cluster.ended(job_id)
         logs = (place / "logs" / job_id).glob("*_log.out")
-        said = [log.read_text().splitlines()[-2:] for log in logs]
-        shown[gpus] = sorted(place for _, place in said)
-        folders |= {folder for folder, _ in said}
+        printed = [log.read_text().splitlines()[-2:] for log in logs]
+        shown[gpus] = sorted(place for _, place in printed)
+        folders |= {folder for folder, _ in printed}
     cluster.ask("scancel", holder)
     assert folders == {str(tmp_path)}
     assert shown == {  # rank, node, local rank, GPUs
@@ -362,7 +360,7 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(
 def refused(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., str]:
-    """What launching is refused with, having submitted, written and deleted nothing."""
+    """The error of a refused launch, which has submitted, written and deleted nothing."""
     for key in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(key, cluster.env[key])
     (tmp_path / "there").mkdir()
@@ -392,15 +390,15 @@ def test_wrong_input_is_refused_by_name_before_anything_is_done(
     assert "Partition nope" in refused(partition="nope", time=None)
     assert "node configuration is not available" in refused(nodes=9)
     for gpus in ("node", "task"):
-        told = refused(gpus=gpus, ngpu=5, arguments=["data.global_batch_size=10"])  # nodes have 4
-        assert "node configuration is not available" in told
-        assert f"nodes = 1, ngpu = 5, gpus = {gpus}" in told
+        error = refused(gpus=gpus, ngpu=5, arguments=["data.global_batch_size=10"])  # nodes have 4
+        assert "node configuration is not available" in error
+        assert f"nodes = 1, ngpu = 5, gpus = {gpus}" in error
     assert "slurm.gpus = 5" in refused(slurm={"gpus": 5})
     assert "config=missing.yaml: cannot be read" in refused(arguments=["config=missing.yaml"])
-    assert "exists" in (told := refused("there")) and "dirs_exists_ok=true" in told
+    assert "exists" in (error := refused("there")) and "dirs_exists_ok=true" in error
     assert "cannot be imported" in refused(script="apps.nope")
     assert "must have a function check" in refused(script="lingua.errors")
-    assert r"dump_dir = " in (told := refused("two\nlines")) and r"'\n'" in told
+    assert r"dump_dir = " in (error := refused("two\nlines")) and r"'\n'" in error
     assert r"'%'" in refused("%j")
     assert "account" in refused(account="a\n#SBATCH --wrap=id")
     assert "slurm.A b" in refused(slurm={"A b": "1"})
@@ -411,17 +409,17 @@ def test_wrong_input_is_refused_by_name_before_anything_is_done(
 
 
 @needs_slurm
-def test_the_config_is_judged_for_the_ranks_that_were_asked_for(
+def test_the_config_is_validated_for_the_number_of_ranks(
     refused: Callable[..., str],
 ) -> None:
     shape = ["distributed.dp_shard=3"]
     assert "product is 3, but 8 processes" in refused(arguments=shape, nodes=2, ngpu=4)
     assert "must divide model.n_heads" in refused(arguments=["distributed.tp_size=8"], ngpu=8)
-    told = refused(arguments=["grad_acc_steps=5"], nodes=2)
-    assert "grad_acc_steps = 5" in told and "each of 2 data-parallel ranks" in told
+    error = refused(arguments=["grad_acc_steps=5"], nodes=2)
+    assert "grad_acc_steps = 5" in error and "each of 2 data-parallel ranks" in error
     assert "data.sources.three" in refused(arguments=["data.sources={three: 1}"])
-    told = refused(arguments=["partiton=x"])
-    assert "partiton: unknown key" in told and 'did you mean "partition"?' in told
+    error = refused(arguments=["partiton=x"])
+    assert "partiton: unknown key" in error and 'did you mean "partition"?' in error
 
 
 @needs_slurm
@@ -430,12 +428,12 @@ def test_a_dump_dir_in_use_is_refused_and_a_sweep_names_its_bad_member(
 ) -> None:
     job = cluster.ask("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
     (tmp_path / "there" / "job_id").write_text(job)
-    told = refused("there", dirs_exists_ok=True)
-    assert f"job {job} is PENDING there" in told
+    error = refused("there", dirs_exists_ok=True)
+    assert f"job {job} is PENDING there" in error
     cluster.ask("scancel", job)
     with pytest.raises(UserError, match=r"model\.dim=0: model\.dim = 0"):
         args = JobArgs(script="tests.slurm_app", gpus="none")
-        launch_sweep(args, cluster.arguments(tmp_path / "new"), {"model.dim": ["22", "0"]})
+        launch(args, cluster.arguments(tmp_path / "new"), {"model.dim": ["22", "0"]})
 
 
 def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Path) -> None:
@@ -454,14 +452,14 @@ def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Pa
                 assert launcher.poll() is None, launcher.stdout.read().decode()
                 time.sleep(0.05)
             launcher.send_signal(signal.SIGTERM)
-            said = launcher.communicate(timeout=60)[0].decode()
+            output = launcher.communicate(timeout=60)[0].decode()
         finally:
             launcher.kill()
-    [log] = sweep.glob("*/train.log")  # of the first: the second was not begun
-    assert "stopped by SIGTERM after step" in log.read_text(), said
+    [log] = sweep.glob("*/train.log")  # of the first: the second was not started
+    assert "stopped by SIGTERM after step" in log.read_text(), output
     [checkpoint] = (log.parent / "checkpoints").glob("0*")
     assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
-    assert launcher.returncode, said
+    assert launcher.returncode, output
 
 
 def test_print_shows_the_script_and_needs_no_slurm(
@@ -501,9 +499,18 @@ def test_print_shows_the_script_and_needs_no_slurm(
         ("1e-3,3e-4", ["1e-3", "3e-4"]),
         ("{a: 1, b: 2},[1,2]", ["{a: 1, b: 2}", "[1,2]"]),
         ("'a,b', \"c']\",d", ["'a,b'", '"c\']"', "d"]),
+        ("runs/a b.yaml", ["runs/a b.yaml"]),
     ],
 )
-def test_the_values_of_a_sweep_are_parted_by_commas_outside_of_brackets_and_quotes(
+def test_the_values_of_a_sweep_are_split_at_commas_outside_of_brackets_and_quotes(
     text: str, values: list[str]
 ) -> None:
-    assert _split(text) == values
+    assert split_values("key", text) == values
+
+
+@pytest.mark.parametrize("text", ["", "[1,2", "a,,b"])
+def test_values_of_a_sweep_that_are_no_list_are_refused(text: str) -> None:
+    with pytest.raises(
+        UserError, match=r"sweep\.optim\.lr = .*: must be values separated by commas"
+    ):
+        split_values("optim.lr", text)
