@@ -1,7 +1,7 @@
 """Counter-based hashing in tensor arithmetic: bits that depend on a key and an index alone.
 
-What would be random elsewhere (initial weights) and what proves that two runs saw the same rows
-(the batch hash) are built on it: the same on every device, for any split of the work.
+Initial weights, dropout masks, sampled tokens and the batch hash, which shows that two runs used
+the same rows, are built on it: the same on every device, for any split of the work.
 """
 
 import hashlib
@@ -37,12 +37,12 @@ def batch_hash(row_ids: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
     """Sum over rows, modulo 2^64, of a hash of (row id, its tokens and targets).
 
     Args:
-        row_ids: int64 B; -1 marks a padding row, which does not count.
+        row_ids: int64 B; -1 marks a padding row, which is left out.
         tokens: int64 B S.
         targets: int64 V B S.
 
     Returns:
-        int64 scalar on the tensors' device, which sums over micro-steps and ranks.
+        int64 scalar on the tensors' device; it can be summed over micro-steps and ranks.
     """
     values = torch.cat((tokens[None], targets)).transpose(0, 1).flatten(1)  # B (V+1)*S
     column = torch.arange(values.shape[1], device=values.device)

@@ -1,9 +1,9 @@
 """Initial weights that do not depend on the topology.
 
 The value of a parameter is a function of (seed, parameter name, global index): each rank computes
-just the elements it holds, with a counter-based hash in place of a random generator. A model needs
-no code for this: its modules define `reset_parameters` with `torch.nn.init`, as torch's own do, and
-`init_parameters` runs them with the random draws replaced.
+the elements of its own shard with a counter-based hash in place of a random generator. A model
+needs no code for this: its modules define `reset_parameters` with `torch.nn.init`, as torch's own
+do, and `init_parameters` runs them with the random draws replaced.
 """
 
 import math
@@ -21,26 +21,24 @@ from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.hashing import hash_bits, key_of
 
+KINDS = {torch.ops.aten.normal_.default: "normal", torch.ops.aten.uniform_.default: "uniform"}
 CHUNK = 1 << 22  # elements hashed at a time, which bounds the int64 and float64 temporaries
 
 
 def _global_index(t: Tensor, start: int, stop: int) -> Tensor:
-    """Row-major index, in the whole tensor, of the elements `start:stop` this rank holds."""
-    if not isinstance(t, DTensor):
-        return torch.arange(start, stop, device=t.device)
-    local, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    """Row-major index, in the whole tensor, of the elements `start:stop` of this rank's part."""
     flat = torch.arange(start, stop, device=t.device)
+    if not isinstance(t, DTensor):
+        return flat
+    shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     index = torch.zeros_like(flat)
-    stride = 1
-    for size, first, whole in reversed(list(zip(local, offset, t.shape, strict=True))):
-        index += (flat % size + first) * stride
-        flat = flat // size
-        stride *= whole
+    for at, first, size in zip(torch.unravel_index(flat, shape), offset, t.shape, strict=True):
+        index = index * size + at + first
     return index
 
 
 def _draw(t: Tensor, key: int, kind: str, a: float, b: float) -> None:
-    """Fill the local part of `t`: uniform in [a, b), or normal with mean a and deviation b."""
+    """Fill this rank's part of `t`: uniform in [a, b), or normal with mean a and deviation b."""
     own = local(t)
     values = torch.empty(own.numel(), dtype=own.dtype, device=own.device)
     for start in range(0, own.numel(), CHUNK):
@@ -59,8 +57,8 @@ def _draw(t: Tensor, key: int, kind: str, a: float, b: float) -> None:
 class _SeededDraws(TorchDispatchMode):
     """Replaces normal_ and uniform_ by draws keyed by (seed, parameter name, draw, index).
 
-    A draw into a temporary tensor, as `nn.init.trunc_normal_` makes them, counts as a further draw
-    of the parameter that was drawn last. Other random operations are refused.
+    A draw into a temporary tensor, as in `nn.init.trunc_normal_`, counts as a further draw of the
+    parameter that was drawn last. Other random operations are refused.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -70,29 +68,24 @@ class _SeededDraws(TorchDispatchMode):
         self.current, self.draws = "", 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        kinds = {
-            torch.ops.aten.normal_.default: "normal",
-            torch.ops.aten.uniform_.default: "uniform",
-        }
-        if func not in kinds:
+            return func(*args, **(kwargs or {}))
+        if func not in KINDS:
             raise UserError(
                 f"a reset_parameters of the model calls {func}: initial values can only be drawn "
-                "with normal_ and uniform_, and what torch.nn.init makes of them"
+                "with normal_ and uniform_, and with functions of torch.nn.init based on them"
             )
         t, *bounds = args
         if id(t) in self.names:
             self.current, self.draws = self.names[id(t)], 0
         a, b = (*bounds, *(0.0, 1.0)[len(bounds) :])
-        _draw(t, key_of(self.seed, self.current, self.draws), kinds[func], a, b)
+        _draw(t, key_of(self.seed, self.current, self.draws), KINDS[func], a, b)
         self.draws += 1
         return t
 
 
 def canonical_name(name: str) -> str:
-    """The name a parameter has in the plain model, without what wrappers put in between."""
+    """The name of a parameter in the plain model, without the names of wrappers."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -104,10 +97,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def ties_kept(model: nn.Module) -> Iterator[None]:
-    """Parameters that modules share on entering are shared again on leaving.
-
-    `to_empty` and `parallelize_module` replace each module's parameters one by one.
-    """
+    """Tie the parameters that were tied before the block again after it: `to_empty` and
+    `parallelize_module` replace each module's parameters one by one."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -121,14 +112,14 @@ def ties_kept(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
-    """Give a model on the meta device its memory on `device` and its initial values.
+    """Allocate a model that is on the meta device on `device`, and give it its initial values.
 
     Every module's `reset_parameters` runs, children before parents, so that a block overrides what
     its linears do by default.
 
     Raises:
         UserError: names the parameters and buffers that no `reset_parameters` filled, and those
-            that one filled without regard for their being sharded.
+            that one replaced by a whole tensor although they are sharded.
     """
     with ties_kept(model):
         model.to_empty(device=device)
@@ -148,19 +139,15 @@ def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
             f"a reset_parameters of the model fills {', '.join(resized)} in a way that does not "
             "work for sharded parameters (nn.init.eye_ is one): copy_ the values instead"
         )
-    missing = []
-    for name, t in named_tensors(model):
-        whole = t._version != versions[name]
-        if t.is_floating_point():
-            whole = not local(t).isnan().any()
-        missing.append(not whole)
-    # A rank whose shard is empty cannot see a hole, so ranks compare before anyone leaves.
-    flags = torch.tensor(missing, dtype=torch.int32)
-    if dist.is_initialized() and len(missing):
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    names = [
-        name for (name, _), bad in zip(named_tensors(model), flags.tolist(), strict=True) if bad
+    missing = [
+        bool(local(t).isnan().any()) if t.is_floating_point() else t._version == versions[name]
+        for name, t in named_tensors(model)
     ]
+    # A rank with an empty shard finds nothing missing: ranks compare before any of them raises.
+    flags = torch.tensor(missing, dtype=torch.int32)
+    if dist.is_initialized() and missing:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    names = [name for name, flag in zip(versions, flags.tolist(), strict=True) if flag]
     if names:
         raise UserError(
             f"no reset_parameters of the model fills {', '.join(names)}: "

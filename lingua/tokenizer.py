@@ -3,7 +3,7 @@
     tokenizer = build_tokenizer(TokenizerArgs(name="sp", path="tokenizer.model"))
     ids = tokenizer.encode("text", bos=True, eos=True)
 
-Text is always text: a special token's name in it (`<s>`, `<|end_of_text|>`) is not that token.
+The name of a special token inside a text (`<s>`, `<|end_of_text|>`) is encoded as text.
 """
 
 import base64
@@ -13,19 +13,16 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from lingua.config.schema import Guarded
-from lingua.errors import UserError, nearest
-
-Name = Literal["bytes", "sp", "tiktoken", "hf"]
+from lingua.errors import UserError
 
 FILES = {
     "sp": "a sentencepiece .model file",
@@ -36,26 +33,29 @@ FILES = {
 
 @dataclass
 class TokenizerArgs:
-    name: Guarded[Name] = "bytes"  # bytes, sp (sentencepiece), tiktoken, hf (tokenizer.json)
+    # bytes, sp (sentencepiece), tiktoken, hf (tokenizer.json)
+    name: Guarded[Literal["bytes", "sp", "tiktoken", "hf"]] = "bytes"
     path: Guarded[str | None] = None  # the tokenizer's file; bytes needs none
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        need = _path_problem(self)
-        if need is not None:
-            yield "path", need
+        if self.name == "bytes":
+            return
+        if not self.path:
+            yield "path", f"must be given for the tokenizer {self.name}: {FILES[self.name]}"
+        elif not (file := tokenizer_file(self)).is_file():
+            yield "path", f"must be {FILES[self.name]}; {file} is not a file"
 
 
 class Codec(Protocol):
-    """What differs between the libraries. Ids are those of the text alone, without bos and eos."""
+    """What differs between the libraries. Ids are those of the text, without bos and eos."""
 
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
-    content: bytes  # whatever decides which ids a text gets
+    content: bytes  # what determines the ids of a text
 
     def encode_batch(self, texts: Sequence[str]) -> Iterable[Any]: ...
     def decode(self, ids: list[int]) -> str: ...
-    def byte_offsets(self, text: str) -> np.ndarray: ...
 
 
 class Tokenizer:
@@ -64,14 +64,17 @@ class Tokenizer:
     def __init__(self, name: str, codec: Codec) -> None:
         self.name = name
         self.vocab_size = codec.vocab_size
-        self.bos_id = codec.bos_id
-        self.eos_id = codec.eos_id
+        self.bos_id, self.eos_id = codec.bos_id, codec.eos_id
         self.dtype = np.dtype(np.uint16 if codec.vocab_size <= 2**16 else np.uint32)
         self._codec = codec
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """Ids of the text, `dtype` [n]. UserError where bos or eos is asked for and does not exist;
-        UnicodeEncodeError on a lone surrogate, which is no character."""
+        """Ids of the text, `dtype` [n].
+
+        Raises:
+            UserError: bos or eos is asked for, and the tokenizer has none.
+            UnicodeEncodeError: the text has a lone surrogate, which is no character.
+        """
         parts = self.encode_batch([text])
         if bos:
             parts.insert(0, self._special("bos", self.bos_id))
@@ -82,40 +85,24 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, without bos and eos, by one call of the library."""
         try:
-            encoded = self._codec.encode_batch(texts)
-            return [np.asarray(ids, dtype=self.dtype) for ids in encoded]
-        except (TypeError, RuntimeError):  # what the libraries make of a lone surrogate
+            return [np.asarray(ids, dtype=self.dtype) for ids in self._codec.encode_batch(texts)]
+        except (TypeError, RuntimeError):  # what the libraries raise for a lone surrogate
             for text in texts:
                 text.encode("utf-8")
             raise
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text; special tokens leave none, bytes that are no UTF-8 become U+FFFD. An id outside
-        the vocabulary is an IndexError."""
+        """The text. Special tokens are left out, and bytes that are not UTF-8 become U+FFFD. An id
+        outside the vocabulary is an IndexError."""
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise IndexError(f"token {i} is outside the vocabulary of {self.vocab_size}")
         return self._codec.decode(ids)
 
-    def byte_offsets(self, text: str) -> np.ndarray:
-        """Where in the text's UTF-8 bytes each token of `encode(text)` starts, int64 [n].
-
-        The first token starts at 0 and offsets never fall, so the bytes cut at them are all of the
-        text. A token that holds nothing of the text (sentencepiece's leading space) is empty; a
-        token that begins inside a character starts at the right one of its bytes.
-        """
-        starts = np.asarray(self._codec.byte_offsets(text), dtype=np.int64)
-        if len(starts):
-            starts[0] = 0
-            # a normalizer may give a character more bytes than it had: never past the next token
-            starts = np.minimum.accumulate(starts[::-1])[::-1]
-        return starts
-
     def fingerprint(self) -> str:
         """Equal for tokenizers that give every text the same ids, on every machine."""
-        about = [self.name, self.vocab_size, self.bos_id, self.eos_id]
-        head = json.dumps(about).encode()
+        head = json.dumps([self.name, self.vocab_size, self.bos_id, self.eos_id]).encode()
         return hashlib.sha256(head + b"\0" + self._codec.content).hexdigest()
 
     def _special(self, what: str, token: int | None) -> np.ndarray:
@@ -128,20 +115,17 @@ class Tokenizer:
 
 
 def build_tokenizer(args: TokenizerArgs) -> Tokenizer:
-    """UserError when the name, the file or the library that reads it is not there or not right."""
-    names = get_args(Name)
-    if args.name not in names:
-        raise UserError(
-            f'data.tokenizer.name = "{args.name}": must be one of {", ".join(names)}'
-            f"{nearest(args.name, names)}"
-        )
+    """UserError when the file, or the library that reads it, is missing or wrong."""
     if args.name == "bytes":
         return Tokenizer("bytes", _Bytes())
-    need = _path_problem(args)
-    if need is not None:
-        raise UserError(_about_path(args, need))
+    for _, need in args.validate():
+        raise _path_error(args, need)
+    try:
+        content = tokenizer_file(args).read_bytes()
+    except OSError as e:
+        raise _path_error(args, f"cannot be read: {e.strerror}") from None
     codec = {"sp": _SentencePiece, "tiktoken": _Tiktoken, "hf": _HuggingFace}[args.name]
-    return Tokenizer(args.name, codec(args))
+    return Tokenizer(args.name, codec(args, content))
 
 
 class _Bytes:
@@ -156,58 +140,40 @@ class _Bytes:
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def byte_offsets(self, text: str) -> np.ndarray:
-        return np.arange(len(text.encode("utf-8")))
-
 
 class _SentencePiece:
-    def __init__(self, args: TokenizerArgs) -> None:
-        library = _library("sentencepiece", args)
-        self.content = _read(args)
+    def __init__(self, args: TokenizerArgs, content: bytes) -> None:
+        self.content = content
+        self.model = _library("sentencepiece", args).SentencePieceProcessor()
         try:
-            self.model = library.SentencePieceProcessor()
-            self.model.load_from_serialized_proto(self.content)
+            self.model.load_from_serialized_proto(content)
         except (RuntimeError, ValueError):
-            raise _not_a_tokenizer(args) from None
+            raise _wrong_file(args) from None
         self.vocab_size = self.model.vocab_size()
-        self.bos_id = self.model.bos_id() if self.model.bos_id() >= 0 else None
-        self.eos_id = self.model.eos_id() if self.model.eos_id() >= 0 else None
+        bos_id, eos_id = self.model.bos_id(), self.model.eos_id()  # -1: it has none
+        self.bos_id = bos_id if bos_id >= 0 else None
+        self.eos_id = eos_id if eos_id >= 0 else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # one thread: who encodes much text runs one tokenizer in each of several processes
+        # one thread: preparing data runs a tokenizer in each of several processes
         return self.model.encode(list(texts), return_type="numpy", num_threads=1)
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids)
 
-    def byte_offsets(self, text: str) -> np.ndarray:
-        # given bytes, the library counts in bytes
-        found = self.model.encode(text.encode("utf-8"), return_type="offset_mapping")
-        starts, into = [], 0
-        for token, (start, end) in zip(found["ids"], found["offsets"], strict=True):
-            # Of the byte tokens of one character all but the last are reported as empty.
-            starts.append(start + into)
-            into = into + 1 if self.model.is_byte(token) and start == end else 0
-        return np.array(starts, dtype=np.int64)
 
-
-# How Llama 3 cuts text before merging: contractions, words with the character before them, up to
-# three digits, punctuation, line ends, spaces.
-_WITHOUT_LOOK_AHEAD = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-    )
+# How Llama 3 splits text before merging: contractions, words with the character before them, up to
+# three digits, punctuation, line ends; then spaces.
+_WITHOUT_LOOK_AHEAD = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
 )
 _SPACES = r"\s+(?!\S)|\s+"
 SPLIT = f"{_WITHOUT_LOOK_AHEAD}|{_SPACES}"
-# The same. What stands in a group is left as a whole to an engine that knows no look-ahead and is
-# faster: one that knows it would try every alternative by itself.
+# The same expression: tiktoken's regex engine gives a group without look-ahead as a whole to a
+# faster engine; ungrouped, it tries every alternative by itself.
 _SPLIT_FAST = f"(?:{_WITHOUT_LOOK_AHEAD})|{_SPACES}"
-N_SPECIAL = 256  # bos, eos and 254 reserved ids behind the ranks, as in Llama 3
+N_SPECIAL = 256  # bos, eos and 254 reserved ids after the ranks, as in Llama 3
 # In a run of some hundred thousand spaces the library's regex engine fails ("Max stack size
 # exceeded"). A text is cut only inside such a run, so all others get exactly the library's tokens.
 LONGEST_SPACE = 100_000
@@ -215,120 +181,84 @@ _LONG_SPACE = re.compile(rf"\s{{{LONGEST_SPACE}}}")
 
 
 class _Tiktoken:
-    def __init__(self, args: TokenizerArgs) -> None:
+    def __init__(self, args: TokenizerArgs, content: bytes) -> None:
         library = _library("tiktoken", args)
-        pattern = _pattern(args)
-        self.content = _read(args) + pattern.encode()
-        ranks = _read_ranks(args)
-        self.n_ranks = len(ranks)
-        self.vocab_size = self.n_ranks + N_SPECIAL
-        self.bos_id, self.eos_id = self.n_ranks, self.n_ranks + 1
-        # With no special token at all the library looks for one at every character. This one is
-        # never allowed in a text, where its name is text.
-        special = {"<|begin_of_text|>": self.bos_id}
+        ranks = _read_ranks(args, content)
+        # a file of the same name with the suffix .pattern replaces Llama 3's expression
+        file = tokenizer_file(args).with_suffix(".pattern")
+        pattern = file.read_text(encoding="utf-8") if file.is_file() else SPLIT
+        self.content = content + pattern.encode()
+        self.vocab_size = len(ranks) + N_SPECIAL
+        self.bos_id, self.eos_id = len(ranks), len(ranks) + 1
         try:
             self.encoding = library.Encoding(
                 "lingua",
                 pat_str=_SPLIT_FAST if pattern == SPLIT else pattern,
                 mergeable_ranks=ranks,
-                special_tokens=special,
+                # Without any special token the library looks for one at every character. This one
+                # is never allowed in a text.
+                special_tokens={"<|begin_of_text|>": self.bos_id},
             )
         except ValueError as e:
-            raise UserError(_about_path(args, f"the pattern beside it is wrong: {e}")) from None
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Bytes of each rank's token."""
-        tokens = (self.encoding.decode_single_token_bytes(i) for i in range(self.n_ranks))
-        return np.fromiter(map(len, tokens), dtype=np.int64, count=self.n_ranks)
+            raise _path_error(args, f"{file} has a wrong pattern: {e}") from None
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         return map(self._encode, texts)
 
     def _encode(self, text: str) -> np.ndarray:
-        if len(text) < LONGEST_SPACE:
-            return self.encoding.encode_to_numpy(text, disallowed_special=())
-        cuts = [0, *(m.end() for m in _LONG_SPACE.finditer(text)), len(text)]
-        parts = [text[a:b] for a, b in pairwise(cuts)]
-        return np.concatenate(
-            [self.encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
-        )
+        long_spaces = _LONG_SPACE.finditer(text) if len(text) >= LONGEST_SPACE else ()
+        cuts = [0, *(m.end() for m in long_spaces), len(text)]
+        parts = (text[a:b] for a, b in pairwise(cuts))
+        encode = self.encoding.encode_to_numpy
+        return np.concatenate([encode(part, disallowed_special=()) for part in parts])
 
     def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode([i for i in ids if i < self.n_ranks], errors="replace")
-
-    def byte_offsets(self, text: str) -> np.ndarray:
-        lengths = self.lengths[self._encode(text)]
-        return np.cumsum(lengths) - lengths
+        return self.encoding.decode([i for i in ids if i < self.bos_id], errors="replace")
 
 
-def _pattern(args: TokenizerArgs) -> str:
-    """How text is cut before merging: Llama 3's way, unless a file .pattern beside the ranks, named
-    as they are, gives another regular expression."""
-    path = tokenizer_file(args).with_suffix(".pattern")
-    return path.read_text(encoding="utf-8") if path.is_file() else SPLIT
-
-
-def _read_ranks(args: TokenizerArgs) -> dict[bytes, int]:
-    """{token: rank} of a file with a line `base64-token rank` for each."""
+def _read_ranks(args: TokenizerArgs, content: bytes) -> dict[bytes, int]:
+    """{token: rank} from a line `base64-token rank` for each. tiktoken's own reader would keep a
+    copy of the file under its path, and read that copy where the file has changed."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(_read(args).splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            reason = f'line {number} is not "<token in base64> <rank>"'
-            raise _not_a_tokenizer(args, reason) from None
+            reason = f': line {number} is not "<token in base64> <rank>"'
+            raise _wrong_file(args, reason) from None
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise _not_a_tokenizer(args, "its ranks are not the numbers from 0, each once")
-    missing = [i for i in range(256) if bytes([i]) not in ranks]
-    if missing:
-        raise _not_a_tokenizer(args, f"it has no token for the byte {missing[0]:#04x}")
+        raise _wrong_file(args, ": its ranks are not the numbers from 0, each once")
+    for byte in range(256):
+        if bytes([byte]) not in ranks:
+            raise _wrong_file(args, f": it has no token for the byte {byte:#04x}")
     return ranks
 
 
-# Names under which published tokenizers keep their first and last token, where no
-# tokenizer_config.json beside the file says so.
+# The usual names of the first and last token, where no tokenizer_config.json beside the file gives
+# them.
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 
 
 class _HuggingFace:
-    def __init__(self, args: TokenizerArgs) -> None:
+    def __init__(self, args: TokenizerArgs, content: bytes) -> None:
         library = _library("tokenizers", args)
-        content = _read(args)
+        self.content = content
         try:
             self.tokenizer = library.Tokenizer.from_buffer(content)
         except Exception as e:  # the library raises no narrower type
-            raise _not_a_tokenizer(args, str(e)) from None
+            raise _wrong_file(args, f": {e}") from None
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.tokenizer.encode_special_tokens = True  # their names in a text are text
-        self.content = content
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values(), default=-1) + 1
         config = tokenizer_config(args)
         self.bos_id = _named_token(config, "bos_token", BOS_NAMES, ids)
         self.eos_id = _named_token(config, "eos_token", EOS_NAMES, ids)
-        spec = json.loads(content)
-        steps = spec.get("pre_tokenizer") or {}
-        steps = steps.get("pretokenizers", [steps])
-        self.of_bytes = any(step.get("type") == "ByteLevel" for step in steps)
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Bytes of each id's token, as far as its spelling tells."""
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, i in self.tokenizer.get_vocab(with_added_tokens=True).items():
-            if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
-                lengths[i] = 1
-            else:  # byte-level tokens are spelled with one character for each byte
-                lengths[i] = len(token) if self.of_bytes else len(token.encode("utf-8"))
-        for i, added in self.tokenizer.get_added_tokens_decoder().items():
-            lengths[i] = len(added.content.encode("utf-8"))
-        return lengths
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -336,27 +266,6 @@ class _HuggingFace:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def byte_offsets(self, text: str) -> np.ndarray:
-        encoded = self.tokenizer.encode(text, add_special_tokens=False)
-        chars = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        widths = 1 + (chars >= 0x80) + (chars >= 0x800) + (chars >= 0x10000)
-        char_start = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
-        lengths = self.lengths[np.asarray(encoded.ids, dtype=np.int64)]
-        before = np.cumsum(lengths) - lengths
-        added = int(lengths.sum() - char_start[-1])
-        if self.of_bytes and self.tokenizer.normalizer is None and added in (0, 1):
-            return np.maximum(before - added, 0)  # `added`: a space put before the text
-        # The library counts in characters. A token that begins inside the character in which the
-        # one before it ended begins where that one's bytes end.
-        starts, last_end = [], 0
-        for i, (start, end) in enumerate(encoded.offsets):
-            at = int(char_start[start])
-            if i and start < last_end:
-                at = min(starts[-1] + int(lengths[i - 1]), int(char_start[end]))
-            starts.append(at)
-            last_end = end
-        return np.array(starts, dtype=np.int64)
 
 
 def tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:
@@ -367,7 +276,7 @@ def tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise UserError(_about_path(args, f"{path} beside it cannot be read: {e}")) from None
+        raise _path_error(args, f"{path} beside it cannot be read: {e}") from None
     return config if isinstance(config, dict) else {}
 
 
@@ -380,31 +289,13 @@ def _named_token(
     return next((ids[name] for name in usual if name in ids), None)
 
 
-# ---- files, libraries and what is said about them
+# ---- files, libraries and errors
 
 
 def tokenizer_file(args: TokenizerArgs) -> Path:
-    """The file, also where `path` is the folder it is in."""
+    """The file, also where `path` is the folder that has it."""
     path = Path(args.path or "")
     return path / "tokenizer.json" if args.name == "hf" and path.is_dir() else path
-
-
-def _path_problem(args: TokenizerArgs) -> str | None:
-    """What is required of the path, None when it can be read as far as is seen from outside."""
-    if args.name not in FILES:
-        return None
-    if not args.path:
-        return f"must be given for the tokenizer {args.name}: {FILES[args.name]}"
-    if not tokenizer_file(args).is_file():
-        return f"must be {FILES[args.name]}; {tokenizer_file(args)} is not a file"
-    return None
-
-
-def _read(args: TokenizerArgs) -> bytes:
-    try:
-        return tokenizer_file(args).read_bytes()
-    except OSError as e:
-        raise UserError(_about_path(args, f"cannot be read: {e.strerror}")) from None
 
 
 def _library(name: str, args: TokenizerArgs) -> ModuleType:
@@ -417,10 +308,9 @@ def _library(name: str, args: TokenizerArgs) -> ModuleType:
         ) from None
 
 
-def _not_a_tokenizer(args: TokenizerArgs, reason: str = "") -> UserError:
-    reason = f": {reason}" if reason else ""
-    return UserError(_about_path(args, f"must be {FILES[args.name]}; this file is not{reason}"))
+def _wrong_file(args: TokenizerArgs, reason: str = "") -> UserError:
+    return _path_error(args, f"must be {FILES[args.name]}; this file is not{reason}")
 
 
-def _about_path(args: TokenizerArgs, need: str) -> str:
-    return f"data.tokenizer.path = {json.dumps(args.path, ensure_ascii=False)}: {need}"
+def _path_error(args: TokenizerArgs, need: str) -> UserError:
+    return UserError(f"data.tokenizer.path = {json.dumps(args.path, ensure_ascii=False)}: {need}")

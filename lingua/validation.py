@@ -39,10 +39,10 @@ def validate(
     """Loss over every target of the windows. Called by every rank.
 
     Args:
-        rows: windows of one forward on each data-parallel rank; the last ones are padded.
+        rows: windows of one forward on each data-parallel rank; the last forward is padded.
         n_targets: views the model predicts; the loss is that of the first.
-        marks: with document masks. Where these ignore the token that begins a document, it is not
-            measured either; it is no text.
+        marks: with document masks. Where documents begin with bos and masks ignore it as a target,
+            it is not measured either; it is not text.
 
     Returns:
         nats_per_token, nats_per_byte, bits_per_byte, and the tokens and bytes measured.
@@ -52,16 +52,16 @@ def validate(
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
     training = model.training
     model.eval()
-    for start in range(0, n, rows * degree):
-        mine = range(start + rank * rows, min(start + (rank + 1) * rows, n))
+    for start in range(rank * rows, n + rank * rows, rows * degree):
+        mine = slice(start, start + rows)
+        n_mine = len(held_out.tokens[mine])
         tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
         targets = torch.full((n_targets, rows, seq_len), IGNORE)
-        tokens[: len(mine)] = torch.as_tensor(held_out.tokens[mine.start : mine.stop])
-        targets[0, : len(mine)] = torch.as_tensor(held_out.targets[mine.start : mine.stop])
+        tokens[:n_mine] = torch.as_tensor(held_out.tokens[mine])
+        targets[0, :n_mine] = torch.as_tensor(held_out.targets[mine])
         batch = [tokens, targets]
         if marks is not None:
-            whole = torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy()
-            index = marks.index(whole)
+            index = marks.index(torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy())
             if marks.bos_id is not None:
                 marks.drop_targets(targets[0].numpy(), index, view=1)
             batch.append(torch.from_numpy(index[:, :seq_len].copy()))

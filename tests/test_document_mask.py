@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from apps.main.transformer import ModelArgs, Transformer, build_transformer
+from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.data.documents import DocumentMarks, document_marks
@@ -56,7 +57,7 @@ def test_a_masked_row_is_each_document_alone(changes: dict) -> None:
 
 
 @pytest.mark.parametrize("bos", [True, False])
-def test_documents_are_told_by_their_first_or_last_token(bos: bool) -> None:
+def test_documents_are_recognised_by_their_first_or_last_token(bos: bool) -> None:
     marks = DocumentMarks(BOS if bos else None, EOS, ignores_first=True)
     begin = [BOS] if bos else []
     documents = [[7, 8, EOS], [*begin, 1, 2, EOS], [*begin, EOS], [*begin, 3]]
@@ -77,8 +78,8 @@ def test_targets_across_a_document_start_are_ignored_at_every_distance() -> None
         assert (kept >= 0).all()
 
 
-def test_a_mask_needs_documents_that_can_be_told_apart() -> None:
-    args = DataArgs(document_mask="keep", add_bos=False, add_eos=False)
-    with pytest.raises(UserError, match=r"data\.document_mask = keep.*add_bos"):
-        document_marks(args, build_tokenizer(TokenizerArgs()))
+def test_a_mask_needs_documents_with_a_first_or_a_last_token() -> None:
+    with pytest.raises(UserError, match=r'document_mask = "keep": must be none .*add_bos'):
+        load(DataArgs, ["document_mask=keep", "add_bos=false", "add_eos=false", "sources.a=1"])
+    assert load(DataArgs, ["document_mask=keep", "add_bos=false", "sources.a=1"])
     assert document_marks(DataArgs(), build_tokenizer(TokenizerArgs())) is None

@@ -1,5 +1,5 @@
-"""Benchmarks while a run trains (`eval.*`): in its own processes, or each as a job of its own that
-the run launches and does not wait for. `apps.main.eval` is the program of those jobs."""
+"""Benchmarks while a run trains (`eval.*`): in its own processes, or each as a job of its own,
+which the run launches and does not wait for. `apps.main.eval` is the program of those jobs."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ from lingua.inference.harness import (
     find_tasks,
     metrics_lines,
     open_tasks,
-    table,
+    results_table,
     write_results,
 )
 from lingua.parallel.mesh import on_rank_0
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_benchmarks(args: TrainArgs) -> None:
-    """Raises UserError where an evaluation would: of its tasks it looks at the names alone. By one
+    """Raise UserError where an evaluation would; of its tasks only the names are checked. By one
     process, of a config whose every value is resolved."""
     if args.eval is None:
         return
@@ -52,11 +52,15 @@ def check_benchmarks(args: TrainArgs) -> None:
 
 
 def check_job(args: TrainArgs) -> None:
-    """Let the job's own program validate it, for a checkpoint such as this run will save. Raises
-    UserError where a launch would, but asks nothing of Slurm."""
+    """Validate the job with its own program, for a checkpoint such as this run will save. Slurm is
+    not asked.
+
+    Raises:
+        UserError: launching it would fail.
+    """
     with TemporaryDirectory() as folder:
         checkpoint = publish_config(Path(folder), to_yaml(args))
-        job, of_eval, sweep = split_arguments(job_words(args, checkpoint, 0))
+        job, of_eval, sweep = split_arguments(job_arguments(args, checkpoint, 0))
         if job.launcher != "slurm":
             raise UserError(f"job.launcher = {job.launcher}: must be slurm, or left out")
         if sweep:
@@ -72,8 +76,7 @@ class Benchmarks:
     """The benchmarks of a run. Made and called by every rank."""
 
     def __init__(self, args: TrainArgs) -> None:
-        """Loads the tasks and their data, before the run trains; raises UserError for what an
-        evaluation could not do."""
+        """Load the tasks and their data, before the run trains. Raises UserError as open_tasks."""
         self.tasks: dict[str, Any] = {}  # on rank 0
         self._reported: set[str] = set()  # failed jobs
 
@@ -87,8 +90,8 @@ class Benchmarks:
             on_rank_0(load)
 
     def evaluate(self, run: Run, stop: StopRequest) -> None:
-        """Evaluate the model as it is, or launch a job for its checkpoint. A failure is reported
-        and training goes on; an evaluation ends where the run is asked to stop."""
+        """Evaluate the model as it is, or launch a job for its checkpoint. A failure is logged and
+        training goes on; an evaluation stops where the run is asked to stop."""
         with run.report.paused():
             try:
                 if run.args.eval.launcher == "slurm":
@@ -100,31 +103,29 @@ class Benchmarks:
                 logger.error(f"step {run.progress.step} is not evaluated: {error}")
 
     def evaluate_missed(self, run: Run, stop: StopRequest) -> None:
-        """Evaluate the step that a run resumes from, if it was stopped before it did."""
+        """Run the missed evaluation of the step that a run resumes from, if one was due."""
         step = run.progress.step
         if step == 0 or not run.args.evaluation_due(step):
             return
         folder = results_folder(run.args, step)
-        # Or it was left to a job.
+        # job_id: a job was launched for it
         if on_rank_0(lambda: not any((*folder.glob("results_*"), *folder.glob("job_id")))):
             self.evaluate(run, stop)
 
     def _evaluate_here(self, run: Run, stop: StopRequest) -> None:
-        step, args = run.progress.step, run.args
+        step, args, data = run.progress.step, run.args, run.args.data
+        model, tokenizer, mesh = run.model, run.tokenizer, run.mesh
+
+        def stopping() -> bool:
+            return stop.signal is not None
+
         results = evaluate(
-            args.eval,
-            self.tasks,
-            run.model,
-            run.tokenizer,
-            run.mesh,
-            args.data.add_bos,
-            args.data.seq_len,
-            lambda: stop.signal is not None,
+            args.eval, self.tasks, model, tokenizer, mesh, data.add_bos, data.seq_len, stopping
         )
 
         def report() -> None:
             run.report.evaluation(metrics_lines(results, step))
-            logger.info(f"step {step} on benchmarks:\n{table(results).strip()}")
+            logger.info(f"step {step} on benchmarks:\n{results_table(results).strip()}")
             write_results(results_folder(args, step), results, step, flatten(args.eval))
 
         on_rank_0(report)
@@ -136,10 +137,9 @@ class Benchmarks:
         checkpoint = (run.saver.root / f"{step:010d}").absolute()
         if not checkpoint.is_dir():
             raise UserError(f"{checkpoint} was not saved")
-        # In a process of its own: neither this one's place in its job nor its libraries are the
-        # job's.
-        command = [sys.executable, "-m", "lingua.stool", *job_words(run.args, checkpoint, step)]
-        waited_for = WAITING in marks(checkpoint)  # by a job of an earlier start
+        # In a process of its own, without this job's place in Slurm and its loaded libraries.
+        command = [sys.executable, "-m", "lingua.stool", *job_arguments(run.args, checkpoint, step)]
+        waited_for = WAITING in marks(checkpoint)  # by the job of an earlier process
         try:
             mark(checkpoint, WAITING)  # kept until it is evaluated: the job may start much later
             done = subprocess.run(
@@ -159,7 +159,7 @@ class Benchmarks:
         logger.info(f"step {step} is evaluated by a job: {done.stdout.splitlines()[0]}")
 
     def _log_failed_jobs(self, args: TrainArgs) -> None:
-        """Log, once, which jobs have failed; on rank 0."""
+        """Log each failed job once; on rank 0."""
         jobs = results_folder(args, 0).parent
         if not any(jobs.glob("*/job_id")):
             return
@@ -174,21 +174,18 @@ def results_folder(args: TrainArgs, step: int) -> Path:
     return Path(args.dump_dir).absolute() / "evals" / f"{step:010d}"
 
 
-def job_words(args: TrainArgs, checkpoint: Path, step: int) -> list[str]:
-    """The command line of lingua.stool for the job that evaluates a checkpoint; values of
-    `eval.job` come last, and win."""
+def job_arguments(args: TrainArgs, checkpoint: Path, step: int) -> list[str]:
+    """The arguments of lingua.stool for the job that evaluates a checkpoint. Keys of `eval.job`
+    come last, so they win."""
     values = {f.name: getattr(args.eval, f.name) for f in fields(HarnessArgs)}
-    values = {"script": "apps.main.eval", "app": args.app} | values | args.eval.job
-    words = [f"name={args.name}-eval-{step}", f"dump_dir={results_folder(args, step)}"]
-    words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", *wandb_words(args)]
-    return [*words, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
-
-
-def wandb_words(args: TrainArgs) -> list[str]:
-    """An evaluation is a wandb run of its own, in the same group as the run that it evaluates: two
-    processes cannot write into one."""
+    values = {"script": "apps.main.eval", "app": args.app} | values
     wandb = args.logging.wandb
-    if wandb is None:
-        return []
-    values = asdict(replace(wandb, name=None, group=wandb.group or args.name, job_type="eval"))
-    return [f"wandb.{key}={json.dumps(value)}" for key, value in values.items()]
+    if wandb is not None:
+        # A wandb run of its own in the training run's group: two processes cannot write into one.
+        of_job = replace(wandb, name=None, group=wandb.group or args.name, job_type="eval")
+        values |= {f"wandb.{key}": value for key, value in asdict(of_job).items()}
+    values |= args.eval.job
+    app = values.pop("app")  # not quoted: it is read before the command line is parsed
+    words = [f"name={args.name}-eval-{step}", f"dump_dir={results_folder(args, step)}"]
+    words += ["dirs_exists_ok=true", f"ckpt={checkpoint}", f"app={app}"]
+    return [*words, *(f"{key}={json.dumps(value)}" for key, value in values.items())]

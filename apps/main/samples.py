@@ -1,4 +1,4 @@
-"""What a model writes: held-out text of every source, continued from a few places of it."""
+"""Samples of a run: held-out text of every source, continued by the model from a few places."""
 
 import json
 import logging
@@ -7,18 +7,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from apps.main.run import Run
-from lingua.inference.generate import Completion, Request, generate
+from lingua.inference.generate import Request, generate
 from lingua.inference.sampling import SamplingArgs
 
-# Pieces of text a source, tokens generated for each, tokens that each begins with.
+# Samples of a source, tokens generated for each, tokens of each prompt.
 SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
 
 logger = logging.getLogger(__name__)
 
 
 def check_samples(run: Run) -> None:
-    """Generate one token before the first step, so that a model that cannot generate is known then.
-    Training goes on all the same. Called by every rank."""
+    """Generate one token before the first step, to warn early of a model that cannot generate.
+    Training goes on then. Called by every rank."""
     try:
         for name in list(run.data.held_out)[:1]:
             _continue(run, name, 1, max_tokens=1)
@@ -32,24 +32,23 @@ def check_samples(run: Run) -> None:
 def write_samples(run: Run) -> None:
     """Append the samples of this step to samples.jsonl and log them; a failure is logged. Called by
     every rank."""
+    path = Path(run.args.dump_dir) / "samples.jsonl"
     try:
         for name in run.data.held_out:
-            for before, result in _continue(run, name, SAMPLES, SAMPLE_TOKENS):
-                line = {"step": run.progress.step, "source": name, "prompt": before}
+            for prompt, text in _continue(run, name, SAMPLES, SAMPLE_TOKENS):
+                line = {"step": run.progress.step, "source": name, "prompt": prompt, "text": text}
                 if dist.get_rank() == 0:
-                    with (Path(run.args.dump_dir) / "samples.jsonl").open(
-                        "a", encoding="utf-8"
-                    ) as f:
-                        f.write(json.dumps(line | {"text": result.text}, ensure_ascii=False) + "\n")
-                rows = f"{before} >>> {result.text}".splitlines()
+                    with path.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                rows = f"{prompt} >>> {text}".splitlines()
                 shown = "\n".join(f"  | {row}" for row in rows)
                 logger.info(f"held-out text of {name} >>> as the model continues it:\n{shown}")
     except Exception as error:  # the run is done and saved: nothing may fail it now
         logger.error(f"the samples could not be written: {type(error).__name__}: {error}")
 
 
-def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, Completion]]:
-    """(prompt, completion) of `n` pieces of a source's held-out text, or of all there are."""
+def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, str]]:
+    """(prompt, generated text) for at most `n` places of a source's held-out text."""
     windows = run.data.held_out[name].tokens
     seq_len = windows.shape[1]
     n_prompt = max(1, min(PROMPT_TOKENS, 2 * seq_len // 3))
@@ -59,7 +58,5 @@ def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, C
     prompts = [windows[i, :n_prompt].tolist() for i in places]
     requests = [Request(prompt, settings, run.args.seed) for prompt in prompts]
     results = generate(run.model, requests, run.tokenizer, run.mesh, len(requests))
-    return [
-        (run.tokenizer.decode(prompt), result)
-        for prompt, result in zip(prompts, results, strict=True)
-    ]
+    texts = [result.text for result in results]
+    return list(zip(map(run.tokenizer.decode, prompts), texts, strict=True))

@@ -1,19 +1,20 @@
-"""The configuration of data: which text, how it is tokenized, and what a row and a batch are."""
+"""The `data` group of a configuration: sources, weights, rows and batches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
 from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.shards import Source
-from lingua.data.stream import RowStream, validate_weights
+from lingua.data.stream import RowStream
 from lingua.tokenizer import TokenizerArgs
 
 
 @dataclass
 class Stage:
-    """Other weights from a step on, until the next stage."""
+    """Other weights, from a step on until the next stage."""
 
     from_step: int  # completed steps before it: with 1000, step 1001 is the first to use them
     sources: dict[str, float]
@@ -34,13 +35,13 @@ class DataArgs:
     root_dir: Free[str] = "data"  # folder of the sources' text
     cache_dir: Free[str | None] = None  # folder of the token shards; null: <root_dir>/.tokens
     # {name: weight}: a file or folder of root_dir with .jsonl, .parquet or text files, which may be
-    # compressed as .gz or .zst, or stdlib, the modules of the running Python; the weights are
-    # shares of rows
+    # compressed as .gz or .zst, or stdlib, the modules of the running Python; weights are shares of
+    # rows
     sources: Guarded[dict[str, float]] = field(default_factory=dict)
-    # {name: {files: [patterns], text_key: key}} for sources that lie elsewhere (files such as
-    # web/**/*.jsonl.zst) or whose text is not called text or content
+    # {name: {files: [patterns], text_key: key}} for sources in other places (files such as
+    # web/**/*.jsonl.zst) or with another key for the text than text or content
     source_files: Free[dict[str, SourceFiles]] = field(default_factory=dict)
-    # other weights on the way, each from its step on: [{from_step: 1000, sources: {name: weight}}]
+    # other weights later in the run: [{from_step: 1000, sources: {name: weight}}]
     stages: Guarded[list[Stage]] = field(default_factory=list)
     seq_len: Guarded[int] = 2048  # tokens of one view of a row
     # a row is seq_len + n_views - 1 tokens: view 0 the input, the others targets, one token on each
@@ -52,10 +53,10 @@ class DataArgs:
     add_eos: Guarded[bool] = True  # end every document with the tokenizer's eos
     tokenizer: TokenizerArgs = field(default_factory=TokenizerArgs)
     # documents of a row: `none`, they see each other; `ignore` and `keep`, attention and positions
-    # start anew with each, and its first token is no target (ignore) or is one (keep)
+    # restart with each, and its first token is not a target (ignore) or is one (keep)
     document_mask: Guarded[Literal["none", "ignore", "keep"]] = "none"
     workers: Free[int] = 1  # threads that read rows ahead; 0: the training thread reads them
-    # a record that is no JSON, has no text, is not UTF-8 or is empty: stop there, or skip and count
+    # a record that is not JSON, not UTF-8, without text or empty: stop there, or skip and count it
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -65,6 +66,9 @@ class DataArgs:
                 yield name, f"must be at least {least}"
         if self.global_batch_size is not None and self.global_batch_size < 1:
             yield "global_batch_size", "must be at least 1, or null"
+        if self.document_mask != "none" and not (self.add_bos or self.add_eos):
+            need = "must be none where documents have neither a first nor a last token; "
+            yield "document_mask", need + "set data.add_bos or data.add_eos to true"
         yield from _validate_weights(self.sources)
         before = 0
         for i, stage in enumerate(self.stages):
@@ -101,9 +105,11 @@ class DataArgs:
 
 
 def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
-    for name in weights:
+    for name, weight in weights.items():
         if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
             need = "the name must be that of a file or folder in data.root_dir, without a path"
             yield f"sources.{name}", need
-    for key, _, need in validate_weights(weights):
-        yield key, need
+        if not (isfinite(weight) and weight >= 0):
+            yield f"sources.{name}", "must be a finite number, at least 0"
+    if not any(weight > 0 for weight in weights.values()):
+        yield "sources", "must name at least one source with a weight above 0"

@@ -10,53 +10,34 @@ from lingua.data.shards import Source
 
 @dataclass
 class HeldOut:
-    """Whole documents, one after another, cut into windows that overlap in nothing.
-
-    With S tokens a window: the loss of all targets, summed and divided by `n_targets`, is nats per
-    token; divided by `n_bytes` it is nats per byte.
-    """
+    """Whole documents, one after another, cut into windows that do not overlap."""
 
     tokens: np.ndarray  # int64 [windows, S]
     targets: np.ndarray  # int64 [windows, S], IGNORE after the last token
-    n_targets: int  # every token of the documents, their ends included
     n_bytes: int  # of the documents' text in UTF-8
-    n_documents: int
 
 
 def held_out_windows(source: Source, seq_len: int, max_tokens: int) -> HeldOut:
     """The held-out documents of `source` until `max_tokens` tokens are reached, at least one
-    document if there is one.
+    document if it has any.
 
-    They come in the order of the hash of their text, which is a random one, the same for every
-    layout of the shards. The first input is the token that ends documents, as it stands before a
-    document in training, or else the one that begins them; a tokenizer with neither makes the
-    first token of all the only one that is no target.
+    They are in the order of the hash of their text: a random one, the same for every layout of the
+    shards. Every token is a target, the ends of documents included. The first input is the token
+    that ends a document, which precedes documents in training too, or else the token that begins
+    one; a tokenizer with neither makes the first token an input only.
     """
     documents = source.heldout_documents()
     before = np.cumsum(documents[:, 2]) - documents[:, 2]
     documents = documents[: max(1, int((before < max_tokens).sum()))]
-    parts = [source.heldout_tokens(s, first, n) for s, first, n, _ in documents.tolist()]
-    if parts:
-        parts.insert(0, _first_input(source))
-    stream = np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+    special, add_eos = source.manifest.tokenizer, source.manifest.add_eos
+    first = special["eos_id"] if add_eos else special["bos_id"]
+    parts = [source.heldout_tokens(shard, at, n) for shard, at, n, _ in documents.tolist()]
+    if first is not None:
+        parts.insert(0, np.array([first]))
+    stream = np.concatenate(parts or [np.empty(0)]).astype(np.int64)
     n_targets = max(0, len(stream) - 1)
-    n_windows = -(-n_targets // seq_len)
-    tokens = np.zeros(n_windows * seq_len, np.int64)  # 0: a valid token after the end
-    targets = np.full(n_windows * seq_len, IGNORE, np.int64)
-    tokens[:n_targets] = stream[:-1]
-    targets[:n_targets] = stream[1:]
-    return HeldOut(
-        tokens.reshape(n_windows, seq_len),
-        targets.reshape(n_windows, seq_len),
-        n_targets=n_targets,
-        n_bytes=int(documents[:, 3].sum()),
-        n_documents=len(documents),
-    )
-
-
-def _first_input(source: Source) -> list[int]:
-    manifest = source.manifest
-    eos, bos = manifest.tokenizer["eos_id"], manifest.tokenizer["bos_id"]
-    if manifest.add_eos:
-        return [eos]
-    return [] if bos is None else [bos]
+    tokens = np.zeros((-(-n_targets // seq_len), seq_len), np.int64)  # 0: valid after the end too
+    targets = np.full_like(tokens, IGNORE)
+    tokens.flat[:n_targets] = stream[:-1]
+    targets.flat[:n_targets] = stream[1:]
+    return HeldOut(tokens, targets, n_bytes=int(documents[:, 3].sum()))

@@ -1,13 +1,14 @@
 """The row stream -> the micro-batches of one data-parallel rank, prefetched in threads.
 
-A step's global batch is the next `global_batch_size` rows of the stream. Rank r of dp_size ranks
-holds rows [r * G // dp_size, (r + 1) * G // dp_size) of it: any degree goes, also one above G.
+A step's global batch is the next G = `global_batch_size` rows of the stream. Rank r of dp_size
+ranks has rows [r * G // dp_size, (r + 1) * G // dp_size) of it, for any dp_size, also above G.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -44,19 +45,20 @@ def micro_steps(
 ) -> tuple[int, int]:
     """(micro-steps per step, rows per micro-batch), the same on every rank; rows <= batch_size.
 
-    Without `grad_acc_steps` as few micro-steps as `batch_size` allows, of as equal rows as can be.
-    Raises UserError where the given number of micro-steps cannot hold the rows or leaves one empty.
+    Without `grad_acc_steps`: as few micro-steps as `batch_size` allows, as equal as possible.
+
+    Raises:
+        UserError: `grad_acc_steps` micro-steps are too few for the rows, or one would have no row.
     """
     most = -(-global_batch_size // dp_size)  # rows of the fullest rank
     n_micro = -(-most // batch_size) if grad_acc_steps is None else grad_acc_steps
     rows = -(-most // n_micro)
-    if rows <= batch_size and n_micro <= most:
+    if rows > batch_size:
+        why = f"holds at most {n_micro * batch_size} rows"
+    elif n_micro > most:
+        why = "leaves micro-steps without a row"
+    else:
         return n_micro, rows
-    why = (
-        f"holds at most {n_micro * batch_size} rows"
-        if rows > batch_size
-        else "leaves micro-steps without a row"
-    )
     raise UserError(
         f"grad_acc_steps = {n_micro}: {why} with data.batch_size = {batch_size}, but "
         f"data.global_batch_size = {global_batch_size} gives {most} rows to each of {dp_size} "
@@ -67,11 +69,10 @@ def micro_steps(
 class Loader:
     """Iterates over steps from `position` on: next(loader) is the list of a step's micro-batches.
 
-    `workers` threads read ahead of it, a bounded number of steps; with 0 rows are read by the
-    calling thread when asked for. The order does not depend on it. An exception of a worker is
-    raised by next() as it is. Tensors are pinned when `device` is a CUDA device. `position` is
-    the rows consumed by all ranks after the batches handed out so far. With `marks`, batches tell
-    which document each token belongs to.
+    `workers` threads read a bounded number of steps ahead; with 0 the calling thread reads each
+    step when it is asked for. The order does not depend on it. next() raises a worker's exception
+    as it is. Tensors are pinned when `device` is a CUDA device. With `marks`, batches have
+    `documents`, and targets that the document mask ignores are IGNORE.
     """
 
     def __init__(
@@ -87,44 +88,22 @@ class Loader:
         device: torch.device | str = "cpu",
         marks: DocumentMarks | None = None,
     ):
-        self.position = position
-        self._stream, self._global_batch_size = stream, global_batch_size
+        self._stream, self._marks = stream, marks
+        self._global_batch_size, self._n_micro, self._rows = global_batch_size, n_micro, rows
         self._begin = dp_rank * global_batch_size // dp_size
         self._end = (dp_rank + 1) * global_batch_size // dp_size
-        self._n_micro, self._rows = n_micro, rows
-        self._marks = marks
         self._pin = torch.device(device).type == "cuda"
-        rows_per_fetch = min(ROWS_PER_FETCH, TOKENS_PER_FETCH // stream.seq_len)
-        self._steps_per_fetch = max(1, rows_per_fetch // max(1, self._end - self._begin))
-        self._pool = ThreadPoolExecutor(workers, "data") if workers else None
-        self._in_flight: deque[Future[list[list[MicroBatch]]]] = deque()
-        self._max_in_flight = 2 * workers
-        self._fetch_from = position  # where the next fetch begins
-        self._ready: deque[list[MicroBatch]] = deque()
-        self._started = self._closed = False
+        self._steps = self._read(position, workers)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        if self._closed:
-            raise RuntimeError("this loader is closed")
-        try:
-            if not self._ready:
-                self._ready.extend(self._fetch_next())
-        except BaseException:
-            self.close()
-            raise
-        self.position += self._global_batch_size
-        return self._ready.popleft()
+        return next(self._steps)
 
     def close(self) -> None:
         """Stop reading ahead. Waits for the reads that are under way."""
-        self._closed = True
-        self._ready.clear()
-        self._in_flight.clear()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._steps.close()
 
     def __enter__(self) -> "Loader":
         return self
@@ -132,67 +111,69 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fetch_next(self) -> list[list[MicroBatch]]:
-        if self._pool is None:
-            return self._fetch(*self._take_fetch())
-        while len(self._in_flight) < self._max_in_flight:
-            self._in_flight.append(self._pool.submit(self._fetch, *self._take_fetch()))
-        return self._in_flight.popleft().result()
-
-    def _take_fetch(self) -> tuple[int, int]:
-        """(position, steps) of the next fetch."""
-        position = self._fetch_from
-        # The very first is one step, so that it is there soon.
-        steps = 1 if self._pool is None or not self._started else self._steps_per_fetch
-        self._started = True
-        self._fetch_from += steps * self._global_batch_size
-        return position, steps
+    def _read(self, position: int, workers: int) -> Generator[list[MicroBatch]]:
+        while not workers:
+            yield from self._fetch(position, 1)
+            position += self._global_batch_size
+        rows_per_fetch = min(ROWS_PER_FETCH, TOKENS_PER_FETCH // self._stream.seq_len)
+        steps_per_fetch = max(1, rows_per_fetch // max(1, self._end - self._begin))
+        steps = 1  # the first fetch is a single step, so that it is ready soon
+        in_flight: deque[Future[list[list[MicroBatch]]]] = deque()
+        pool = ThreadPoolExecutor(workers, "data")
+        try:
+            while True:
+                while len(in_flight) < 2 * workers:
+                    in_flight.append(pool.submit(self._fetch, position, steps))
+                    position += steps * self._global_batch_size
+                    steps = steps_per_fetch
+                yield from in_flight.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _fetch(self, position: int, steps: int) -> list[list[MicroBatch]]:
+        """This rank's micro-batches of `steps` steps from `position` on."""
+        n = self._end - self._begin
         starts = position + self._global_batch_size * np.arange(steps)
-        positions = starts[:, None] + np.arange(self._begin, self._end)
-        block = self._stream.rows(positions.reshape(-1))
-        block = block.reshape(*positions.shape, block.shape[-1])
-        is_target = self._stream.is_target(positions.reshape(-1))
-        masks = [None] * steps if is_target is None else is_target.reshape(block.shape)
-        return [self._micro_batches(*step) for step in zip(positions, block, masks, strict=True)]
+        positions = (starts[:, None] + np.arange(self._begin, self._end)).reshape(-1)
+        columns = [positions, self._stream.rows(positions)]
+        if (is_target := self._stream.is_target(positions)) is not None:
+            columns.append(is_target)
+        cuts = [m * n // self._n_micro for m in range(self._n_micro + 1)]
+        return [
+            [
+                self._micro_batch(*(c[step * n + first : step * n + end] for c in columns))
+                for first, end in pairwise(cuts)
+            ]
+            for step in range(steps)
+        ]
 
-    def _micro_batches(
-        self, ids: np.ndarray, block: np.ndarray, is_target: np.ndarray | None
-    ) -> list[MicroBatch]:
-        """One step's rows `block` [n, S + V - 1] cut into micro-batches of the same shape."""
-        n_micro, rows, n = self._n_micro, self._rows, len(ids)
-        seq_len, n_targets = self._stream.seq_len, self._stream.n_views - 1
-        row_ids = self._empty(n_micro, rows)
-        tokens = self._empty(n_micro, rows, seq_len)
-        targets = self._empty(n_micro, n_targets, rows, seq_len)
-        for m, (to_ids, to_tokens, to_targets) in enumerate(
-            zip(row_ids.numpy(), tokens.numpy(), targets.numpy(), strict=True)
-        ):
-            part = slice(m * n // n_micro, (m + 1) * n // n_micro)
-            filled = part.stop - part.start
-            to_ids[:filled], to_ids[filled:] = ids[part], -1
-            # A padding row goes through the model like any other: its tokens must be valid.
-            to_tokens[:filled], to_tokens[filled:] = block[part, :seq_len], 0
-            for v, to_view in enumerate(to_targets, start=1):
-                to_view[:filled], to_view[filled:] = block[part, v : v + seq_len], IGNORE
-                if is_target is not None:
-                    to_view[:filled][~is_target[part, v : v + seq_len]] = IGNORE
-        batch = [MicroBatch(row_ids[m], tokens[m], targets[m]) for m in range(n_micro)]
+    def _micro_batch(
+        self, ids: np.ndarray, block: np.ndarray, is_target: np.ndarray | None = None
+    ) -> MicroBatch:
+        """Rows `block` [n, S + V - 1] with row ids [n], padded to the size of all micro-batches."""
+        n, rows, seq_len = len(ids), self._rows, self._stream.seq_len
+        row_ids, tokens = self._empty(rows), self._empty(rows, seq_len)
+        targets = self._empty(self._stream.n_views - 1, rows, seq_len)
+        batch = MicroBatch(row_ids, tokens, targets)
+        _fill(row_ids, ids, -1)
+        _fill(tokens, block[:, :seq_len], 0)  # padding goes through the model: valid tokens
         if self._marks is not None:
-            self._tell_documents(batch, block)
+            index = self._marks.index(block)
+            batch.documents = self._empty(rows, seq_len)
+            _fill(batch.documents, index[:, :seq_len], 0)
+        for v, view in enumerate(targets, start=1):
+            _fill(view, block[:, v : v + seq_len], IGNORE)
+            if is_target is not None:
+                view.numpy()[:n][~is_target[:, v : v + seq_len]] = IGNORE
+            if self._marks is not None:
+                self._marks.drop_targets(view.numpy()[:n], index, v)
         return batch
-
-    def _tell_documents(self, batch: list[MicroBatch], block: np.ndarray) -> None:
-        """Fill in `documents`, and ignore the targets that the document mask ignores."""
-        index, n = self._marks.index(block), len(block)
-        for m, micro in enumerate(batch):
-            part = slice(m * n // len(batch), (m + 1) * n // len(batch))
-            filled = part.stop - part.start
-            micro.documents = torch.zeros_like(micro.tokens, pin_memory=self._pin)
-            micro.documents[:filled] = torch.from_numpy(index[part, : self._stream.seq_len])
-            for v, targets in enumerate(micro.targets.numpy(), start=1):
-                self._marks.drop_targets(targets[:filled], index[part], v)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
+
+
+def _fill(out: torch.Tensor, rows: np.ndarray, padding: int) -> None:
+    """Copy `rows` [n, ...] to the first n rows of `out`; the others become `padding`."""
+    into, n = out.numpy(), len(rows)
+    into[:n], into[n:] = rows, padding

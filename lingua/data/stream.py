@@ -1,38 +1,36 @@
 """The order of training rows, as a pure function of (seed, weights, position).
 
-A position says which source its row comes from and how many rows that source gave before
-(`Mixture`, and `Stages` where the weights change on the way), and a permutation keyed by (seed,
-source, epoch) says which row of the source that is (`permute`). None of them keeps state, so any
-position costs the same and nothing has to be replayed.
+A position determines which source its row comes from and how many rows that source gave before
+(`Mixture`, and `Stages` where the weights change during the run). A permutation keyed by (seed,
+source, epoch) determines which row of the source that is (`permute`). None of them keeps state, so
+every position costs the same and nothing has to be replayed.
 """
 
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from math import ceil, isfinite, lcm
+from itertools import accumulate, pairwise
+from math import ceil, lcm
 
 import numpy as np
 
 from lingua.data.shards import Source
-from lingua.errors import UserError
 
 ROUNDS = 8
 MIN_BLOCK = 1024
 # Odd constants with well-spread bits (Stafford's "Mix13" variant of the murmur3 finaliser).
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_HALF_WORD = np.uint64(32)
-_ONE = np.uint64(1)
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class RowStream:
-    """All rows of a run: position -> tokens.
+    """All rows of a run, a lingua.data.rows.Rows: position -> tokens.
 
-    `sources` are the prepared sources by name, `weights` their shares of rows, and `stages` say
-    (from position, weights) where others follow. A source of weight 0 is not read. `names` is the
-    order that `locate`'s source index refers to.
+    Args:
+        sources: the prepared sources by name.
+        weights: their shares of rows. A source of weight 0 is not read.
+        stages: (from position, weights), in order, for weights that change during the run.
     """
 
     def __init__(
@@ -51,26 +49,20 @@ class RowStream:
         self._n_rows = np.array([s.n_rows(seq_len, n_views) for s in self._sources], np.int64)
         self._dtype = np.result_type(*(source.dtype for source in self._sources))
 
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source index int64 [n], rows that source gave before int64 [n]) of `positions` [n]."""
-        return self.stages.locate(positions)
-
     def counts(self, position: int) -> dict[str, int]:
         """How many rows each source gave before `position`."""
         return dict(zip(self.names, self.stages.counts(position), strict=True))
 
     def source_rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source index int64 [n], row of that source int64 [n]): what `rows` will read."""
-        index, given = self.locate(positions)
+        """(index of the source in `names`, row of that source), int64 [n] each: what `rows` reads
+        for `positions` [n]."""
+        index, given = self.stages.locate(positions)
         n_rows = self._n_rows[index]
         epoch, k = np.divmod(given, n_rows)
         pairs, which = np.unique(np.stack([index, epoch]), axis=1, return_inverse=True)
         keys = [round_keys(self.seed, self.names[s], e) for s, e in pairs.T.tolist()]
         row = permute(k.astype(np.uint64), n_rows.astype(np.uint64), np.stack(keys, 1)[:, which])
         return index, row.astype(np.int64)
-
-    def is_target(self, positions: np.ndarray) -> None:
-        """Every token may be a target."""
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
         """Tokens [n, seq_len + n_views - 1] of `positions` [n], in the shards' unsigned type."""
@@ -83,33 +75,36 @@ class RowStream:
             self._sources[s].read(row[where] * self.seq_len, out, where)
         return out
 
+    def is_target(self, positions: np.ndarray) -> None:
+        """Every token may be a target."""
+
 
 class Stages:
-    """Mixtures that follow each other, each from a position on, at O(sources + stages).
+    """A mixture for each part of a run, at O(sources + stages) for any position.
 
-    `mixtures` are [(from position, weights)], in order, the first from 0. A mixture begins its
-    blocks where it begins, and each of its sources goes on with the row after its last one: the
-    rows that the stages before took of it are exact numbers, so they are counted, not walked.
+    `mixtures` are [(from position, weights)], in order, the first from 0. The first block of a
+    mixture begins where the mixture does. Each source continues with the row after its last one:
+    how many rows earlier stages took of it is computed exactly, without visiting them.
     """
 
     def __init__(self, mixtures: Sequence[tuple[int, dict[str, float]]]):
-        self.starts = np.array([start for start, _ in mixtures], np.int64)
+        self._starts = np.array([start for start, _ in mixtures], np.int64)
         self._mixtures = [Mixture(weights) for _, weights in mixtures]
         self.names = tuple(sorted({name for m in self._mixtures for name in m.names}))
-        # Of each stage: where its sources stand in `names`, and the rows every source gave before.
+        # Of each stage: the places of its sources in `names`, and the rows each source gave before.
         self._columns = [np.searchsorted(self.names, m.names) for m in self._mixtures]
         self._before = [np.zeros(len(self.names), np.int64)]
-        for stage, length in enumerate(np.diff(self.starts).tolist()):
+        for stage, length in enumerate(np.diff(self._starts).tolist()):
             self._before.append(self._count(stage, length))
 
     def stage_of(self, positions: np.ndarray) -> np.ndarray:
-        """The number of the stage, from 0, that each of `positions` [n] lies in: int64 [n]."""
-        return np.searchsorted(self.starts, positions, side="right") - 1
+        """The number of the stage, from 0, of each of `positions` [n]: int64 [n]."""
+        return np.searchsorted(self._starts, positions, side="right") - 1
 
     def counts(self, position: int) -> list[int]:
         """How many rows each source, in the order of `names`, gave before `position`."""
         stage = int(self.stage_of(position))
-        return self._count(stage, int(position - self.starts[stage])).tolist()
+        return self._count(stage, int(position - self._starts[stage])).tolist()
 
     def _count(self, stage: int, n: int) -> np.ndarray:
         """The rows each source gave before place `n` of a stage."""
@@ -118,13 +113,13 @@ class Stages:
         return counts
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source index int64 [n], rows that source gave before int64 [n]) of `positions` [n]."""
+        """(index in `names`, rows that source gave before), int64 [n] each, of `positions` [n]."""
         positions = np.asarray(positions, np.int64)
         index, given = np.empty_like(positions), np.empty_like(positions)
         stage_of = self.stage_of(positions)
         for stage in np.unique(stage_of).tolist():
             where = np.flatnonzero(stage_of == stage)
-            inside = positions[where] - self.starts[stage]
+            inside = positions[where] - self._starts[stage]
             column, given_inside = self._mixtures[stage].locate(inside)
             index[where] = self._columns[stage][column]
             given[where] = self._before[stage][index[where]] + given_inside
@@ -144,20 +139,15 @@ class Mixture:
     left, source s takes place n if floor((n + 1) q_s / Q) steps over an integer, that is q_s of
     Q places, and c = floor(n q_s / Q) of those before n. The others are renumbered n - c and
     offered to the next source with Q - q_s places. So the rows a source gave before a place are
-    the c met on the way, without visiting the places between.
+    its c, without visiting the places between.
     """
 
     def __init__(self, weights: dict[str, float]):
-        validate = [
-            f"data.{key} = {value}: {text}" for key, value, text in validate_weights(weights)
-        ]
-        if validate:
-            raise UserError("\n".join(validate))
         exact = shares(weights)
         self.names = tuple(exact)
         self._total = lcm(*(share.denominator for share in exact.values()))
         parts = [int(share * self._total) for share in exact.values()]
-        self._prefix = [sum(parts[: s + 1]) for s in range(len(parts))]
+        self._prefix = list(accumulate(parts))
         self.block = max(MIN_BLOCK, ceil(Fraction(self._total, min(parts))))
         self._block_start = functools.lru_cache(maxsize=64)(self._quotas)
 
@@ -172,33 +162,24 @@ class Mixture:
         return counts
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source index int64 [n], rows that source gave before int64 [n]) of `positions` [n]."""
+        """(index in `names`, rows that source gave before), int64 [n] each, of `positions` [n]."""
         positions = np.asarray(positions, np.int64)
         index, given = np.empty_like(positions), np.empty_like(positions)
         # n * quota < B^2 must fit; a block this long means a tiny share, and is rare.
-        n = positions if self.block < 2**31 else positions.astype(object)
-        block_of = n // self.block
+        exact = positions if self.block < 2**31 else positions.astype(object)
+        block_of = exact // self.block
         for b in np.unique(block_of).tolist():
-            where = np.flatnonzero(block_of == b)
-            self._split(b, n[where] - b * self.block, where, index, given)
+            where, places = np.flatnonzero(block_of == b), self.block
+            n = exact[where] - b * self.block
+            for s, (offset, quota) in enumerate(zip(*self._block_start(b), strict=True)):
+                c = n * quota // places
+                taken = (n + 1) * quota // places > c
+                index[where[taken]] = s
+                given[where[taken]] = offset + c[taken]
+                where, n, places = where[~taken], (n - c)[~taken], places - quota
+                if not len(where):
+                    break
         return index, given
-
-    def _split(
-        self, b: int, n: np.ndarray, where: np.ndarray, index: np.ndarray, given: np.ndarray
-    ) -> None:
-        """Fill index[where] and given[where] for the places `n` of block `b`."""
-        places = self.block
-        for s, (offset, quota) in enumerate(zip(*self._block_start(b), strict=True)):
-            if quota == 0:
-                continue
-            c = n * quota // places
-            taken = (n + 1) * quota // places > c
-            index[where[taken]] = s
-            given[where[taken]] = offset + c[taken]
-            left = ~taken
-            where, n, places = where[left], (n - c)[left], places - quota
-            if not len(where):
-                return
 
     def _quotas(self, b: int) -> tuple[list[int], list[int]]:
         """(rows each source gave before block b, rows it gives inside the block)."""
@@ -206,24 +187,15 @@ class Mixture:
         return begin, [after - before for before, after in zip(begin, end, strict=True)]
 
     def _count_at(self, n: int) -> list[int]:
-        floors = [0] + [n * part // self._total for part in self._prefix]
-        return [floors[s + 1] - floors[s] for s in range(len(self._prefix))]
+        floors = [n * prefix // self._total for prefix in self._prefix]
+        return [high - low for low, high in pairwise([0, *floors])]
 
 
 def shares(weights: dict[str, float]) -> dict[str, Fraction]:
-    """The exact share of rows of each source that has one: all that a mixture depends on."""
+    """The exact share of rows of each source with a weight above 0: what a mixture depends on."""
     exact = {name: Fraction(weights[name]) for name in sorted(weights) if weights[name] > 0}
     total = sum(exact.values())
     return {name: weight / total for name, weight in exact.items()}
-
-
-def validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, object, str]]:
-    """(key below `data`, its value, what is required of it) for everything wrong with `weights`."""
-    for name, weight in weights.items():
-        if not (isfinite(weight) and weight >= 0):
-            yield f"sources.{name}", weight, "must be a finite number, at least 0"
-    if not any(weight > 0 for weight in weights.values()):
-        yield "sources", weights, "must name at least one source with a weight above 0"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -242,14 +214,14 @@ def permute(k: np.ndarray, size: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
     `size` is [n] or a scalar, `keys` [ROUNDS, n] or [ROUNDS, 1]. A Feistel network permutes the
     smallest power of two >= size. Its halves take turns and may differ by a bit: each round xors
-    one half with a keyed hash of the other, which undoes itself, hence a bijection. A result
+    one half with a keyed hash of the other, which is its own inverse, hence a bijection. A result
     beyond `size` is permuted again until it falls inside (cycle walking, under two rounds each
     on average), which keeps it a bijection on range(size).
     """
     k = np.asarray(k, np.uint64)
     size = np.broadcast_to(np.asarray(size, np.uint64), k.shape)
     keys = np.broadcast_to(keys, (ROUNDS, len(k)))
-    bits = np.frexp((size - _ONE).astype(np.float64))[1].astype(np.uint64)
+    bits = np.frexp((size - 1).astype(np.float64))[1].astype(np.uint64)
     out = _feistel(k, bits, keys)
     outside = np.flatnonzero(out >= size)
     while len(outside):
@@ -260,9 +232,9 @@ def permute(k: np.ndarray, size: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def _feistel(x: np.ndarray, bits: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    low_bits = bits >> _ONE
-    low_mask = (_ONE << low_bits) - _ONE
-    high_mask = (_ONE << (bits - low_bits)) - _ONE
+    low_bits = bits >> 1
+    low_mask = (1 << low_bits) - 1
+    high_mask = (1 << (bits - low_bits)) - 1
     low, high = x & low_mask, x >> low_bits
     for r in range(0, ROUNDS, 2):
         high ^= _mix(low, keys[r]) & high_mask
@@ -274,7 +246,7 @@ def _mix(x: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Hash of (x, key), of which the low 32 bits are good. `x` below 2^32."""
     h = x ^ key
     h *= _MIX_1
-    h ^= h >> _HALF_WORD
+    h ^= h >> 32
     h *= _MIX_2
-    h >>= _HALF_WORD
+    h >>= 32
     return h

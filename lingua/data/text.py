@@ -28,7 +28,7 @@ class TextData:
         held_out: dict[str, HeldOut] = {}
         for name, source in sources.items():
             windows = held_out_windows(source, args.data.seq_len, args.validation.tokens)
-            if windows.n_documents:
+            if len(windows.tokens):
                 held_out[name] = windows
             else:
                 logger.info(

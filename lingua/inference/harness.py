@@ -1,17 +1,18 @@
 """Benchmarks through EleutherAI's lm-evaluation-harness (the package lm_eval), on any topology.
 
-Rank 0 runs the harness: it alone reads tasks and data and computes metrics. What the harness asks
-of the model is encoded there and answered by all ranks together; the others wait in between.
+Rank 0 alone runs the harness: it reads tasks and data and computes metrics. All ranks together
+score and generate what the harness requests of the model.
 """
 
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -26,25 +27,24 @@ from lingua.inference.score import score
 from lingua.parallel.mesh import divide, dp_degree, on_rank_0
 from lingua.tokenizer import Tokenizer
 
-PART = 32  # batches of each data-parallel rank after which an evaluation may be left
+PART = 32  # batches of each data-parallel rank between two checks whether to stop
+METRICS = "metrics.eval"  # the .jsonl file that collects results over the steps of a run
+WAITING = "eval"  # the mark of a checkpoint whose evaluation job has not finished
 
 logger = logging.getLogger(__name__)
-
-METRICS = "metrics.eval"  # the .jsonl file that collects results over the steps of a run
-WAITING = "eval"  # the mark of a checkpoint that a job was launched for, which takes it off
 
 
 @dataclass
 class HarnessArgs:
-    # names of tasks, groups and tags that the harness or task_dir has, or YAML files of tasks
+    # names of tasks, groups and tags of the harness or of task_dir, or YAML files of tasks
     tasks: Free[list[str]] = field(default_factory=list)
-    task_dir: Free[str | None] = None  # folder of task files of our own
-    num_fewshot: Free[int | None] = None  # solved examples in each prompt; null: as each task says
+    task_dir: Free[str | None] = None  # folder of your own task files
+    num_fewshot: Free[int | None] = None  # solved examples in each prompt; null: each task's own
     # documents of each task at most; below 1 the share of them; null: all
     limit: Free[float | None] = None
     batch_size: Free[int] = 32  # texts of one forward on each data-parallel rank
-    max_gen_tokens: Free[int] = 256  # tokens generated at most where a task does not say
-    seed: Free[int] = 1234  # of the choice of solved examples, and of what is sampled
+    max_gen_tokens: Free[int] = 256  # tokens generated at most, for tasks that set no limit
+    seed: Free[int] = 1234  # of the choice of solved examples, and of sampling
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.tasks:
@@ -64,7 +64,7 @@ class HarnessArgs:
 
 
 def find_tasks(args: HarnessArgs) -> Any:
-    """lm_eval's TaskManager, which has all tasks that are asked for; their data is not touched.
+    """lm_eval's TaskManager with all tasks of `args`; their data is not read.
 
     Raises:
         UserError: lm_eval is not installed, or a task does not exist.
@@ -75,23 +75,28 @@ def find_tasks(args: HarnessArgs) -> Any:
         raise UserError(
             "tasks: need the Python package lm_eval, which is not installed (pip install lm_eval)"
         ) from None
-    # The harness has 14,000 task files and reads them all: not where our own are enough.
+    named = [name for name in args.tasks if not Path(name).is_file()]
+    # The harness reads all of its 14,000 task files: not where task_dir is enough.
     manager = TaskManager(include_path=args.task_dir, include_defaults=False)
-    own = {*manager.all_subtasks, *(name for name in args.tasks if Path(name).is_file())}
-    if not own.issuperset(args.tasks):
+    if not set(named) <= {*manager.all_subtasks}:
         manager = TaskManager(include_path=args.task_dir)
-    check_names(args.tasks, manager.all_tasks)
+    for name in named:
+        if name not in manager.all_tasks:
+            raise UserError(
+                f"tasks: {name} is not a task, group or tag of lm_eval or task_dir, nor a file"
+                f"{nearest(name, manager.all_tasks)}"
+            )
     return manager
 
 
 def open_tasks(args: HarnessArgs, context: int) -> dict[str, Any]:
-    """The tasks with their data, as lm_eval's `evaluate` takes them; on rank 0.
+    """The tasks with their data, in the form of lm_eval's `evaluate`. On rank 0.
 
     Args:
-        context: positions of the model, which what is generated must leave room in.
+        context: positions of the model; generated text must leave room for a prompt.
 
     Raises:
-        UserError: as find_tasks does; a task cannot be loaded, or asks for what cannot be done.
+        UserError: as find_tasks; or a task cannot be loaded, or needs what is not supported.
     """
     manager = find_tasks(args)
     try:
@@ -102,14 +107,17 @@ def open_tasks(args: HarnessArgs, context: int) -> dict[str, Any]:
             f"tasks = [{', '.join(args.tasks)}]: cannot be loaded ({type(error).__name__}: {error})"
         ) from error
     for name, task in loaded["tasks"].items():
-        set_fewshot(task, args)
+        # As lm_eval's own command: a task with 0 in its file keeps 0.
+        of_task = task.get_config("num_fewshot")
+        if of_task is None or (args.num_fewshot is not None and of_task != 0):
+            task.set_config(key="num_fewshot", value=args.num_fewshot or 0)
         check_task(name, task, args, context)
     return loaded
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """What tasks may draw from while they are loaded and evaluated; the caller's is untouched."""
+    """Seed the generators that tasks draw from; restore the caller's state afterwards."""
     before, numpy_before = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -120,28 +128,11 @@ def seeded(seed: int) -> Iterator[None]:
         np.random.set_state(numpy_before)
 
 
-def check_names(names: Iterable[str], known: Iterable[str]) -> None:
-    known = set(known)
-    for name in names:
-        if name not in known and not Path(name).is_file():
-            raise UserError(
-                f"tasks: {name} is no task, group or tag that lm_eval or task_dir has, nor a file"
-                f"{nearest(name, known)}"
-            )
-
-
-def set_fewshot(task: Any, args: HarnessArgs) -> None:
-    """As lm_eval's own command does: a task that says 0 means it."""
-    of_task = task.get_config("num_fewshot")
-    if of_task is None or (args.num_fewshot is not None and of_task != 0):
-        task.set_config(key="num_fewshot", value=args.num_fewshot or 0)
-
-
 def check_task(name: str, task: Any, args: HarnessArgs, context: int) -> None:
     from lingua.inference.harness_model import to_settings
 
     if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        raise UserError(f"tasks: {name} runs code that a model wrote, or shows it more than text")
+        raise UserError(f"tasks: {name} runs code that the model generates, or has images or sound")
     if task.OUTPUT_TYPE != "generate_until":
         return
     try:
@@ -160,46 +151,51 @@ def check_task(name: str, task: Any, args: HarnessArgs, context: int) -> None:
 
 @dataclass
 class RankServer:
-    """All ranks at work for rank 0, which alone runs the harness."""
+    """All ranks answer the requests of rank 0, which alone runs the harness."""
 
     model: nn.Module
     tokenizer: Tokenizer
     mesh: DeviceMesh
     batch_size: int
     context: int  # positions of the model
-    stopping: Callable[[], bool]  # whether rank 0 is asked to leave the evaluation
-    asking: bool = False
+    stopping: Callable[[], bool]  # whether rank 0 shall stop the evaluation
+    answering: bool = False
 
     def run(self, lead: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """What `lead` gives, on rank 0; it may call `ask`. What it raises every rank raises."""
+        """The result of `lead`, on rank 0; it may call `ask`. Every rank raises what it raises."""
         if dist.get_rank() != 0:
             while (kind := on_rank_0(lambda: None)) is not None:
                 self.answer(kind, [])
             return None
+        result, failure = None, None
         try:
             result = lead()
         except Exception as error:
-            if self.asking:  # the other ranks are at work on the answer, and cannot be told
+            if self.answering:  # the other ranks are in a collective, where no message reaches them
                 raise
             failure = error
-            if not isinstance(error, UserError):  # what tasks do can fail in any way
+            if not isinstance(error, UserError):  # tasks raise all kinds
                 logger.exception("the evaluation failed")
                 failure = UserError(f"the evaluation failed: {type(error).__name__}: {error}")
-            on_rank_0(lambda: _raise(failure))
-        on_rank_0(lambda: None)
+
+        def finish() -> None:
+            if failure is not None:
+                raise failure
+
+        on_rank_0(finish)
         return result
 
     def ask(self, kind: str, items: list) -> list:
-        """Results for the items, in parts: between them the evaluation may be left."""
+        """Results for the items, computed in parts: between two parts the evaluation may stop."""
         size = PART * self.batch_size * dp_degree(self.mesh)
         answers = []
         for first in range(0, len(items), size):
             if self.stopping():
                 raise UserError("a signal asks the run to stop")
             on_rank_0(lambda: kind)
-            self.asking = True
+            self.answering = True
             answers += self.answer(kind, items[first : first + size])
-            self.asking = False
+            self.answering = False
         return answers
 
     def answer(self, kind: str, items: list) -> list:
@@ -216,10 +212,6 @@ class RankServer:
         )
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def evaluate(
     args: HarnessArgs,
     tasks: dict[str, Any] | None,
@@ -233,12 +225,12 @@ def evaluate(
     """lm_eval's results and samples, on rank 0. Called by every rank.
 
     Args:
-        tasks: what open_tasks gave rank 0.
-        add_bos: texts begin with bos, as documents of the model do.
+        tasks: what open_tasks returned on rank 0.
+        add_bos: texts begin with bos, as the model's training documents do.
         context: positions of the model; longer contexts are cut on the left.
-        stopping: whether rank 0 is asked to leave; then every rank raises UserError.
+        stopping: whether rank 0 shall stop; then every rank raises UserError.
     """
-    team = RankServer(model, tokenizer, mesh, args.batch_size, context, stopping)
+    server = RankServer(model, tokenizer, mesh, args.batch_size, context, stopping)
 
     def lead() -> dict[str, Any]:
         from lm_eval.evaluator import evaluate
@@ -249,34 +241,35 @@ def evaluate(
         for task in tasks["tasks"].values():
             task.set_fewshot_seed(seed=args.seed)  # in a second evaluation too
         with seeded(args.seed):
-            return evaluate(lm=HarnessModel(team.ask, *settings), task_dict=tasks, limit=args.limit)
+            lm = HarnessModel(server.ask, *settings)
+            return evaluate(lm=lm, task_dict=tasks, limit=args.limit)
 
-    return team.run(lead)
+    return server.run(lead)
 
 
 # ---------------------------------------------------------------------------------------- results
 
 
-def make_folder(folder: Path) -> None:
-    """Before the model is loaded: whether results can be written."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An OSError in this block becomes a UserError that names `path`."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.write_text("")
-        probe.unlink()
+        yield
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder of results and write a file into it, before the model is loaded."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
 
 
 def write_results(
-    folder: Path, results: Mapping[str, Any], step: int, about: Mapping[str, Any]
-) -> Path:
-    """Results and every task's samples in `folder`, in files of their own for each evaluation.
-    Returns the file of the results.
-
-    Args:
-        about: how it was evaluated: the configuration.
-    """
+    folder: Path, results: Mapping[str, Any], step: int, config: Mapping[str, Any]
+) -> None:
+    """Write results and every task's samples into `folder`, into new files for each evaluation."""
     from lm_eval.utils import handle_non_serializable
 
     def dump(value: Any, indent: int | None = None) -> str:
@@ -284,28 +277,25 @@ def write_results(
         return text + "\n"
 
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")
-    path = folder / f"results_{now}.json"
     whole = {key: value for key, value in results.items() if key != "samples"}
-    try:
+    whole = {"step": step, "config": config} | whole
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for task, samples in results["samples"].items():
             text = "".join(map(dump, samples))
             (folder / f"samples_{task}_{now}.jsonl").write_text(text, encoding="utf-8")
-        path.write_text(dump({"step": step, "config": about} | whole, 2), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
-    return path
+        (folder / f"results_{now}.json").write_text(dump(whole, 2), encoding="utf-8")
 
 
 def metrics_lines(results: Mapping[str, Any], step: int) -> Iterator[dict[str, Any]]:
-    """What metrics.eval.jsonl has of an evaluation: a line for each task, then for each group."""
+    """The lines of metrics.eval.jsonl for an evaluation: one for each task, then for each group."""
     for task, values in (results["results"] | results.get("groups", {})).items():
         numbers = {key: v for key, v in values.items() if isinstance(v, int | float)}
         yield {"step": step, "task": task, "num_fewshot": results["n-shot"].get(task)} | numbers
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """As lm_eval prints it, groups after tasks."""
+def results_table(results: Mapping[str, Any]) -> str:
+    """lm_eval's own table, groups after tasks."""
     from lm_eval.utils import make_table
 
     columns = [column for column in ("results", "groups") if results.get(column)]

@@ -1,7 +1,7 @@
-"""The next token: the likeliest, or one drawn at a temperature among the likeliest.
+"""The next token: the most likely, or one drawn at a temperature among the most likely.
 
-What is drawn is a function of (logits, seed, how many tokens were drawn before): it does not depend
-on what else is in the batch, nor on the topology.
+A drawn token is a function of (logits, seed, number of tokens drawn before): it does not depend on
+the other rows of the batch, nor on the topology.
 """
 
 import math
@@ -17,14 +17,16 @@ from lingua.hashing import hash_bits, key_of
 
 @dataclass
 class SamplingArgs:
-    temperature: Free[float] = 1.0  # divides the logits; 0: always the likeliest token (greedy)
-    top_k: Free[int | None] = None  # draw among the k likeliest tokens; null: among all
-    # draw among the likeliest tokens that together have this probability; null: among all
+    temperature: Free[float] = 1.0  # divides the logits; 0: always the most likely token (greedy)
+    top_k: Free[int | None] = None  # draw among the k most likely tokens; null: among all
+    # draw among the most likely tokens that together have this probability; null: among all
     top_p: Free[float | None] = None
     max_gen_tokens: Free[int] = 128  # tokens generated at most
-    # texts that end it; neither they nor what follows them is part of the result
+    # texts that end the result; neither they nor what follows them is part of it
     stop: Free[list[str]] = field(default_factory=list)
-    stop_tokens: Free[list[int] | None] = None  # tokens that end it; null: the tokenizer's eos
+    stop_tokens: Free[list[int] | None] = (
+        None  # tokens that end the result; null: the tokenizer's eos
+    )
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if not 0 <= self.temperature < math.inf:
@@ -36,7 +38,7 @@ class SamplingArgs:
         if self.max_gen_tokens < 1:
             yield "max_gen_tokens", "must be at least 1"
         if "" in self.stop:
-            yield "stop", "must not hold an empty text"
+            yield "stop", "must not have an empty text"
 
 
 class Sampler:
@@ -56,31 +58,31 @@ class Sampler:
         self.cuts = any(s.top_k is not None or s.top_p is not None for s in settings)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with just these rows (int64)."""
+        """Continue with these rows (int64) only."""
         self.temperature, self.top_k = self.temperature[rows], self.top_k[rows]
         self.top_p, self.keys = self.top_p[rows], self.keys[rows]
 
     def __call__(self, logits: Tensor, step: int) -> Tensor:
-        """Tokens int64 B from logits B V; `step` counts the tokens drawn before."""
-        likeliest = logits.argmax(-1)
+        """Tokens int64 B from logits B V; `step` is the number of tokens drawn before."""
+        greedy = logits.argmax(-1)
         if not self.draws:
-            return likeliest
-        # A greedy row is drawn for too, at any temperature, and not used.
-        heat = torch.where(self.temperature > 0, self.temperature, 1.0)
-        p = (logits.float() / heat[:, None]).double().softmax(-1)
+            return greedy
+        # A token is drawn for a greedy row too, at any temperature, and not used.
+        temperature = torch.where(self.temperature > 0, self.temperature, 1.0)
+        p = (logits.float() / temperature[:, None]).double().softmax(-1)
         if self.cuts:
             ranked, order = p.sort(dim=-1, descending=True, stable=True)
             kept = torch.arange(p.shape[1], device=p.device) < self.top_k[:, None]
             ranked = ranked * kept
-            # a token stays as long as those likelier than it do not make up top_p
-            likelier = ranked.cumsum(-1) - ranked
-            kept &= likelier < self.top_p[:, None] * ranked.sum(-1, keepdim=True)
+            # a token is kept where the more likely ones together are below top_p
+            before = ranked.cumsum(-1) - ranked
+            kept &= before < self.top_p[:, None] * ranked.sum(-1, keepdim=True)
             p = p * torch.zeros_like(kept).scatter(1, order, kept)
-        # Drawn in the order of the vocabulary, also where others in the batch had to be sorted.
-        below = p.cumsum(-1)
+        # In the order of the vocabulary, so that sorting for other rows changes nothing.
+        cumulative = p.cumsum(-1)
         bits = hash_bits(self.keys, torch.full_like(self.keys, step))
         u = ((bits >> 11) & ((1 << 53) - 1)).double() / 2**53
         # right=True: never a token of probability 0, whose sum is that of the one before it
-        drawn = torch.searchsorted(below, (u * below[:, -1])[:, None], right=True)
+        drawn = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)
         drawn = drawn.clamp(max=p.shape[1] - 1)
-        return torch.where(self.temperature > 0, drawn[:, 0], likeliest)
+        return torch.where(self.temperature > 0, drawn[:, 0], greedy)

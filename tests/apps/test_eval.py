@@ -64,7 +64,7 @@ def make_run_here(folder: Path, model: ModelArgs, tokenizer: TokenizerArgs, add_
 
 
 def eval_here(*arguments: str, hidden: str | None = None) -> tuple[str, str]:
-    """(what it refuses, what it prints); `hidden` is a package that is not installed."""
+    """(the error, what it prints); `hidden` is a package that is not installed."""
     printed, refused = io.StringIO(), ""
     gone = {name: None for name in sys.modules if hidden and name.split(".")[0] == hidden}
     gone |= {hidden: None} if hidden else {}
@@ -269,7 +269,7 @@ def test_a_bos_comes_before_every_prompt_where_documents_begin_with_one(
         assert (replies(samples_in(out, "reply")) == replies(there["samples"]["reply"])) == same
 
 
-def test_what_cannot_be_evaluated_is_told_before_the_model_is_loaded(
+def test_what_cannot_be_evaluated_is_refused_before_the_model_is_loaded(
     ranks, run, task_dir, tmp_path
 ):
     (tmp_path / "broken").mkdir()
@@ -280,7 +280,7 @@ def test_what_cannot_be_evaluated_is_told_before_the_model_is_loaded(
     (task_dir / "odd.yaml").write_text(odd.replace("task: reply", "task: odd"))
     good = [f"ckpt={run}", f"task_dir={task_dir}", f"dump_dir={tmp_path / 'out'}"]
     cases = {
-        "name": ([*good, "tasks=[choise]"], 'choise is no task, ... (did you mean "choice"?)'),
+        "name": ([*good, "tasks=[choise]"], 'choise is not a task, ... (did you mean "choice"?)'),
         "none": ([*good], "tasks = []: must name at least one task"),
         "folder": ([*good, "tasks=[choice]", "task_dir=/no"], 'task_dir = "/no": must be a folder'),
         "data": (
@@ -289,7 +289,7 @@ def test_what_cannot_be_evaluated_is_told_before_the_model_is_loaded(
         ),
         "setting": (
             [*good, "tasks=[odd]"],
-            "tasks: odd: generation_kwargs.penalty = 2: is not one that is known",
+            "tasks: odd: generation_kwargs.penalty = 2: is not supported",
         ),
         "limit": ([*good, "tasks=[choice]", "limit=1.5"], "limit = 1.5: must be a whole number"),
         "shots": ([*good, "tasks=[choice]", "num_fewshot=-1"], "num_fewshot = -1: must be"),
@@ -309,7 +309,7 @@ def test_what_cannot_be_evaluated_is_told_before_the_model_is_loaded(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_without_the_harness_it_says_what_to_install(ranks, run, tmp_path):
+def test_without_the_harness_the_message_names_the_package(ranks, run, tmp_path):
     argv = [f"ckpt={run}", "tasks=[arc_easy]", f"dump_dir={tmp_path / 'out'}"]
     for refused, _ in ranks.run(2, eval_here, *argv, hidden="lm_eval"):
         assert "lm_eval, which is not installed (pip install lm_eval)" in refused

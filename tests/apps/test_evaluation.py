@@ -1,4 +1,4 @@
-"""Benchmarks while a run trains: what they find, that the run is the same, and their mistakes."""
+"""Benchmarks while a run trains: their scores, that the run is the same, and their mistakes."""
 
 import json
 from pathlib import Path
@@ -85,7 +85,9 @@ def test_results_that_cannot_be_written_do_not_stop_training(runs: Runs, task_di
     assert "done: 4 steps" in run.log and len(of_evals(run)) == 1
 
 
-def test_a_task_that_fails_on_the_way_does_not_stop_training(runs: Runs, tmp_path: Path) -> None:
+def test_a_task_that_fails_during_the_run_does_not_stop_training(
+    runs: Runs, tmp_path: Path
+) -> None:
     task_dir = write_tasks(tmp_path / "tasks", n=4)
     broken = 'def length(doc, results):\n    return {"length": 1 / 0}\n'
     (task_dir / "measure.py").write_text(broken)
@@ -96,7 +98,7 @@ def test_a_task_that_fails_on_the_way_does_not_stop_training(runs: Runs, tmp_pat
     assert "done: 4 steps" in run.log
 
 
-def test_an_evaluation_is_left_where_a_signal_asks_the_run_to_stop(
+def test_an_evaluation_stops_where_a_signal_asks_the_run_to_stop(
     runs: Runs, tmp_path: Path
 ) -> None:
     task_dir, dump_dir = write_tasks(tmp_path / "tasks", n=4), runs.folder / "signalled"
@@ -117,7 +119,7 @@ def test_an_evaluation_is_left_where_a_signal_asks_the_run_to_stop(
     assert of_evals(run) == []
 
     (task_dir / "reply.yaml").write_text(task)
-    run = runs.train((1, 1, 1), settings, dump_dir=dump_dir)  # makes up for it
+    run = runs.train((1, 1, 1), settings, dump_dir=dump_dir)  # runs the missed evaluation
     assert [line["step"] for line in of_evals(run)] == [1, 2, 3, 4]
     assert "resuming" in run.log and "done: 4 steps" in run.log
 
@@ -127,7 +129,7 @@ def test_the_mistakes_of_an_evaluation_are_found_before_training(
 ) -> None:
     good = TRAINED | {"eval.task_dir": task_dir}
     slurm = good | {"eval.launcher": "slurm"}
-    for settings, told in (
+    for settings, need in (
         (good | {"eval.task_dir": "/no"}, 'eval.task_dir = "/no": must be a folder'),
         (good | {"data.seq_len": 12}, "eval: tasks: reply generates up to 12 tokens"),
         (slurm | {"eval.job": "{nods: 2}"}, "nods: unknown key"),
@@ -136,24 +138,24 @@ def test_the_mistakes_of_an_evaluation_are_found_before_training(
         (slurm | {"eval.job": "{ngpu: 3, distributed.tp_size: 2}"}, "2 does not divide the number"),
     ):
         run = runs.train((1, 2, 1), settings, refused=True)
-        assert told in run.error, run.error
+        assert need in run.error, run.error
         assert not list((run.dump_dir / "checkpoints").glob("0*"))
 
 
 def checked_here(settings: dict[str, Any], jobs: list[str]) -> list[str]:
-    """What a launcher of the run is told with each `eval.job`, or nothing."""
-    told = []
+    """The error that a launcher of the run gets for each `eval.job`, or nothing."""
+    errors = []
     for job in jobs:
         words = [f"{key}={value}" for key, value in settings.items()]
         try:
             check([*words, f"eval.job={job}"], 1)
-            told.append("")
+            errors.append("")
         except UserError as error:
-            told.append(str(error))
-    return told
+            errors.append(str(error))
+    return errors
 
 
-def test_the_program_of_its_jobs_judges_them_before_the_run_is_launched(
+def test_the_program_of_its_jobs_validates_them_before_the_run_is_launched(
     runs: Runs, task_dir: Path, tmp_path: Path
 ) -> None:
     settings = SMALL | runs.config((1, 1, 1), TRAINED | {"dump_dir": tmp_path / "run"})
@@ -171,8 +173,8 @@ def test_the_program_of_its_jobs_judges_them_before_the_run_is_launched(
         "{name: 'a:b'}": "must not contain ':'",
     }
     [found] = runs.ranks.run(1, checked_here, settings, list(cases))
-    for (job, told), said in zip(cases.items(), found, strict=True):
-        assert told in said if told else not said, (job, said)
+    for (job, need), error in zip(cases.items(), found, strict=True):
+        assert need in error if need else not error, (job, error)
     assert not (tmp_path / "run").exists()
 
 

