@@ -9,14 +9,14 @@ yields (key in it, what is required). All mistakes found are raised together, as
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from lingua.config.schema import Keys, leaves, members_of, schema, type_name
 from lingua.config.values import COMMAND_LINE, MISSING, LocatedValue, Values, plain, show
-from lingua.config.yaml import parse_argument, read_layers
+from lingua.config.yaml import parse_argument, read_file, read_layers
 from lingua.errors import UserError, nearest
 
 C = TypeVar("C")
@@ -72,6 +72,22 @@ def load(
     return args, list(report.notices.values())
 
 
+def read_saved(cls: type[C], path: str | Path, validated: Collection[str] = ()) -> C:
+    """The keys of `cls` from a config.yaml that a run or a checkpoint has written.
+
+    The file is read as data: `${...}` stays text and `base:` has no meaning. Keys that `cls` does
+    not have are ignored, except in `model`, where one would mean another model. Keys that the file
+    does not have take their defaults. `validate()` runs in the groups named in `validated` alone.
+    Raises UserError.
+    """
+    keys, report = schema(cls), _Report(file=str(path), validated=validated)
+    saved = leaves(read_file(Path(path), str(path)), keys)
+    known = {k: v for k, v in saved.items() if k in keys or k.startswith("model.")}
+    args = _build(cls, known, keys, report)
+    report.check()
+    return args
+
+
 def to_yaml(args: Any) -> str:
     """The whole configuration; loading it again gives an equal one."""
     from omegaconf import OmegaConf
@@ -105,13 +121,15 @@ class _Report:
     wrong: set[str] = field(default_factory=set)  # keys without a usable value
     notices: dict[str, str] = field(default_factory=dict)  # of keys that have no effect
     located: Values = field(default_factory=dict)  # every value by path, also of list elements
+    file: str = ""  # to name where a required value is absent
+    validated: Collection[str] | None = None  # the groups whose `validate()` runs; None: all
 
     def add(self, path: str, given: LocatedValue, need: str, usable: bool = False) -> None:
         """A mistake: the key, its value, what is required and the place."""
         written = given.text if type(given.value) in (int, float) else show(given)
         value = "" if given.value == MISSING else f" = {written}"
-        place = f" ({given.where})" if given.where else ""
-        self.mistakes.append(f"{path}{value}: {need}{place}")
+        where = given.where or self.file
+        self.mistakes.append(f"{path}{value}: {need}{f' ({where})' if where else ''}")
         if not usable:
             self.wrong.add(path)
 
@@ -249,9 +267,10 @@ def _build(cls: type, given: Values, keys: Keys, report: _Report, prefix: str = 
 
     def group(cls: type, prefix: str) -> Any:
         made = cls(**{f.name: member(prefix + f.name) for f in fields(cls)})
+        chosen = report.validated is None or prefix.split(".")[0] in report.validated
         # The default in the place of a wrong value could only cause a second, false mistake.
         sound = not any(path.startswith(prefix) for path in report.wrong)
-        if sound and hasattr(made, "validate"):
+        if chosen and sound and hasattr(made, "validate"):
             for name, need in made.validate():
                 value = report.located.get(prefix + name, LocatedValue(MISSING, ""))
                 report.add(prefix + name, value, need, usable=True)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from lingua.config.load import Foreign, flatten, load, resume_classes, to_yaml
+from lingua.config.load import Foreign, flatten, load, read_saved, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Announced, Free, Guarded
 from lingua.errors import UserError
@@ -497,6 +497,66 @@ def test_reading_a_config_imports_neither_torch_nor_omegaconf(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+# ---- the config of a checkpoint
+
+
+def test_a_saved_config_is_read_as_data(tmp_path):
+    @dataclass
+    class Use:
+        name: str = "?"
+        model: Model = field(default_factory=Model)
+        data: Data = field(default_factory=Data)
+        optim: Optim = field(default_factory=lambda: Optim(warmup=3))
+
+    text = to_yaml(config("model.dim=8", "data.stages=[{from_step: 5}]"))
+    text = text.replace("name: run", "name: ${oc.env:HOME}").replace("warmup: 10", "unknown: 1")
+    write(tmp_path / "c.yaml", "base: gone.yaml\n" + text)
+    got = read_saved(Use, tmp_path / "c.yaml")
+    assert got.name == "${oc.env:HOME}"  # and the keys and groups that Use lacks are ignored
+    assert (got.model, got.data.stages) == (Model(8), [Stage(5)])
+    assert got.optim.warmup == 3
+
+
+def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    @dataclass
+    class Tokens:
+        seq_len: int
+
+    @dataclass
+    class Use:
+        data: Tokens
+        model: Model = field(default_factory=Model)
+
+    def read(text: str, validated: tuple[str, ...] = ()) -> Use:
+        write(tmp_path / "c.yaml", text)
+        return read_saved(Use, tmp_path / "c.yaml", validated)
+
+    def refused(text: str, validated: tuple[str, ...] = ()) -> str:
+        with pytest.raises(UserError) as caught:
+            read(text, validated)
+        assert "somebody" not in str(caught.value)
+        return str(caught.value).replace(str(tmp_path), "")
+
+    data = "data: {seq_len: 8, other: 1}\n"
+    assert refused(data + "model:\n  dmi: 8\n") == (
+        'model.dmi: unknown key (did you mean "model.dim"?) (/c.yaml:3)'
+    )
+    assert refused("data: {seq_len: '${oc.env:HOME}'}\nmodel: {dim: x}\n").splitlines()[1:] == [
+        '  data.seq_len = "${oc.env:HOME}": must be a whole number (/c.yaml:1)',
+        '  model.dim = "x": must be a whole number (/c.yaml:2)',
+    ]
+    assert refused("data: {}\n") == "data.seq_len: must be given (/c.yaml)"
+    assert refused("data: [\n").startswith("/c.yaml:2: is not valid YAML: ")
+    wrong = data + "model: {dim: 0}\n"
+    assert read(wrong).model == Model(0)
+    assert read(wrong, ("data",)).model == Model(0)
+    assert refused(wrong, ("model",)) == "model.dim = 0: must be at least 1 (/c.yaml:2)"
+    with pytest.raises(UserError, match=r"gone\.yaml: cannot be read: No such file"):
+        read_saved(Use, tmp_path / "gone.yaml")
 
 
 # ---- keys of Meta Lingua's configs
