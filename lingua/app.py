@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from lingua.config.yaml import COMMAND_LINE, parse_argument, read_files
+from lingua.config.values import COMMAND_LINE
+from lingua.config.yaml import parse_argument, read_layers
 from lingua.errors import UserError, nearest
 from lingua.parallel.parallelize import ParallelPlan
 
@@ -72,10 +73,10 @@ def named_app(argv: list[str]) -> App | None:
     if named:
         return import_app(str(parse_argument(named[-1]).value), COMMAND_LINE)
     files = [word.removeprefix("config=") for word in argv if word.startswith("config=")]
-    layers = read_files(files[-1]) if files else []
+    layers = read_layers(Path(files[-1]), f"config={files[-1]}") if files else []
     for layer in reversed(layers):
-        if "app" in layer.value and layer.value["app"].value is not None:
-            return find_app(str(layer.value["app"].value), layer.value["app"].where)
+        if "app" in layer and layer["app"].value is not None:
+            return find_app(str(layer["app"].value), layer["app"].where)
     return None
 
 

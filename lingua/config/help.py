@@ -1,6 +1,5 @@
 """The text of `--help`: every key with its type, default, resume class and comment."""
 
-import ast
 import inspect
 import io
 import shutil
@@ -9,108 +8,69 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import fields
 
-from omegaconf import OmegaConf
-
 from lingua.config.schema import schema, type_name
-from lingua.config.yaml import show
+from lingua.config.values import MISSING, show
 
 INTRODUCTION = (
     "Arguments: config=FILE key=value ...",
-    "config=FILE is a YAML file; the key `base:` in it names another one that it is laid over. "
-    "key=value sets one key over the file: optim.lr=3e-4, data.sources={a: 1, b: 2}, "
-    "data.sources.a=1, data.tokenizer.path=null.",
-    "Each key stands with its default, its type and what a change of it means for a resumed run: "
-    "free (nothing), announced (it is printed) or guarded (refused unless allowed by name).",
+    "config=FILE is a YAML file; its key `base:` names another file that it is laid over.",
+    "key=value sets one key over the file: optim.lr=3e-4, data.tokenizer.path=null, "
+    "data.sources={a: 1, b: 2}, data.sources.a=1.",
+    "Each key is listed with its default, what a change of it means for a resumed run (free: "
+    "nothing, announced: it is printed, guarded: refused unless allowed by name), and its type.",
 )
 
 
 def help_text(cls: type, width: int | None = None) -> str:
     width = width or shutil.get_terminal_size((100, 24)).columns
     keys = schema(cls)
-    defaults = OmegaConf.structured(cls)
-    owners = {"": cls} | {path: key.group for path, key in keys.items() if key.group is not None}
-    notes = {group: field_comments(owner) for group, owner in owners.items()}
-    rows: dict[str, list[tuple[str, str, str, str, str]]] = {group: [] for group in owners}
-    for path, key in keys.items():
-        if key.group is None:
-            group, _, name = path.rpartition(".")
-            default = _default(cls, defaults, path, owners[group], name)
-            kind, resume = type_name(key.type), key.resume or ""
-            rows[group].append((path, default, resume, kind, notes[group].get(name, "")))
+    groups = {"": cls} | {path: key.group for path, key in keys.items() if key.group is not None}
+    comments: dict[str, str] = {}
     lines = [textwrap.fill(line, width) for line in INTRODUCTION]
-    for group, members in rows.items():
-        if members:
-            parent, _, name = group.rpartition(".")
-            note = notes[parent].get(name, "") if group else ""
-            heading = f"{group}: {note}" if note else group
-            lines += ["", *([textwrap.fill(heading, width)] if group else [])]
-            lines += _table(members, width)
+    for group, owner in groups.items():
+        for name, comment in field_comments(owner).items():
+            comments[f"{group}.{name}".lstrip(".")] = comment
+        rows = []
+        for path, key in keys.items():
+            if key.group is None and path.rpartition(".")[0] == group:
+                default = "(required)" if key.default.value == MISSING else show(key.default)
+                cells = (path, default, key.resume or "", type_name(key.type))
+                rows.append((cells, comments.get(path, "")))
+        if rows:
+            heading = f"{group}: {comments[group]}" if group in comments else group
+            lines += ["", *textwrap.wrap(heading, width), *_table(rows, width)]
     return "\n".join(lines)
 
 
-def _table(rows: list[tuple[str, str, str, str, str]], width: int) -> Iterator[str]:
-    """Aligned columns, the comment wrapped below its key. A wide cell pushes what follows it."""
-    widths = [min(limit, max(len(r[i]) for r in rows)) for i, limit in enumerate((34, 16, 9))]
-    for *cells, kind, comment in rows:
+def _table(rows: list[tuple[tuple[str, ...], str]], width: int) -> Iterator[str]:
+    """Aligned columns, the comment wrapped below its key. A wide cell shifts the cells after it."""
+    style = {"width": max(width, 20), "subsequent_indent": " " * 6, "break_long_words": False}
+    limits = (34, 16, 9, 0)
+    widths = [min(limit, max(len(cells[i]) for cells, _ in rows)) for i, limit in enumerate(limits)]
+    for cells, comment in rows:
         line = "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True))
-        yield from _wrap(f"{line}  {kind}", "  ", width)
-        yield from _wrap(comment, "      ", width)
-
-
-def _wrap(text: str, indent: str, width: int) -> list[str]:
-    if len(indent + text) <= width:
-        return [indent + text] if text else []
-    return textwrap.wrap(
-        text,
-        max(width, 20),
-        initial_indent=indent,
-        subsequent_indent="      ",
-        break_long_words=False,
-    )
-
-
-def _default(cls: type, defaults: object, path: str, owner: type, name: str) -> str:
-    """The default as it stands in the tree, where a group may be built with other values."""
-    group = path.rpartition(".")[0]
-    if group and OmegaConf.select(defaults, group) is None:  # an optional group
-        defaults, path = OmegaConf.structured(owner), name
-    value = OmegaConf.select(defaults, path, throw_on_missing=False)
-    parent = OmegaConf.select(defaults, path.rpartition(".")[0]) if "." in path else defaults
-    if OmegaConf.is_missing(parent, path.rpartition(".")[2]):
-        return "(required)"
-    return show(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+        yield from textwrap.wrap(line, initial_indent="  ", **style)
+        yield from textwrap.wrap(comment, initial_indent=" " * 6, **style)
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """The comment behind each field, or else the comment lines directly above it. A field whose
+    """The comment beside each field, or else the comment lines directly above it. A field whose
     source cannot be read has none."""
     comments: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
-        if owner is object:
-            continue
         try:
             source = textwrap.dedent(inspect.getsource(owner))
-            body = ast.parse(source).body[0].body
-            tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-        except (OSError, TypeError, SyntaxError, IndexError, tokenize.TokenError):
+        except (OSError, TypeError):
             continue
-        at_line = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}
-        for node in body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                comments[node.target.id] = _comment_of(node, at_line)
+        name, beside, above = "", [], []
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                (beside if name else above).append(token.string.lstrip("#").strip())
+            elif token.type == tokenize.NAME and token.start[1] == 4 and not name:
+                name = token.string  # the first word of a statement in the body of the class
+            elif token.type == tokenize.NEWLINE:
+                comments[name] = " ".join(beside or above)
+                name, beside, above = "", [], []
+            elif token.type == tokenize.NL and not token.line.strip():
+                above.clear()
     return {f.name: comments[f.name] for f in fields(cls) if comments.get(f.name)}
-
-
-def _comment_of(node: ast.AnnAssign, at_line: dict[int, tokenize.TokenInfo]) -> str:
-    """`at_line`: the comment of each line that has one."""
-
-    def on_its_own_line(line: int) -> bool:
-        return line in at_line and not at_line[line].line[: at_line[line].start[1]].strip()
-
-    chosen = [line for line in range(node.lineno, node.end_lineno + 1) if line in at_line]
-    if not chosen:
-        line = node.lineno - 1
-        while on_its_own_line(line) and at_line[line].start[1] == node.col_offset:
-            chosen.insert(0, line)
-            line -= 1
-    return " ".join(at_line[line].string.lstrip("#").strip() for line in chosen)

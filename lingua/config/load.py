@@ -7,28 +7,17 @@ comment beside it is what `--help` prints. A dataclass may check its values in `
 yields (key in it, what is required). All mistakes found are raised together, as one UserError.
 """
 
+import difflib
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from omegaconf import MISSING, OmegaConf
-
-from lingua.config.build import build, error_line, place, together
-from lingua.config.schema import Announced, Free, Guarded, Key, is_mapping, schema, spread
-from lingua.config.yaml import COMMAND_LINE, LocatedValue, parse_argument, read_files, show
-from lingua.errors import UserError
-
-__all__ = [
-    "Announced",
-    "Foreign",
-    "Free",
-    "Guarded",
-    "flatten",
-    "load",
-    "resume_classes",
-    "to_yaml",
-]
+from lingua.config.schema import Keys, leaves, members_of, schema, type_name
+from lingua.config.values import COMMAND_LINE, MISSING, LocatedValue, Values, plain, show
+from lingua.config.yaml import parse_argument, read_file, read_layers
+from lingua.errors import UserError, nearest
 
 C = TypeVar("C")
 
@@ -39,15 +28,10 @@ class Foreign:
 
     # key or group -> why it has no effect here: accepted with one line
     ignored: Mapping[str, str] = field(default_factory=dict)
-    # key -> the values that ask for nothing we lack: accepted silently, others refused
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # key -> key of ours that must have the same value
     same_as: Mapping[str, str] = field(default_factory=dict)
-    # key -> function(value, values given so far by lower layers) -> {our key: value}. What the same
-    # layer says about our key itself wins. A ValueError is reported as what is required of the key.
-    translated: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = field(
-        default_factory=dict
-    )
+    # key -> {allowed value: {our key: value}}, which replaces what lower layers give for our key
+    translated: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 def load(
@@ -58,45 +42,57 @@ def load(
 ) -> tuple[C, list[str]]:
     """The configuration, and one line for every given key that was accepted without effect.
 
-    `argv` (default: sys.argv[1:]) holds `config=FILE` at most once, and `a.b=c`. The last word on a
-    key wins; a whole list or mapping replaces the one below, default included, while
+    `argv` (default: sys.argv[1:]) holds `config=FILE` at most once, and `a.b=c`. The last value of
+    a key wins; a whole list or mapping replaces the one below, default included, while
     `data.sources.a=1` sets one entry. With `partial`, `cls` is a part of an app's configuration:
-    what the file says of the app's other groups is left out. `--help` prints all keys and exits.
+    the app's other groups in the file are ignored. `--help` prints all keys and exits.
     Raises UserError.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if any(arg in ("-h", "--help") for arg in argv):
+    if "-h" in argv or "--help" in argv:
         from lingua.config.help import help_text
 
         print(help_text(cls))
         raise SystemExit(0)
-    foreign = foreign or Foreign()
-    keys = schema(cls)
-    errors: list[str] = []
-    config, overrides = _read_command_line(argv, keys, errors)
+    keys, report = schema(cls), _Report()
+    arguments = _read_arguments(argv, keys, report)
+    config = arguments.pop("config", None)
     try:
-        layers = read_files(config) if config is not None else []
+        files = read_layers(Path(config.text), f"config={config.text}") if config else []
     except UserError as e:
-        raise UserError(together([str(e), *errors])) from None
-    merged: dict[str, LocatedValue] = {}
-    defaults = OmegaConf.structured(cls)
-    notices: list[str] = []
-    for layer in [dict(spread(given.value, "", keys)) for given in layers] + [overrides]:
-        _translate(layer, merged, foreign, keys, errors)
-        for key, given in layer.items():
-            _set(merged, key, given, keys, defaults)
+        report.mistakes.insert(0, str(e))
+        report.check()
+    layers = [leaves(file, keys) for file in files]
     if partial:
-        merged = {k: v for k, v in merged.items() if _top(k) in keys or v.where == COMMAND_LINE}
-    _drop_foreign(merged, foreign, keys, defaults, errors, notices)
-    args = build(cls, merged, keys, errors)
-    if errors:
-        raise UserError(together(errors))
-    return args, notices
+        layers = [{k: v for k, v in layer.items() if k.split(".")[0] in keys} for layer in layers]
+    given = _merge([*layers, arguments], foreign or Foreign(), keys, report)
+    _resolve(cls, given, keys, report)
+    args = _build(cls, given, keys, report)
+    report.check()
+    return args, list(report.notices.values())
+
+
+def read_saved(cls: type[C], path: str | Path, validated: Collection[str] = ()) -> C:
+    """The keys of `cls` from a config.yaml that a run or a checkpoint has written.
+
+    The file is read as data: `${...}` stays text and `base:` has no meaning. Keys that `cls` does
+    not have are ignored, except in `model`, where one would mean another model. Keys that the file
+    does not have take their defaults. `validate()` runs in the groups named in `validated` alone.
+    Raises UserError.
+    """
+    keys, report = schema(cls), _Report(file=str(path), validated=validated)
+    saved = leaves(read_file(Path(path), str(path)), keys)
+    known = {k: v for k, v in saved.items() if k in keys or k.startswith("model.")}
+    args = _build(cls, known, keys, report)
+    report.check()
+    return args
 
 
 def to_yaml(args: Any) -> str:
     """The whole configuration; loading it again gives an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.structured(args))
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(plain(args))
 
 
 def flatten(args: Any) -> dict[str, Any]:
@@ -106,159 +102,244 @@ def flatten(args: Any) -> dict[str, Any]:
     for f in fields(args):
         value = getattr(args, f.name)
         if is_dataclass(value):
-            flat.update({f"{f.name}.{key}": v for key, v in flatten(value).items()})
+            flat |= {f"{f.name}.{key}": v for key, v in flatten(value).items()}
         else:
-            flat[f.name] = _plain(value)
+            flat[f.name] = plain(value)
     return flat
 
 
 def resume_classes(cls: type) -> dict[str, str | None]:
-    """{"optim.lr": "announced", ...} for every key that flatten can give, None where the field
-    names no class (a mistake of ours: a test of the app looks for it)."""
-    return {
-        path: key.resume for path, key in schema(cls).items() if key.group is None or key.optional
-    }
+    """{"optim.lr": "announced", ...} for every key of flatten; None where a field names none."""
+    return {k: key.resume for k, key in schema(cls).items() if key.group is None or key.optional}
+
+
+@dataclass
+class _Report:
+    """What is found in one configuration."""
+
+    mistakes: list[str] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)  # keys without a usable value
+    notices: dict[str, str] = field(default_factory=dict)  # of keys that have no effect
+    located: Values = field(default_factory=dict)  # every value by path, also of list elements
+    file: str = ""  # to name where a required value is absent
+    validated: Collection[str] | None = None  # the groups whose `validate()` runs; None: all
+
+    def add(self, path: str, given: LocatedValue, need: str, usable: bool = False) -> None:
+        """A mistake: the key, its value, what is required and the place."""
+        written = given.text if type(given.value) in (int, float) else show(given)
+        value = "" if given.value == MISSING else f" = {written}"
+        where = given.where or self.file
+        self.mistakes.append(f"{path}{value}: {need}{f' ({where})' if where else ''}")
+        if not usable:
+            self.wrong.add(path)
+
+    def check(self) -> None:
+        """Raises UserError with every mistake."""
+        if len(self.mistakes) > 1:
+            heading = f"{len(self.mistakes)} mistakes in the configuration:"
+            raise UserError("\n  ".join([heading, *self.mistakes]))
+        if self.mistakes:
+            raise UserError(self.mistakes[0])
 
 
 # ---- the layers
 
 
-def _read_command_line(
-    argv: list[str], keys: Mapping[str, Key], errors: list[str]
-) -> tuple[str | None, dict[str, LocatedValue]]:
-    """(path of the config file, {key: value}). The path is None without `config=`."""
-    configs: list[str] = []
-    overrides: dict[str, LocatedValue] = {}
+def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:
+    """{key: value}, `config` among them, each where it was given last."""
+    arguments: Values = {}
     for arg in argv:
         name, equals, text = arg.partition("=")
         if not equals or not name or name.startswith("-"):
-            hint = ""
-            if name.startswith("-") and equals:
-                hint = f' (did you mean "{arg.lstrip("-")}"?)'
-            elif arg.endswith((".yaml", ".yml")):
-                hint = f' (did you mean "config={arg}"?)'
-            errors.append(
-                f'argument "{arg}": must have the form key=value or config=FILE{hint}; '
-                "--help prints every key"
-            )
-        elif name == "config":
-            configs.append(text)
+            meant = arg.lstrip("-") if equals else f"config={arg}"
+            certain = name.startswith("-") if equals else arg.endswith((".yaml", ".yml"))
+            hint = f' (did you mean "{meant}"?)' if certain else ""
+            need = f"must have the form key=value or config=FILE{hint}; --help prints every key"
+            report.mistakes.append(f'argument "{arg}": {need}')
+            continue
+        if name == "config" and "config" in arguments:
+            need = "is given twice; a file may name another that it is laid over as its `base:`"
+            report.mistakes.append(f'argument "{arg}": config {need}')
+        for path, given in leaves({name: parse_argument(text)}, keys).items():
+            arguments.pop(path, None)
+            arguments[path] = given
+    return arguments
+
+
+def _merge(layers: list[Values], foreign: Foreign, keys: Keys, report: _Report) -> Values:
+    """The values that the layers give, each laid over those before it, without foreign keys."""
+    given: Values = {}  # in the order in which they were given
+    for layer in layers:
+        # Foreign keys come first, so that a key of ours in the same layer wins.
+        first = {path: value for path, value in layer.items() if path in foreign.translated}
+        given = {path: value for path, value in given.items() if path not in layer} | first | layer
+    merged: Values = {}
+    for path, value in given.items():
+        ignored = next((k for k in foreign.ignored if f"{path}.".startswith(f"{k}.")), None)
+        if path in keys:
+            _set(merged, path, value, keys)
+        elif ignored is not None:
+            line = f"{ignored} has no effect here: {foreign.ignored[ignored]} ({value.where})"
+            report.notices.setdefault(ignored, line)
+        elif path in foreign.same_as:
+            ours = foreign.same_as[path]
+            expected = given.get(ours, keys[ours].default) if ours in keys else value
+            if plain(value) != plain(expected):
+                need = f"must equal {ours} = {show(expected)}, or be left out"
+                report.add(path, value, need, usable=True)
+        elif path in foreign.translated:
+            allowed = {show(v): meaning for v, meaning in foreign.translated[path].items()}
+            if show(value) not in allowed:
+                report.add(path, value, f"must be {' or '.join(allowed)}")
+            for ours, v in allowed.get(show(value), {}).items():
+                _set(merged, ours, LocatedValue.of(v, value.where), keys)
         else:
-            given = parse_argument(text)
-            for key, value in spread({name: given}, "", keys):
-                overrides.pop(key, None)  # so that a key given again also comes later in order
-                overrides[key] = value
-    if len(configs) > 1:
-        errors.append(
-            f"config is given {len(configs)} times ({', '.join(configs)}): must be given once; "
-            "a file may name another that it is laid over as its `base:`"
-        )
-    return (configs[0] if configs else None), overrides
+            _set(merged, path, value, keys)
+    return merged
 
 
-def _set(
-    merged: dict[str, LocatedValue],
-    path: str,
-    given: LocatedValue,
-    keys: Mapping[str, Key],
-    defaults: Any,
-) -> None:
+def _set(merged: Values, path: str, given: LocatedValue, keys: Keys) -> None:
     """Lay one value over what lower layers gave."""
-    mapping = _mapping_of(path, keys)
+    above = [] if path in keys else [k for k in keys if path.startswith(f"{k}.")]
+    mapping = next((k for k in above if dict in map(get_origin, members_of(keys[k].type))), None)
     if mapping is not None:  # one entry of a mapping, over the file's mapping or the default one
-        entry = path[len(mapping) + 1 :]
-        below = merged.get(mapping) or LocatedValue.of(_default(defaults, mapping), "")
-        entries = below.value if isinstance(below.value, dict) else {}
+        below = merged.get(mapping, keys[mapping].default).value
+        entries = below if isinstance(below, dict) else {}
+        entry = path.removeprefix(f"{mapping}.")
         path, given = mapping, LocatedValue({**entries, entry: given}, given.where)
-    for other, value in list(merged.items()):
-        # The later word wins between a group set to null and a key in it.
-        if (given.value is None and other.startswith(path + ".")) or (
-            value.value is None and path.startswith(other + ".") and other in keys
-        ):
+    for other, value in list(merged.items()):  # a group set to null, and a key in it
+        null_over_key = given.value is None and other.startswith(f"{path}.")
+        key_over_null = value.value is None and path.startswith(f"{other}.")
+        if null_over_key or key_over_null:
             del merged[other]
-    merged.pop(path, None)
     merged[path] = given
 
 
-def _mapping_of(path: str, keys: Mapping[str, Key]) -> str | None:
-    """The mapping-typed leaf that `path` is an entry of: data.sources for data.sources.wiki."""
-    if path in keys:
-        return None
-    parts = path.split(".")
-    above = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
-    return next((p for p in above if p in keys and is_mapping(keys[p].type)), None)
+# ---- from the values of leaves to dataclasses
 
 
-def _top(path: str) -> str:
-    return path.partition(".")[0]
+def _resolve(cls: type, given: Values, keys: Keys, report: _Report) -> None:
+    """Replace every `${other.key}` among the given values by what it stands for."""
+    paths = [p for p, value in given.items() if p in keys and "${" in str(plain(value))]
+    references = {path: given.pop(path) for path in paths}
+    if not references:
+        return
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree = OmegaConf.create(plain(_build(cls, given, keys, _Report())))
+
+    def put(path: str, value: LocatedValue) -> None:
+        OmegaConf.update(tree, path, plain(value), merge=False)
+
+    def replace(path: str, value: LocatedValue) -> None:
+        found = OmegaConf.select(tree, path, throw_on_missing=True)
+        if OmegaConf.is_config(found):
+            found = OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
+        if "${" in str(found):  # loading what to_yaml writes would resolve it once more
+            report.add(path, value, "must not stand for text that contains ${")
+        for leaf, v in leaves({path: LocatedValue.of(found, value.where)}, keys).items():
+            given.setdefault(leaf, v)
+
+    for step in (put, replace):  # one reference may stand for another
+        for path, value in references.items():
+            try:
+                step(path, value)
+            except OmegaConfBaseException as e:
+                report.add(path, value, str(e).splitlines()[0])
 
 
-def _default(defaults: Any, path: str) -> Any:
-    value = OmegaConf.select(defaults, path, throw_on_missing=False)
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+def _build(cls: type, given: Values, keys: Keys, report: _Report, prefix: str = "") -> Any:
+    """The dataclass `cls`, validated. The paths of `given`, and of `keys`, begin with `prefix`."""
+    for path in [p for p in given if p not in keys]:
+        unknown = LocatedValue(MISSING, given[path].where)
+        report.add(path, unknown, f"unknown key{_nearest_key(path, keys)}")
+
+    def member(path: str) -> Any:
+        key, value = keys[path], given.get(path, keys[path].default)
+        inside = any(other.startswith(f"{path}.") for other in given)
+        whole = path in given and value.value != {}  # null, or a mistake
+        if key.group is not None and not whole and (inside or value.value is not None):
+            return group(key.group, f"{path}.")
+        converted = _convert(path, value, key.type, report)
+        # Another key may refer to this one; a mistake here is no mistake there.
+        return plain(key.default) if path in report.wrong else converted
+
+    def group(cls: type, prefix: str) -> Any:
+        made = cls(**{f.name: member(prefix + f.name) for f in fields(cls)})
+        chosen = report.validated is None or prefix.split(".")[0] in report.validated
+        # The default in the place of a wrong value could only cause a second, false mistake.
+        sound = not any(path.startswith(prefix) for path in report.wrong)
+        if chosen and sound and hasattr(made, "validate"):
+            for name, need in made.validate():
+                value = report.located.get(prefix + name, LocatedValue(MISSING, ""))
+                report.add(prefix + name, value, need, usable=True)
+        return made
+
+    return group(cls, prefix)
 
 
-def _translate(
-    layer: dict[str, LocatedValue],
-    below: Mapping[str, LocatedValue],
-    foreign: Foreign,
-    keys: Mapping[str, Key],
-    errors: list[str],
-) -> None:
-    """Replace the foreign keys of one layer that have another name or form here."""
-    lower = {key: given.plain() for key, given in below.items()}
-    for path in [p for p in layer if p in foreign.translated and p not in keys]:
-        given = layer.pop(path)
-        if given.value == MISSING:
-            continue
+# ---- one value
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_WORDS[type(None)] = "null"
+_EXAMPLES = {list: " such as [a, b]", dict: " such as {a: 1, b: 2}"}
+
+
+def _convert(path: str, given: LocatedValue, hint: Any, report: _Report) -> Any:
+    """The value as its field's type wants it, or None and a mistake in the report."""
+    report.located[path] = given
+    if given.value == MISSING:
+        return report.add(path, given, "must be given")
+    allowed = []
+    for kind in sorted(members_of(hint), key=lambda kind: kind is str):  # any text would be a str
         try:
-            ours = foreign.translated[path](given.plain(), lower)
+            return _convert_to(path, given, kind, report)
         except ValueError as e:
-            errors.append(error_line(path, given, str(e)))
-            continue
-        for key, value in ours.items():
-            layer.setdefault(key, LocatedValue.of(value, given.where))
+            allowed.append(str(e))
+    return report.add(path, given, f"must be {', or '.join(allowed)}")
 
 
-def _drop_foreign(
-    merged: dict[str, LocatedValue],
-    foreign: Foreign,
-    keys: Mapping[str, Key],
-    defaults: Any,
-    errors: list[str],
-    notices: list[str],
-) -> None:
-    """Take out the foreign keys that have no effect here, and refuse those that should have one."""
-    told = set()
-    for path in [p for p in merged if p not in keys]:
-        given = merged[path]
-        group = next((k for k in foreign.ignored if f"{path}.".startswith(f"{k}.")), None)
-        if group is not None:
-            if group not in told:
-                notices.append(
-                    f"{group} has no effect here: {foreign.ignored[group]}{place(given)}"
-                )
-            told.add(group)
-        elif path in foreign.only:
-            if given.plain() not in foreign.only[path]:
-                allowed = " or ".join(show(v) for v in foreign.only[path])
-                errors.append(error_line(path, given, f"is not supported, only {allowed}"))
-        elif path in foreign.same_as:
-            ours = foreign.same_as[path]
-            value = merged[ours].plain() if ours in merged else _default(defaults, ours)
-            if given.plain() != value:
-                need = f"must equal {ours} = {show(value)}, or be left out"
-                errors.append(error_line(path, given, need))
-        else:
-            continue
-        del merged[path]
+def _convert_to(path: str, given: LocatedValue, kind: Any, report: _Report) -> Any:
+    """The value as one type. ValueError names what is allowed; a mistake inside a list or a mapping
+    goes into the report instead."""
+    value, origin, inner = given.value, get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        if isinstance(value, dict):
+            keys = schema(kind, f"{path}.")
+            return _build(kind, leaves(value, keys, f"{path}."), keys, report, f"{path}.")
+        raise ValueError(f"a group of keys ({', '.join(f.name for f in fields(kind))})")
+    if origin is Literal:
+        choices = {show(choice).strip('"'): choice for choice in inner}
+        if given.text in choices:
+            return choices[given.text]
+        raise ValueError(" or ".join(choices) + nearest(str(given.text), choices))
+    if isinstance(value, list) and origin in (list, tuple):
+        kinds = inner if origin is tuple and inner[-1] is not ... else inner[:1] * len(value)
+        if len(kinds) == len(value):
+            items = enumerate(zip(value, kinds, strict=True))
+            return origin(_convert(f"{path}[{i}]", v, k, report) for i, (v, k) in items)
+    if isinstance(value, dict) and origin is dict:
+        return {k: _convert(f"{path}.{k}", v, inner[1], report) for k, v in value.items()}
+    if kind is str and given.text is not None:
+        if value is not None or (given.text == "" and given.where == COMMAND_LINE):
+            return given.text
+    elif kind is float and type(value) is int:
+        return float(value)
+    elif kind is int and type(value) is float and abs(value) < 2**53 and value.is_integer():
+        return int(value)  # 1e6 steps is how people write a million; beyond 2**53 it is not exact
+    elif kind is Any or (type(value) is kind and value == value):  # nan would pass every check
+        return plain(given)
+    raise ValueError(_WORDS.get(kind) or f"a {type_name(kind)}{_EXAMPLES.get(origin or kind, '')}")
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return asdict(value)
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return value
+def _nearest_key(path: str, keys: Keys) -> str:
+    """Looked for among the keys of the same group, then in other groups, then anywhere."""
+    group, _, name = path.rpartition(".")
+    siblings = {p.rpartition(".")[2]: p for p in keys if p.rpartition(".")[0] == group}
+    found = [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1)]
+    found += [p for p in keys if p.rpartition(".")[2] == name]
+    found += [] if siblings else difflib.get_close_matches(path, keys, n=1)
+    if found:
+        return f' (did you mean "{found[0]}"?)'
+    return f"; {group} has the keys {', '.join(siblings)}" if group and siblings else ""

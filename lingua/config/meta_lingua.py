@@ -1,30 +1,7 @@
-"""Keys of Meta Lingua's configs that have no meaning or another form here, for `args.load`.
-
-Its keys that mean the same here have the same name and need no entry.
-"""
-
-from collections.abc import Mapping
-from typing import Any
+"""Keys of Meta Lingua's configs that have no meaning or another form here. Those that mean the same
+have the same name here and need no entry."""
 
 from lingua.config.load import Foreign
-
-
-def _fsdp_type(value: Any, below: Mapping[str, Any]) -> dict[str, Any]:
-    if value == "full_shard":
-        ours: dict[str, Any] = {"distributed.dp_shard": None}
-        if below.get("distributed.dp_replicate", 1) is None:
-            ours["distributed.dp_replicate"] = 1  # undoes a no_shard of a file below
-        return ours
-    if value == "no_shard":
-        return {"distributed.dp_shard": 1, "distributed.dp_replicate": None}
-    raise ValueError("must be full_shard or no_shard; sizes are set by distributed.dp_shard")
-
-
-def _selective(value: Any, below: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return {"distributed.activation_checkpointing": "selective" if value else "none"}
-
 
 META_LINGUA = Foreign(
     ignored={
@@ -44,14 +21,18 @@ META_LINGUA = Foreign(
         "eval.validation": "the held-out loss is set by validation",
         "async_eval_gpus": "the jobs of benchmarks are set by eval.job",
     },
-    only={
-        "distributed.float8_recipe": (None,),
-        "distributed.detect_anomaly": (False,),
-        "distributed.allow_bf16_reduced_precision_reduction": (True,),
-    },
     same_as={"model.seed": "seed", "data.seed": "seed"},
     translated={
-        "distributed.fsdp_type": _fsdp_type,
-        "distributed.selective_activation_checkpointing": _selective,
+        "distributed.fsdp_type": {
+            "full_shard": {"distributed.dp_shard": None},
+            "no_shard": {"distributed.dp_shard": 1, "distributed.dp_replicate": None},
+        },
+        "distributed.selective_activation_checkpointing": {
+            True: {"distributed.activation_checkpointing": "selective"},
+            False: {"distributed.activation_checkpointing": "none"},
+        },
+        "distributed.float8_recipe": {None: {}},
+        "distributed.detect_anomaly": {False: {}},
+        "distributed.allow_bf16_reduced_precision_reduction": {True: {}},
     },
 )

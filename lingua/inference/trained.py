@@ -1,6 +1,6 @@
 """A trained model to use: its weights and its configuration, without the run that made it."""
 
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ from lingua.checkpoint.folder import CONFIG, Checkpoint, read_state, verify
 from lingua.checkpoint.resume import TOKENIZER, flat_config
 from lingua.checkpoint.source import locate_newest, open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import load
+from lingua.config.load import read_saved
 from lingua.errors import UserError
 from lingua.init import init_parameters, ties_kept
 from lingua.parallel.mesh import DistributedArgs, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
-
-DATA_KEYS = ("seq_len", "n_views", "add_bos", "add_eos", "document_mask")  # of its `data` group
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Trained:
 
     checkpoint: Checkpoint
     app: App
-    args: Any  # of the app's class; only the groups `model` and `data` are the checkpoint's
+    args: Any  # of the app's class, as the checkpoint has it
 
     def build_tokenizer(self, path: str | None = None) -> Tokenizer:
         """The model's tokenizer; `path` is where its file lies now, if elsewhere than it did."""
@@ -109,23 +107,16 @@ def read_trained(key: str, checkpoint: Checkpoint, app: App | None) -> Trained:
     """A checkpoint with its configuration. By one process."""
     config = checkpoint.path / CONFIG
     required = ("data.seq_len", "data.tokenizer.name", "data.tokenizer.path")
-    keys = ("app", *required, *(f"data.{name}" for name in DATA_KEYS))
-    flat = flat_config(config, dict.fromkeys(keys))
-    flat = {key: value for key, value in flat.items() if value != "(absent)"}
-    app = app or find_app(flat.get("app"), str(config))
-    args = app.config()
-    kind = type(args.model)
-    group = make_dataclass("Config", [("model", kind, field(default_factory=kind))])
+    flat = flat_config(config, dict.fromkeys(("app", *required)))
+    if absent := [name for name in required if flat[name] == "(absent)"]:
+        raise UserError(f"{config}: must have the key {absent[0]}")
+    recorded = None if flat["app"] == "(absent)" else flat["app"]
+    app = app or find_app(recorded, str(config))
     try:
-        args.model = load(group, [f"config={config}"], partial=True)[0].model
+        args = read_saved(app.config, config, validated=("model",))
     except UserError as error:
         raise UserError(
             f"{error}\n{key} = {checkpoint.path}: its model is not that of {app.path}; "
             "app=MODULE names another app"
         ) from None
-    if absent := [name for name in required if name not in flat]:
-        raise UserError(f"{config}: must have the key {absent[0]}")
-    for name in DATA_KEYS:
-        setattr(args.data, name, flat.get(f"data.{name}", getattr(args.data, name)))
-    args.data.tokenizer = TokenizerArgs(flat[required[1]], flat[required[2]])
     return Trained(checkpoint, app, args)

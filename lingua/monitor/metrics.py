@@ -65,7 +65,9 @@ class MetricsFile:
         Raises OSError where the disk is full; the file is then as before.
         """
         values = {**line, "created_at": datetime.now(UTC).isoformat()}
-        values = orjson.loads(orjson.dumps(values))  # NaN and infinity, which JSON lacks, to null
+        # Scalars of numpy become numbers; NaN and infinity, which JSON lacks, become null.
+        options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        values = orjson.loads(orjson.dumps(values, option=options))
         text = json.dumps(values).encode() + b"\n"
         end = os.fstat(self._file.fileno()).st_size
         try:

@@ -10,6 +10,7 @@ from lingua.config.meta_lingua import META_LINGUA
 from lingua.errors import UserError
 
 CONFIGS = Path("apps/main/configs")
+PATHS = {"dump_dir": "", "root_dir": "data."}  # that Meta Lingua's configs leave to the user
 
 # Shapes and values of Meta Lingua's public debug.yaml, llama_1B.yaml and llama_7B.yaml.
 LINGUA_DEBUG = """
@@ -137,8 +138,12 @@ def test_keys_that_users_rely_on(key: str, default: object, resume: str) -> None
 def test_meta_linguas_configs_load_with_only_paths_overridden(text: str, tmp_path: Path) -> None:
     path = tmp_path / "lingua.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match="dump_dir"):
+    with pytest.raises(UserError) as caught:
         load(TrainArgs, [f"config={path}"], META_LINGUA)
+    lines = text.splitlines()
+    line = {key: 1 + next(i for i, line in enumerate(lines) if key in line) for key in PATHS}
+    for key, group in PATHS.items():
+        assert f"{group}{key}: must be given ({path}:{line[key]})" in str(caught.value)
 
     ranks = tmp_path / "tokenizer.model"
     ranks.write_text("YQ== 0\n")

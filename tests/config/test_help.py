@@ -1,0 +1,97 @@
+"""The text of `--help`: every key of a configuration class, with the comment beside its field."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from lingua.config.help import field_comments, help_text
+from lingua.config.load import load, resume_classes
+from lingua.config.schema import Announced, Free
+
+
+@dataclass
+class Optim:
+    lr: Announced[float] = 1e-3  # peak learning rate
+    # share of the peak
+    # that remains at the end
+    lr_min_ratio: Announced[float] = 0.1
+    clip: Announced[float | None] = 1.0
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        lr = self.lr  # no comment of the field
+        if lr < 0:
+            yield "lr", "must be at least 0"
+
+
+@dataclass
+class Every:
+    every: Free[int] = 100
+
+
+@dataclass
+class Wandb:
+    project: Free[str]
+
+
+@dataclass
+class Config:
+    steps: Announced[int] = 1000
+    optim: Optim = field(default_factory=Optim)  # the optimizer
+    dump: Every = field(default_factory=lambda: Every(every=500))
+    wandb: Free[Wandb | None] = None
+    a_key_with_a_name_as_long_as_names_are: Free[dict[str, float]] = field(default_factory=dict)
+
+
+def test_comments_beside_and_above_a_field_are_found():
+    comments = field_comments(Optim)
+    assert comments["lr"] == "peak learning rate"
+    assert comments["lr_min_ratio"] == "share of the peak that remains at the end"
+    assert "clip" not in comments  # a comment of the field above or below is not its own
+
+    @dataclass
+    class Odd(Optim):
+        tag: Free[str] = "# no comment"
+        long: Free[dict[str, float]] = field(
+            default_factory=dict,
+        )  # behind the bracket
+        # of two lines
+
+        # not this one: a blank line is between
+
+        last: Free[int] = 3
+
+    odd = field_comments(Odd)
+    assert odd["lr"] == "peak learning rate"
+    assert odd["long"] == "behind the bracket"
+    assert "tag" not in odd
+    assert "last" not in odd
+
+
+def test_a_class_without_source_has_help_without_comments():
+    made = dataclass(type("Made", (), {"__annotations__": {"a": Free[int]}, "a": 1}))
+    assert field_comments(made) == {}
+    assert re.search(r"a +1 +free +int", help_text(made, 80))
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_help_lists_every_key_within_the_width(width):
+    text = help_text(Config, width)
+    lines = text.splitlines()
+    for key in resume_classes(Config):
+        if key != "wandb":  # a group, whose keys are listed
+            assert any(re.match(rf"  {re.escape(key)}\s", line) for line in lines), key
+    assert max(map(len, lines)) <= width
+    assert "optim: the optimizer" in lines
+    assert re.search(r"optim\.lr +0\.001 +announced +float\n +peak learning rate\n", text)
+    assert re.search(r"dump\.every +500 +free +int", text)  # the default of this place
+    assert re.search(r"wandb\.project +\(required\) +free +str", text)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_is_printed_and_nothing_else_happens(flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        load(Config, ["config=missing.yaml", flag])
+    assert caught.value.code == 0
+    assert "optim.lr" in capsys.readouterr().out
