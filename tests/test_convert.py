@@ -172,7 +172,7 @@ def test_another_app_has_another_form(ranks, convert_to, tmp_path):
     back = convert_to(out, tmp_path / "back", named, "tokenizer.name=bytes") / "0000000000"
     assert same(tensors_in(back), ours)
     assert OmegaConf.load(back / "config.yaml").app == __name__
-    assert "nothing else to go on with" in dict(summary(read_checkpoint(back)[0]))["model"]
+    assert "nothing to resume" in dict(summary(read_checkpoint(back)[0]))["model"]
     cases = {"folder": [f"source={out}"], "checkpoint": [f"source={back}"]}
     cases |= {"mtp folder": [f"source={out}", "app=apps.mtp"]}
     cases |= {"mtp checkpoint": [f"source={tmp_path / 'ours'}", "app=apps.mtp"]}
