@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and what would change, without training and without reading a tensor:
+"""What a checkpoint contains, and what a resume would change, without reading a tensor:
 
     python -m lingua.checkpoint show DIR
     python -m lingua.checkpoint diff DIR config=FILE [key=value ...] [app=MODULE]
@@ -86,9 +86,9 @@ def summary(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     marked = f", marked {', '.join(names)}" if (names := marks(path)) else ""
     yield "checkpoint", f"{path}"
     yield "saved", f"{created}{marked}"
-    if "progress" not in state:  # made by `convert`
+    if "tokens" not in state:  # made by lingua.convert or from a file
         yield "step", f"{checkpoint.step:,}"
-        yield "model", f"{_tensors(checkpoint)['model']}; nothing else to go on with"
+        yield "model", f"{_tensors(checkpoint)['model']}; nothing to resume"
         return
     progress = state["progress"]
     yield "step", f"{checkpoint.step:,} ({progress['skipped_steps']} of them changed nothing)"

@@ -164,7 +164,7 @@ def _read_chunk(f: FileIO, stored: _StorageInfo, part: Part, scratch: Tensor) ->
     last = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))
     length = (last + 1) * source.itemsize
     if source.shape != out.shape or begin + length > stored.length:
-        raise ValueError(f"{part.name} is not what .metadata says")
+        raise ValueError(f"{part.name} differs from .metadata")
     f.seek(stored.offset + begin)
     in_place = out.device.type == "cpu" and out.dtype == source.dtype
     if in_place and out.is_contiguous() and source.is_contiguous():

@@ -47,7 +47,7 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
         for name, entry in checkpoint.files.items():
             size = (path / name).stat().st_size
             if size != entry["size"]:
-                return None, f"{name} has {size} bytes, its manifest says {entry['size']}"
+                return None, f"{name} has {size} bytes, its manifest lists {entry['size']}"
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -120,7 +120,7 @@ def first_undamaged(
 
 
 def damaged_files(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Files that are not what the manifest says, each with why: `__0_0.distcp: wrong checksum`.
+    """Files that differ from the manifest, each with why: `__0_0.distcp: wrong checksum`.
     Called by every rank: each file is read by one, and the results are shared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = sorted(checkpoint.files.items())[rank::world]
@@ -132,7 +132,7 @@ def damaged_files(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Raises UserError where a file is not what the manifest says. Called by every rank."""
+    """Raises UserError where a file differs from the manifest. Called by every rank."""
     if damaged := damaged_files(checkpoint):
         raise UserError(f"{checkpoint.path} is damaged: {'; '.join(damaged)}")
 

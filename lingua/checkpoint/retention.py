@@ -36,7 +36,7 @@ class SaveEvery:
 class CheckpointArgs:
     dump: SaveEvery = field(default_factory=SaveEvery)  # to resume from
     eval: SaveEvery = field(default_factory=lambda: SaveEvery(every=0))  # to evaluate later
-    # of those saved, steps that this divides are kept for ever; 0: none for that reason
+    # keep every saved step divisible by this; 0: none for that reason
     keep_every: Free[int] = 0
     # measure the held-out loss at every save, and keep the checkpoint where it is the lowest
     keep_best: Free[bool] = False

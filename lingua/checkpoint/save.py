@@ -102,8 +102,8 @@ def _publish(
 
 
 def publish_config(root: Path, config: str) -> Path:
-    """A checkpoint of step 0 without tensors, in an empty folder: it says what a model is before
-    there is one. By one process."""
+    """A checkpoint of step 0 without tensors, in an empty folder: the configuration of a model that
+    is not trained yet. By one process."""
     folder, final = root / "config", root / f"{0:010d}"
     folder.mkdir()
     (folder / ".metadata").touch()

@@ -50,7 +50,7 @@ class Saver:
     def _claim(self) -> None:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            # A former start of a job may outlive the node that Slurm gave up, and its run goes on.
+            # A job's earlier start may still run, on a node that Slurm has given up.
             requeued = "SLURM_RESTART_COUNT" in os.environ
             self._held.enter_context(exclusive(self.root / "run.lock", logger.warning, requeued))
         except OSError as error:
@@ -58,11 +58,11 @@ class Saver:
 
     def __exit__(self, *_: object) -> None:
         if self._thread is not None:
-            self._thread.shutdown()  # a save under way is finished
+            self._thread.shutdown()  # waits for the save in the background
         self._held.close()
 
     def restored(self, saved: Saved | None) -> None:
-        """The run goes on from `saved`; of its own folder, that step needs no save."""
+        """The run resumes `saved`; where that is of its own folder, the step needs no save."""
         if saved is not None and saved.checkpoint.path.parent == self.root:
             self.saved_step = saved.progress.step
 

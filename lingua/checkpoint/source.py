@@ -152,7 +152,7 @@ def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
         UserError: `path` has no checkpoint, or is one that is not whole.
     """
     if not path.exists():
-        raise UserError(f"{path}: there is no such file or folder")
+        raise UserError(f"{path}: no such file or folder")
     has = {n for n in (MANIFEST, METADATA, PARAMS, CONSOLIDATED) if (path / n).exists()}
     if path.is_file() or CONSOLIDATED in has or has == {METADATA, PARAMS}:
         return []
@@ -190,7 +190,7 @@ def find_source(path: Path, verify: str, report: Callable[[str], None]) -> Tenso
         report: called with a line for each checkpoint that is skipped.
 
     Raises:
-        UserError: there is nothing of these, or it is damaged.
+        UserError: it is none of these, or it is damaged.
     """
     found = on_rank_0(lambda: locate(path, report))
     if not found:

@@ -63,7 +63,7 @@ class _Files(FileSystem):
 
 class _Writer(FileSystemWriter):
     def __init__(self, folder: Path) -> None:
-        # Its own way to sync leaves out what its buffer still holds; `_File` does it.
+        # Its own sync leaves out what is still in its buffer; `_File` syncs.
         super().__init__(folder, single_file_per_rank=True, sync_files=False)
         self.fs = _Files()
 

@@ -68,7 +68,7 @@ def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
     assert (checkpoint.path / "config.yaml").read_text() == CONFIG
     assert [p.name for p in (tmp_path / "back").iterdir()] == ["0000000007"]
     told = dict(summary(checkpoint))
-    assert (told["step"], told["model"].split(";")[1]) == ("7", " nothing else to go on with")
+    assert (told["step"], told["model"].split(";")[1]) == ("7", " nothing to resume")
 
 
 def test_all_of_a_checkpoint_comes_back_from_its_file(ranks, saved, tmp_path):
