@@ -1,6 +1,6 @@
 """Prepared sources on disk: a folder of token shards and the manifest that describes them.
 
-A shard is four files for each of its two splits, `train` and `heldout`:
+A shard is two files for each of its splits, `train` and `heldout`:
     <name>.<split>.tokens      little-endian unsigned token ids, documents one after another
     <name>.<split>.documents   int64 [documents, 3]: tokens, bytes of text, hash of the text
 """
@@ -26,9 +26,9 @@ OPEN_SHARDS = 256  # memory maps a source keeps open: each holds a file descript
 
 @dataclass
 class InputPart:
-    """Bytes `begin` to `end` of a file of the source's text: of most files, all there are."""
+    """Bytes `begin` to `end` of a file of the source's text: all of them, unless it was split."""
 
-    path: str  # as lingua.data.prepare.files gives it
+    path: str  # relative to the source's folder, with "/"
     begin: int
     end: int
     size: int  # of the file
@@ -47,7 +47,7 @@ class Split:
 @dataclass
 class Shard:
     name: str
-    parts: int  # how many of the manifest's parts it holds, going on after the shard before
+    parts: int  # its number of the manifest's parts, which follow those of the shard before
     train: Split
     heldout: Split
 
@@ -97,7 +97,7 @@ def shard_from_json(fields: dict[str, Any]) -> Shard:
 
 
 def shard_files(shard: Shard, dtype: str) -> dict[str, int]:
-    """{file name: size in bytes} of everything a shard consists of."""
+    """{file name: size in bytes} of the files of a shard."""
     sizes = {}
     for split in SPLITS:
         counts = getattr(shard, split)
@@ -107,7 +107,7 @@ def shard_files(shard: Shard, dtype: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentSpan:
     """Consecutive tokens of one train document: first ... end - 1 of its n_tokens."""
 
     shard: int
@@ -120,7 +120,7 @@ class Piece:
 class Source:
     """A prepared source. Its train tokens are one virtual array: the shards in order."""
 
-    def __init__(self, folder: Path, manifest: Manifest):
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self.name, self.fingerprint = manifest.source, manifest.fingerprint
         self.dtype = np.dtype(manifest.dtype)
@@ -134,7 +134,7 @@ class Source:
         manifest = Manifest.load(folder)
         if manifest is None:
             raise UserError(
-                f"{folder}: is not a folder of token shards ({MANIFEST} not found or not valid)"
+                f"{folder}: is not a folder of token shards ({MANIFEST} is missing or not valid)"
             )
         return cls(folder, manifest)
 
@@ -208,8 +208,8 @@ class Source:
         begin = sum(before.parts for before in self.manifest.shards[:shard])
         return self.manifest.parts[begin : begin + self.manifest.shards[shard].parts]
 
-    def pieces(self, start: int, n: int) -> Iterator[Piece]:
-        """The documents that train tokens start ... start + n - 1 are of, in order."""
+    def spans(self, start: int, n: int) -> Iterator[DocumentSpan]:
+        """The documents of train tokens start ... start + n - 1, in order."""
         end = start + n
         for shard in range(int(np.searchsorted(self._ends, start, side="right")), len(self._ends)):
             shard_start = int(self._ends[shard] - self._sizes[shard])
@@ -224,7 +224,7 @@ class Source:
                 first, last = max(start, document_start), min(end, int(ends[i]))
                 if first < last:
                     inside = first - document_start, last - document_start
-                    yield Piece(shard, i, *inside, n_tokens=int(lengths[i]))
+                    yield DocumentSpan(shard, i, *inside, n_tokens=int(lengths[i]))
 
     def heldout_documents(self) -> np.ndarray:
         """int64 [documents, 4]: shard, first token in the shard's file, tokens, bytes of text; in

@@ -3,8 +3,8 @@
     python -m lingua.data.show config=FILE [key=value ...]                 the mixture
     python -m lingua.data.show config=FILE step=1000 row=3 [key=value ...] one row as text
 
-FILE is the config of a training run; best the resolved one, <dump_dir>/config.yaml. Keys of it that
-say nothing about data are left out. Sources that are not tokenized yet are.
+FILE is the config of a training run, best the resolved one, <dump_dir>/config.yaml. Keys that are
+not about data are ignored. Sources that are not tokenized yet are tokenized first.
 """
 
 import sys
@@ -22,7 +22,7 @@ from lingua.data.args import DataArgs
 from lingua.data.prepare.files import FilePart
 from lingua.data.prepare.records import read_records, records_before
 from lingua.data.prepare.sources import prepare_sources, source_files
-from lingua.data.shards import Piece, Source
+from lingua.data.shards import DocumentSpan, Source
 from lingua.data.stream import RowStream, shares
 from lingua.format import align
 from lingua.parallel.program import run_program
@@ -86,43 +86,43 @@ def describe_row(
         int(row) * args.data.seq_len,
         source.n_rows(args.data.seq_len, args.data.n_views),
     )
-    epoch, given = divmod(stream.counts(int(position[0]))[name], n_rows)
+    epoch, number = divmod(stream.counts(int(position[0]))[name], n_rows)
     begun = args.data.stages[stage - 1].from_step if stage else 0
     yield (
         f"step {args.step}, row {args.row}: position {position[0]:,} of the run, "
         f"in the stage from step {begun}"
     )
     yield (
-        f"{name}: row {row:,} of {n_rows:,}, number {given:,} of epoch {epoch}: tokens {start:,} "
+        f"{name}: row {row:,} of {n_rows:,}, number {number:,} of epoch {epoch}: tokens {start:,} "
         f"to {start + len(tokens) - 1:,} of {source.n_tokens:,}"
     )
     files = {file.path: file for file in source_files(name, args.data)}
     keys = args.data.text_keys(name)
     at = 0
-    for piece in source.pieces(start, len(tokens)):
-        n = piece.end - piece.first
-        number = sum(s.train.documents for s in source.manifest.shards[: piece.shard])
+    for span in source.spans(start, len(tokens)):
+        n = span.end - span.first
+        before = sum(s.train.documents for s in source.manifest.shards[: span.shard])
         yield (
-            f"--- tokens {at:,} to {at + n - 1:,} of the row: document {number + piece.document:,} "
-            f"({find_record(source, piece, files, keys)}), its tokens {piece.first:,} to "
-            f"{piece.end - 1:,} of {piece.n_tokens:,}"
+            f"--- tokens {at:,} to {at + n - 1:,} of the row: document {before + span.document:,} "
+            f"({find_record(source, span, files, keys)}), its tokens {span.first:,} to "
+            f"{span.end - 1:,} of {span.n_tokens:,}"
         )
         yield tokenizer.decode(tokens[at : at + n])
         at += n
 
 
 def find_record(
-    source: Source, piece: Piece, files: dict[str, FilePart], keys: tuple[str, ...]
+    source: Source, span: DocumentSpan, files: dict[str, FilePart], keys: tuple[str, ...]
 ) -> str:
-    """`file:line`, or of parquet `file:row`, of the document that `piece` is of.
+    """`file:line`, or of parquet `file:row`, of the document of `span`.
 
     The shard's text is read again up to the record with the document's hash: a few seconds at most,
     and nothing has to be stored about every document for it.
     """
-    hashes = source.documents(piece.shard, "train")[:, 2]
-    same_before = int((hashes[: piece.document] == hashes[piece.document]).sum())  # equal texts
-    wanted = int(hashes[piece.document]) % 2**64
-    for known in source.shard_inputs(piece.shard):
+    hashes = source.documents(span.shard, "train")[:, 2]
+    same_before = int((hashes[: span.document] == hashes[span.document]).sum())  # equal texts
+    wanted = int(hashes[span.document]) % 2**64
+    for known in source.shard_inputs(span.shard):
         part = replace(files[known.path], begin=known.begin, end=known.end)
         for record in read_records(part, keys):
             if record.wrong or record.hash != wanted:
@@ -139,7 +139,7 @@ def find_record(
 def describe_mixture(
     args: ShowArgs, stream: RowStream, sources: dict[str, Source]
 ) -> Iterator[str]:
-    """What each source has and how much of it the run reads, the shares, and warnings."""
+    """The size of each source and how much of it the run reads, the shares, and warnings."""
     data, n = args.data, args.steps * args.data.global_batch_size
     yield (
         f"{args.steps:,} steps of {data.global_batch_size:,} rows of {data.seq_len:,} tokens: "

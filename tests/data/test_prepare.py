@@ -93,6 +93,20 @@ def test_clearing_up_leaves_the_claims_of_others_who_look_for_work(corpus):
     assert [claim.exists() for claim in claims] == [True, True, False, False]
 
 
+def test_the_record_of_a_part_has_the_form_of_earlier_versions(corpus):
+    """So that a preparation interrupted before an update continues after it."""
+    folder = Prepared(make_args(corpus)).source.folder
+    (path,) = folder.glob(f"{'?' * 16}.json")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    (shard,) = manifest["shards"]
+    expected = {"parts": manifest["parts"], "shard": shard, "skipped": {}, "rough_cuts": 0}
+    assert record == expected
+    assert list(record["parts"][0]) == ["path", "begin", "end", "size", "mtime_ns", "hash"]
+    assert list(shard) == ["name", "parts", "train", "heldout"]
+    assert list(shard["train"]) == ["tokens", "documents", "bytes", "hash"]
+
+
 def test_the_fingerprint_is_of_the_tokens_not_of_the_machine(corpus, tmp_path):
     first = Prepared(make_args(corpus)).source
     copy = tmp_path / "elsewhere"

@@ -1,16 +1,17 @@
 """Tokens of a document of any length, in memory that does not grow with it.
 
-A long document is cut into pieces of about PIECE characters, at places that depend on nothing but
-its text. Each piece is tokenized with the end of the one before in front, and those tokens dropped.
+A long document is cut into pieces of about PIECE characters, at places that depend only on its
+text. Each piece is tokenized together with the CONTEXT characters before it, whose tokens are
+dropped.
 
-A cut is made where a word or line begins. The tokens of a whole document always have a boundary
-there if the tokenizer never joins the end of a word with the space after it: so bytes and tiktoken
-give the tokens of the whole, and sentencepiece BPE whose pieces have spaces nowhere but in front.
-(A unigram model adds up scores over a document in float32 and breaks ties by what was rounded: of a
-long document it may give other tokens for the same words.) For any tokenizer a cut has to show that
-it is one: the tokens of the text on its left must begin those of both sides together. Where no word
-or line begins in WINDOW characters, or none of the last TRIES shows it, the cut is a rough one: at
-a character that passes for one, if there is any. Rough cuts are counted.
+A cut is made where a word or line begins. If a tokenizer never joins the end of a word with the
+space after it, the tokens of the whole document have a boundary there. So bytes, tiktoken, and
+sentencepiece BPE whose pieces have spaces only in front give the tokens of the whole. (A unigram
+model sums scores over a document in float32, and rounding breaks ties: in a long document the same
+words may get other tokens.) For any tokenizer a cut is verified: the tokens of the text on its left
+must be the first tokens of both sides together. Where no word or line begins in WINDOW characters,
+or none of the last TRIES passes, the cut is a rough one: at a character that passes, if any. Rough
+cuts are counted.
 """
 
 import re
@@ -20,17 +21,17 @@ import numpy as np
 
 from lingua.tokenizer import Tokenizer
 
-PIECE = 2**18  # characters; some libraries take longer for each of a longer text
-CONTEXT = 512  # characters beside a cut that are looked at
-WINDOW = 2**16  # characters in which a place is looked for
+PIECE = 2**18  # characters; some libraries take more time for each of a longer text
+CONTEXT = 512  # characters on each side of a cut that are compared
+WINDOW = 2**16  # characters in which a word or line must begin
 TRIES = 16
 _WORD_OR_LINE = re.compile(r"(?<=\S)(?= \S)|(?<=\n)(?=\S)")
 
 
 class Pieces:
-    """Tokenizes long documents; `rough_cuts` are counted over all of them."""
+    """Tokenizes long documents; `rough_cuts` counts those of all of them."""
 
-    def __init__(self, tokenizer: Tokenizer, piece: int = PIECE):
+    def __init__(self, tokenizer: Tokenizer, piece: int = PIECE) -> None:
         self._encode, self._piece = tokenizer.encode, piece
         self.rough_cuts = 0
 
@@ -51,7 +52,7 @@ class Pieces:
             text, begin, before = text[cut - CONTEXT :], CONTEXT, before_cut
 
     def _tokens(self, text: str, begin: int, before: np.ndarray) -> np.ndarray:
-        """The ids of text[begin:], in the context of what stands before it."""
+        """The ids of text[begin:], tokenized with the context before it."""
         ids = self._encode(text)
         if np.array_equal(ids[: len(before)], before):
             return ids[len(before) :]

@@ -114,9 +114,16 @@ def records_before(part: FilePart) -> int:
 OnBytes = Callable[[memoryview], Any]
 
 
-def open_part(part: FilePart, on_bytes: OnBytes | None = None) -> io.BufferedReader:
-    """The part's bytes, to be read once in order. `on_bytes` gets them as they are read."""
-    return io.BufferedReader(_PartFile(part, on_bytes), BLOCK)
+def open_part(
+    part: FilePart, on_bytes: OnBytes | None = None, codec: str | None = None
+) -> io.BufferedReader:
+    """The part's bytes, decompressed if there is a `codec`, to be read once in order. `on_bytes`
+    gets them as they are in the file."""
+    file = io.BufferedReader(_PartFile(part, on_bytes), BLOCK)
+    if codec is None:
+        return file
+    stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+    return io.BufferedReader(stream, BLOCK)
 
 
 def read_through(part: FilePart, on_bytes: OnBytes | None) -> None:
@@ -168,14 +175,6 @@ def read_records(
         if isinstance(error, OSError) and error.errno is not None:  # of the operating system
             raise
         yield Record(number + 1, wrong="damaged file", detail=f"as {codec or form}: {error}")
-
-
-def _open_decompressed(part: FilePart, on_bytes: OnBytes | None) -> io.BufferedReader:
-    file, codec = open_part(part, on_bytes), _form(part)[1]
-    if codec is None:
-        return file
-    stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
-    return io.BufferedReader(stream, BLOCK)
 
 
 def _record(number: int, read: Callable[..., str], *source: Any) -> Record:
@@ -234,7 +233,7 @@ def _read_text(part: FilePart, on_bytes: OnBytes | None = None) -> Iterator[str]
         with open(part.full, "rb") as module:
             encoding, _ = tokenize.detect_encoding(module.readline)
     decoder = codecs.getincrementaldecoder(encoding)()
-    with _open_decompressed(part, on_bytes) as stream:
+    with open_part(part, on_bytes, _form(part)[1]) as stream:
         while block := stream.read(BLOCK):
             yield decoder.decode(block)
     yield decoder.decode(b"", final=True)
@@ -246,7 +245,7 @@ def _read_text(part: FilePart, on_bytes: OnBytes | None = None) -> Iterator[str]
 def _json_lines(
     part: FilePart, keys: tuple[str, ...], on_bytes: OnBytes | None
 ) -> Iterator[Record]:
-    with _open_decompressed(part, on_bytes) as stream:
+    with open_part(part, on_bytes, _form(part)[1]) as stream:
         for number, line in enumerate(stream, start=1):
             if number == 1 and not part.begin:
                 line = line.removeprefix(_BOM)
@@ -315,14 +314,16 @@ def _is_text(kind: pa.DataType) -> bool:
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
-def _values(column: pa.Array) -> list[bytes | None]:
-    """As bytes: pyarrow does not check that they are UTF-8."""
+def _values(column: pa.Array) -> list[str | bytes | None]:
+    """The values; bytes where one is not UTF-8, which pyarrow does not check."""
+    with suppress(UnicodeDecodeError):
+        return column.to_pylist()
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     return column.cast(pa.large_binary()).to_pylist()
 
 
-def _parquet_text(value: bytes | None, key: str) -> str:
+def _parquet_text(value: str | bytes | None, key: str) -> str:
     if value is None:
         raise _Wrong("null text", f"column {key}")
-    return value.decode()
+    return value.decode() if isinstance(value, bytes) else value

@@ -139,7 +139,7 @@ def prepare_source(
                 f"data.sources.{name}: tokenizing {_size(todo) / 1e6:,.1f} MB into {job.folder} "
                 f"({why}; parts to build: {len(todo):,} of {len(units):,})"
             )
-            _build(todo, _size(units), job, tokenizer, processes, report, progress)
+            _build(todo, job, tokenizer, processes, report, progress)
             lock = job.folder.with_name(f"{job.folder.name}.lock")
             with exclusive(lock, report, patient=True):
                 # Whoever held the lock before has written it, or the text has changed meanwhile.
@@ -213,19 +213,16 @@ def _summary(manifest: Manifest) -> Iterator[str]:
 
 def _build(
     todo: list[Unit],
-    total: int,
     job: Job,
     tokenizer: Tokenizer,
     processes: int,
     report: Callable[[str], None],
     progress: bool,
 ) -> None:
-    """Build the units together with all other processes that do. All are finished at the end.
-    `total` is the number of bytes of these and the finished units."""
-    is_waiting = False
+    """Build the units together with all other processes that do. All are finished at the end."""
+    total, is_waiting = _size(todo), False
     with tqdm(
         total=total,
-        initial=total - _size(todo),
         desc=f"tokenizing {job.manifest.source}",
         unit="B",
         unit_scale=True,
@@ -279,7 +276,8 @@ def _write_manifest(units: list[Unit], job: Job) -> None:
     for shard in shards:
         keep |= shard_files(shard, manifest.dtype).keys()
     for path in job.folder.iterdir():
-        is_lock = ".lock" in path.name  # a lock, or the file of a process that tries to get one
+        # A lock, the file of a process that tries to get one, or of a unit that has a lock.
+        is_lock = path.name[16:].startswith(".lock")
         lock = path if is_lock else job.folder / f"{path.name[:16]}.lock"
         if path.name not in keep and path.is_file() and is_free(lock):
             path.unlink(missing_ok=True)

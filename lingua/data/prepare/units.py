@@ -14,7 +14,7 @@ import random
 import signal
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -121,7 +121,7 @@ def finished(unit: Unit, job: Job) -> Manifest | None:
     return None if why_stale(manifest, unit.parts, job) else manifest
 
 
-def why_stale(manifest: Manifest, files: list[FilePart] | tuple[FilePart, ...], job: Job) -> str:
+def why_stale(manifest: Manifest, files: Sequence[FilePart], job: Job) -> str:
     """Why the manifest's shards are not those of `files` as they are now; "" if they are. A file
     is read only where its stat differs, and the manifest gets its new time."""
     if manifest.skipped and job.args.on_bad_record != "skip":
