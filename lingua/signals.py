@@ -7,12 +7,13 @@ that another rank received.
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+import torch.distributed as dist
 
 STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 INSIST_S = 2.0  # one Ctrl-C can arrive twice, since torchrun forwards it; a later one exits
@@ -65,8 +66,6 @@ class StopRequest:
     def passed_to_rank_0(self) -> Iterator[None]:
         """Inside it rank 0 also receives the signals of other ranks, former ones included. Entered
         by every rank, while rank 0 works and the others wait without a collective."""
-        import torch.distributed as dist  # its import takes seconds, in which exec_program is late
-
         store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
         key = f"lingua/stop/{store.add(f'lingua/stop/calls_of_{rank}', 1)}"
         done = threading.Event()
@@ -105,14 +104,10 @@ def take_signals() -> None:
 
 
 def exec_program(argv: list[str]) -> None:
-    """Replace this process by a program (`python -m lingua.signals PROGRAM ...`).
+    """Replace this process by a program, which then receives Slurm's signals itself.
 
     Stop signals are blocked until the program calls `take_signals` (StopRequest does): they would
     end it in the seconds that its imports take.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     os.execv(argv[0], argv)
-
-
-if __name__ == "__main__":
-    exec_program(sys.argv[1:])

@@ -45,9 +45,10 @@ def test_the_first_signal_sets_the_flag_and_an_interrupt_exits_two_seconds_after
 
 
 def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals() -> None:
+    wrapper = "import sys; from lingua.signals import exec_program; exec_program(sys.argv[1:])"
     slow = "import time; print('importing', flush=True); time.sleep(1)" + PROGRAM
     with subprocess.Popen(
-        [sys.executable, "-m", "lingua.signals", sys.executable, "-c", slow],
+        [sys.executable, "-c", wrapper, sys.executable, "-c", slow],
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         text=True,

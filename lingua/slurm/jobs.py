@@ -27,12 +27,8 @@ logger = logging.getLogger(__name__)
 
 def run_slurm(*command: str, stdin: str | None = None) -> str:
     """The output of one of Slurm's commands. Raises UserError with its message."""
-    # sbatch gives its environment to the job, which must not inherit the place of this one.
-    env = environment_of_another() if command[0] == "sbatch" else None
     try:
-        done = subprocess.run(
-            command, input=stdin, env=env, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(
             f"{command[0]}: no such command here; Slurm must be installed and on the PATH "
