@@ -297,9 +297,9 @@ def restore_here(
 ) -> dict[str, Any]:
     """The state of a resumed run before its first step, named without the program's help."""
     with closing(StopRequest()) as stop, ExitStack() as open_parts:
-        run, loader, _ = set_up(with_model(build), arguments(overrides), stop, open_parts)
+        run, _, _ = set_up(with_model(build), arguments(overrides), stop, open_parts)
         run.report.close()
-        return state_of(run) | {"position": loader.position}
+        return state_of(run)
 
 
 def resume_here(overrides: dict[str, Any], twist: Twist | None = None) -> dict[str, Any]:

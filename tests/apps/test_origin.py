@@ -199,7 +199,7 @@ def test_a_checkpoint_of_meta_linguas_gives_its_logits_its_adamw_state_and_its_s
     go_on = same | EVERYTHING | start(folder)
     restored = runs.restore((1, 1, 2), tmp_path / "looked at", go_on)
     assert restored["tensors"] == by_our_names(folder)
-    assert (restored["progress"]["step"], restored["position"]) == (STEP, STEP * 7)
+    assert (restored["progress"]["step"], restored["progress"]["position"]) == (STEP, STEP * 7)
     run = runs.train((1, 2, 1), go_on | {"stop_at": STEP + 1})
     assert run.column("step") == [STEP + 1]
     plain = runs.train((1, 1, 1), {"stop_at": STEP + 1})
