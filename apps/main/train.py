@@ -274,7 +274,7 @@ def prepare_data(begin: Start, args: TrainArgs, stop: StopRequest) -> bool:
                 begin.data.prepare(args, begin.tokenizer, logger.info)
         except Stopped:
             logger.info(
-                f"stopped by {stop.signal} while the text was prepared. the same command resumes it"
+                f"stopped by {stop.signal} while the text was prepared. The same command resumes it"
             )
             return False
         return True
@@ -383,7 +383,7 @@ def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
     if stopping:
         by = stop.signal or "a signal to another rank"
         where = f"after step {step}, which is saved" if step else "before the first step"
-        logger.info(f"stopped by {by} {where}. the same command resumes it")
+        logger.info(f"stopped by {by} {where}. The same command resumes it")
     elif step < args.steps:
         logger.info(f"stopped after step {step}, as stop_at asks; without it the run continues")
     else:
