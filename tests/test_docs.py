@@ -45,7 +45,7 @@ FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.M | re.S)
 # The run of the README's first command, small enough for a test; other configs are laid over it.
 SMALL = {
     "data": {"seq_len": 160},  # room for what is generated
-    "model": {"dim": 16, "n_layers": 2, "multiple_of": 8},
+    "model": {"dim": 16, "n_layers": 1, "multiple_of": 8},
     "validation": {"tokens": 2000},
 }
 COMMAND_S = 600.0  # the longest that one command may take, on a busy machine
