@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from lingua.data.prepare.sources import open_sources, prepare_sources
+from lingua.data.prepare.sources import open_sources, prepare_source, prepare_sources
 from lingua.data.shards import Source
 from lingua.errors import UserError
 from lingua.tokenizer import build_tokenizer
@@ -188,6 +188,17 @@ def test_a_run_in_progress_never_reads_tokens_of_changed_text(corpus):
     Prepared(make_args(corpus), unit_bytes=27_000)
     with pytest.raises(FileNotFoundError):
         train_tokens(running)
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(corpus):
+    def change(line: str) -> None:
+        if "tokenizing" in line:
+            write_jsonl(corpus / "a" / "z.jsonl", ["other"])
+
+    args = make_args(corpus)
+    with pytest.raises(UserError, match=r"z\.jsonl: changed while it was read; start again"):
+        prepare_source("a", args, build_tokenizer(args.tokenizer), change)
+    assert train_tokens(Prepared(args).source) == expected_tokens([*TEXTS[:500], "other"])
 
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "manifest"])

@@ -86,6 +86,7 @@ def test_kill_9_loses_only_the_parts_under_way(big_corpus, tmp_path_factory, pro
     cache = big_corpus / ".tokens"
     process = start(work / "build.py", big_corpus, processes)
     wait_for(lambda: list(cache.glob("a-*/????????????????.json")))
+    wait_for(lambda: list(cache.glob("a-*/*.tmp-*.tokens")))  # of the next part
     children = children_of(process.pid)
     process.kill()
     process.wait()

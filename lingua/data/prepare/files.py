@@ -12,7 +12,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lingua.errors import UserError, nearest
@@ -34,7 +34,6 @@ class FilePart:
     mtime_ns: int
     begin: int
     end: int
-    is_module: bool = False  # of the standard library: it may declare its encoding
 
 
 def find_files(name: str, root_dir: Path, patterns: Iterable[str] = ()) -> list[FilePart]:
@@ -64,8 +63,7 @@ def _stdlib(root_dir: Path) -> list[FilePart]:
             f"{root_dir / STDLIB} to use it, or name it in data.source_files"
         )
     files = _files_at(Path(sysconfig.get_path("stdlib")), Path(), _NOT_MODULES)
-    modules = (file for file in files if file.path.endswith(".py") and file.size)
-    return [replace(file, is_module=True) for file in modules]
+    return [file for file in files if file.path.endswith(".py") and file.size]
 
 
 def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]:
@@ -93,10 +91,9 @@ def _find_source(name: str, root_dir: Path) -> Path:
         several = " and ".join(map(str, found))
         raise UserError(f"data.sources.{name}: {several} exist; must be one of them")
     known = [STDLIB]
-    if root_dir.is_dir():
-        for path in root_dir.iterdir():
-            suffix = next((s for s in SUFFIXES if path.name.endswith(s)), "")
-            known += [path.name.removesuffix(suffix)] if path.name[0] != "." else []
+    for path in root_dir.glob("[!.]*"):
+        suffix = next((s for s in SUFFIXES if path.name.endswith(s)), "")
+        known.append(path.name.removesuffix(suffix))
     raise UserError(
         f"data.sources.{name}: there is no {tried[0]}, nor with {', '.join(SUFFIXES)}"
         f"{nearest(name, known)}; data.source_files.{name} may name its files"

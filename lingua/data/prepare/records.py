@@ -12,7 +12,6 @@ not.
 import codecs
 import io
 import json
-import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +32,7 @@ BLOCK = 2**18  # bytes read at once
 ROWS = 1024  # most parquet rows read at once
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BOM = b"\xef\xbb\xbf"
+OnBytes = Callable[[memoryview], Any]
 
 
 class Record(NamedTuple):
@@ -109,9 +109,6 @@ def records_before(part: FilePart) -> int:
             return sum(1 for _ in file)
     metadata = pq.read_metadata(part.full)
     return sum(metadata.row_group(i).num_rows for i in _row_groups(metadata, 0, part.begin))
-
-
-OnBytes = Callable[[memoryview], Any]
 
 
 def open_part(
@@ -228,11 +225,7 @@ def _one_document(part: FilePart, on_bytes: OnBytes | None) -> Iterator[Record]:
 
 
 def _read_text(part: FilePart, on_bytes: OnBytes | None = None) -> Iterator[str]:
-    encoding = "utf-8-sig"  # leaves out a byte order mark
-    if part.is_module:
-        with open(part.full, "rb") as module:
-            encoding, _ = tokenize.detect_encoding(module.readline)
-    decoder = codecs.getincrementaldecoder(encoding)()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # leaves out a byte order mark
     with open_part(part, on_bytes, _form(part)[1]) as stream:
         while block := stream.read(BLOCK):
             yield decoder.decode(block)
