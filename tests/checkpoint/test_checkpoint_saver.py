@@ -142,9 +142,10 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(ranks, tmp_pat
 HOLDER = """
 import sys, time, torch
 from pathlib import Path
-from lingua.checkpoint import CheckpointArgs
-from lingua.checkpoint_saver import Saver
-from lingua.distributed import DistributedArgs, detect_launch, start
+from lingua.checkpoint.retention import CheckpointArgs
+from lingua.checkpoint.saver import Saver
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
 start(torch.device("cpu"), detect_launch({}), DistributedArgs())
 with Saver(Path(sys.argv[1]), CheckpointArgs()):
     print("open", flush=True)
