@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lingua.config.values import COMMAND_LINE
-from lingua.config.yaml import parse_argument, read_layers
+from lingua.config.values import COMMAND_LINE, parse_argument, read_layers
 from lingua.errors import UserError, nearest
 from lingua.parallel.parallelize import ParallelPlan
 
@@ -36,26 +35,18 @@ class Built:
 
 @dataclass(frozen=True)
 class App:
-    """What an experiment consists of. What is None is as in apps.main.
+    """What an experiment consists of. What is None is as in apps.main."""
 
-    path: import path of the module that has this value as `app`; config.yaml records it.
-    config: dataclass of the whole configuration, one of apps.main.config.TrainArgs or derived.
-    build: the model of such a configuration.
-    data: where rows come from, a lingua.data.rows.Data.
-    optimizer: (module, configuration, plan) -> torch.optim.Optimizer, for a sharded module.
-    objective: (Run) -> apps.main.train.Objective, which computes gradients and held-out loss.
-    probe: called with the Run in every step, once its gradients are complete.
-    hugging_face: its form in transformers, a lingua.hugging_face.HuggingFace; None: it has none.
-    """
-
-    path: str
-    config: type
-    build: Callable[[Any], Built]
-    data: Any = None
+    path: str  # import path of the module that has this value as `app`; config.yaml records it
+    config: type  # dataclass of the whole configuration: apps.main.config.TrainArgs or derived
+    build: Callable[[Any], Built]  # the model of such a configuration
+    data: Any = None  # where rows come from, a lingua.data.rows.Data
+    # (sharded module, configuration, plan) -> torch.optim.Optimizer
     optimizer: Callable[[nn.Module, Any, ParallelPlan | None], Any] | None = None
+    # (Run) -> apps.main.train.Objective, which computes gradients and held-out loss
     objective: Callable[[Any], Any] | None = None
-    probe: Callable[[Any], None] | None = None
-    hugging_face: Any = None
+    probe: Callable[[Any], None] | None = None  # of the Run, in each step once gradients are there
+    hugging_face: Any = None  # its form in transformers, a lingua.hugging_face.HuggingFace
 
 
 def choose_app(argv: list[str]) -> App:
@@ -64,11 +55,8 @@ def choose_app(argv: list[str]) -> App:
 
 
 def named_app(argv: list[str]) -> App | None:
-    """The app that a command line names: `app=MODULE`, else `app:` in its `config=FILE`.
-
-    Raises:
-        UserError: it cannot be imported, or a file names one that find_app does not trust.
-    """
+    """The app that a command line names: `app=MODULE`, else `app:` in its `config=FILE`. Raises
+    UserError: it cannot be imported, or a file names one that find_app does not trust."""
     named = [word.removeprefix("app=") for word in argv if word.startswith("app=")]
     if named:
         return import_app(str(parse_argument(named[-1]).value), COMMAND_LINE)
@@ -81,13 +69,8 @@ def named_app(argv: list[str]) -> App | None:
 
 
 def find_app(path: str | None, where: str) -> App:
-    """The app that a file names; None: apps/main. Importing executes code, so only the apps of this
-    repository and those that installed packages register are imported.
-
-    Args:
-        path: import path, as `App.path`.
-        where: the place of the name, for messages.
-    """
+    """The app that a file names at the place `where`; None: apps/main. Importing executes code, so
+    only the apps of this repository and those that installed packages register are imported."""
     trusted = known_apps()
     path = path or trusted.get(MAIN)
     if path is None:

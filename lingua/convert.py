@@ -1,10 +1,12 @@
 """Between a checkpoint and a folder of Hugging Face's transformers:
 
-    python -m lingua.convert source=runs/debug out=debug-hf        a checkpoint, or a run's newest
-    python -m lingua.convert source=Llama-3.2-1B out=llama-1b      a folder with config.json
+    python -m lingua.convert source=runs/debug out=debug-hf
+    python -m lingua.convert source=runs/debug/checkpoints/0000000700 out=debug-hf dtype=bfloat16
+    python -m lingua.convert source=Llama-3.2-1B out=llama-1b
 
-Either way the weights keep their bits. From a folder comes a checkpoint without an optimizer: a
-model to use. `checkpoint.init_from` starts a training run from a folder without this program.
+source is a checkpoint, a run's folder (its newest), or a folder with config.json. Either way the
+weights keep their bits. From a folder comes a checkpoint without an optimizer: a model to use.
+`checkpoint.init_from` starts a training run from a folder without this program.
 
 The form of a model in transformers belongs to its app (`App.hugging_face`): the checkpoint's own,
 and apps.main for a folder, unless app=MODULE names another.
@@ -13,9 +15,8 @@ and apps.main for a folder, unless app=MODULE names another.
 import json
 import shutil
 import sys
-import uuid
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lingua.app import App, choose_app, named_app
-from lingua.checkpoint.folder import verify
+from lingua.checkpoint.folder import temporary, verify
 from lingua.checkpoint.save import save
-from lingua.checkpoint.source import TensorSource, check_fit, open_checkpoint, shapes_of
+from lingua.checkpoint.source import TensorSource, check_fit, open_checkpoint
 from lingua.config.load import load
 from lingua.config.schema import Free
 from lingua.errors import UserError
@@ -44,7 +45,6 @@ from lingua.tokenizer import (
     tokenizer_file,
 )
 
-HF_FILES = {"hf": "tokenizer.json", "sp": "tokenizer.model"}  # of our names of tokenizers
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
@@ -66,13 +66,8 @@ class ConvertArgs:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             yield "out", "exists already; must be a new or empty folder"
 
-    def dtype_of(self, t: Tensor) -> torch.dtype:
-        """The dtype of a tensor once it is converted."""
-        return getattr(torch, self.dtype) if self.dtype else t.dtype
-
-    def size_of(self, t: Tensor) -> int:
-        """The bytes of a tensor once it is converted."""
-        return t.numel() * self.dtype_of(t).itemsize
+    def cast(self, t: Tensor) -> Tensor:
+        return t.to(getattr(torch, self.dtype)) if self.dtype else t
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -96,8 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 def export_checkpoint(args: ConvertArgs, app: App | None = None) -> None:
     """A checkpoint to a folder that transformers loads. What was written in part is removed.
 
-    Args:
-        app: the app of the model; None: the one that the checkpoint names.
+    app: the app of the model; None: the one that the checkpoint names.
     """
     trained = open_trained("source", args.source, app)
     form = form_of(trained.app, f"source = {args.source}")
@@ -107,22 +101,20 @@ def export_checkpoint(args: ConvertArgs, app: App | None = None) -> None:
     check_fit(
         f"{source.path} cannot be exported",
         {name: t.shape for name, t in tensors.items()},
-        shapes_of({n: t for n, t in source.tensors.items() if n.startswith("model.")}),
+        source.shapes("model."),
         "in transformers",
     )
     tokenizer_args = args.tokenizer or trained.args.data.tokenizer
     tokenizer = build_tokenizer(tokenizer_args)
     check_vocabulary(tokenizer, tokenizer_args, source.path, trained.args.model.vocab_size)
-    check_space(args, [source.tensors[name] for name in tensors])
     verify(trained.checkpoint)
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    dtype = args.dtype_of(source.tensors[next(iter(tensors))])
-    config |= special | {"dtype": str(dtype).removeprefix("torch.")}
-    folder = Path(f"{args.out}.tmp-{uuid.uuid4().hex[:8]}")
+    dtype = args.dtype or str(next(iter(source.tensors.values())).dtype).removeprefix("torch.")
+    folder = temporary(Path(args.out))
     folder.mkdir(parents=True)
     try:
-        write_shards(args, source, tensors, folder)
-        write_json(folder / CONFIG, config)
+        write_weights(args, source, tensors, folder)
+        write_json(folder / CONFIG, config | special | {"dtype": dtype})
         write_json(folder / "generation_config.json", special)
         note = write_tokenizer(folder, tokenizer_args, tokenizer, trained.args.data)
         if Path(args.out).exists():  # empty
@@ -133,45 +125,50 @@ def export_checkpoint(args: ConvertArgs, app: App | None = None) -> None:
     print(f"{source.path} (step {source.step}) is now {args.out}; {note}")
 
 
-def write_shards(
+def write_weights(
     args: ConvertArgs, source: TensorSource, tensors: dict[str, HFTensor], folder: Path
 ) -> None:
-    """The weights in files of at most `shard_gb`, one file in memory at a time."""
+    """Files of at most `shard_gb`, one in memory at a time, and their index where they are many."""
     shards: list[list[str]] = [[]]
     filled = total = 0
     for name in tensors:
-        size = args.size_of(source.tensors[name])
+        size = args.cast(source.tensors[name]).nbytes
         if shards[-1] and filled + size > args.shard_gb * 1e9:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled, total = filled + size, total + size
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         weights = {
-            tensors[name].name: tensors[name].to_hf(t).to(args.dtype_of(t))
+            tensors[name].name: args.cast(tensors[name].reorder(t, to_hf=True))
             for name, t in source.whole(names).items()
         }
         save_file(weights, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # as others are; the library makes them the user's alone
         weight_map |= dict.fromkeys(weights, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / INDEX, index)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_tokenizer(folder: Path, args: TokenizerArgs, tokenizer: Tokenizer, data: Any) -> str:
-    """The tokenizer's files where transformers has a form for it; returns a note for the user.
+    """The tokenizer's files where it has transformers' form; returns a note for the user.
 
     data: the `data` group of the model's configuration.
     """
-    if args.name != "hf" and not (args.name == "sp" and is_llama_tokenizer(args.path)):
-        return f"transformers has no form of its {args.name} tokenizer: no file of it is there"
     path = tokenizer_file(args)
-    shutil.copyfile(path, folder / HF_FILES[args.name])
+    if args.name == "hf":
+        shutil.copyfile(path, folder / "tokenizer.json")
+    elif args.name == "sp" and is_llama_tokenizer(str(path)):
+        shutil.copyfile(path, folder / "tokenizer.model")
+    else:
+        return f"transformers has no form of its {args.name} tokenizer: no file of it is there"
     if args.name == "hf" and path.with_name(TOKENIZER_CONFIG).is_file():
         shutil.copyfile(path.with_name(TOKENIZER_CONFIG), folder / TOKENIZER_CONFIG)
+        if args.bos or args.eos:
+            config = tokenizer_config(args) | special_tokens(args, tokenizer)
+            write_json(folder / TOKENIZER_CONFIG, config)
         return "with its tokenizer"
     config = special_tokens(args, tokenizer) | {
         "model_max_length": data.seq_len,
@@ -211,42 +208,46 @@ def special_tokens(args: TokenizerArgs, tokenizer: Tokenizer) -> dict[str, Any]:
     return {name: spell(i) for name, i in special.items() if i is not None}
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 # ----------------------------------------------------------------------------------------- import
 
 
 def import_folder(args: ConvertArgs, app: App) -> None:
     """A folder of transformers to a checkpoint of step 0, with its tokenizer beside it."""
-    folder = open_folder(form_of(app, f"source = {args.source}"), args.source, "source")
-    source, out = folder.source, Path(args.out)
+    form, out = form_of(app, f"source = {args.source}"), Path(args.out)
+    source, model, seq_len = open_folder(form, args.source, "source")
     tokenizer_args = args.tokenizer or find_tokenizer(source.path)
     tokenizer = build_tokenizer(tokenizer_args)
-    check_vocabulary(tokenizer, tokenizer_args, source.path, folder.model.vocab_size)
-    check_space(args, source.tensors.values())
+    check_vocabulary(tokenizer, tokenizer_args, source.path, model.vocab_size)
     out.mkdir(parents=True, exist_ok=True)
     if args.tokenizer is None:
-        file = Path(tokenizer_args.path)
+        file = tokenizer_file(tokenizer_args)
         for path in (file, file.with_name(TOKENIZER_CONFIG)):
             if path.is_file():
                 shutil.copyfile(path, out / path.name)
-        tokenizer_args = TokenizerArgs(tokenizer_args.name, str((out / file.name).resolve()))
-    tensors = {
-        name: source.whole([name])[name].to(args.dtype_of(t)) for name, t in source.tensors.items()
-    }
+        tokenizer_args = replace(tokenizer_args, path=str((out / file.name).resolve()))
+    tensors = {name: args.cast(t) for name, t in source.whole(source.tensors).items()}
     data = {
-        "seq_len": folder.seq_len,
+        "seq_len": seq_len,
         "add_bos": adds_bos(tokenizer_args, tokenizer),
         "add_eos": tokenizer.eos_id is not None,
         "tokenizer": asdict(tokenizer_args),
     }
-    config = {"app": app.path, "model": asdict(folder.model), "data": data}
+    config = {"app": app.path, "model": asdict(model), "data": data}
     path = save(out, 0, tensors, {}, OmegaConf.to_yaml(config))
     print(f"{source.path} is now {path}")
 
 
 def find_tokenizer(folder: Path) -> TokenizerArgs:
-    for name, file in HF_FILES.items():
-        if (folder / file).is_file():
-            return TokenizerArgs(name, str(folder / file))
+    for args in (
+        TokenizerArgs("hf", str(folder / "tokenizer.json")),
+        TokenizerArgs("sp", str(folder / "tokenizer.model")),
+    ):
+        if tokenizer_file(args).is_file():
+            return args
     raise UserError(
         f"source = {folder}: has no tokenizer.json or tokenizer.model; name the model's tokenizer: "
         "tokenizer.name=... tokenizer.path=..."
@@ -256,35 +257,16 @@ def find_tokenizer(folder: Path) -> TokenizerArgs:
 def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:
     """Whether texts of the model begin with bos: what a tokenizer.json puts before one, or what
     add_bos_token in the tokenizer_config.json beside it says; else, unless it is `hf`, they do."""
-    if tokenizer.bos_id is None or args.path is None:
-        return tokenizer.bos_id is not None
+    if args.name == "bytes":
+        return True
     if args.name == "hf":
         import tokenizers
 
-        path = str(tokenizer_file(args))
-        if tokenizers.Tokenizer.from_file(path).encode("").ids[:1] == [tokenizer.bos_id]:
+        made = tokenizers.Tokenizer.from_file(str(tokenizer_file(args)))
+        if made.encode("").ids[:1] == [tokenizer.bos_id]:
             return True
-    return bool(tokenizer_config(args).get("add_bos_token", args.name != "hf"))
-
-
-# ------------------------------------------------------------------------------------------- both
-
-
-def check_space(args: ConvertArgs, tensors: Iterable[Tensor]) -> None:
-    """Raises UserError where the disk has no space for the tensors, as they are written."""
-    n_bytes = sum(map(args.size_of, tensors))
-    out = Path(args.out).resolve()
-    above = next(p for p in (out, *out.parents) if p.exists())
-    free = shutil.disk_usage(above).free
-    if free < n_bytes:
-        raise UserError(
-            f"out = {args.out}: the weights take {n_bytes / 1e9:.1f} GB, but {above} has only "
-            f"{free / 1e9:.1f} GB free"
-        )
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    asked = tokenizer_config(args).get("add_bos_token", args.name != "hf")
+    return tokenizer.bos_id is not None and bool(asked)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The one exception for a mistake of the user, and the hint that names the nearest valid word."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -15,6 +15,13 @@ class UserError(Exception):
     def __init__(self, message: str, local: bool = False) -> None:
         super().__init__(message)
         self.local = local
+
+
+def all_of(mistakes: Sequence[str]) -> UserError:
+    """One error for all mistakes in a configuration, with their number if there are several."""
+    if len(mistakes) == 1:
+        return UserError(mistakes[0])
+    return UserError("\n  ".join([f"{len(mistakes)} mistakes in the configuration:", *mistakes]))
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

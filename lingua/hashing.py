@@ -18,11 +18,8 @@ def key_of(*parts: object) -> int:
 
 
 def hash_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 pseudo-random bits for each counter in `index` (int64, any shape), as int64.
-
-    The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) over `key + index * golden ratio`, in
-    int64 arithmetic, which wraps modulo 2^64 on every device.
-    """
+    """64 pseudo-random bits for each counter in `index` (int64, any shape), as int64: the finaliser
+    of SplitMix64 (Steele, Lea and Flood, 2014) over `key + index * golden ratio`, modulo 2^64."""
 
     def shift(x: Tensor, n: int) -> Tensor:  # a logical shift: int64 has only the arithmetic one
         return (x >> n) & ((1 << (64 - n)) - 1)
@@ -36,13 +33,9 @@ def hash_bits(key: int | Tensor, index: Tensor) -> Tensor:
 def batch_hash(row_ids: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
     """Sum over rows, modulo 2^64, of a hash of (row id, its tokens and targets).
 
-    Args:
-        row_ids: int64 B; -1 marks a padding row, which is left out.
-        tokens: int64 B S.
-        targets: int64 V B S.
-
-    Returns:
-        int64 scalar on the tensors' device; it can be summed over micro-steps and ranks.
+    row_ids is int64 B, -1 for a padding row, which is left out; tokens is int64 B S, targets
+    int64 V B S. The result, an int64 scalar on their device, can be summed over micro-steps and
+    ranks.
     """
     values = torch.cat((tokens[None], targets)).transpose(0, 1).flatten(1)  # B (V+1)*S
     column = torch.arange(values.shape[1], device=values.device)

@@ -4,7 +4,7 @@ What a family of models is called there belongs to an app, whose `App.hugging_fa
 `HuggingFace`. Of a folder only JSON and safetensors are read, so nothing of it is executed.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,45 +31,28 @@ class HFTensor:
     # row i of a group here is row row_order[i] of it there.
     row_order: tuple[int, ...] = ()
 
-    def from_hf(self, t: Tensor) -> Tensor:
-        """Whole groups of rows in our order."""
-        return self._reordered(t, torch.tensor(self.row_order))
-
-    def to_hf(self, t: Tensor) -> Tensor:
-        """What from_hf undoes."""
-        return self._reordered(t, torch.tensor(self.row_order).argsort())
-
-    def _reordered(self, t: Tensor, order: Tensor) -> Tensor:
-        return t.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1) if self.row_order else t
+    def reorder(self, t: Tensor, to_hf: bool) -> Tensor:
+        """Whole groups of rows in transformers' order, or from it in ours."""
+        if not self.row_order:
+            return t
+        order = torch.tensor(self.row_order)
+        order = order.argsort() if to_hf else order
+        return t.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """How transformers keeps the models of an app. `model` is the `model` group of its config.
+    """How transformers keeps the models of an app. `model` is the `model` group of its config."""
 
-    to_config: (model, seq_len) -> content of config.json. UserError names what it cannot express.
-    from_config: (content of config.json, its path) -> (model, seq_len). UserError names what it
-        asks for that the app does not have.
-    tensors: (model) -> every tensor by its name here, in the order in which they are written.
-    unused: (model) -> how the names of other tensors end that a folder may have.
-    differences: (model of a run, model of a folder) -> (key in `model`, "VALUE: must be VALUE") for
-        all that matters for the same weights to compute the same.
-    """
-
+    # (model, seq_len) -> content of config.json. UserError names what it cannot express.
     to_config: Callable[[Any, int], dict[str, Any]]
+    # (content of config.json, its path) -> (model, seq_len). UserError names what the app lacks.
     from_config: Callable[[Mapping[str, Any], str], tuple[Any, int]]
+    # Every tensor by its name here, in the order in which they are written.
     tensors: Callable[[Any], dict[str, HFTensor]]
-    unused: Callable[[Any], tuple[str, ...]]
-    differences: Callable[[Any, Any], Iterable[tuple[str, str]]]
-
-
-@dataclass(frozen=True)
-class HFFolder:
-    """A folder of transformers, opened."""
-
-    source: TensorSource  # tensors by our names, `model.<name>`
-    model: Any  # the `model` group of its config.json
-    seq_len: int
+    unused: Callable[[Any], tuple[str, ...]]  # how names end that a folder may have besides
+    # By key in `model`, all that matters for the same weights to compute the same.
+    computes: Callable[[Any], dict[str, Any]]
 
 
 def form_of(app: App, shown: str) -> HuggingFace:
@@ -80,35 +63,30 @@ def form_of(app: App, shown: str) -> HuggingFace:
 
 
 def open_weights(app: App, path: str, model: Any, allowed: list[str]) -> TensorSource:
-    """What checkpoint.init_from names, for a run with this `model` group.
+    """What checkpoint.init_from names, for a run with this `model` group. Raises UserError where it
+    is no such folder, or its model is another.
 
-    Args:
-        allowed: `checkpoint.allow_change`, for what leaves every shape as it is.
-
-    Raises:
-        UserError: it is no such folder, or its model is another.
+    allowed: `checkpoint.allow_change`, for what leaves every shape as it is.
     """
     form = form_of(app, f"checkpoint.init_from = {path}")
-    folder = open_folder(form, path, "checkpoint.init_from")
+    source, model_there, _ = open_folder(form, path, "checkpoint.init_from")
+    there = form.computes(model_there)
     wrong = [
-        f"model.{key} = {text}".replace("None", "null")
-        for key, text in form.differences(model, folder.model)
-        if f"model.{key}" not in allowed
+        f"model.{key} = {value}: must be {there[key]}".replace("None", "null")
+        for key, value in form.computes(model).items()
+        if value != there[key] and f"model.{key}" not in allowed
     ]
     if wrong:
         lines = "\n  ".join(wrong)
-        raise UserError(f"the model is not that of {folder.source.path / CONFIG}:\n  {lines}")
-    return folder.source
+        raise UserError(f"the model is not that of {source.path / CONFIG}:\n  {lines}")
+    return source
 
 
-def open_folder(form: HuggingFace, path: str, key: str) -> HFFolder:
-    """A folder, of which config.json is read and the tensors are found.
+def open_folder(form: HuggingFace, path: str, key: str) -> tuple[TensorSource, Any, int]:
+    """A folder's tensors by our names (`model.<name>`), `model` group and seq_len. Raises UserError
+    where it is no such folder, or names what the app lacks or what does not fit.
 
-    Args:
-        key: the config key that names the folder, for messages.
-
-    Raises:
-        UserError: it is no such folder, or names what the app lacks or what does not fit in it.
+    key: the config key that names the folder, for messages.
     """
     folder, where = Path(path), Path(path) / CONFIG
     if not where.is_file():
@@ -120,9 +98,11 @@ def open_folder(form: HuggingFace, path: str, key: str) -> HFFolder:
     ours = {f"model.{name}": t for name, t in form.tensors(model).items()}
     slices = {n: f.get_slice(n) for f in _open_files(folder) for n in f.keys()}  # noqa: SIM118
     expected = {t.name: t.shape for t in ours.values()}
-    found = {name: tuple(s.get_shape()) for name, s in slices.items()}
-    unused = {n for n in found if n not in expected and n.endswith(form.unused(model))}
-    found = {name: shape for name, shape in found.items() if name not in unused}
+    found = {
+        name: tuple(s.get_shape())
+        for name, s in slices.items()
+        if name in expected or not name.endswith(form.unused(model))
+    }
     check_fit(f"{path}: its tensors do not fit", expected, found, f"in {CONFIG}", "in the folder")
 
     def read(parts: list[Part]) -> None:
@@ -131,11 +111,12 @@ def open_folder(form: HuggingFace, path: str, key: str) -> HFFolder:
             # Whole groups, of which what was not asked for is cut off again.
             first, last = rows.start // group * group, -(-rows.stop // group) * group
             groups = slices[ours[name].name][(slice(first, last), *others)]
-            out.copy_(ours[name].from_hf(groups)[rows.start - first : rows.stop - first])
+            ordered = ours[name].reorder(groups, to_hf=False)
+            out.copy_(ordered[rows.start - first : rows.stop - first])
 
     dtypes = {name: slices[t.name][0:0].dtype for name, t in ours.items()}
     tensors = {n: torch.empty(t.shape, dtype=dtypes[n], device="meta") for n, t in ours.items()}
-    return HFFolder(TensorSource(folder, "Hugging Face folder", tensors, read), model, seq_len)
+    return TensorSource(folder, "Hugging Face folder", tensors, read), model, seq_len
 
 
 def _open_files(folder: Path) -> list[Any]:
@@ -147,10 +128,7 @@ def _open_files(folder: Path) -> list[Any]:
             raise UserError(f"{index}: must have a mapping weight_map of tensors to files")
         files = sorted(set(map(str, weight_map.values())))
     elif not (folder / SINGLE).is_file():
-        pickled = sorted(p.name for p in folder.glob("*.bin")) or ["neither exists"]
-        raise UserError(
-            f"{folder}: must have {SINGLE} or {INDEX}, for only safetensors are read ({pickled[0]})"
-        )
+        raise UserError(f"{folder}: must have {SINGLE} or {INDEX}; only safetensors are read")
     opened = []
     for name in files:
         if Path(name).name != name:

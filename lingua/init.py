@@ -9,6 +9,7 @@ do, and `init_parameters` runs them with the random draws replaced.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,9 @@ class _SeededDraws(TorchDispatchMode):
         self.names = {id(t): name for name, t in named_tensors(model)}
         self.current, self.draws = "", 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         if func not in KINDS:
@@ -75,10 +78,9 @@ class _SeededDraws(TorchDispatchMode):
                 f"a reset_parameters of the model calls {func}: initial values can only be drawn "
                 "with normal_ and uniform_, and with functions of torch.nn.init based on them"
             )
-        t, *bounds = args
+        t, a, b = args + (0.0, 1.0)[len(args) - 1 :]
         if id(t) in self.names:
             self.current, self.draws = self.names[id(t)], 0
-        a, b = (*bounds, *(0.0, 1.0)[len(bounds) :])
         _draw(t, key_of(self.seed, self.current, self.draws), KINDS[func], a, b)
         self.draws += 1
         return t
@@ -112,44 +114,36 @@ def ties_kept(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
-    """Allocate a model that is on the meta device on `device`, and give it its initial values.
-
-    Every module's `reset_parameters` runs, children before parents, so that a block overrides what
-    its linears do by default.
+    """Allocate a model that is on the meta device on `device`, and run every `reset_parameters`,
+    children before parents, so that a block overrides what its linears do by default.
 
     Raises:
-        UserError: names the parameters and buffers that no `reset_parameters` filled, and those
-            that one replaced by a whole tensor although they are sharded.
+        UserError: names the parameters and buffers that no `reset_parameters` filled in place.
     """
     with ties_kept(model):
         model.to_empty(device=device)
-    versions, shapes = {}, {}
+    before = {}
     for name, t in named_tensors(model):
         if t.is_floating_point():
             local(t).fill_(math.nan)
-        versions[name], shapes[name] = t._version, local(t).shape
+        before[name] = t._version, local(t).shape
     with _SeededDraws(model, seed):
         for module in reversed(list(model.modules())):
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
-    resized = [name for name, t in named_tensors(model) if local(t).shape != shapes[name]]
-    if resized:  # by an `out=`, which replaces a rank's part by the whole
-        raise UserError(
-            f"a reset_parameters of the model fills {', '.join(resized)} in a way that does not "
-            "work for sharded parameters (nn.init.eye_ is one): copy_ the values instead"
-        )
-    missing = [
-        bool(local(t).isnan().any()) if t.is_floating_point() else t._version == versions[name]
-        for name, t in named_tensors(model)
-    ]
+    missing = []
+    for name, t in named_tensors(model):
+        version, shape = before[name]
+        empty = bool(local(t).isnan().any()) if t.is_floating_point() else t._version == version
+        missing.append(empty or local(t).shape != shape)  # an `out=` puts the whole for a part
     # A rank with an empty shard finds nothing missing: ranks compare before any of them raises.
     flags = torch.tensor(missing, dtype=torch.int32)
     if dist.is_initialized() and missing:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    names = [name for name, flag in zip(versions, flags.tolist(), strict=True) if flag]
+    names = [name for name, flag in zip(before, flags.tolist(), strict=True) if flag]
     if names:
         raise UserError(
-            f"no reset_parameters of the model fills {', '.join(names)}: "
-            "define reset_parameters() on the module that owns each"
+            f"no reset_parameters of the model fills {', '.join(names)}: define reset_parameters() "
+            "on the module that owns each, filling it in place (nn.init.eye_ does not)"
         )

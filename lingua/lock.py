@@ -73,8 +73,7 @@ def exclusive(path: Path, report: Callable[[str], None], patient: bool = False) 
 
 
 def is_free(path: Path) -> bool:
-    """Whether no process holds the lock, or its holder died. `path` may also name the file that a
-    process made to get a lock."""
+    """Whether no process holds the lock, or its holder died."""
     with suppress(FileNotFoundError):  # released meanwhile
         is_expired = path.stat().st_mtime + CLOCK_SLOP_S < time.time()
         return is_expired or Lock(str(path)).state in (LockState.unlocked, LockState.stale)

@@ -29,8 +29,8 @@ class LanguageModel(Protocol):
 
     Gradients are those of (sum of `sums` / valid targets) over the views, plus (sum of each
     `per_row` term over the rows) / rows, both of the whole global batch. The mean of a term is
-    logged under its name. A micro-batch may have padding rows, valid tokens without a valid target:
-    their terms are left out by the caller.
+    logged under its name. The terms of padding rows, which have no valid target, are left out by
+    the caller.
 
     `documents`, `noise` and `cache` may be missing from the signature. Without `documents` the
     model cannot be trained with `data.document_mask`, without `noise` not with `model.dropout`.
@@ -49,7 +49,8 @@ class LanguageModel(Protocol):
         noise: Tensor | None = None,
         cache: "Cache | None" = None,
     ) -> Losses | tuple[Tensor, Tensor] | Tensor:
-        """Losses of the targets, or logits without them.
+        """Losses of the targets, or (sums, counts) where there are no terms per row; without
+        targets logits B S vocabulary, with a cache those of the last position, B 1 vocabulary.
 
         Args:
             tokens: int64 B S.
@@ -60,10 +61,6 @@ class LanguageModel(Protocol):
                 depends on it and on where it is (layer, position, feature) alone. None, as in
                 evaluation: nothing is random.
             cache: while generating; the tokens are the columns from `cache.begin` on.
-
-        Returns:
-            With targets Losses, or (sums, counts) where there are no terms per row. Without targets
-            logits B S vocabulary; with a cache those of the last position, B 1 vocabulary.
         """
 
 
@@ -82,8 +79,6 @@ class Cache:
         self.padding, self.size = padding, size
         self.longest_padding = int(padding.max())
         self.begin = 0
-        # Not of a row or a column, by a name: what a model computes once, such as rotary angles.
-        self.constants: dict[str, tuple[Tensor, ...]] = {}
         self._kept: dict[nn.Module, tuple[int, list[Tensor]]] = {}  # dim of the columns, values
 
     def extend(self, layer: nn.Module, *values: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -106,9 +101,3 @@ class Cache:
             return None
         dim, kept = self._kept[layer]
         return tuple(buffer.select(dim, self.begin - 1) for buffer in kept)
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with just these rows, int64."""
-        self.padding = self.padding[rows]
-        for layer, (dim, kept) in self._kept.items():
-            self._kept[layer] = dim, [buffer[rows] for buffer in kept]

@@ -11,18 +11,19 @@ import binascii
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from lingua.config.schema import Guarded
-from lingua.errors import UserError
+from lingua.errors import UserError, nearest
 
 FILES = {
     "sp": "a sentencepiece .model file",
@@ -36,8 +37,15 @@ class TokenizerArgs:
     # bytes, sp (sentencepiece), tiktoken, hf (tokenizer.json)
     name: Guarded[Literal["bytes", "sp", "tiktoken", "hf"]] = "bytes"
     path: Guarded[str | None] = None  # the tokenizer's file; bytes needs none
+    # tokens of sp and hf that begin and end documents, such as <|endoftext|>; null: their own
+    bos: Guarded[str | None] = None
+    eos: Guarded[str | None] = None
 
     def validate(self) -> Iterator[tuple[str, str]]:
+        if self.name in ("bytes", "tiktoken"):
+            for what in ("bos", "eos"):
+                if getattr(self, what) is not None:
+                    yield what, f"must be null: the {self.name} tokenizer has a token for it"
         if self.name == "bytes":
             return
         if not self.path:
@@ -46,27 +54,23 @@ class TokenizerArgs:
             yield "path", f"must be {FILES[self.name]}; {file} is not a file"
 
 
-class Codec(Protocol):
-    """What differs between the libraries. Ids are those of the text, without bos and eos."""
+@dataclass(frozen=True)
+class Tokenizer:
+    """Arrays of ids are uint16 where the vocabulary fits, else uint32 (`dtype`)."""
 
+    name: str
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
     content: bytes  # what determines the ids of a text
+    library: Any  # the object of the library, None for bytes
+    encode_texts: Callable[[Sequence[str]], Iterable[Any]]  # ids of each, without bos and eos
+    decode_ids: Callable[[list[int]], str]
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # that bos and eos may have
 
-    def encode_batch(self, texts: Sequence[str]) -> Iterable[Any]: ...
-    def decode(self, ids: list[int]) -> str: ...
-
-
-class Tokenizer:
-    """Arrays of ids are uint16 where the vocabulary fits, else uint32 (`dtype`)."""
-
-    def __init__(self, name: str, codec: Codec) -> None:
-        self.name = name
-        self.vocab_size = codec.vocab_size
-        self.bos_id, self.eos_id = codec.bos_id, codec.eos_id
-        self.dtype = np.dtype(np.uint16 if codec.vocab_size <= 2**16 else np.uint32)
-        self._codec = codec
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> np.ndarray:
         """Ids of the text, `dtype` [n].
@@ -85,7 +89,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, without bos and eos, by one call of the library."""
         try:
-            return [np.asarray(ids, dtype=self.dtype) for ids in self._codec.encode_batch(texts)]
+            return [np.asarray(ids, self.dtype) for ids in self.encode_texts(texts)]
         except (TypeError, RuntimeError):  # what the libraries raise for a lone surrogate
             for text in texts:
                 text.encode("utf-8")
@@ -98,68 +102,67 @@ class Tokenizer:
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise IndexError(f"token {i} is outside the vocabulary of {self.vocab_size}")
-        return self._codec.decode(ids)
+        return self.decode_ids(ids)
 
     def fingerprint(self) -> str:
         """Equal for tokenizers that give every text the same ids, on every machine."""
         head = json.dumps([self.name, self.vocab_size, self.bos_id, self.eos_id]).encode()
-        return hashlib.sha256(head + b"\0" + self._codec.content).hexdigest()
+        return hashlib.sha256(head + b"\0" + self.content).hexdigest()
 
     def _special(self, what: str, token: int | None) -> np.ndarray:
         if token is None:
+            names = ", ".join(self.names.get(what, ()))
             raise UserError(
-                f"data.add_{what} = true: the {self.name} tokenizer has no {what} token; "
-                f"set data.add_{what}=false"
+                f"data.add_{what} = true: the {self.name} tokenizer has no {what} token"
+                f"{f' (looked for {names})' if names else ''}; name one in data.tokenizer.{what}, "
+                f"or set data.add_{what}=false"
             )
         return np.array([token], dtype=self.dtype)
 
 
 def build_tokenizer(args: TokenizerArgs) -> Tokenizer:
     """UserError when the file, or the library that reads it, is missing or wrong."""
+    for key, need in args.validate():
+        raise _error(args, key, need)
     if args.name == "bytes":
-        return Tokenizer("bytes", _Bytes())
-    for _, need in args.validate():
-        raise _path_error(args, need)
+        return _bytes()
     try:
         content = tokenizer_file(args).read_bytes()
     except OSError as e:
         raise _path_error(args, f"cannot be read: {e.strerror}") from None
-    codec = {"sp": _SentencePiece, "tiktoken": _Tiktoken, "hf": _HuggingFace}[args.name]
-    return Tokenizer(args.name, codec(args, content))
+    build = {"sp": _sentencepiece, "tiktoken": _tiktoken, "hf": _hugging_face}[args.name]
+    return build(args, content)
 
 
-class _Bytes:
+def _bytes() -> Tokenizer:
     """Ids 0 to 255 are the UTF-8 bytes, then bos and eos."""
 
-    vocab_size, bos_id, eos_id = 258, 256, 257
-    content = b""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    return Tokenizer("bytes", 258, 256, 257, b"", None, encode, decode)
 
-class _SentencePiece:
-    def __init__(self, args: TokenizerArgs, content: bytes) -> None:
-        self.content = content
-        self.model = _library("sentencepiece", args).SentencePieceProcessor()
-        try:
-            self.model.load_from_serialized_proto(content)
-        except (RuntimeError, ValueError):
-            raise _wrong_file(args) from None
-        self.vocab_size = self.model.vocab_size()
-        bos_id, eos_id = self.model.bos_id(), self.model.eos_id()  # -1: it has none
-        self.bos_id = bos_id if bos_id >= 0 else None
-        self.eos_id = eos_id if eos_id >= 0 else None
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+def _sentencepiece(args: TokenizerArgs, content: bytes) -> Tokenizer:
+    model = _library("sentencepiece", args).SentencePieceProcessor()
+    try:
+        model.load_from_serialized_proto(content)
+    except (RuntimeError, ValueError):
+        raise _wrong_file(args) from None
+    size = model.vocab_size()
+    ids = {piece: i for i, piece in enumerate(model.id_to_piece(list(range(size))))}
+    own = {"bos": model.bos_id(), "eos": model.eos_id()}  # -1: it has none
+    names = {what: [model.id_to_piece(i)] if i >= 0 else [] for what, i in own.items()}
+    bos_id, eos_id = _special_ids(args, names, ids)
+
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
         # one thread: preparing data runs a tokenizer in each of several processes
-        return self.model.encode(list(texts), return_type="numpy", num_threads=1)
+        return model.encode(list(texts), return_type="numpy", num_threads=1)
 
-    def decode(self, ids: list[int]) -> str:
-        return self.model.decode(ids)
+    return Tokenizer("sp", size, bos_id, eos_id, content, model, encode, model.decode)
 
 
 # How Llama 3 splits text before merging: contractions, words with the character before them, up to
@@ -180,40 +183,36 @@ LONGEST_SPACE = 100_000
 _LONG_SPACE = re.compile(rf"\s{{{LONGEST_SPACE}}}")
 
 
-class _Tiktoken:
-    def __init__(self, args: TokenizerArgs, content: bytes) -> None:
-        library = _library("tiktoken", args)
-        ranks = _read_ranks(args, content)
-        # a file of the same name with the suffix .pattern replaces Llama 3's expression
-        file = tokenizer_file(args).with_suffix(".pattern")
-        pattern = file.read_text(encoding="utf-8") if file.is_file() else SPLIT
-        self.content = content + pattern.encode()
-        self.vocab_size = len(ranks) + N_SPECIAL
-        self.bos_id, self.eos_id = len(ranks), len(ranks) + 1
-        try:
-            self.encoding = library.Encoding(
-                "lingua",
-                pat_str=_SPLIT_FAST if pattern == SPLIT else pattern,
-                mergeable_ranks=ranks,
-                # Without any special token the library looks for one at every character. This one
-                # is never allowed in a text.
-                special_tokens={"<|begin_of_text|>": self.bos_id},
-            )
-        except ValueError as e:
-            raise _path_error(args, f"{file} has a wrong pattern: {e}") from None
+def _tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
+    ranks = _read_ranks(args, content)
+    n_ranks = len(ranks)
+    # a file of the same name with the suffix .pattern replaces Llama 3's expression
+    file = tokenizer_file(args).with_suffix(".pattern")
+    pattern = file.read_text(encoding="utf-8") if file.is_file() else SPLIT
+    try:
+        encoding = _library("tiktoken", args).Encoding(
+            "lingua",
+            pat_str=_SPLIT_FAST if pattern == SPLIT else pattern,
+            mergeable_ranks=ranks,
+            # Without any special token the library looks for one at every character. This one is
+            # never allowed in a text.
+            special_tokens={"<|begin_of_text|>": n_ranks},
+        )
+    except ValueError as e:
+        raise _path_error(args, f"{file} has a wrong pattern: {e}") from None
 
-    def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        return map(self._encode, texts)
-
-    def _encode(self, text: str) -> np.ndarray:
+    def encode(text: str) -> np.ndarray:
         long_spaces = _LONG_SPACE.finditer(text) if len(text) >= LONGEST_SPACE else ()
         cuts = [0, *(m.end() for m in long_spaces), len(text)]
         parts = (text[a:b] for a, b in pairwise(cuts))
-        encode = self.encoding.encode_to_numpy
-        return np.concatenate([encode(part, disallowed_special=()) for part in parts])
+        return np.concatenate([encoding.encode_to_numpy(p, disallowed_special=()) for p in parts])
 
-    def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode([i for i in ids if i < self.bos_id], errors="replace")
+    def decode(ids: list[int]) -> str:
+        return encoding.decode([i for i in ids if i < n_ranks], errors="replace")
+
+    size, bos_id, eos_id = n_ranks + N_SPECIAL, n_ranks, n_ranks + 1
+    content, encode_texts = content + pattern.encode(), partial(map, encode)
+    return Tokenizer("tiktoken", size, bos_id, eos_id, content, encoding, encode_texts, decode)
 
 
 def _read_ranks(args: TokenizerArgs, content: bytes) -> dict[bytes, int]:
@@ -237,35 +236,36 @@ def _read_ranks(args: TokenizerArgs, content: bytes) -> dict[bytes, int]:
     return ranks
 
 
-# The usual names of the first and last token, where no tokenizer_config.json beside the file gives
-# them.
-BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
-EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
+# The usual names of the first and last token, for a tokenizer without tokenizer_config.json.
+BOS_NAMES: Sequence[str] = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
+EOS_NAMES: Sequence[str] = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 
 
-class _HuggingFace:
-    def __init__(self, args: TokenizerArgs, content: bytes) -> None:
-        library = _library("tokenizers", args)
-        self.content = content
-        try:
-            self.tokenizer = library.Tokenizer.from_buffer(content)
-        except Exception as e:  # the library raises no narrower type
-            raise _wrong_file(args, f": {e}") from None
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
-        self.tokenizer.encode_special_tokens = True  # their names in a text are text
-        ids = self.tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values(), default=-1) + 1
-        config = tokenizer_config(args)
-        self.bos_id = _named_token(config, "bos_token", BOS_NAMES, ids)
-        self.eos_id = _named_token(config, "eos_token", EOS_NAMES, ids)
+def _hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
+    library = _library("tokenizers", args)
+    try:
+        tokenizer = library.Tokenizer.from_buffer(content)
+    except Exception as e:  # the library raises no narrower type
+        raise _wrong_file(args, f": {e}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True  # their names in a text are text
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    size = max(ids.values(), default=-1) + 1
+    config = tokenizer_config(args)
+    names = {"bos": BOS_NAMES, "eos": EOS_NAMES}
+    for what in names:
+        if (key := f"{what}_token") in config:
+            token = config[key].get("content") if isinstance(config[key], dict) else config[key]
+            names[what] = [] if token is None else [token]
+    bos_id, eos_id = _special_ids(args, names, ids)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [e.ids for e in encoded]
 
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    decode = tokenizer.decode  # without special tokens
+    return Tokenizer("hf", size, bos_id, eos_id, content, tokenizer, encode, decode, names)
 
 
 def tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:
@@ -280,13 +280,18 @@ def tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _named_token(
-    config: dict[str, Any], key: str, usual: Sequence[str], ids: dict[str, int]
-) -> int | None:
-    if key in config:
-        token = config[key]
-        return ids.get(token.get("content") if isinstance(token, dict) else token)
-    return next((ids[name] for name in usual if name in ids), None)
+def _special_ids(
+    args: TokenizerArgs, names: Mapping[str, Sequence[str]], ids: Mapping[str, int]
+) -> Iterator[int | None]:
+    """The ids of bos and eos: the tokens that `args` names, or else the first of `names` that
+    exist."""
+    for what, own in names.items():
+        name = getattr(args, what)
+        if name is not None and name not in ids:
+            hint = nearest(name, [token for token in ids if token[:1] in ("<", "[")])
+            raise _error(args, what, f"must be a token of {args.path}{hint}")
+        wanted = own if name is None else [name]
+        yield next((ids[token] for token in wanted if token in ids), None)
 
 
 # ---- files, libraries and errors
@@ -313,4 +318,9 @@ def _wrong_file(args: TokenizerArgs, reason: str = "") -> UserError:
 
 
 def _path_error(args: TokenizerArgs, need: str) -> UserError:
-    return UserError(f"data.tokenizer.path = {json.dumps(args.path, ensure_ascii=False)}: {need}")
+    return _error(args, "path", need)
+
+
+def _error(args: TokenizerArgs, key: str, need: str) -> UserError:
+    value = json.dumps(getattr(args, key), ensure_ascii=False)
+    return UserError(f"data.tokenizer.{key} = {value}: {need}")

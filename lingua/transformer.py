@@ -84,19 +84,20 @@ class TransformerArgs:
         if self.n_heads is None and self.head_dim is None:
             yield "n_heads", "must be given when model.head_dim is null"
             return
-        if self.n_heads is None and self.dim % self.head_dim:
-            yield "head_dim", f"must divide model.dim = {self.dim} when model.n_heads is null"
-        elif self.head_dim is None and self.dim % self.n_heads:
-            yield "n_heads", f"must divide model.dim = {self.dim} when model.head_dim is null"
-        elif self.heads()[2] % 2:
-            key = "n_heads" if self.head_dim is None else "head_dim"
-            yield key, f"gives heads of {self.heads()[2]} features: rotary embedding needs pairs"
-        elif self.heads()[0] % self.heads()[1]:
-            yield "n_kv_heads", f"must divide model.n_heads = {self.heads()[0]}"
+        given, derived = "n_heads", "head_dim"
+        if self.head_dim is not None:
+            given, derived = derived, given
+        n_heads, n_kv_heads, head_dim = self.heads()
+        if getattr(self, derived) is None and n_heads * head_dim != self.dim:
+            yield given, f"must divide model.dim = {self.dim} when model.{derived} is null"
+        elif head_dim % 2:
+            yield given, f"gives heads of {head_dim} features: rotary embedding needs pairs"
+        elif n_heads % n_kv_heads:
+            yield "n_kv_heads", f"must divide model.n_heads = {n_heads}"
 
     def heads(self) -> tuple[int, int, int]:
         """(query heads, key and value heads, features of a head)."""
-        n_heads = self.n_heads or self.dim // self.head_dim
+        n_heads = self.n_heads or self.dim // (self.head_dim or self.dim)
         return n_heads, self.n_kv_heads or n_heads, self.head_dim or self.dim // n_heads
 
     def hidden_dim(self) -> int:
@@ -111,22 +112,17 @@ class Context:
     """What the blocks of one forward share. Of all its positions also under tensor parallelism,
     where x has a rank's part of them outside of attention and feed-forward.
 
-    Args:
-        documents: int64 B S, never falling along S: positions start again at 0 in each document,
-            and a token sees only its own. None: a row is one document.
-        noise: int64 B, a random key of each row; None: no dropout.
-        cache: the `seq_len` columns are those from `cache.begin` on.
-
     Attributes (L is S, or with a cache all columns up to the last one of this forward):
         cos, sin: float32 S 1 D, or B S 1 D where rows differ, of each position: what `rotate` takes
             (Su et al., 2021).
         mask: bool S L, or B 1 S L where rows differ, True where a query (row) sees a key (column);
             None: plain causal attention.
-        documents: int64 B S, as given; with a cache 0 for padding and 1 for the text behind it.
+        documents: int64 B S, never falling along S: positions start again at 0 in each document,
+            and a token sees only its own; with a cache 0 for padding and 1 for the text behind it.
             None: a row is one document.
         begins: bool B S, True at the first position of each document; None where `documents` is.
-        noise: int64 B S, a random key of each position; None: no dropout.
-        cache: as given.
+        noise: int64 B S, a random key of each position; None: no dropout. Made of one of each row.
+        cache: the `seq_len` columns are those from `cache.begin` on.
 
     Not a dataclass: FSDP casts what it finds in those to the dtype of the parameters, and angles
     in bfloat16 are off by up to 0.4 %.
@@ -142,7 +138,8 @@ class Context:
         cache: Cache | None = None,
     ) -> None:
         self.documents, self.cache = documents, cache
-        self.mask = self.begins = self.noise = None
+        self.mask: Tensor | None = None
+        self.begins: Tensor | None = None
         begin = 0 if cache is None else cache.begin
         column = torch.arange(begin + seq_len, device=device)
         place = position = column[begin:]
@@ -153,22 +150,18 @@ class Context:
         elif cache is not None and cache.longest_padding:
             self.documents = (place >= cache.padding[:, None]).long()
             starts = self.documents * cache.padding[:, None]
-        window = args.sliding_window if args.sliding_window is not None else len(column)
+        window = args.sliding_window or len(column)
         if starts is not None or window < len(column) or (begin > 0 and seq_len > 1):
             back = place[:, None] - column  # S L, from query to key
             self.mask = (back >= 0) & (back < window)
-        if starts is not None:
-            self.mask = (self.mask & (column >= starts[..., None]))[:, None]
-            self.begins, position = place == starts, place - starts
-        if noise is not None:
-            self.noise = hash_bits(noise[:, None], place)
-        if cache is None:
-            cos, sin = rotary_table(args, seq_len, device)
-        else:
-            if "rotary" not in cache.constants:
-                cache.constants["rotary"] = rotary_table(args, cache.size, device)
-            cos, sin = cache.constants["rotary"]
-        self.cos, self.sin = cos[position], sin[position]
+            if starts is not None:
+                self.mask = (self.mask & (column >= starts[..., None]))[:, None]
+                self.begins, position = place == starts, place - starts
+        self.noise = None if noise is None else hash_bits(noise[:, None], place)
+        angle = position[..., None].float() * rotary_frequencies(args, device)
+        cos, sin = angle.cos(), angle.sin()  # S D/2, or B S D/2
+        self.cos = torch.stack((cos, cos), dim=-1).flatten(-2).unsqueeze(-2)
+        self.sin = torch.stack((-sin, sin), dim=-1).flatten(-2).unsqueeze(-2)
 
     def at(self, block: str) -> "Context":
         """The context of one block, whose noise is that of its name alone. The name enters here and
@@ -192,14 +185,6 @@ def rotary_frequencies(args: TransformerArgs, device: torch.device) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequency / scaling.factor + kept * frequency
-
-
-def rotary_table(args: TransformerArgs, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What `rotate` takes to turn the pairs of features at positions 0 to n - 1: n 1 D each."""
-    angle = torch.arange(n, device=device)[:, None].float() * rotary_frequencies(args, device)
-    cos, sin = angle.cos(), angle.sin()  # n D/2
-    of_pair = torch.stack((cos, cos), dim=-1), torch.stack((-sin, sin), dim=-1)
-    return tuple(t.flatten(-2).unsqueeze(-2) for t in of_pair)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,11 +55,10 @@ def validate(
     model.eval()
     for start in range(rank * rows, n + rank * rows, rows * degree):
         mine = slice(start, start + rows)
-        n_mine = len(held_out.tokens[mine])
-        tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
-        targets = torch.full((n_targets, rows, seq_len), IGNORE)
-        tokens[:n_mine] = torch.as_tensor(held_out.tokens[mine])
-        targets[0, :n_mine] = torch.as_tensor(held_out.targets[mine])
+        tokens, targets = map(torch.as_tensor, (held_out.tokens[mine], held_out.targets[mine]))
+        padding = rows - len(tokens)
+        tokens = F.pad(tokens, (0, 0, 0, padding))
+        targets = F.pad(targets[None], (0, 0, 0, padding, 0, n_targets - 1), value=IGNORE)
         batch = [tokens, targets]
         if marks is not None:
             index = marks.index(torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy())

@@ -4,7 +4,7 @@
     python setup/download_prepare_hf_data.py owner/name --pattern 'en/*.parquet' [--name english]
 
 The files go to DIR/NAME as they are: training tokenizes them when it first needs them. Running it
-again goes on with what is missing. A repository that is not public needs HF_TOKEN.
+again downloads what is missing. A repository that is not public needs HF_TOKEN.
 """
 
 import argparse

@@ -10,14 +10,16 @@ import argparse
 import base64
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from hub import fetch, retry, run_script
 
 from lingua.errors import UserError, nearest
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 
+Kind = Literal["sp", "tiktoken"]
 # name -> (repository, file, data.tokenizer.name)
-OF_THE_HUB = {
+OF_THE_HUB: dict[str, tuple[str, str, Kind]] = {
     "llama2": ("meta-llama/Llama-2-7b", "tokenizer.model", "sp"),
     "llama3": ("meta-llama/Meta-Llama-3-8B", "original/tokenizer.model", "tiktoken"),
     "gemma": ("google/gemma-2-9b", "tokenizer.model", "sp"),
@@ -32,6 +34,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.name in OF_THE_HUB:
+        kind: Kind
         repo, file, kind = OF_THE_HUB[args.name]
         fetch(repo, [file], args.dir / args.name, "model")
         path = args.dir / args.name / file

@@ -1,7 +1,7 @@
 """Files of the Hugging Face hub, for the two download scripts beside this file.
 
-A download is retried as long as waiting may help, and one that was stopped goes on with the files
-that are not there yet. The only token used is the environment's HF_TOKEN.
+A download is retried as long as waiting may help, and one that was stopped resumes with the files
+that are missing. The only token used is the environment's HF_TOKEN.
 """
 
 import errno
@@ -33,7 +33,7 @@ def run_script(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr, flush=True)
+        print("stopped; the same command resumes the download", file=sys.stderr, flush=True)
         sys.exit(130)
 
 
@@ -80,7 +80,7 @@ def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, 
         )
         # Where it cannot reach the hub, the library is content with what the folder has.
         if missing := _missing(wanted, folder):
-            raise OSError(f"{len(missing):,} of {len(wanted):,} files are not there yet")
+            raise OSError(f"{len(missing):,} of {len(wanted):,} files are missing")
 
     print(f"{repo}: {len(wanted):,} files, {sum(wanted.values()) / 1e9:,.2f} GB, into {folder}")
     retry(repo, downloaded, explain, (OSError, HTTPError))
@@ -97,7 +97,7 @@ def retry(
 ) -> T:
     """The result of `action`, tried again after each of PAUSES_S where `errors` come up.
 
-    `explain` says what is missing where another attempt cannot help, which ends it at once.
+    `explain` returns what is missing where another attempt cannot help, which ends it at once.
     """
     for pause in (*PAUSES_S, None):
         try:
@@ -109,7 +109,7 @@ def retry(
             if pause is None:
                 raise UserError(
                     f"{what}: gave up after {len(PAUSES_S) + 1} attempts: {reason}. Is there a "
-                    "connection to the network? The same command goes on from here"
+                    "connection to the network? The same command resumes the download"
                 ) from None
         print(f"{what}: {reason}; trying again in {pause} s", file=sys.stderr, flush=True)
         time.sleep(pause)
@@ -159,7 +159,7 @@ def _explain(error: Exception, repo: str, kind: str, folder: Path) -> str:
             return f"{repo}: the hub answered {status}: {error.server_message or error}"
         return ""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{folder}: the disk is full; the same command goes on once there is space"
+        return f"{folder}: the disk is full; with more space the same command resumes the download"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{error.filename or folder}: cannot be written: {error.strerror}"
     return ""

@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# Runs a command in the repository's own environment (.venv), from the repository root.
+# Runs a command in the repository's own environment (.venv), from the repository root:
 #
-#     ./setup/run.sh COMMAND [ARGUMENT...]
+#     ./setup/run.sh python -m apps.main.train config=apps/main/configs/debug.yaml
+#     ./setup/run.sh pytest tests/config
+#     PYTHON=/path/to/python3.12 ./setup/run.sh python --version
 #
-# .venv is made first when it is missing, half made, or made from another requirements.txt,
-# Python or place. PYTHON=/path/to/python picks the interpreter; otherwise the first of python3,
-# python3.11 ... that is new enough is taken.
+# The first command makes .venv from requirements.txt, which takes minutes. So does one after
+# requirements.txt, the Python or the place of the repository has changed, or after an installation
+# that was interrupted. PYTHON names the interpreter; otherwise it is the first of python3,
+# python3.11 ... that is new enough.
 set -euo pipefail
 
 oldest="3.11"
 
-say() { printf 'setup/run.sh: %s\n' "$*" >&2; }
+report() { printf 'setup/run.sh: %s\n' "$*" >&2; }
 
 # "3.11" for an interpreter that runs, nothing for one that does not.
 version_of() {
@@ -22,7 +25,7 @@ new_enough() {
     ((major > ${oldest%%.*} || (major == ${oldest%%.*} && minor >= ${oldest#*.})))
 }
 
-# Sets `python` and `version`, or says what is missing and leaves.
+# Sets `python` and `version`, or reports what is missing and exits.
 find_python() {
     local candidate found=""
     for candidate in "${PYTHON:-python3}" ${PYTHON:+""} python3.{11..19}; do
@@ -36,7 +39,7 @@ find_python() {
         fi
         found+="${found:+, }$candidate is $version"
     done
-    say "Python $oldest or newer is needed, and ${found:-${PYTHON:-python3} does not run}." \
+    report "Python $oldest or newer is needed, and ${found:-${PYTHON:-python3} does not run}." \
         "Install one, or name it: PYTHON=/path/to/python$oldest ./setup/run.sh ..."
     exit 2
 }
@@ -45,7 +48,7 @@ find_python() {
 # of a copied repository would quietly run in the first one's environment.
 description() { printf 'python %s\nin %s\n%s\n' "$1" "$root" "$(<requirements.txt)"; }
 
-# True when .venv is whole and made from what stands here now.
+# True when .venv is complete and was made from these files.
 ready() {
     local version
     [[ -r $stamp ]] || return 1
@@ -54,33 +57,45 @@ ready() {
     [[ $(<"$stamp") == "$(description "$version")" ]]
 }
 
-# Holds the lock on descriptor 9 until it is closed; the kernel frees it when its owner dies.
+# Holds the lock on descriptor 9 until it is closed; the kernel releases it when its owner dies.
 # The python found is used because not every system has flock(1).
 lock() {
     exec 9>.venv.lock
     if ! "$python" -I -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null
     then
-        say "waiting for another setup/run.sh to finish .venv"
+        report "waiting for another setup/run.sh to finish .venv"
         "$python" -I -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
     fi
 }
 
+# Prints those of pip's lines that show how far it is.
+show_progress() {
+    local line
+    while IFS= read -r line; do
+        case $line in
+        Collecting* | Processing* | *Downloading*" MB)" | *Downloading*" GB)" | Installing\ collected*)
+            printf '  %.90s\n' "$line" >&2
+            ;;
+        esac
+    done
+}
+
 make_environment() {
     if ! "$python" -I -c 'import venv, ensurepip' 2>/dev/null; then
-        say "$python ($version) comes without its venv module; install it (Debian and Ubuntu:" \
+        report "$python ($version) comes without its venv module; install it (Debian and Ubuntu:" \
             "apt install python$version-venv) or name another Python with PYTHON=..."
         exit 2
     fi
-    say "installing requirements.txt into .venv with Python $version (a first time takes minutes)"
+    report "installing requirements.txt into .venv with Python $version (a first time takes minutes)"
     rm -rf .venv
     if ! "$python" -I -m venv .venv >&2; then
-        say "making .venv failed (above)"
+        report "making .venv failed (above)"
         exit 1
     fi
     if ! .venv/bin/python -I -m pip install --no-user --disable-pip-version-check \
-        -r requirements.txt >"$log" 2>&1; then
+        --progress-bar off -r requirements.txt 2>&1 | tee "$log" | show_progress; then
         tail -n 30 "$log" >&2
-        say "pip failed (above; all of it in $log)"
+        report "pip failed (above; all of it in $log)"
         exit 1
     fi
     # Last, and in one move: a stamp means that everything before it is complete.
@@ -88,8 +103,12 @@ make_environment() {
     mv "$stamp.new" "$stamp"
 }
 
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' -- "${BASH_SOURCE[0]}"
+    exit
+fi
 if (($# == 0)); then
-    say "usage: ./setup/run.sh COMMAND [ARGUMENT...]"
+    report "usage: ./setup/run.sh COMMAND [ARGUMENT...]; --help explains it"
     exit 2
 fi
 root=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)

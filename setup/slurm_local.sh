@@ -11,10 +11,10 @@
 # those of real nodes, while behind each there is nothing (its device file is /dev/null).
 set -euo pipefail
 
-say() { printf 'setup/slurm_local.sh: %s\n' "$*" >&2; }
+report() { printf 'setup/slurm_local.sh: %s\n' "$*" >&2; }
 
 usage() {
-    say "usage: ./setup/slurm_local.sh start N [DIR] | stop [DIR]"
+    report "usage: ./setup/slurm_local.sh start N [DIR] | stop [DIR]"
     exit 2
 }
 
@@ -85,12 +85,12 @@ start() {
     local command node deadline
     for command in munged slurmctld slurmd sbatch; do
         if ! command -v "$command" >/dev/null; then
-            say "$command is not installed (Debian and Ubuntu: apt-get install slurm-wlm munge)"
+            report "$command is not installed (Debian and Ubuntu: apt-get install slurm-wlm munge)"
             exit 2
         fi
     done
     if [[ -e $dir ]]; then
-        say "$dir exists; ./setup/slurm_local.sh stop $dir ends a cluster that is there"
+        report "$dir exists; ./setup/slurm_local.sh stop $dir ends a cluster that is there"
         exit 2
     fi
     mkdir -m 755 -- "$dir"
@@ -110,7 +110,7 @@ start() {
     deadline=$((SECONDS + 30))
     until (($(idle_nodes) == n)); do
         if ((SECONDS > deadline)); then
-            say "the nodes did not come up"
+            report "the nodes did not come up"
             false
         fi
         sleep 0.2
@@ -135,7 +135,7 @@ job_processes() {
 stop() {
     local file deadline
     if [[ ! -e $SLURM_CONF ]] || [[ $(head -n 1 -- "$SLURM_CONF") != "$mark" ]]; then
-        say "there is no cluster in $dir"
+        report "there is no cluster in $dir"
         return
     fi
     # Nodes first: nobody is left to start anything when the jobs' processes are looked for.
@@ -180,11 +180,15 @@ stop)
     (($# <= 2)) || usage
     dir=${2:-}
     ;;
+-h | --help)
+    sed -n '2,/^set /s/^# \{0,1\}//p' -- "${BASH_SOURCE[0]}"
+    exit
+    ;;
 *) usage ;;
 esac
 dir=$(realpath -m -- "${dir:-${TMPDIR:-/tmp}/lingua-slurm-$UID}")
 if [[ ! $dir =~ ^[A-Za-z0-9._/-]{1,80}$ ]]; then
-    say "DIR = $dir: must be at most 80 letters, digits, dots, dashes and slashes, for Slurm's sake"
+    report "DIR = $dir: must be at most 80 letters, digits, dots, dashes and slashes, for Slurm's sake"
     exit 2
 fi
 export SLURM_CONF="$dir/slurm.conf"

@@ -20,5 +20,5 @@ def check(argv: list[str], world_size: int) -> tuple[GpuArgs, list[str]]:
 
 if __name__ == "__main__":
     print(tempfile.gettempdir())
-    said = ("SLURM_PROCID", "SLURMD_NODENAME", "SLURM_LOCALID", "CUDA_VISIBLE_DEVICES")
-    print(*(os.environ.get(name) for name in said))
+    names = ("SLURM_PROCID", "SLURMD_NODENAME", "SLURM_LOCALID", "CUDA_VISIBLE_DEVICES")
+    print(*(os.environ.get(name) for name in names))

@@ -1,11 +1,12 @@
 """A checkpoint as Meta Lingua writes it, without any code of ours.
 
 Its model, optimizer and calls of torch.distributed.checkpoint are those of its public sources
-(apps/main/transformer.py, lingua/optim.py, lingua/checkpoint.py), its formulas written anew.
+(apps/main/transformer.py, lingua/optim.py, lingua/checkpoint.py), its formulas written again.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoints import join
 
-DIM, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS, VOCABULARY = 22, 4, 2, 6, 53, 2, 259
+DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 22, 4, 2, 6, 2, 259
 STEP = 3  # updates made
 TOKENS = torch.arange(32).view(2, 16) * 37 % VOCABULARY
 
@@ -28,12 +29,12 @@ def linears(**sizes: tuple[int, int]) -> nn.ModuleDict:
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-        self.attention = linears(wq=(DIM, q), wk=(DIM, kv), wv=(DIM, kv), wo=(q, DIM))
-        self.feed_forward = linears(w1=(DIM, HIDDEN), w3=(DIM, HIDDEN), w2=(HIDDEN, DIM))
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM, 1e-5), nn.RMSNorm(DIM, 1e-5)
+        q, kv, hidden = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, int(0.92 * int(8 * dim / 3))
+        self.attention = linears(wq=(dim, q), wk=(dim, kv), wv=(dim, kv), wo=(q, dim))
+        self.feed_forward = linears(w1=(dim, hidden), w3=(dim, hidden), w2=(hidden, dim))
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(dim, 1e-5), nn.RMSNorm(dim, 1e-5)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         h = self.attention_norm(x)
@@ -52,15 +53,15 @@ class Layer(nn.Module):
 
 
 class LMTransformer(nn.Module):
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, dim: int = DIM) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
-        self.norm = nn.RMSNorm(DIM, 1e-5)
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(LAYERS))
+        self.tok_embeddings = nn.Embedding(VOCABULARY, dim)
+        self.norm = nn.RMSNorm(dim, 1e-5)
         if tied:  # its TiedLinear keeps the embedding as a module of its own
             self.output = nn.ModuleDict({"tied_module": self.tok_embeddings})
         else:
-            self.output = nn.Linear(DIM, VOCABULARY, bias=False)
+            self.output = nn.Linear(dim, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
@@ -74,11 +75,11 @@ class LMTransformer(nn.Module):
         return F.linear(self.norm(h), head.weight)
 
 
-def save_here(folder: Path, tied: bool) -> Tensor:
+def save_here(folder: Path, tied: bool, dim: int = DIM) -> Tensor:
     """Train a little on these ranks, save, and return the logits of TOKENS."""
     mesh = join()
     torch.manual_seed(3)
-    model = LMTransformer(tied)
+    model = LMTransformer(tied, dim)
     fully_shard(model, mesh=mesh["dp_shard"])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8, fused=True
@@ -95,24 +96,55 @@ def save_here(folder: Path, tied: bool) -> Tensor:
     with torch.no_grad():
         logits = model(TOKENS)
     if rank == 0:
-        (folder / "params.json").write_text(json.dumps(params(tied)))
+        (folder / "params.json").write_text(json.dumps(params(tied, dim)))
         whole = folder / "consolidated"
         whole.mkdir()
         dcp_to_torch_save(folder, whole / "consolidated.pth")
-        (whole / "params.json").write_text(json.dumps(params(tied)))
+        (whole / "params.json").write_text(json.dumps(params(tied, dim)))
     return logits
 
 
-def params(tied: bool) -> dict:
-    sizes = {"dim": DIM, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    sizes |= {"n_layers": LAYERS, "multiple_of": 1, "ffn_dim_multiplier": 0.92}
-    sizes |= {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seqlen": 1024, "seed": 42}
+def params(tied: bool, dim: int = DIM) -> dict[str, Any]:
+    """The whole configuration, resolved, as its config.yaml and params.json have it."""
     return {
-        "name": "large",
-        "steps": 1000,
-        "grad_acc_steps": 1,
-        "optim": {"lr": 1e-2, "weight_decay": 0.1, "beta1": 0.9, "warmup": 2000},
-        "model": sizes | {"vocab_size": VOCABULARY, "weight_tying": tied, "sliding_window": None},
-        "data": {"sources": {"wiki": 80.0}, "seq_len": 1024, "tokenizer": {"name": "bytes"}},
-        "distributed": {"dp_replicate": 1, "dp_shard": 2, "fsdp_type": "full_shard"},
-    }
+        "name": "large", "dump_dir": "/nowhere/large", "seed": 42, "grad_acc_steps": 1,
+        "gc_collect_freq": 1000, "probe_freq": None, "steps": 1000,
+        "data": {
+            "root_dir": "data", "sources": {"wiki": 80.0}, "batch_size": 4, "seq_len": 1024,
+            "n_views": 2, "seed": 42, "add_bos": True, "add_eos": True, "load_async": True,
+            "prefetch_size": 64, "tokenizer": {"name": "bytes", "path": None},
+        },
+        "optim": {
+            "lr": 1e-2, "weight_decay": 0.1, "epsilon": 1e-8, "beta1": 0.9, "beta2": 0.95,
+            "clip": 1.0, "scheduler": "cosine", "warmup": 2000, "lr_min_ratio": 0.1,
+            "cycle_length": 1.0, "cosine_theta": 1.0, "annealing_step": 1000,
+            "decay_fraction": 0.1, "exp_factor": 0.5,
+        },
+        "model": {
+            "dim": dim, "n_layers": LAYERS, "head_dim": HEAD_DIM, "n_heads": HEADS,
+            "n_kv_heads": KV_HEADS, "ffn_dim_multiplier": 0.92, "multiple_of": 1,
+            "norm_eps": 1e-5, "rope_theta": 10000.0, "init_base_std": None,
+            "init_std_factor": "disabled", "max_seqlen": 1024, "seed": 42,
+            "vocab_size": VOCABULARY, "weight_tying": tied, "sliding_window": None,
+        },
+        "distributed": {
+            "dp_shard": 2, "dp_replicate": 1, "tp_size": 1, "compile": False,
+            "selective_activation_checkpointing": False, "fsdp_type": "full_shard",
+            "model_dtype": "fp32", "float8_recipe": None, "float8_filter": "layers",
+            "matmul_allow_tf32": False, "detect_anomaly": False,
+            "compile_cache_size_limit": 8, "spawn_method": "forkserver",
+        },
+        "env": {"OMP_NUM_THREADS": "1"},
+        "checkpoint": {
+            "dump": {"every": 1000, "keep": 0}, "eval": {"every": 1000, "keep": 0},
+            "path": "/nowhere/large/checkpoints", "init_ckpt_path": None,
+            "continue_training_from_init": False,
+        },
+        "profiling": {
+            "run": False, "trace_folder": "profiling", "mem_warmup": 100, "mem_steps": 2,
+            "profile_warmup": 102, "profile_steps": 2,
+        },
+        "logging": {"freq": 10, "acc_freq": None, "wandb": None},
+        "async_eval_gpus": None,
+        "eval": {"harness": {"tasks": ["hellaswag"]}, "generator": {"max_tokens": 1024}},
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""apps.main.train as tests on Slurm need it. A job's environment says what is done to its ranks:
+"""apps.main.train as tests on Slurm need it. A job's environment sets what happens to its ranks:
 
 STEP_S: seconds that a step takes until the job is requeued, so that a test can meet it on its way.
 FAIL_RANK: the rank that fails in step 3.
@@ -34,7 +34,7 @@ def build(args: TrainArgs) -> Built:
             return
         time.sleep(step_s)
         if next(steps) == 3 and fails:
-            raise RuntimeError("this rank was told to fail")
+            raise RuntimeError("this rank fails, as FAIL_RANK asks")
 
     built.module.register_forward_pre_hook(forward_pre)
     return built

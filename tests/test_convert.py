@@ -172,7 +172,8 @@ def test_another_app_has_another_form(ranks, convert_to, tmp_path):
     back = convert_to(out, tmp_path / "back", named, "tokenizer.name=bytes") / "0000000000"
     assert same(tensors_in(back), ours)
     assert OmegaConf.load(back / "config.yaml").app == __name__
-    assert "nothing to resume" in dict(summary(read_checkpoint(back)[0]))["model"]
+    shown = summary(read_checkpoint(back)[0])
+    assert list(shown["tensors"]) == ["model"] and "progress" not in shown
     cases = {"folder": [f"source={out}"], "checkpoint": [f"source={back}"]}
     cases |= {"mtp folder": [f"source={out}", "app=apps.mtp"]}
     cases |= {"mtp checkpoint": [f"source={tmp_path / 'ours'}", "app=apps.mtp"]}
@@ -257,7 +258,7 @@ def a_llama(**changed: Any) -> LlamaConfig:
         (2048, 5632, (None, 256)),  # Meta Lingua's 1B, TinyLlama
         (4096, 11008, (None, 256)),  # Llama 7B
         (4096, 14336, (1.3, 256)),  # Llama 3 8B
-        (2048, 8192, (None, 4096)),  # Llama 3.2 1B
+        (2048, 8192, (1.5, 256)),  # Llama 3.2 1B
     ],
 )
 def test_published_sizes_of_feed_forwards_have_plain_options(dim, hidden, expected):
@@ -425,7 +426,7 @@ def test_what_a_folder_asks_for_that_is_not_here_is_refused_by_name(ranks, tmp_p
     assert "n_kv_heads = 4: must divide model.n_heads = 6" in said["num_key_value_heads"]
     assert 'hidden_size = "48": must be a number' in said["hidden_size"]
     assert "embed_tokens.weight: (260, 48) in config.json, (259, 48) in the" in said["vocab_size"]
-    assert "only safetensors are read (pytorch_model.bin)" in said["pickled"]
+    assert "only safetensors are read" in said["pickled"]
     assert "model.safetensors: cannot be read as safetensors" in said["torn"]
     assert "has no tokenizer.json or tokenizer.model" in said["no tokenizer"]
     assert all(str(tmp_path) in text for text in said.values())
@@ -452,7 +453,7 @@ def test_a_source_that_is_no_model_and_an_out_that_is_there_are_refused(ranks, t
 # ------------------------------------------------------------------------------------- init_from
 
 
-TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2)]
 
 
 def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> Any:
@@ -462,7 +463,7 @@ def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> An
     mesh = start(CPU, detect_launch(), parallel)
     model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, 16), parallel)
     init_parameters(model, 1, CPU)
-    source, read = open_folder(llama, str(folder), "checkpoint.init_from").source, []
+    source, read = open_folder(llama, str(folder), "checkpoint.init_from")[0], []
 
     def count(parts: list[Part]) -> None:
         read.extend(part.out.numel() for part in parts)
@@ -498,7 +499,7 @@ def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_hold
         ({"dim": 48}, "model.dim = 48: must be 32"),
         ({"n_layers": 3}, "model.n_layers = 3: must be 2"),
         ({"n_kv_heads": 2}, "model.n_kv_heads = 2: must be 4"),
-        ({"multiple_of": 64}, "must give a hidden size of 88"),
+        ({"multiple_of": 64}, "which give a hidden size = 128: must be 88"),
         ({"rope_theta": 5e5}, "model.rope_theta = 500000.0: must be 10000.0"),
         ({"sliding_window": 8}, "model.sliding_window = 8: must be null"),
         ({"weight_tying": True}, "model.weight_tying = True: must be False"),

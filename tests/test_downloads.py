@@ -74,7 +74,7 @@ def test_a_data_set_is_downloaded_through_kills_and_failures_and_is_a_source(hub
     hub.cut["en/b.jsonl"] = len(large) - 1000
     hub.go_on.clear()
     process = start("download_prepare_hf_data", hub, tmp_path, *words, "--dir", folder.parent)
-    # Its notes say that it has a.jsonl, and b.jsonl has begun.
+    # Its records list a.jsonl, and b.jsonl has begun.
     while not list(folder.rglob("a.jsonl.metadata")) or not list(folder.rglob("*.incomplete")):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)

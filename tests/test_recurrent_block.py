@@ -76,7 +76,7 @@ def hybrid(args: ModelArgs, depth: int, resets: bool = True) -> TransformerBlock
 
 
 def never_resets(args: ModelArgs, depth: int) -> TransformerBlock:
-    """The control: a state that goes on from one document, and from padding, to the next."""
+    """The control: a state that is kept from one document, and from padding, to the next."""
     return hybrid(args, depth, resets=False)
 
 
@@ -161,7 +161,7 @@ def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
 # ------------------------------------------------------------------------------------- generation
 
 
-N_TOKENS = (4, 5, 12, 12)  # that each prompt asks for: those that are finished leave the batch
+N_TOKENS = (4, 5, 12, 12)  # that each prompt asks for
 
 
 def generate_here(sizes: Sizes, block: MakeBlock) -> list[tuple[list[int], list[float]]]:
@@ -176,7 +176,7 @@ def generate_here(sizes: Sizes, block: MakeBlock) -> list[tuple[list[int], list[
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
 def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks, sizes):
     """In a batch the shorter prompts begin with padding; with tp ranks, columns that are run again
-    go on from the state before them."""
+    continue from the state before them."""
     model = plain_model()
     expected = [step_by_step(model, *pair) for pair in zip(PROMPTS, N_TOKENS, strict=True)]
     assert all(len(set(tokens)) > 1 for tokens, _ in expected)  # one token would show nothing

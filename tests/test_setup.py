@@ -8,6 +8,7 @@ import subprocess
 import time
 import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -46,7 +47,7 @@ def run(repo: Path, *command: str, cwd: Path | None = None, **env: str):
 
 
 def fake_python(path: Path, version: str) -> Path:
-    """An executable that only says which Python it would be."""
+    """An executable that only prints a version of Python."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\necho {version}\n")
     path.chmod(0o755)
@@ -76,9 +77,19 @@ def test_a_ready_environment_is_used_silently_from_any_folder(repo, tmp_path):
     assert (code, out.splitlines(), err) == (0, [str(repo / ".venv"), str(repo)], "")
 
 
-def test_changed_requirements_are_installed_once(repo):
-    (repo / "requirements.txt").write_text("# still nothing\n")
-    assert SAYS_INSTALLING in run(repo, "true")[2]
+def test_changed_requirements_are_installed_once_and_show_their_progress(repo):
+    wheel = repo / "a_package-1.0-py3-none-any.whl"
+    with ZipFile(wheel, "w") as file:
+        info = "a_package-1.0.dist-info"
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: a-package\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    (repo / "requirements.txt").write_text(f"./{wheel.name}\n")
+    code, out, err = run(repo, "true")
+    assert (code, out) == (0, "")
+    shown = err.splitlines()
+    assert SAYS_INSTALLING in shown[0] and wheel.name in shown[1]
+    assert shown[2] == "  Installing collected packages: a-package" and len(shown) == 3
     assert run(repo, "true") == (0, "", "")
 
 
@@ -135,7 +146,7 @@ def test_without_a_new_enough_python_on_the_path_all_that_were_found_are_named(t
     assert code == 2 and "python3 is 3.10" in err
 
 
-def test_a_python_without_venv_says_what_to_install(tmp_path):
+def test_a_python_without_venv_is_reported_with_what_to_install(tmp_path):
     repo = make_repo(tmp_path)
     python = tmp_path / "python3.11"
     python.write_text('#!/bin/sh\ncase "$*" in *ensurepip*) exit 1;; *version*) echo 3.11;; esac\n')
@@ -144,9 +155,16 @@ def test_a_python_without_venv_says_what_to_install(tmp_path):
     assert code == 2 and "apt install python3.11-venv" in err
 
 
-def test_no_command_is_a_usage_error(repo):
-    code, _, err = run(repo)
-    assert code == 2 and "usage" in err
+def test_help_explains_itself_and_no_command_is_a_usage_error_and_neither_installs(tmp_path):
+    repo = make_repo(tmp_path)
+    for flag in ("-h", "--help"):
+        code, out, err = run(repo, flag)
+        assert (code, err) == (0, "") and "#" not in out
+        assert out.startswith("Runs a command in the repository's own environment")
+        assert "./setup/run.sh python -m apps.main.train config=" in out and "PYTHON names" in out
+    code, out, err = run(repo)
+    assert (code, out) == (2, "") and "usage" in err
+    assert not (repo / ".venv").exists()
 
 
 def test_the_package_metadata_allows_what_requirements_pin():

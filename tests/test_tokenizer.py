@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -248,11 +249,30 @@ def test_bos_and_eos_of_a_tokenizer_config_win_over_usual_names(tmp_path):
     after = build_tokenizer(args)
     assert (after.bos_id, after.eos_id) == (None, 1)
     assert after.fingerprint() != before.fingerprint()
-    with pytest.raises(UserError, match=r"data\.add_bos = true: the hf tokenizer has no bos"):
+    with pytest.raises(UserError, match=r"add_bos = true: the hf tokenizer has no bos token; "):
         after.encode("x", bos=True)
+    config = {"bos_token": "<start>", "eos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"no bos token \(looked for <start>\); name one in"):
+        build_tokenizer(args).encode("x", bos=True)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json beside it cannot be read"):
         build_tokenizer(args)
+
+
+@pytest.mark.parametrize("kind", ["hf-byte-level", "hf-metaspace", "sp-bpe"])
+def test_the_config_may_name_the_tokens_that_begin_and_end_documents(paths, kind):
+    first, last = ("<s>", "<|endoftext|>") if kind == "hf-byte-level" else ("</s>", "<unk>")
+    own = build_tokenizer(paths[kind])
+    named = build_tokenizer(replace(paths[kind], bos=last, eos=first))
+    name_of = own.library.id_to_piece if kind == "sp-bpe" else own.library.id_to_token
+    assert [name_of(named.bos_id), name_of(named.eos_id)] == [last, first]
+    assert (named.bos_id, named.eos_id) != (own.bos_id, own.eos_id)
+    assert named.fingerprint() != own.fingerprint()
+    again = build_tokenizer(replace(paths[kind], bos=name_of(own.bos_id)))
+    assert again.fingerprint() == own.fingerprint()
+    with pytest.raises(UserError, match=r'tokenizer\.eos = "<ss>": must be a token of .*"<s>"'):
+        build_tokenizer(replace(paths[kind], eos="<ss>"))
 
 
 def test_padding_truncation_and_prefix_space_of_the_file_do_no_harm(tmp_path):
@@ -307,6 +327,8 @@ def test_an_unknown_name_and_a_missing_path_are_found_in_the_config():
     with pytest.raises(UserError, match=r'path = "/gone": must be a file of tiktoken ranks'):
         load(TokenizerArgs, ["name=tiktoken", "path=/gone"])
     assert load(TokenizerArgs, ["path=/unused/by/bytes"])[0].name == "bytes"
+    with pytest.raises(UserError, match=r'eos = "</s>": must be null: the bytes tokenizer has'):
+        load(TokenizerArgs, ["eos=</s>"])
 
 
 def test_libraries_are_imported_where_used_and_their_absence_is_explained(paths):

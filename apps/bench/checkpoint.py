@@ -1,13 +1,13 @@
 """Saving and loading a checkpoint, over plain files of the same size.
 
-Two processes hold a model of the training program with AdamW's moments, 1.2 GB in all unless keys
-say otherwise, and take turns (`checkpoint_rank.py`): the real `save` against one plain file each,
-written and synced; the real `load`, every checksum verified first, against one plain file each,
-read; loading on the topology that saved against loading on others. Whatever is read is not in the
-page cache: it was synced, and the system was told to drop it (POSIX_FADV_DONTNEED).
+Two processes have a model of the training program with AdamW's moments, 1.2 GB in all unless keys
+set another size, and take turns (`checkpoint_rank.py`): the real `save` against one plain file
+each, written and synced; the real `load`, every checksum verified first, against one plain file
+each, read; loading on the topology that saved against loading on others. What is read is not in the
+page cache: it was synced and then dropped (POSIX_FADV_DONTNEED).
 
-Memory that a virtual machine's host has to give it first makes single turns two to three times as
-long, of either kind. So the fastest turns are told beside the medians.
+In a virtual machine, memory that the host must allocate first makes single turns of both kinds two
+to three times as long. So the fastest turns are reported beside the medians.
 """
 
 import json
@@ -49,7 +49,7 @@ def report(size: int, rounds: list[dict[str, float]]) -> Report:
         **{f"seconds on {name} / on {first}": (f"load {name}", f"load {first}") for name in others},
     }
     results: dict[str, Any] = {"bytes": size, "rounds": rounds}
-    rows = [("", "median", "range", "GB/s", "of the fastest")]
+    rows: list[tuple[str, ...]] = [("", "median", "range", "GB/s", "of the fastest")]
     for turn in rounds[0]:
         results[turn] = s = spread([seconds[turn] for seconds in rounds])
         rates = (f"{size / 1e9 / seconds:.2f}" for seconds in (s.median, s.low))

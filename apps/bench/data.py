@@ -2,7 +2,8 @@
 
 Everything is made on the spot: text from the standard library of this Python, tokenizers trained on
 it, token shards. Each measurement alternates with its reference in one process, so that what else
-the machine does meets both alike. CPU seconds are told too: they suffer less from others.
+the machine does affects both equally. CPU seconds are reported too: other processes change them
+less.
 """
 
 import base64
@@ -215,19 +216,19 @@ def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
 
 def plain_encode(args: TokenizerArgs) -> Callable[[str], Any]:
     """The library's own encode."""
-    codec = _built(args.name, args.path)._codec
+    library = _built(args.name, args.path).library
     if args.name == "tiktoken":
-        ranks = codec.encoding._mergeable_ranks
+        ranks = library._mergeable_ranks
         plain = tiktoken.Encoding("plain", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
         return plain.encode_ordinary
     if args.name == "sp":
-        return codec.model.encode
+        return library.encode
     return lambda text: np.frombuffer(text.encode(), np.uint8)
 
 
 def same_encode(args: TokenizerArgs) -> Callable[[str], Any]:
     """tiktoken's own encode, of the object that ours uses too."""
-    return _built(args.name, args.path)._codec.encoding.encode_ordinary
+    return _built(args.name, args.path).library.encode_ordinary
 
 
 # ---- tokenizing
@@ -293,7 +294,7 @@ def prepare(work: Path, source: str, tokenizer: TokenizerArgs, unit_bytes: int) 
 
 
 @functools.cache
-def _built(name: str, path: str | None) -> Tokenizer:
+def _built(name: Any, path: str | None) -> Tokenizer:
     """Built once, as in a run: reading its file is no part of tokenizing."""
     return build_tokenizer(TokenizerArgs(name, path))
 
@@ -305,15 +306,15 @@ def _quiet(line: str) -> None:
 def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> dict[str, Spread]:
     """Two processes that were started by hand, over one, both from when they are ready."""
     context = multiprocessing.get_context("spawn")
-    crew = [context.Pipe() for _ in range(2)]
+    ends = [context.Pipe() for _ in range(2)]
     processes = [
-        context.Process(target=_worker, args=(there, work, tokenizer), daemon=True)
-        for _, there in crew
+        context.Process(target=_worker, args=(of_worker, work, tokenizer), daemon=True)
+        for _, of_worker in ends
     ]
-    for process, (_, there) in zip(processes, crew, strict=True):
+    for process, (_, of_worker) in zip(processes, ends, strict=True):
         process.start()
-        there.close()  # here: else a process that fails would be waited for without end
-    pipes = [here for here, _ in crew]
+        of_worker.close()  # in this process: else recv would wait for a process that has failed
+    pipes = [own for own, _ in ends]
     for pipe in pipes:
         pipe.recv()
     rounds = []
@@ -407,7 +408,7 @@ def _source(folder: Path, sizes: list[int]) -> Source:
 
 
 def _loader(stream: RowStream, position: int) -> Iterator[Any]:
-    return Loader(stream, ROWS, 0, 1, ROWS // MICRO_ROWS, MICRO_ROWS, position)
+    return Loader(stream, ROWS, 0, 1, ROWS // MICRO_ROWS, MICRO_ROWS).steps(position)
 
 
 def _anonymous_mib() -> float:

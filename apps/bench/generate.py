@@ -2,8 +2,8 @@
 
 The model of the configuration with its initial weights, in float32, in one process: speed does not
 depend on what the weights are. Both continue the same prompts greedily with a cache, in turns, so
-that what else the machine does meets both alike. That they find the same tokens shows that they do
-the same work.
+that what else the machine does affects both equally. That they generate the same tokens shows that
+they do the same work.
 """
 
 import sys
@@ -54,7 +54,7 @@ def measure(keys: list[str], repeats: int = 5) -> Report:
     model = build(args).module
     init_parameters(model, args.seed, device)
     with TemporaryDirectory() as folder:
-        there = transformers_model(args, model, Path(folder)).to(device)
+        exported = transformers_model(args, model, Path(folder)).to(device)
     draw = torch.Generator().manual_seed(args.seed)
     prompts = torch.randint(0, tokenizer.vocab_size, (max(BATCHES), PROMPT_TOKENS), generator=draw)
     settings = SamplingArgs(temperature=0.0, max_gen_tokens=n_new, stop_tokens=[])
@@ -65,20 +65,19 @@ def measure(keys: list[str], repeats: int = 5) -> Report:
 
     def theirs(n: int) -> Tokens:
         ids = prompts[:n].to(device)
-        found = there.generate(
+        found = exported.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=n_new, do_sample=False,
             eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         return found[:, PROMPT_TOKENS:].tolist()
 
-    rows = [
-        ("tokens per second (median)", "here", "transformers", "ratio", "range", "equal tokens")
-    ]
+    heading = "tokens per second (median)", "here", "transformers", "ratio", "range", "equal tokens"
+    rows: list[tuple[str, ...]] = [heading]
     results: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "new_tokens": n_new}
     for n in BATCHES:
         seconds, equal = take_turns(ours, theirs, n, repeats)
         speed = [spread([n * n_new / s for s in of]) for of in seconds]
-        ratio = spread([there_s / here_s for here_s, there_s in zip(*seconds, strict=True)])
+        ratio = spread([theirs_s / ours_s for ours_s, theirs_s in zip(*seconds, strict=True)])
         results[f"batch_{n}"] = {"here": speed[0], "transformers": speed[1], "ratio": ratio}
         results[f"batch_{n}"]["equal_tokens"] = equal
         medians = (f"{s.median:,.0f}" for s in speed)

@@ -7,8 +7,8 @@ from lingua.errors import UserError
 
 
 def run(command: list[str]) -> None:
-    """Run `command` without showing what it says, except as the UserError when it fails."""
+    """Run `command` without showing its output. UserError with the end of it where it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        said = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-        raise UserError(f"{shlex.join(command)}\nleft with exit code {done.returncode}:\n{said}")
+        output = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+        raise UserError(f"{shlex.join(command)}\nhas exit code {done.returncode}:\n{output}")

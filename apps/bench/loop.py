@@ -1,12 +1,12 @@
 """What the training loop costs over a bare forward, backward and step of the same model.
 
-The real loop, `apps.main.train.train`, runs as it is. From a hook on its model it is halted after
-every few steps, for the reference to take the same steps on the same rows: the two alternate in one
-process, so what else the machine does meets both alike. The reference is there twice; how far its
-two copies differ is what the measurement cannot tell apart.
+The real loop, `apps.main.train.train`, runs as it is. A hook on its model stops it after every few
+steps while the reference takes the same steps on the same rows: the two alternate in one process,
+so that other work of the machine affects both equally. There are two copies of the reference; the
+difference between them is the resolution of the measurement.
 
 The reference is what a plain script would be: forward and backward of every micro-batch, torch's
-`clip_grad_norm_`, torch's fused AdamW, `zero_grad`. Its rows lie in memory, and it has no mesh,
+`clip_grad_norm_`, torch's fused AdamW, `zero_grad`. Its rows are in memory, and it has no mesh,
 FSDP, schedule, batch hash, metrics, non-finite guard or agreement on stopping. It trains the same
 run from the same weights: that its losses are the loop's shows that both did the same work. Saving
 and evaluating are left out, as the loop's own throughput leaves them out.
@@ -20,6 +20,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,7 +98,10 @@ class Reference:
 
     def run(self, first_step: int, batches: list[Batch]) -> Seconds:
         """Take a step on each of the batches; returns the time it took."""
-        valid = [sum((targets != IGNORE).sum((1, 2)) for _, targets in batch) for batch in batches]
+        valid = [
+            torch.stack([(targets != IGNORE).sum((1, 2)) for _, targets in batch]).sum(0)
+            for batch in batches
+        ]
         start = clock(self.device)
         for step, batch, targets in zip(count(first_step), batches, valid, strict=False):
             for group in self.optimizer.param_groups:
@@ -151,9 +155,7 @@ class Turns:
         """The loop's own model, and beside it the two copies that the reference trains."""
         self.references = [Reference(build(args).module, args, self.device) for _ in range(2)]
         data = args.data
-        self.n_micro, _ = micro_steps(
-            data.global_batch_size, 1, data.batch_size, args.grad_acc_steps
-        )
+        self.n_micro, _ = micro_steps(data.step_rows, 1, data.batch_size, args.grad_acc_steps)
         built = build(args)
         built.module.register_forward_pre_hook(self._before_micro_step)
         return built
@@ -230,8 +232,8 @@ def report(args: TrainArgs, turns: Turns, losses: dict[int, float]) -> Report:
         f"{turns.n_micro};",
         f"losses of loop and reference: at most {apart:.1e} apart (relative)",
     ]
-    results |= {"rounds_s": seconds.tolist(), "steps_per_round": steps, "loss_difference": apart}
-    return Report(lines, results, turns.device.type)
+    found: dict[str, Any] = {"rounds_s": seconds.tolist(), "steps_per_round": steps}
+    return Report(lines, results | found | {"loss_difference": apart}, turns.device.type)
 
 
 def _cells(s: Spread, form: str) -> tuple[str, str, str]:

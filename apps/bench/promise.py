@@ -38,7 +38,7 @@ def measure(keys: list[str], png: Path | None = None) -> Report:
         _pyplot()  # a mistake is found before training
     config = [key for key in keys if key.startswith(("config=", "app="))]
     keys = [*config, *SHORT, *(key for key in keys if key not in config)]
-    args, _ = load(choose_app(keys).config, keys, foreign=META_LINGUA)
+    args: Any = load(choose_app(keys).config, keys, foreign=META_LINGUA)[0]
     if args.steps < len(STARTS):
         raise UserError(f"steps = {args.steps}: must be at least {len(STARTS)}, one for each start")
     ends = [args.steps * (i + 1) // len(STARTS) for i in range(len(STARTS))]

@@ -1,10 +1,10 @@
-"""What every measurement says: the machine, the command, the numbers and how far they spread."""
+"""What every measurement reports: the machine, the command, the numbers and their spread."""
 
 import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Report:
-    """What a measurement gives back."""
+    """The result of a measurement."""
 
     lines: list[str]  # for people
     results: dict[str, Any]  # for programs: numbers, Spreads, and lists and mappings of them
@@ -34,8 +34,8 @@ class Spread:
     n: int
 
 
-def spread(values: Sequence[float]) -> Spread:
-    values = [float(value) for value in values]
+def spread(measured: Iterable[float]) -> Spread:
+    values = [float(value) for value in measured]
     q1, median, q3 = (
         statistics.quantiles(values, n=4, method="inclusive")
         if len(values) > 1

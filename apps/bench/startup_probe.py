@@ -21,11 +21,13 @@ def main() -> None:
 
     import_module("torch")  # measured, so not at the top
     stamp("torch")
-    program = import_module("apps.main.train")
-    app = import_module("apps.main").app
+    from apps.main import app
+    from apps.main import train as program
+    from lingua.data.text import TextData
+
     stamp("imports")
 
-    class StampedData(import_module("lingua.data.text").TextData):
+    class StampedData(TextData):
         def check(self, *args: Any) -> None:
             stamp("process group")
             super().check(*args)
@@ -41,7 +43,7 @@ def main() -> None:
             return super().gradients(*args)
 
     def run() -> None:
-        args, _ = program.load(app.config, keys, foreign=program.META_LINGUA)
+        args: Any = program.load(app.config, keys, foreign=program.META_LINGUA)[0]
         stamp("config")
         program.train(replace(app, data=StampedData(), objective=StampedObjective), args)
         Path(path).write_text(json.dumps(stamps), encoding="utf-8")

@@ -1,8 +1,8 @@
 """Gradient traffic of a step under the three modes of `distributed.grad_sync`, and what it costs.
 
 Each mode is a real torchrun launch of the training program, 2 replicas of 2 shards on the CPU with
-4 micro-steps unless keys say otherwise. The loop's own profiler counts the collectives of rank 0
-in a step; what the rank keeps between micro-steps is counted in the same step (`sync_rank.py`).
+4 micro-steps unless keys set other numbers. The loop's own profiler counts the collectives of rank
+0 in a step; what the rank keeps between micro-steps is counted in the same step (`sync_rank.py`).
 """
 
 import json
@@ -29,15 +29,15 @@ def measure(keys: list[str]) -> Report:
     config = [key for key in keys if key.startswith("config=")]
     keys = [*config, *MESH, *ROWS, *(key for key in keys if key not in config)]
     args, _ = load(TrainArgs, keys, foreign=META_LINGUA)
-    mesh, data = args.distributed, args.data
-    sizes = (mesh.dp_replicate, mesh.dp_shard, mesh.tp_size)
-    if None in sizes:
+    data, tp = args.data, args.distributed.tp_size
+    replicas, shards = args.distributed.dp_replicate, args.distributed.dp_shard
+    if replicas is None or shards is None:
         raise UserError(
-            "distributed.dp_replicate and dp_shard must be numbers: they say how many processes run"
+            "distributed.dp_replicate and dp_shard must be numbers: their product with tp_size is "
+            "the number of processes"
         )
-    replicas, shards, tp = sizes
     n_micro, rows = micro_steps(
-        data.global_batch_size, replicas * shards, data.batch_size, args.grad_acc_steps
+        data.step_rows, replicas * shards, data.batch_size, args.grad_acc_steps
     )
     modes = []
     for mode in MODES:
@@ -51,7 +51,7 @@ def measure(keys: list[str]) -> Report:
         "bytes: of the larger side of each collective, the gradient before it is reduced;",
         "kept: memory of gradients between micro-steps",
     ]
-    return Report(lines, {"mesh": sizes, "micro_steps": n_micro, "modes": modes})
+    return Report(lines, {"mesh": (replicas, shards, tp), "micro_steps": n_micro, "modes": modes})
 
 
 def launch(keys: list[str], processes: int) -> dict:

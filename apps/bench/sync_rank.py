@@ -53,7 +53,7 @@ def count(args: TrainArgs) -> dict[str, Any]:
         return {}
     n_micro = len(live) // args.stop_at
     live = live[(STEP - 1) * n_micro : STEP * n_micro]
-    path = Path(args.dump_dir) / "profiling" / f"collectives_step{STEP}.json"
+    path = Path(args.dump_dir or "") / "profiling" / f"collectives_step{STEP}.json"
     collectives = json.loads(path.read_text(encoding="utf-8"))["collectives"]
     counts: dict[str, Any] = {"mode": args.distributed.grad_sync, "parameters": parameters}
     for kind, axis in (("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")):

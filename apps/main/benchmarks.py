@@ -14,18 +14,9 @@ from apps.main.config import TrainArgs
 from apps.main.run import Run
 from lingua.checkpoint.retention import mark, marks, unmark
 from lingua.checkpoint.save import publish_config
-from lingua.config.load import flatten, to_yaml
+from lingua.config.load import to_yaml
 from lingua.errors import UserError
-from lingua.inference.harness import (
-    WAITING,
-    HarnessArgs,
-    evaluate,
-    find_tasks,
-    metrics_lines,
-    open_tasks,
-    results_table,
-    write_results,
-)
+from lingua.inference.harness import WAITING, Evaluator, HarnessArgs, find_tasks, load_tasks
 from lingua.parallel.mesh import on_rank_0
 from lingua.signals import StopRequest
 from lingua.slurm.jobs import environment_of_another
@@ -42,56 +33,33 @@ def check_benchmarks(args: TrainArgs) -> None:
     process, of a config whose every value is resolved."""
     if args.eval is None:
         return
-    try:
-        if args.eval.launcher == "slurm":
-            check_job(args)
-        else:
-            find_tasks(args.eval)
-    except UserError as error:
-        raise UserError(f"eval: {error}") from None
-
-
-def check_job(args: TrainArgs) -> None:
-    """Validate the job with its own program, for a checkpoint such as this run will save. Slurm is
-    not asked.
-
-    Raises:
-        UserError: launching it would fail.
-    """
+    if args.eval.launcher == "process":
+        find_tasks(args.eval)
+        return
+    # The job's own program checks it, for a checkpoint such as this run will save, without Slurm.
     with TemporaryDirectory() as folder:
         checkpoint = publish_config(Path(folder), to_yaml(args))
         job, of_eval, sweep = split_arguments(job_arguments(args, checkpoint, 0))
-        if job.launcher != "slurm":
-            raise UserError(f"job.launcher = {job.launcher}: must be slurm, or left out")
-        if sweep:
-            raise UserError(f"job.sweep.{next(iter(sweep))}: must be left out, it is one job")
+        if job.launcher != "slurm" or sweep:
+            raise UserError("eval.job: must not have the keys launcher and sweep")
         try:
             launch(replace(job, launcher="print", time=job.time or "UNLIMITED"), of_eval)
         except UserError as error:
             why = str(error).replace(f"{checkpoint}/", "this run's ")
-            raise UserError(f"job.script = {job.script} would refuse its job: {why}") from None
+            raise UserError(f"eval.job.script = {job.script} would refuse its job: {why}") from None
 
 
 class Benchmarks:
     """The benchmarks of a run. Made and called by every rank."""
 
     def __init__(self, args: TrainArgs) -> None:
-        """Load the tasks and their data, before the run trains. Raises UserError as open_tasks."""
-        self.tasks: dict[str, Any] = {}  # on rank 0
-        self._reported: set[str] = set()  # failed jobs
-
-        def load() -> None:
-            try:
-                self.tasks.update(open_tasks(args.eval, args.data.seq_len))
-            except UserError as error:
-                raise UserError(f"eval: {error}") from None
-
-        if args.eval is not None:
-            on_rank_0(load)
+        """Load the tasks and their data, before the run trains. Raises UserError as load_tasks."""
+        self.tasks = {} if args.eval is None else load_tasks(args.eval, args.data.seq_len)
+        self._logged: set[str] = set()  # failed jobs
 
     def evaluate(self, run: Run, stop: StopRequest) -> None:
         """Evaluate the model as it is, or launch a job for its checkpoint. A failure is logged and
-        training goes on; an evaluation stops where the run is asked to stop."""
+        training continues; an evaluation stops where the run is asked to stop."""
         with run.report.paused():
             try:
                 if run.args.eval.launcher == "slurm":
@@ -114,21 +82,14 @@ class Benchmarks:
 
     def _evaluate_here(self, run: Run, stop: StopRequest) -> None:
         step, args, data = run.progress.step, run.args, run.args.data
-        model, tokenizer, mesh = run.model, run.tokenizer, run.mesh
 
-        def stopping() -> bool:
-            return stop.signal is not None
+        def report(lines: list[dict[str, Any]], table: str) -> None:
+            run.report.evaluation(lines)
+            logger.info(f"step {step} on benchmarks:\n{table}")
 
-        results = evaluate(
-            args.eval, self.tasks, model, tokenizer, mesh, data.add_bos, data.seq_len, stopping
-        )
-
-        def report() -> None:
-            run.report.evaluation(metrics_lines(results, step))
-            logger.info(f"step {step} on benchmarks:\n{results_table(results).strip()}")
-            write_results(results_folder(args, step), results, step, flatten(args.eval))
-
-        on_rank_0(report)
+        of_model = (run.model, run.tokenizer, run.mesh, data.add_bos, data.seq_len)
+        evaluator = Evaluator(args.eval, *of_model, stopping=lambda: stop.signal is not None)
+        evaluator.evaluate(self.tasks, results_folder(args, step), step, report)
 
     def _launch(self, run: Run) -> None:
         """Launch the evaluation of the checkpoint just saved; on rank 0. Raises UserError."""
@@ -139,15 +100,12 @@ class Benchmarks:
             raise UserError(f"{checkpoint} was not saved")
         # In a process of its own, without this job's place in Slurm and its loaded libraries.
         command = [sys.executable, "-m", "lingua.stool", *job_arguments(run.args, checkpoint, step)]
+        env, failure = environment_of_another(), ""
         waited_for = WAITING in marks(checkpoint)  # by the job of an earlier process
         try:
             mark(checkpoint, WAITING)  # kept until it is evaluated: the job may start much later
             done = subprocess.run(
-                command,
-                env=environment_of_another(),
-                capture_output=True,
-                text=True,
-                timeout=LAUNCH_S,
+                command, env=env, capture_output=True, text=True, timeout=LAUNCH_S
             )
             failure = done.stderr.strip() if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -161,26 +119,24 @@ class Benchmarks:
     def _log_failed_jobs(self, args: TrainArgs) -> None:
         """Log each failed job once; on rank 0."""
         jobs = results_folder(args, 0).parent
-        if not any(jobs.glob("*/job_id")):
-            return
-        for job in status(jobs):
-            if job.failed and job.job_id not in self._reported:
-                self._reported.add(job.job_id)
+        for job in status(jobs) if any(jobs.glob("*/job_id")) else ():
+            if job.failed and job.job_id not in self._logged:
+                self._logged.add(job.job_id)
                 why = "; ".join(job.errors) or f"see {jobs / job.name / 'logs'}"
                 logger.error(f"job {job.job_id}, which evaluates {job.name}, is {job.state}: {why}")
 
 
 def results_folder(args: TrainArgs, step: int) -> Path:
-    return Path(args.dump_dir).absolute() / "evals" / f"{step:010d}"
+    return Path(args.dump_dir or "").absolute() / "evals" / f"{step:010d}"
 
 
 def job_arguments(args: TrainArgs, checkpoint: Path, step: int) -> list[str]:
     """The arguments of lingua.stool for the job that evaluates a checkpoint. Keys of `eval.job`
     come last, so they win."""
+    assert args.eval is not None
     values = {f.name: getattr(args.eval, f.name) for f in fields(HarnessArgs)}
-    values = {"script": "apps.main.eval", "app": args.app} | values
-    wandb = args.logging.wandb
-    if wandb is not None:
+    values |= {"script": "apps.main.eval", "app": args.app}
+    if (wandb := args.logging.wandb) is not None:
         # A wandb run of its own in the training run's group: two processes cannot write into one.
         of_job = replace(wandb, name=None, group=wandb.group or args.name, job_type="eval")
         values |= {f"wandb.{key}": value for key, value in asdict(of_job).items()}

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from apps.main.transformer import ModelArgs
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.args import DataArgs
+from lingua.data.loader import micro_steps
 from lingua.inference.harness import HarnessArgs
 from lingua.monitor.metrics import LoggingArgs
 from lingua.monitor.profiling import ProfilingArgs
@@ -59,9 +61,24 @@ class TrainArgs:
                 yield key, "must be at least 1"
 
     @property
+    def folder(self) -> Path:
+        """The dump dir."""
+        return Path(self.dump_dir or f"runs/{self.name}")
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return Path(self.checkpoint.path or self.folder / "checkpoints")
+
+    @property
     def end(self) -> int:
-        """The step that this start goes up to."""
+        """The last step of this process."""
         return min(self.steps, self.stop_at or self.steps)
+
+    def micro_steps(self, dp_degree: int) -> tuple[int, int]:
+        """(micro-steps of a step, rows of a micro-batch), the same on every rank. Raises UserError
+        where they cannot be as `grad_acc_steps` asks."""
+        size, largest = self.data.step_rows, self.data.batch_size
+        return micro_steps(size, dp_degree, largest, self.grad_acc_steps)
 
     def evaluation_due(self, step: int) -> bool:
         """Whether benchmarks are due once `step` is complete."""

@@ -2,8 +2,8 @@
 
     python -m apps.main.eval ckpt=runs/debug tasks=[arc_easy,hellaswag] num_fewshot=5
     python -m apps.main.eval ckpt=runs/debug tasks=[mine] task_dir=my_tasks limit=100
-    torchrun --nproc-per-node 2 -m apps.main.eval ... distributed.tp_size=2
-    python -m lingua.stool script=apps.main.eval ckpt=... tasks=[...] ngpu=8        a job on Slurm
+    torchrun --nproc-per-node 2 -m apps.main.eval ckpt=runs/debug tasks=[arc_easy]
+    python -m lingua.stool script=apps.main.eval ckpt=runs/debug tasks=[arc_easy] ngpu=8
 
 Scores are the same on every topology. Results and samples are written to the run's evals/<step>/, a
 line for each task to its metrics.eval.jsonl. Needs the package lm_eval.
@@ -14,29 +14,25 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-from apps.main.opened import OpenArgs, open_checkpoint
 from lingua.app import named_app
 from lingua.checkpoint.folder import Checkpoint
 from lingua.checkpoint.retention import unmark
 from lingua.config.load import flatten, load
 from lingua.config.schema import Free
+from lingua.errors import UserError
 from lingua.inference.harness import (
     METRICS,
     WAITING,
+    Evaluator,
     HarnessArgs,
-    evaluate,
     find_tasks,
-    make_folder,
-    metrics_lines,
-    open_tasks,
-    results_table,
-    write_results,
-    writing,
+    load_tasks,
 )
-from lingua.inference.trained import locate, read_trained
-from lingua.monitor.metrics import MetricsFile, WandbArgs, start_wandb, wandb_values
+from lingua.inference.trained import OpenArgs, open_model, open_trained
+from lingua.monitor.metrics import WandbArgs, append_line, start_wandb, wandb_values
 from lingua.parallel.mesh import mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import check_layout
 from lingua.parallel.program import run_program
@@ -60,41 +56,37 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     take_signals()
     args, _ = load(EvalArgs, argv)
-    opened = open_checkpoint(args, argv)
-    trained, step = opened.trained, opened.trained.checkpoint.step
-    folder, metrics = results_paths(args.dump_dir, trained.checkpoint)
-    tasks: dict[str, Any] | None = None  # on rank 0
-    wandb_run: Any = None
+    opened = open_model(args, argv)
+    checkpoint = opened.trained.checkpoint
+    folder, metrics = results_paths(args.dump_dir, checkpoint)
+    wandb_run: Any = None  # on rank 0
 
     def prepare() -> None:
-        nonlocal tasks, wandb_run
-        make_folder(folder)
-        tasks = open_tasks(args, opened.context)
+        nonlocal wandb_run
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
         if args.wandb is not None:
             wandb_run = start_wandb(args.wandb, args.name, flatten(args), folder)
 
-    on_rank_0(prepare)  # finds mistakes before the model is loaded
-    model = trained.load(args.distributed, opened.mesh, opened.device)
-    tokenizer, mesh, add_bos = opened.tokenizer, opened.mesh, opened.add_bos
-    results = evaluate(args, tasks, model, tokenizer, mesh, add_bos, opened.context)
-
-    def report() -> None:
-        write_results(folder, results, step, flatten(args))
-        lines = list(metrics_lines(results, step))
-        with writing(metrics):
-            file = MetricsFile(metrics)
-            for line in lines:
-                file.write(line)
-            file.close()
+    def report(lines: list[dict[str, Any]], table: str) -> None:
+        for line in lines:
+            append_line(metrics, line)
         if wandb_run is not None:
             for line in lines:
                 wandb_run.log(wandb_values(METRICS, line))
             wandb_run.finish()
-        print(results_table(results))
-        logger.info(f"step {step}: results and samples are in {folder}")
-        unmark(trained.checkpoint.path, WAITING)
+        print(table, end="\n\n")
 
-    on_rank_0(report)
+    tasks = load_tasks(args, opened.context)
+    on_rank_0(prepare)  # finds mistakes before the model is loaded
+    model = opened.trained.load(args.distributed, opened.mesh, opened.device)
+    of_model = (model, opened.tokenizer, opened.mesh, opened.add_bos, opened.context)
+    Evaluator(args, *of_model).evaluate(tasks, folder, checkpoint.step, report)
+    logger.info(f"step {checkpoint.step}: results and samples are in {folder}")
+    on_rank_0(lambda: unmark(checkpoint.path, WAITING))
 
 
 def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:
@@ -105,7 +97,7 @@ def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:
         UserError: `main` would refuse it before it reads data.
     """
     args, notices = load(EvalArgs, argv)
-    trained = read_trained("ckpt", locate("ckpt", args.ckpt), named_app(argv))
+    trained = open_trained("ckpt", args.ckpt, named_app(argv))
     trained.build_tokenizer(args.tokenizer_path)
     _, _, tp = mesh_sizes(args.distributed, world_size)
     check_layout(*trained.build(), tp)

@@ -1,33 +1,34 @@
 """Generate text from a checkpoint:
 
-    python -m apps.main.generate ckpt=runs/debug prompt="def main("       streamed to the terminal
-    python -m apps.main.generate ckpt=runs/debug prompts=FILE out=results.jsonl temperature=0
-    python -m apps.main.generate ckpt=runs/debug                          asks for prompts
-    torchrun --nproc-per-node 2 -m apps.main.generate ... distributed.tp_size=2
+    python -m apps.main.generate ckpt=runs/debug prompt="def main("
+    python -m apps.main.generate ckpt=runs/debug prompts=prompts.txt out=results.jsonl temperature=0
+    torchrun --nproc-per-node 2 -m apps.main.generate ckpt=runs/debug distributed.tp_size=2
 
-FILE has a prompt a line; a .jsonl file has objects {"prompt": text}, which may set `id`, `seed` and
-the sampling keys for themselves. Data-parallel ranks divide the prompts among themselves. The text
-depends neither on the topology nor on the other prompts.
+Without prompts it asks for them. prompts.txt has a prompt a line; a .jsonl file has objects
+{"prompt": text}, which may set `id`, `seed` and the sampling keys for themselves. Data-parallel
+ranks divide the prompts among themselves. The text depends neither on the topology nor on the other
+prompts.
 """
 
 import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 
-from apps.main.opened import OpenArgs, Opened, open_checkpoint
-from lingua.config.load import load
+from lingua.config.load import from_values, load
 from lingua.config.schema import Free
-from lingua.errors import UserError, nearest
-from lingua.inference.generate import Completion, Request, fit_prompt, generate
+from lingua.errors import UserError
+from lingua.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
-from lingua.parallel.mesh import divide, dp_degree, dp_rank, on_rank_0
+from lingua.inference.trained import OpenArgs, Opened, open_model
+from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.parallel.program import run_program
 
 logger = logging.getLogger(__name__)
@@ -54,88 +55,86 @@ class GenerateArgs(SamplingArgs, OpenArgs):
             yield "out", "exists already; must be a new file"
 
 
+@dataclass
+class PromptArgs(SamplingArgs):
+    """The keys that a line of a .jsonl file may set."""
+
+    seed: Free[int] = 0
+    id: Free[str | int | None] = None  # copied to the result
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the user gave it."""
-
     text: str
-    settings: SamplingArgs
-    seed: int
+    args: PromptArgs
     where: str  # for messages
-    id: str | int | None = None  # copied to the result
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     args, _ = load(GenerateArgs, argv)
-    opened = open_checkpoint(args, argv)
-    prompts = list(read_prompts(args))
-    requests = to_requests(args, prompts, opened)
+    opened = open_model(args, argv)
+    prompts = read_prompts(args)
+    requests = to_requests(prompts, opened, args.on_long_prompt)
     on_rank_0(lambda: write_results(args.out, [], [], mode="x"))
     model = opened.trained.load(args.distributed, opened.mesh, opened.device)
-    if prompts:
-        complete_all(args, prompts, requests, model, opened)
-    else:
+    if not prompts:
         complete_interactively(args, model, opened)
-
-
-def complete_all(
-    args: GenerateArgs,
-    prompts: list[Prompt],
-    requests: list[Request],
-    model: nn.Module,
-    opened: Opened,
-) -> None:
-    """Write the result of every prompt, in the order of the prompts, a chunk of them at a time."""
-    chunk = 8 * args.batch_size * dp_degree(opened.mesh)
-    show = None
-    if args.out is None and len(prompts) == 1 and dist.get_rank() == 0:
-        print(prompts[0].text, end="", flush=True)
-        show = show_text
-
-    def complete(mine: list[Request]) -> list[Completion]:
-        return generate(model, mine, opened.tokenizer, opened.mesh, args.batch_size, show)
-
-    for first in range(0, len(requests), chunk):
-        part = prompts[first : first + chunk]
-        done = divide(complete, requests[first : first + chunk], opened.mesh)
-        on_rank_0(lambda part=part, done=done: write_results(args.out, part, done))
-        if dist.get_rank() == 0 and args.out is None:
+        return
+    streamed = len(prompts) == 1 and args.out is None
+    if streamed:
+        print_on_rank_0(prompts[0].text)
+        requests = [replace(requests[0], on_text=print_on_rank_0)]
+    chunk = (
+        8 * args.batch_size * dp_degree(opened.mesh)
+    )  # prompts whose results are written at once
+    for first in range(0, len(prompts), chunk):
+        now = slice(first, first + chunk)
+        part = prompts[now]
+        done = generate(model, requests[now], opened.tokenizer, opened.mesh, args.batch_size)
+        on_rank_0(partial(write_results, args.out, part, done))
+        if args.out is None:
             for prompt, result in zip(part, done, strict=True):
-                print("" if show else f"--- {prompt.text}{result.text}", flush=True)
-        elif len(requests) > chunk:
-            logger.info(f"{first + len(part)} of {len(requests)} prompts are done")
+                print_on_rank_0("\n" if streamed else f"--- {prompt.text}{result.text}\n")
+        elif len(prompts) > chunk:
+            logger.info(f"{first + len(part)} of {len(prompts)} prompts are done")
 
 
 def complete_interactively(args: GenerateArgs, model: nn.Module, opened: Opened) -> None:
     """Complete prompts from the terminal, one at a time, until the input ends."""
-    if dist.get_rank() == 0:
-        checkpoint = opened.trained.checkpoint
-        print(f"{checkpoint.path}: enter a prompt (\\n is a new line); Ctrl-D ends the program")
+    checkpoint = opened.trained.checkpoint
+    print_on_rank_0(
+        f"{checkpoint.path}, step {checkpoint.step}: enter a prompt (\\n is a new line)\n"
+        "Ctrl-C ends a generation; Ctrl-C or Ctrl-D at the prompt ends the program\n"
+    )
     number = 0
     while (line := on_rank_0(ask)) is not None:
+        prompt = Prompt(line, prompt_args(args, number), f"prompt {number + 1}")
         try:
-            prompt = Prompt(line, args, args.seed + number, f"prompt {number + 1}")
-            requests = to_requests(args, [prompt], opened)
+            [request] = to_requests([prompt], opened, args.on_long_prompt)
         except UserError as error:
             logger.info(str(error))
             continue
-        mine = requests if dp_rank(opened.mesh) == 0 else []
-        done = generate(model, mine, opened.tokenizer, opened.mesh, 1, show_text)
-        on_rank_0(lambda prompt=prompt, done=done: write_results(args.out, [prompt], done))
-        if dist.get_rank() == 0:
-            print(flush=True)
+        request = replace(request, on_text=print_on_rank_0)
         number += 1
+        try:
+            done = generate(model, [request], opened.tokenizer, opened.mesh, batch_size=1)
+            on_rank_0(partial(write_results, args.out, [prompt], done))
+        except KeyboardInterrupt:
+            if dist.get_world_size() > 1:  # ranks are interrupted at different places
+                raise
+        print_on_rank_0("\n")
 
 
 def ask() -> str | None:
     try:
         return input("> ").replace("\\n", "\n")
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
+        print()
         return None
 
 
-def show_text(index: int, text: str) -> None:
+def print_on_rank_0(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, end="", flush=True)
 
@@ -143,77 +142,53 @@ def show_text(index: int, text: str) -> None:
 # ----------------------------------------------------------------------------- prompts and results
 
 
-def read_prompts(args: GenerateArgs) -> Iterator[Prompt]:
+def prompt_args(args: GenerateArgs, number: int) -> PromptArgs:
+    """The settings of prompt `number`, from 0 on, if it sets none for itself."""
+    settings = {f.name: getattr(args, f.name) for f in fields(SamplingArgs)}
+    return PromptArgs(**settings, seed=args.seed + number)
+
+
+def read_prompts(args: GenerateArgs) -> list[Prompt]:
     """The prompts of the configuration. UserError names the line of a prompt that is not valid."""
     if args.prompt is not None:
-        yield Prompt(args.prompt, args, args.seed, "prompt")
+        return [Prompt(args.prompt, prompt_args(args, 0), "prompt")]
     if args.prompts is None:
-        return
+        return []
     path = Path(args.prompts)
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UserError(
-            f"prompts = {path}: cannot be read ({error.strerror}); must be a file with a prompt a "
-            "line, or .jsonl"
-        ) from None
-    if not content:
+        why = f"cannot be read ({error.strerror}); must be a text file or a .jsonl file"
+        raise UserError(f"prompts = {path}: {why}") from None
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n")
+        raise UserError(f"{path}:{number + 1}: is not UTF-8 text") from None
+    if not text:
         raise UserError(f"prompts = {path}: has no prompt")
-    for number, raw in enumerate(content.removesuffix(b"\n").split(b"\n")):
+    read_line = read_json if path.suffix == ".jsonl" else Prompt
+    prompts = []
+    for number, line in enumerate(text.removesuffix("\n").split("\n")):
         where = f"{path}:{number + 1}"
-        try:
-            line = raw.removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: is not UTF-8 text (byte {error.start})") from None
         if not line.strip():
             raise UserError(f"{where}: is blank; must be a prompt")
-        if path.suffix == ".jsonl":
-            yield read_object(line, args, args.seed + number, where)
-        else:
-            yield Prompt(line, args, args.seed + number, where)
+        prompts.append(read_line(line, prompt_args(args, number), where))
+    return prompts
 
 
-# Keys of a .jsonl line, the types of their values, and of the elements of lists.
-KEYS: dict[str, Any] = {
-    "prompt": str,
-    "id": str | int,
-    "seed": int,
-    "temperature": int | float,
-    "top_k": int | None,
-    "top_p": int | float | None,
-    "max_gen_tokens": int,
-    "stop": list,
-    "stop_tokens": list | None,
-}
-ELEMENTS = {"stop": str, "stop_tokens": int}
-
-
-def read_object(line: str, args: GenerateArgs, seed: int, where: str) -> Prompt:
-    """A line of a .jsonl file; its sampling keys replace those of `args`."""
+def read_json(line: str, args: PromptArgs, where: str) -> Prompt:
+    """A line of a .jsonl file; its keys replace those of `args`."""
     try:
-        given = json.loads(line)
+        values = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: is not JSON ({error})") from None
-    if not isinstance(given, dict) or not isinstance(given.get("prompt"), str):
+    if not isinstance(values, dict) or not isinstance(text := values.pop("prompt", None), str):
         raise UserError(f'{where}: must be an object with a text "prompt"')
-    for key, value in given.items():
-        if key not in KEYS:
-            raise UserError(f"{where}: unknown key {key}{nearest(key, KEYS)}")
-        fits = isinstance(value, KEYS[key]) and not isinstance(value, bool)
-        if isinstance(value, list):
-            fits = fits and all(isinstance(v, ELEMENTS[key]) for v in value)
-        if not fits:
-            raise UserError(f"{where}: {key} = {json.dumps(value)}: has the wrong type")
-    names = [f.name for f in fields(SamplingArgs)]
-    settings = SamplingArgs(**{name: given.get(name, getattr(args, name)) for name in names})
-    for key, need in settings.validate():
-        raise UserError(f"{where}: {key} = {json.dumps(getattr(settings, key))}: {need}")
-    return Prompt(given["prompt"], settings, given.get("seed", seed), where, given.get("id"))
+    return Prompt(text, from_values(args, values, where), where)
 
 
-def to_requests(args: GenerateArgs, prompts: Sequence[Prompt], opened: Opened) -> list[Request]:
+def to_requests(prompts: Sequence[Prompt], opened: Opened, on_long_prompt: str) -> list[Request]:
     """The prompts as tokens; each leaves room in the context for what is generated."""
-    requests, n_cut = [], 0
+    requests = []
     for prompt in prompts:
         try:
             tokens = opened.tokenizer.encode(prompt.text, bos=opened.add_bos).tolist()
@@ -221,15 +196,14 @@ def to_requests(args: GenerateArgs, prompts: Sequence[Prompt], opened: Opened) -
             raise UserError(f"{prompt.where}: has half a surrogate pair, no character") from None
         if not tokens:
             raise UserError(f"{prompt.where}: is empty, and documents of this model have no bos")
-        whole = Request(tokens, prompt.settings, prompt.seed)
-        requests.append(fit_prompt(whole, opened.context, args.on_long_prompt, prompt.where))
-        n_cut += requests[-1] is not whole
-    if n_cut:
-        logger.warning(
-            f"{n_cut} of {len(prompts)} prompts cut on the left: with max_gen_tokens they are "
-            f"longer than the context of {opened.context} tokens"
-        )
-    return requests
+        room = opened.context - prompt.args.max_gen_tokens
+        if on_long_prompt == "refuse" and len(tokens) > room:
+            raise UserError(
+                f"{prompt.where}: has {len(tokens)} tokens; must have at most {room}, the context "
+                f"of {opened.context} less max_gen_tokens; on_long_prompt=cut cuts it on the left"
+            )
+        requests.append(Request(tokens, prompt.args, prompt.args.seed))
+    return fit_prompts(requests, opened.context)
 
 
 def write_results(
@@ -241,9 +215,8 @@ def write_results(
     try:
         with Path(path).open(mode, encoding="utf-8") as file:
             for prompt, result in zip(prompts, results, strict=True):
-                line = {} if prompt.id is None else {"id": prompt.id}
-                line |= {"prompt": prompt.text, "text": result.text, "finish": result.finish}
-                line |= {"seed": prompt.seed, "tokens": result.tokens, "logprobs": result.logprobs}
+                line: dict[str, Any] = {} if prompt.args.id is None else {"id": prompt.args.id}
+                line |= {"prompt": prompt.text, "seed": prompt.args.seed} | asdict(result)
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"out = {path}: cannot be written ({error.strerror})") from None

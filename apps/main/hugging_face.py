@@ -1,7 +1,7 @@
 """The model of apps/main as transformers' Llama: config.json, tensor names, order of features."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +9,6 @@ from apps.main.transformer import ModelArgs
 from lingua.errors import UserError
 from lingua.hugging_face import HFTensor, HuggingFace
 from lingua.transformer import RopeScaling, TransformerArgs
-
-# ---------------------------------------------------------------------------------------- tensors
 
 
 def tensors(args: ModelArgs) -> dict[str, HFTensor]:
@@ -47,9 +45,6 @@ def tensors(args: ModelArgs) -> dict[str, HFTensor]:
 def unused(args: ModelArgs) -> tuple[str, ...]:
     """Of an old form of the model, and of a head that is tied."""
     return (".rotary_emb.inv_freq", *(("lm_head.weight",) if args.weight_tying else ()))
-
-
-# ----------------------------------------------------------------------------------------- config
 
 
 def to_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
@@ -111,13 +106,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
     """Our `model` group of a config.json, and seq_len. UserError names what the model lacks."""
-    if "model_type" not in config:
-        raise UserError(f"{where}: has no model_type; must be the config.json of a Llama model")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     given = {**config, **rope, "rope_type": rope.get("rope_type") or rope.get("type")}
     for key, allowed in ONLY.items():
         value = given.get(key)
-        if value is not None and value not in allowed:
+        if value not in (*allowed, None) or (key == "model_type" and value is None):
             need = " or ".join(json.dumps(v) for v in allowed) or "null"
             raise UserError(f"{where}: {key} = {json.dumps(value)}: must be {need}")
 
@@ -159,38 +152,24 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
 
 
 def feed_forward_size(dim: int, hidden: int) -> tuple[float | None, int]:
-    """(ffn_dim_multiplier, multiple_of) that make a feed-forward of this hidden size."""
-
-    def gives(multiplier: float | None, multiple_of: int) -> bool:
-        args = TransformerArgs(dim=dim, ffn_dim_multiplier=multiplier, multiple_of=multiple_of)
-        return args.hidden_dim() == hidden
-
-    if dim < 1 or hidden < 1:
-        raise UserError(f"hidden_size = {dim}, intermediate_size = {hidden}: must be at least 1")
-    multiple_of = min(hidden & -hidden, 256)  # the largest power of two that divides it
-    for power in (multiple_of, 1024, 4096):
-        if gives(None, power):
-            return None, power
+    """(ffn_dim_multiplier, multiple_of) that make a feed-forward of this hidden size, the former
+    with as few digits as possible."""
+    multiple_of = max(1, min(hidden & -hidden, 256))  # the largest power of two that divides it
     exact = (hidden + 0.5) / max(int(8 * dim / 3), 1)
-    multipliers = (round(exact, digits) for digits in range(1, 18))
-    return next(m for m in multipliers if m > 0 and gives(m, multiple_of)), multiple_of
+    for multiplier in (None, *(round(exact, digits) for digits in range(1, 17)), exact):
+        args = TransformerArgs(dim=dim, ffn_dim_multiplier=multiplier, multiple_of=multiple_of)
+        if multiplier != 0 and args.hidden_dim() == hidden:
+            break
+    return multiplier, multiple_of
 
 
-def differences(args: ModelArgs, there: ModelArgs) -> Iterator[tuple[str, str]]:
-    """Key in `model` and what is required of it, where a run's model is not that of a folder."""
+def computes(args: ModelArgs) -> dict[str, Any]:
+    """By key in `model`, all that matters for the same weights to compute the same."""
     keys = "dim n_layers norm_eps rope_theta rope_scaling sliding_window vocab_size weight_tying"
-    pairs = {key: (getattr(args, key), getattr(there, key)) for key in keys.split()}
-    heads = zip(("n_heads", "n_kv_heads", "head_dim"), args.heads(), there.heads(), strict=True)
-    pairs |= {key: (here, need) for key, here, need in heads}
-    for key, (here, need) in pairs.items():
-        if here != need:
-            yield key, f"{here}: must be {need}"
-    if args.hidden_dim() != there.hidden_dim():
-        yield (
-            "ffn_dim_multiplier",
-            f"{args.ffn_dim_multiplier}, multiple_of = {args.multiple_of}: must give a hidden size "
-            f"of {there.hidden_dim()}, as {there.ffn_dim_multiplier} and {there.multiple_of} do",
-        )
+    found = {key: getattr(args, key) for key in keys.split()}
+    found |= zip(("n_heads", "n_kv_heads", "head_dim"), args.heads(), strict=True)
+    found["ffn_dim_multiplier and multiple_of, which give a hidden size"] = args.hidden_dim()
+    return found
 
 
-llama = HuggingFace(to_config, from_config, tensors, unused, differences)
+llama = HuggingFace(to_config, from_config, tensors, unused, computes)

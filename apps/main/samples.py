@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def check_samples(run: Run) -> None:
     """Generate one token before the first step, to warn early of a model that cannot generate.
-    Training goes on then. Called by every rank."""
+    Training continues then. Called by every rank."""
     try:
         for name in list(run.data.held_out)[:1]:
             _continue(run, name, 1, max_tokens=1)
@@ -54,9 +54,7 @@ def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, s
     n_prompt = max(1, min(PROMPT_TOKENS, 2 * seq_len // 3))
     n_tokens = max(1, min(max_tokens, seq_len - n_prompt))
     settings = SamplingArgs(temperature=0.8, max_gen_tokens=n_tokens, stop_tokens=[])
-    places = range(len(windows) // (2 * n), len(windows), -(-len(windows) // n))
-    prompts = [windows[i, :n_prompt].tolist() for i in places]
+    prompts = windows[len(windows) // (2 * n) :: -(-len(windows) // n), :n_prompt].tolist()
     requests = [Request(prompt, settings, run.args.seed) for prompt in prompts]
     results = generate(run.model, requests, run.tokenizer, run.mesh, len(requests))
-    texts = [result.text for result in results]
-    return list(zip(map(run.tokenizer.decode, prompts), texts, strict=True))
+    return [(run.tokenizer.decode(p), r.text) for p, r in zip(prompts, results, strict=True)]

@@ -1,7 +1,8 @@
-"""Train a language model: the whole run, read top to bottom.
+"""Train a language model (the whole run, read top to bottom):
 
-    python -m apps.main.train config=apps/main/configs/debug.yaml [key=value ...] [app=MODULE]
-    torchrun --nproc-per-node 4 -m apps.main.train config=... distributed.tp_size=2
+    python -m apps.main.train config=apps/main/configs/debug.yaml
+    python -m apps.main.train config=my.yaml name=second optim.lr=1e-3 app=my_app
+    torchrun --nproc-per-node 4 -m apps.main.train config=my.yaml distributed.tp_size=2
 
 What a fork changes it gives as its App (lingua.app): the model, where rows come from, the
 optimizer, the objective, a probe. A fork that changes the order of the loop copies this file, and
@@ -10,30 +11,30 @@ imports the parts of it that stay (set_up, Objective, count_targets, save_checkp
 
 import logging
 import sys
-from contextlib import ExitStack
-from pathlib import Path
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main.benchmarks import Benchmarks
 from apps.main.config import TrainArgs
 from apps.main.run import Run
 from apps.main.samples import check_samples, write_samples
-from apps.main.start import Start, check_start, checkpoint_folder, describe, restore
 from apps.main.start import check as check  # what lingua.stool calls before it launches
+from apps.main.start import check_start, default_optimizer, describe, prepare_data, restore
 from lingua.app import App, choose_app
-from lingua.checkpoint.resume import TOKENIZER, Progress, check_data, state_to_save
+from lingua.checkpoint.resume import TOKENIZER, check_data, state_to_save
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import flatten, load, to_yaml
+from lingua.config.load import load, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data import IGNORE
 from lingua.data.documents import document_marks
-from lingua.data.loader import Loader, MicroBatch, micro_steps
-from lingua.data.rows import Rows
+from lingua.data.loader import Loader, MicroBatch
 from lingua.errors import UserError
 from lingua.files import write_atomically
 from lingua.format import short_time
@@ -44,14 +45,14 @@ from lingua.monitor.logger import init_logger
 from lingua.monitor.profiling import Profiler
 from lingua.monitor.reporter import Reporter
 from lingua.optim.adapter import adapt
-from lingua.optim.optimizer import NonFiniteGuard, build_optimizer, update
+from lingua.optim.optimizer import NonFiniteGuard, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_grad_norm_, set_gradient_sync
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import dp_degree, dp_rank, on_rank_0, world_sum_
-from lingua.parallel.parallelize import ParallelPlan, loss_context, parallelize_model
+from lingua.parallel.parallelize import loss_context, parallelize_model
 from lingua.parallel.program import run_program
-from lingua.signals import Stopped, StopRequest
+from lingua.signals import StopRequest
 from lingua.slurm.jobs import requeue
 from lingua.validation import validate
 
@@ -61,6 +62,7 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     app = choose_app(argv)
+    args: TrainArgs
     args, notices = load(app.config, argv, foreign=META_LINGUA)
     if detect_launch().rank == 0:
         for line in notices:
@@ -70,72 +72,73 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(app: App, args: TrainArgs) -> None:
     """Train until `steps`, `stop_at` or a signal, from the newest checkpoint if there is one."""
-    stop = StopRequest()
-    with ExitStack() as open_parts:  # closed at the end, also of a start that fails
-        parts = set_up(app, args, stop, open_parts)
-        stopping = parts is None  # an earlier start finished it, or a signal came early
-        if parts is not None:
-            run, loader, benchmarks = parts
-            stopping = take_steps(run, loader, benchmarks, stop)
-            finish(run, stop, stopping)
-    if stopping:
-        requeue(stop.signal)
-    stop.close()
+    init_logger(None, detect_launch().rank, app.path)
+    with closing(StopRequest("stopping before the next step")) as stop:
+        with ExitStack() as open_parts:  # closed at the end, also of a start that fails
+            parts = set_up(app, args, stop, open_parts)
+            stopping = parts is None  # an earlier start finished it, or a signal came early
+            if parts is not None:
+                run, steps, benchmarks = parts
+                stopping = take_steps(run, steps, benchmarks, stop)
+                finish(run, stop, stopping)
+        if stopping:
+            requeue(stop.signal)
 
 
 def set_up(
     app: App, args: TrainArgs, stop: StopRequest, open_parts: ExitStack
-) -> tuple[Run, Loader, Benchmarks] | None:
+) -> tuple[Run, Iterator[list[MicroBatch]], Benchmarks] | None:
     """Everything before the first step; None when there is no step left to do."""
     # ---- processes, and the folder of the run
     launch = detect_launch()
     device = pick_device(args.device, launch)
     mesh = start(device, launch, args.distributed, args.deterministic)
-    args.dump_dir = args.dump_dir or f"runs/{args.name}"
-    dump_dir = Path(args.dump_dir)
-    init_logger(dump_dir, dist.get_rank(), app.path)
-    saver = open_parts.enter_context(Saver(checkpoint_folder(args), args.checkpoint))
+    init_logger(args.folder, dist.get_rank(), app.path)
+    saver = open_parts.enter_context(Saver(args.checkpoint_folder, args.checkpoint))
 
     # ---- what can be wrong, and what an earlier start left
-    begin = check_start(app, args, tuple(mesh.shape), args.checkpoint.verify)
-    if begin.step >= args.end:
-        where = f"{begin.saved.checkpoint.path} is step {begin.step} of {args.end}"
+    begin = check_start(app, args, mesh.shape)
+    if begin.saved is not None and (step := begin.saved.progress.step) >= args.end:
+        where = f"{begin.saved.checkpoint.path} is step {step} of {args.end}"
         logger.info(f"the run is finished: {where}. To continue it, raise steps or stop_at")
         return None
     benchmarks = Benchmarks(args)  # loads their tasks
 
     # ---- data
-    if not prepare_data(begin, args, stop):
+    if not on_rank_0(lambda: prepare_data(begin, args, stop)):
         return None
     data = begin.data.open(args, begin.tokenizer)
     fingerprints = {**data.fingerprints, TOKENIZER: begin.tokenizer.fingerprint()}
-    changes = begin.changes + check_data(begin.saved, fingerprints, args.checkpoint.allow_change)
+    begin.changes.extend(check_data(begin.saved, fingerprints, args.checkpoint.allow_change))
 
     # ---- model and optimizer, and the state that they start from
     built = begin.built
     model = parallelize_model(built.module, mesh, built.plan, args.distributed)
     init_parameters(model, args.seed, device)
     optimizer = adapt((app.optimizer or default_optimizer)(model, args, built.plan), model)
-    progress = restore(begin, changes, args, model, optimizer, mesh)
-    saver.restored(begin.saved)
-    on_rank_0(lambda: write_atomically(dump_dir / "config.yaml", to_yaml(args)))
-    for line in describe(args, begin, model, mesh):
+    progress = restore(begin, args, model, optimizer, mesh)
+    on_rank_0(lambda: write_atomically(args.folder / "config.yaml", to_yaml(args)))
+    for line in describe(args, model, mesh):
         logger.info(line)
 
     # ---- rows from there on, and a place to report to
-    loader = open_parts.enter_context(open_loader(begin, args, data.rows, mesh, progress.position))
-    report = open_report(args, mesh, progress, built.flops_per_token)
-    topology = tuple(mesh.shape)
-    if begin.saved is not None and begin.saved.topology != topology:
-        report.event("topology", progress.step, old=begin.saved.topology, new=topology)
+    degree, marks = dp_degree(mesh), document_marks(args.data, begin.tokenizer)
+    micro = args.micro_steps(degree)
+    loader = Loader(data.rows, args.data.step_rows, dp_rank(mesh), degree, *micro, device, marks)
+    steps = open_parts.enter_context(closing(loader.steps(progress.position, args.data.workers)))
+    report = Reporter(args, mesh, progress, built.flops_per_token)
+    if begin.saved is not None and begin.saved.topology != mesh.shape:
+        report.event("topology", progress.step, old=begin.saved.topology, new=mesh.shape)
     run = Run(
         app, args, mesh, model, optimizer, begin.tokenizer, data, fingerprints, progress, report,
         saver,
     )  # fmt: skip
-    return run, loader, benchmarks
+    return run, steps, benchmarks
 
 
-def take_steps(run: Run, loader: Loader, benchmarks: Benchmarks, stop: StopRequest) -> bool:
+def take_steps(
+    run: Run, steps: Iterator[list[MicroBatch]], benchmarks: Benchmarks, stop: StopRequest
+) -> bool:
     """The loop. Returns True when a signal ended it before its last step."""
     args, report, progress = run.args, run.report, run.progress
     global_batch_size = args.data.global_batch_size
@@ -145,13 +148,17 @@ def take_steps(run: Run, loader: Loader, benchmarks: Benchmarks, stop: StopReque
     profiler = Profiler(args.profiling, args.dump_dir, run.mesh)
     benchmarks.evaluate_missed(run, stop)
     check_samples(run)  # so that what the last step shows does not fail only there
-    stopping, held_out = False, None  # the held-out loss of the last step, where it is measured
+    stop.note = "saving after this step"
+    stopping, saved_at = False, time.monotonic()
+    held_out = None  # the held-out loss of the last step, where it is measured
     while progress.step < args.end:
         with report.waiting_for_data():
-            batch = next(loader)  # this rank's micro-batches of the step
-        # Every step's one message between hosts: targets of the whole global batch, and who stops.
+            batch = next(steps)  # this rank's micro-batches of the step
+        # Every step's one message between hosts: targets of the whole global batch, whether any
+        # rank stops, and whether by the clock of rank 0 the last save was long ago.
         wants_stop = stop.signal is not None or run.saver.gave_up
-        valid, stopping = count_targets(batch, wants_stop, run.mesh)
+        overdue = dist.get_rank() == 0 and args.checkpoint.overdue(time.monotonic() - saved_at)
+        valid, stopping, overdue = count_targets(batch, wants_stop, overdue, run.mesh)
         if stopping:
             break
         step = progress.step + 1
@@ -172,7 +179,7 @@ def take_steps(run: Run, loader: Loader, benchmarks: Benchmarks, stop: StopReque
 
         evaluate_due = args.evaluation_due(step)
         # A job needs the checkpoint, and an evaluation here takes its time.
-        save_due = args.checkpoint.due(step) or step == args.end or evaluate_due
+        save_due = args.checkpoint.due(step) or overdue or step == args.end or evaluate_due
         if report.due(step) or save_due:
             count_skipped(run, guard)
         if report.due(step):
@@ -183,6 +190,7 @@ def take_steps(run: Run, loader: Loader, benchmarks: Benchmarks, stop: StopReque
                 held_out = objective.measure()
         if save_due:
             save_checkpoint(run, held_out, final=step == args.end)
+            saved_at = time.monotonic()
         if evaluate_due:
             benchmarks.evaluate(run, stop)
     profiler.close()
@@ -248,8 +256,7 @@ class Objective:
         """Measure and report the held-out loss of every source. Returns it in nats per byte of all
         of them, None where nothing is held out. The lowest is the best checkpoint."""
         run, args = self.run, self.run.args
-        degree, size = dp_degree(run.mesh), args.data.global_batch_size
-        _, rows = micro_steps(size, degree, args.data.batch_size, args.grad_acc_steps)
+        _, rows = args.micro_steps(dp_degree(run.mesh))
         nats = n_bytes = 0.0
         for name, windows in run.data.held_out.items():
             result = validate(run.model, windows, rows, args.data.n_views - 1, run.mesh, self.marks)
@@ -257,87 +264,24 @@ class Objective:
             nats += result["nats_per_byte"] * result["bytes"]
             n_bytes += result["bytes"]
         if len(run.data.held_out) > 1:
-            run.report.validation_mean(run.progress.step, len(run.data.held_out), nats / n_bytes)
+            where = f"step {run.progress.step} held-out mean of {len(run.data.held_out)} sources"
+            logger.info(f"{where}: {nats / n_bytes:.4f} nats/byte")
         return nats / n_bytes if n_bytes else None
-
-
-# ------------------------------------------------------------------------------- parts of set_up
-
-
-def prepare_data(begin: Start, args: TrainArgs, stop: StopRequest) -> bool:
-    """Build what is missing, on rank 0. False where a signal to any rank ended that: it may take
-    hours, and what is finished stays."""
-
-    def prepare() -> bool:
-        try:
-            with stop.at_once():
-                begin.data.prepare(args, begin.tokenizer, logger.info)
-        except Stopped:
-            logger.info(
-                f"stopped by {stop.signal} while the text was prepared. The same command resumes it"
-            )
-            return False
-        return True
-
-    with stop.passed_to_rank_0():
-        return on_rank_0(prepare)
-
-
-def default_optimizer(
-    model: nn.Module, args: TrainArgs, plan: ParallelPlan | None
-) -> torch.optim.Optimizer:
-    return build_optimizer(model, args.optim, plan.blocks if plan else ())
-
-
-def open_loader(
-    begin: Start, args: TrainArgs, rows: Rows, mesh: DeviceMesh, position: int
-) -> Loader:
-    """This rank's micro-batches of every step from `position` on, read ahead."""
-    return Loader(
-        rows,
-        args.data.global_batch_size,
-        dp_rank(mesh),
-        dp_degree(mesh),
-        begin.n_micro,
-        begin.rows,
-        position=position,
-        workers=args.data.workers,
-        device=mesh.device_type,
-        marks=begin.marks,
-    )
-
-
-def open_report(
-    args: TrainArgs, mesh: DeviceMesh, progress: Progress, flops_per_token: float
-) -> Reporter:
-    """What the run logs and writes; what an earlier start wrote past `progress` is cut off."""
-    return Reporter(
-        args.logging,
-        Path(args.dump_dir),
-        mesh,
-        name=args.name,
-        config=flatten(args),
-        step=progress.step,
-        steps=args.end,
-        global_batch_size=args.data.global_batch_size,
-        seq_len=args.data.seq_len,
-        flops_per_token=flops_per_token,
-        dtype=args.distributed.dtype,
-        trained_s=progress.trained_s,
-        evaluates=args.eval is not None and args.eval.launcher == "process",
-    )
 
 
 # ------------------------------------------------------------------------------- parts of the loop
 
 
-def count_targets(batch: list[MicroBatch], stopping: bool, mesh: DeviceMesh) -> tuple[Tensor, bool]:
-    """Valid targets of the whole global batch, int64 of each view, and whether any rank stops."""
-    counts = sum((micro.targets != IGNORE).sum((1, 2)) for micro in batch)
+def count_targets(
+    batch: list[MicroBatch], stopping: bool, overdue: bool, mesh: DeviceMesh
+) -> tuple[Tensor, bool, bool]:
+    """Valid targets of the whole global batch, int64 of each view, and whether any rank stops, and
+    any is overdue to save."""
+    counts = torch.stack([(micro.targets != IGNORE).sum((1, 2)) for micro in batch]).sum(0)
     if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
         counts = torch.zeros_like(counts)
-    total = world_sum_(torch.cat((counts, torch.tensor([int(stopping)]))))
-    return total[:-1], bool(total[-1])
+    total = world_sum_(torch.cat((counts, torch.tensor([stopping, overdue]))))
+    return total[:-2], bool(total[-2]), bool(total[-1])
 
 
 def count_skipped(run: Run, guard: NonFiniteGuard) -> None:
@@ -356,10 +300,8 @@ def count_skipped(run: Run, guard: NonFiniteGuard) -> None:
 
 
 def save_checkpoint(run: Run, held_out: float | None, final: bool) -> None:
-    """Save the completed step; a `final` save is finished when this returns.
-
-    held_out: the loss that was measured at this step, nats per byte, if it was.
-    """
+    """Save the completed step and its held-out loss, if that was measured, in nats per byte. A
+    `final` save is finished when this returns."""
     args, progress, report = run.args, run.progress, run.report
     with report.paused():
         progress.trained_s = report.trained_s
@@ -369,7 +311,7 @@ def save_checkpoint(run: Run, held_out: float | None, final: bool) -> None:
             run.optimizer,
             tokens=progress.position * args.data.seq_len,
             schedule={"step": progress.step, "lr": rate},
-            topology=tuple(run.mesh.shape),
+            topology=run.mesh.shape,
             data=run.fingerprints,
             held_out=held_out,
         )
@@ -378,8 +320,8 @@ def save_checkpoint(run: Run, held_out: float | None, final: bool) -> None:
 
 
 def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
-    """The final summary: for a finished run, samples and the files of the run."""
-    args, step, dump_dir = run.args, run.progress.step, Path(run.args.dump_dir)
+    """Log how the run ended; a finished one also writes samples."""
+    args, step = run.args, run.progress.step
     if stopping:
         by = stop.signal or "a signal to another rank"
         where = f"after step {step}, which is saved" if step else "before the first step"
@@ -388,15 +330,8 @@ def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
         logger.info(f"stopped after step {step}, as stop_at asks; without it the run continues")
     else:
         write_samples(run)
-        lines = [
-            f"done: {step} steps in {short_time(run.report.trained_s)}. {dump_dir} has",
-            "  config.yaml               the whole configuration",
-            "  metrics.jsonl             loss, speed and more, a line every logging.freq steps",
-            "  metrics.validation.jsonl  held-out loss",
-            "  samples.jsonl             text the model wrote",
-            f"and the newest checkpoint is {run.saver.root / f'{step:010d}'}",
-        ]
-        logger.info("\n".join(lines))
+        newest = f"the newest checkpoint is {run.saver.root / f'{step:010d}'}"
+        logger.info(f"done: {step} steps in {short_time(run.report.trained_s)}; {newest}")
     run.report.close()
 
 

@@ -2,8 +2,8 @@
 
     python -m apps.main.train config=apps/mtp/configs/debug.yaml [key=value ...]
 
-`data.n_views` says how far the heads look: 4 for the next 3 tokens. The logged loss is the sum over
-the heads; the held-out loss is that of the next token alone.
+`data.n_views` is one more than the number of heads: 4 for the next 3 tokens. The logged loss is the
+sum over the heads; the held-out loss is that of the next token alone.
 """
 
 from dataclasses import dataclass, field, replace

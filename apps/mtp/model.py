@@ -34,6 +34,8 @@ class ModelArgs(PlainArgs):
 class MultiToken(Transformer):
     """Tokens in, summed losses of the next `n_heads` tokens out."""
 
+    args: ModelArgs
+
     def __init__(self, args: ModelArgs, n_heads: int) -> None:
         super().__init__(args)
         depths = range(args.n_layers - args.head_layers, args.n_layers)
@@ -49,7 +51,7 @@ class MultiToken(Transformer):
         x = run_blocks(layers[:trunk], x, ctx, per_row)
         ahead = [run_blocks(layers[trunk:], x, ctx, per_row)]
         for i, head in enumerate(self.extra_heads[: n_views - 1]):
-            blocks = ((f"extra_heads.{i}.{k}", block) for k, block in enumerate(head))
+            blocks = ((f"extra_heads.{i}.{k}", block) for k, block in enumerate(head.children()))
             ahead.append(run_blocks(blocks, x, ctx, per_row))
         return ahead
 
@@ -59,12 +61,13 @@ def parallel_plan(args: ModelArgs, n_heads: int, seq_len: int) -> ParallelPlan:
     plan = plain_plan(args, seq_len)
     if n_heads == 1:
         return plan
+    trunk = plan.tp or {}
     heads = {
         name.replace("layers.*", "extra_heads.*.*"): style
-        for name, style in plan.tp.items()
+        for name, style in trunk.items()
         if name.startswith("layers.*")
     }
-    return replace(plan, blocks=(*plan.blocks, "extra_heads.*.*"), tp=plan.tp | heads)
+    return replace(plan, blocks=(*plan.blocks, "extra_heads.*.*"), tp=trunk | heads)
 
 
 def build_multi_token(args: ModelArgs, n_heads: int) -> MultiToken:

@@ -1,31 +1,32 @@
-"""What a checkpoint contains, and what a resume would change, without reading a tensor:
+"""Commands for checkpoints:
 
-    python -m lingua.checkpoint show DIR
+    python -m lingua.checkpoint show DIR             what it contains
     python -m lingua.checkpoint diff DIR config=FILE [key=value ...] [app=MODULE]
-    python -m lingua.checkpoint mark DIR [NAME]      keep it for ever
+                                                     what resuming it would change, or refuse
+    python -m lingua.checkpoint mark DIR [NAME]      keep it until it is unmarked
     python -m lingua.checkpoint unmark DIR [NAME]
-    python -m lingua.checkpoint convert SRC DST [--all]   to and from one file; convert --help
+    python -m lingua.checkpoint convert SRC DST      its model into one file, or from one
 
-DIR is a checkpoint, or a folder of checkpoints or a dump dir, whose newest is taken. `app` names
-a fork, if the config does not.
+DIR is a checkpoint, or a folder of checkpoints or a dump dir, whose newest is taken. SRC is
+anything that checkpoint.init_ckpt_path takes. From a checkpoint of ours, the file DST is written,
+with torch.save: {"model": {name: tensor}, "config": text of YAML, "step": n}, whose model is what
+Meta Lingua has in its consolidated.pth. From a file, or a checkpoint of Meta Lingua's, the
+checkpoint DST/<step> is written.
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from lingua.app import choose_app
-from lingua.checkpoint import convert as checkpoint_convert
-from lingua.checkpoint.folder import (
-    CONFIG,
-    MANIFEST,
-    Checkpoint,
-    read_state,
-)
+from lingua.checkpoint.folder import MANIFEST, Checkpoint, read_state, temporary
 from lingua.checkpoint.resume import (
     TOKENIZER,
     changes_table,
@@ -35,34 +36,44 @@ from lingua.checkpoint.resume import (
     read_saved,
 )
 from lingua.checkpoint.retention import BEST, mark, marks, unmark
-from lingua.checkpoint.source import locate_newest, open_checkpoint
+from lingua.checkpoint.save import save
+from lingua.checkpoint.source import (
+    TIED,
+    TensorSource,
+    find_source,
+    locate_newest,
+    open_checkpoint,
+)
 from lingua.config.load import flatten, load, resume_classes
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.text import TextData
 from lingua.errors import UserError, nearest
-from lingua.format import human_bytes, short_time
-from lingua.parallel.mesh import AXES
+from lingua.files import open_synced, sync_folder
+from lingua.format import human_bytes
+from lingua.parallel.launch import one_process
 from lingua.parallel.program import run_program
 from lingua.tokenizer import build_tokenizer
 
-KEPT = "keep"  # the mark that has no name of its own
-
 
 def main(argv: list[str]) -> None:
-    commands: dict[str, Callable[[list[str]], None]] = {
+    commands: dict[str, Callable[..., None]] = {
         "show": _show,
         "diff": _diff,
         "mark": _mark,
-        "unmark": _mark_off,
-        "convert": checkpoint_convert.main,
+        "unmark": _unmark,
+        "convert": _convert,
     }
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
+    if not argv or {"-h", "--help"} & set(argv):
+        print(str(__doc__).strip())
         return
-    if argv[0] not in commands:
-        known = ", ".join(commands)
-        raise UserError(f"{argv[0]}: must be one of {known}{nearest(argv[0], commands)}")
-    commands[argv[0]](argv[1:])
+    name, *words = argv
+    if name not in commands:
+        raise UserError(f"{name}: must be one of {', '.join(commands)}{nearest(name, commands)}")
+    try:
+        signature(commands[name]).bind(*words)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}; --help shows what it takes") from None
+    commands[name](*words)
 
 
 def _newest(folder: str) -> Checkpoint:
@@ -72,121 +83,128 @@ def _newest(folder: str) -> Checkpoint:
 # ---------------------------------------------------------------------------------------- show
 
 
-def _show(argv: list[str]) -> None:
-    if len(argv) != 1:
-        raise UserError("show: takes one folder, `show DIR`")
-    for label, text in summary(_newest(argv[0])):
-        print(f"{label:<11} {text}")
+def _show(folder: str) -> None:
+    print(OmegaConf.to_yaml(OmegaConf.create(summary(_newest(folder)))).strip())
 
 
-def summary(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """What a checkpoint contains, as labels and texts to print."""
+def summary(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint contains, without reading a tensor."""
     state, path = read_state(checkpoint), checkpoint.path
-    created = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["created_at"]
-    marked = f", marked {', '.join(names)}" if (names := marks(path)) else ""
-    yield "checkpoint", f"{path}"
-    yield "saved", f"{created}{marked}"
-    if "tokens" not in state:  # made by lingua.convert or from a file
-        yield "step", f"{checkpoint.step:,}"
-        yield "model", f"{_tensors(checkpoint)['model']}; nothing to resume"
-        return
-    progress = state["progress"]
-    yield "step", f"{checkpoint.step:,} ({progress['skipped_steps']} of them changed nothing)"
-    yield "tokens", f"{state['tokens']:,} in {progress['position']:,} rows"
-    if state.get("held_out") is not None:
-        yield "held-out", f"{state['held_out']:.4f} nats per byte"
-    yield "trained", short_time(progress["trained_s"])
-    yield "next rate", f"{state['schedule']['lr']:.3e}"
-    sizes = zip(AXES, state["topology"], strict=True)
-    yield "topology", ", ".join(f"{axis} {size}" for axis, size in sizes)
-    optimizer = OmegaConf.select(OmegaConf.load(path / CONFIG), "optim.name")
-    tensors = _tensors(checkpoint)
-    yield "model", tensors.pop("model")
-    yield "optimizer", f"{optimizer}"
-    for kind, text in tensors.items():
-        yield "", f"{kind}: {text}"
-    for group in state["param_groups"]:
-        settings = (f"{k} {v}" for k, v in group.items() if k != "param_names" and v)
-        yield "", f"{len(group['param_names'])} parameters: {', '.join(settings)}"
-    for key, fingerprint in state["data"].items():
-        yield "data", f"{key} {fingerprint}"
-    total = sum(entry["size"] for entry in checkpoint.files.values())
-    yield "files", f"{len(checkpoint.files)}, {human_bytes(total)}"
-    yield "versions", ", ".join(f"{what} {v}" for what, v in state["versions"].items())
-
-
-def _tensors(checkpoint: Checkpoint) -> dict[str, str]:
-    """Of the model and of each kind of optimizer state: how many values, dtype and size."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    for group in state.get("param_groups", []):
+        group["param_names"] = f"{len(group['param_names'])} parameters"
     kinds: dict[str, list[Tensor]] = {}
     for name, t in open_checkpoint(checkpoint).tensors.items():
-        kinds.setdefault(name.split(".")[1] if name.startswith("optim.") else "model", []).append(t)
-    texts = {}
-    for kind, tensors in kinds.items():
-        values, size = sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
-        dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
-        texts[kind] = f"{values:,} values, {len(tensors)} tensors, {dtypes}, {human_bytes(size)}"
-    return texts
+        kind, key, *_ = name.split(".")
+        kinds.setdefault(key if kind == "optim" else kind, []).append(t)
+    return {
+        "checkpoint": str(path),
+        "step": checkpoint.step,
+        "saved": manifest["created_at"],
+        "marks": marks(path),
+        "tensors": {kind: _describe(tensors) for kind, tensors in kinds.items()},
+        "files": human_bytes(sum(entry["size"] for entry in checkpoint.files.values())),
+    } | state
+
+
+def _describe(tensors: list[Tensor]) -> str:
+    values, size = sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
+    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+    return f"{values:,} values, {len(tensors)} tensors, {dtypes}, {human_bytes(size)}"
 
 
 # ---------------------------------------------------------------------------------------- diff
 
 
-def _diff(argv: list[str]) -> None:
+def _diff(folder: str, *arguments: str) -> None:
     """Print the table of a resume, then refuse what a resume would refuse."""
-    if not argv or "=" in argv[0]:
-        raise UserError("diff: takes a folder first, `diff DIR config=FILE [key=value ...]`")
-    app = choose_app(argv[1:])
-    args, notices = load(app.config, argv[1:], META_LINGUA)
-    for line in notices:
-        print(line, file=sys.stderr)
+    argv = list(arguments)
+    app = choose_app(argv)
+    args: Any
+    args, _ = load(app.config, argv, META_LINGUA)
     classes = resume_classes(app.config)
-    saved = read_saved(_newest(argv[0]), classes)
-    tokenizer, config = build_tokenizer(args.data.tokenizer), flatten(args)
+    saved, tokenizer = read_saved(_newest(folder), classes), build_tokenizer(args.data.tokenizer)
     # What is left open is decided as training decides it.
-    if config["data.global_batch_size"] is None:
-        config["data.global_batch_size"] = saved.config["data.global_batch_size"]
-    if config["model.vocab_size"] == -1:
-        config["model.vocab_size"] = tokenizer.vocab_size
-    args.data.global_batch_size = config["data.global_batch_size"]
+    args.data.global_batch_size = (
+        args.data.global_batch_size or saved.config["data.global_batch_size"]
+    )
+    if args.model.vocab_size == -1:
+        args.model.vocab_size = tokenizer.vocab_size
     data = {TOKENIZER: tokenizer.fingerprint()}
     try:
         data |= (app.data or TextData()).open(args, tokenizer).fingerprints
     except UserError as error:
         print(f"the data is not compared: it is not prepared here ({error})", file=sys.stderr)
+    config = flatten(args)
     found = check_config(saved, config, classes, allowed=list(config))
     found += check_data(saved, data, allowed=list(data))
-    if not found:
-        print(f"nothing that matters differs from {saved.checkpoint.path}")
-        return
-    for line in changes_table(found):
-        print(line)
-    sys.stdout.flush()
+    nothing = f"nothing that matters differs from {saved.checkpoint.path}"
+    print("\n".join(changes_table(found)) or nothing, flush=True)
     check_changes(found, args.checkpoint.allow_change)
 
 
 # ---------------------------------------------------------------------------------------- marks
 
 
-def _mark(argv: list[str]) -> None:
-    path, name = _marked(argv)
+def _mark(folder: str, name: str = "keep") -> None:
+    path = _newest(folder).path
     if name == BEST:
         raise UserError(f"mark {BEST}: is that of the lowest held-out loss, and put by training")
     mark(path, name)
-    print(f"{path} is marked {name}: it is kept for ever")
+    print(f"{path} is marked {name}: it is kept until that is unmarked")
 
 
-def _mark_off(argv: list[str]) -> None:
-    path, name = _marked(argv)
+def _unmark(folder: str, name: str = "keep") -> None:
+    path = _newest(folder).path
     if name not in marks(path):
         raise UserError(f"{path} is not marked {name} (marks: {', '.join(marks(path)) or 'none'})")
     unmark(path, name)
     print(f"{path} is no longer marked {name}")
 
 
-def _marked(argv: list[str]) -> tuple[Path, str]:
-    if len(argv) not in (1, 2):
-        raise UserError("takes a folder and a name, `mark DIR [NAME]`")
-    return _newest(argv[0]).path, (argv[1] if len(argv) == 2 else KEPT)
+# ---------------------------------------------------------------------------------------- convert
+
+
+def _convert(src: str, dst: str) -> None:
+    with one_process():
+        source = find_source(Path(src), "full", report=print)
+        names = [name for name in source.tensors if name.startswith("model.")]
+        print(f"the model of {source}: {len(names)} tensors")
+        to = _to_checkpoint if source.checkpoint is None else _to_file
+        written = to(source, names, Path(dst))
+    size = sum(p.stat().st_size for p in (written, *written.glob("*")) if p.is_file())
+    print(f"wrote {written} ({size:,} bytes)")
+
+
+def _to_checkpoint(source: TensorSource, names: list[str], dst: Path) -> Path:
+    step = source.step or 0
+    final = dst / f"{step:010d}"
+    if final.exists() or dst.is_file():
+        raise UserError(f"{final if dst.is_dir() else dst} exists: nothing is overwritten")
+    return save(dst, step, source.whole(names), {}, source.config)
+
+
+def _to_file(source: TensorSource, names: list[str], dst: Path) -> Path:
+    if dst.exists():
+        raise UserError(f"{dst} exists: nothing is overwritten")
+    model = {name.removeprefix("model."): t for name, t in source.whole(names).items()}
+    embedding, head = TIED
+    if OmegaConf.select(OmegaConf.create(source.config), "model.weight_tying") is True:
+        model |= {head: model[embedding]} if embedding in model else {}  # the same memory
+    content: dict[str, Any] = {"model": model, "config": source.config}
+    if source.step is not None:
+        content["step"] = source.step
+    unfinished = temporary(dst)
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        with open_synced(unfinished) as f:
+            torch.save(content, f)
+        unfinished.rename(dst)
+        sync_folder(dst.parent)
+    except (OSError, RuntimeError) as error:  # torch reports a write that failed as the latter
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"{dst} cannot be written: {error}") from error
+    return dst
 
 
 if __name__ == "__main__":

@@ -1,97 +1,54 @@
 """Reading what torch.distributed.checkpoint (DCP) wrote, without trust: nothing of it is executed.
 
 torch's own reader unpickles anything in `.metadata`. It also reads every chunk whole, where a rank
-may hold a small part of it, and copies it twice: where all chunks are read whole, it takes twice as
-long as this one.
+may hold a small part of it, and copies it; this one reads a part into its place.
 """
 
-import io
 import pickle
-import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from io import FileIO
 from pathlib import Path, PosixPath
-from typing import IO
+from typing import IO, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from lingua.checkpoint.tensors import Part
 
 METADATA = ".metadata"
+_METADATA_MODULE = dcp_metadata.__name__
 
-
-def _without_elements(
-    storage: tuple[torch.dtype, str],
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    hooks: dict,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, int, str]:
-    """In place of `torch._utils._rebuild_tensor_v2` and `_v3`, the latter with a dtype: the tensor
-    on the meta device, where it begins in its storage, in bytes, and the name of that storage."""
-    tensor = torch.empty_strided(size, stride, dtype=dtype or storage[0], device="meta")
-    return tensor, offset * tensor.itemsize, storage[1]
-
-
-_CLASSES = (
-    dcp_metadata.Metadata,
-    dcp_metadata.MetadataIndex,
-    dcp_metadata.TensorStorageMetadata,
-    dcp_metadata.BytesStorageMetadata,
-    dcp_metadata.ChunkStorageMetadata,
-    dcp_metadata.TensorProperties,
-    dcp_metadata.StorageMeta,
-    dcp_metadata._MEM_FORMAT_ENCODING,
-    _StorageInfo,
-    OrderedDict,
-)
-_STORAGES = (
-    *(torch.DoubleStorage, torch.FloatStorage, torch.HalfStorage, torch.BFloat16Storage),
-    *(torch.LongStorage, torch.IntStorage, torch.ShortStorage, torch.CharStorage),
-    *(torch.ByteStorage, torch.BoolStorage, torch.ComplexDoubleStorage, torch.ComplexFloatStorage),
-)
 _ALLOWED: dict[tuple[str, str], object] = {
-    **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
-    **{("torch", kind.__name__): kind._dtype for kind in _STORAGES},
-    ("torch.storage", "UntypedStorage"): torch.uint8,
-    ("torch._utils", "_rebuild_tensor_v2"): _without_elements,
-    ("torch._utils", "_rebuild_tensor_v3"): _without_elements,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{  # all classes that the module itself defines are plain data
+        (_METADATA_MODULE, name): kind
+        for name, kind in vars(dcp_metadata).items()
+        if getattr(kind, "__module__", "") == _METADATA_MODULE
+    },
+    **{("torch", name): v for name, v in vars(torch).items() if isinstance(v, torch.dtype)},
     ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("collections", "OrderedDict"): OrderedDict,
     ("pathlib", "PosixPath"): PosixPath,
 }
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what is allowed and torch's dtypes, and nothing else."""
-
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        found = getattr(torch, name, None) if module == "torch" else None
-        if not isinstance(found, torch.dtype):
+        if (module, name) not in _ALLOWED:
             raise ValueError(f"it refers to {module}.{name}, which is not executed")
-        return found
-
-    def persistent_load(self, pid: tuple) -> tuple[torch.dtype, str]:
-        """Of a tensor's storage: its dtype and its name."""
-        _, dtype, name, *_ = pid
-        return dtype, name
+        return _ALLOWED[module, name]
 
 
 class DCPFolder:
-    """The tensors in a folder of DCP's.
+    """The tensors in a folder of DCP's. Other entries are not read.
 
-    Attributes:
-        tensors: by name, on the meta device.
-        others: names of the entries that are no tensors. They are not read.
+    tensors: by name, on the meta device.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,91 +60,63 @@ class DCPFolder:
         for info in self._stored.values():
             if Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"it refers to the file {info.relative_path}")
-        self.tensors: dict[str, Tensor] = {}
-        self.others: list[str] = []
-        self._chunks: dict[str, list[dcp_metadata.ChunkStorageMetadata]] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, dcp_metadata.TensorStorageMetadata):
-                dtype = entry.properties.dtype
-                self.tensors[name] = torch.empty(entry.size, dtype=dtype, device="meta")
-                self._chunks[name] = entry.chunks
-            else:
-                self.others.append(name)
-
-    def incomplete_files(self) -> list[str]:
-        """Files that are shorter than what `.metadata` has in them, or missing."""
-        sizes = {path.name: path.stat().st_size for path in self.path.iterdir()}
-        stored = self._stored.values()
-        ends = ((info.relative_path, info.offset + info.length) for info in stored)
-        return sorted({name for name, end in ends if end > sizes.get(name, -1)})
+        self._entries: dict[str, dcp_metadata.TensorStorageMetadata] = {
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, dcp_metadata.TensorStorageMetadata)
+        }
+        self.tensors: dict[str, Tensor] = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in self._entries.items()
+        }
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of each part. Every file is read once, from its begin to its end."""
-        files: dict[str, list[tuple[_StorageInfo, Part]]] = {}
+        reads: dict[str, list[tuple[_StorageInfo, Part]]] = {}
         for part in parts:
-            for stored, of_chunk in self._of_chunks(part):
-                files.setdefault(stored.relative_path, []).append((stored, of_chunk))
-        for name, reads in files.items():
-            # For what cannot be read into its place. Memory that is not used is not allocated.
-            scratch = torch.empty(max(stored.length for stored, _ in reads), dtype=torch.uint8)
+            begin = torch.Size(side.start for side in part.box)
+            wanted = dcp_metadata.ChunkStorageMetadata(begin, part.out.shape)
+            of_chunks = create_read_items_for_chunk_list(
+                part.name, self._entries[part.name], [wanted]
+            )
+            if sum(item.lengths.numel() for item in of_chunks) < part.out.numel():
+                raise ValueError(f"it does not have all of {part.name}")
+            for item in of_chunks:
+                stored = self._stored[item.storage_index]
+                out = part.out[_box(item.dest_offsets, item.lengths)]
+                of_chunk = Part(part.name, _box(item.storage_offsets, item.lengths), out)
+                reads.setdefault(stored.relative_path, []).append((stored, of_chunk))
+        for name, of_file in reads.items():
             with (self.path / name).open("rb", buffering=0) as f:
-                for stored, of_chunk in sorted(reads, key=lambda read: read[0].offset):
-                    _read_chunk(f, stored, of_chunk, scratch)
-
-    def _of_chunks(self, part: Part) -> Iterator[tuple[_StorageInfo, Part]]:
-        """Where chunks with elements of a part are stored, and what to read of each."""
-        n_found = 0
-        for chunk in self._chunks[part.name]:
-            sides = list(zip(part.box, chunk.offsets, chunk.sizes, strict=True))
-            low = [max(side.start, begin) for side, begin, _ in sides]
-            high = [min(side.stop, begin + size) for side, begin, size in sides]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            out = part.out[_box(low, high, [side.start for side in part.box])]
-            stored = self._stored[dcp_metadata.MetadataIndex(part.name, chunk.offsets)]
-            yield stored, Part(part.name, _box(low, high, chunk.offsets), out)
-            n_found += out.numel()
-        if n_found < part.out.numel():
-            raise ValueError(f"it does not have all of {part.name}")
+                for stored, of_chunk in sorted(of_file, key=lambda read: read[0].offset):
+                    try:
+                        _read_chunk(f, stored, of_chunk)
+                    except Exception as error:  # a damaged chunk may raise anything
+                        raise ValueError(f"{name}: {error}") from error
 
 
-def _box(low: list[int], high: list[int], origin: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+def _box(begin: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(begin, sizes, strict=True))
 
 
-def _read_chunk(f: FileIO, stored: _StorageInfo, part: Part, scratch: Tensor) -> None:
-    """Fill a part of the chunk that is stored in `f`, by way of `scratch` where `part.out` cannot
-    be read into."""
-    chunk, begin = _tensor_in(_create_file_view(f, stored.offset, stored.length))
+def _read_chunk(f: FileIO, stored: _StorageInfo, part: Part) -> None:
+    """Fill a part of a chunk, which torch.save wrote into `f`."""
+    view = cast(IO[bytes], _create_file_view(f, stored.offset, stored.length))
+    chunk = torch.load(view, map_location="meta", weights_only=True)  # reads no elements
     source, out = chunk[part.box], part.out
-    begin += source.storage_offset() * source.itemsize
+    begin = chunk.untyped_storage()._checkpoint_offset + source.storage_offset() * source.itemsize
     last = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))
-    length = (last + 1) * source.itemsize
-    if source.shape != out.shape or begin + length > stored.length:
-        raise ValueError(f"{part.name} differs from .metadata")
-    f.seek(stored.offset + begin)
+    if source.shape != out.shape or begin + (last + 1) * source.itemsize > stored.length:
+        raise ValueError(f"{part.name} differs from {METADATA}")
     in_place = out.device.type == "cpu" and out.dtype == source.dtype
-    if in_place and out.is_contiguous() and source.is_contiguous():
-        _read_into(f, out.view(-1).view(torch.uint8))
-    else:
-        _read_into(f, scratch[:length])
-        typed = scratch[:length].view(source.dtype)
-        out.copy_(typed.as_strided(source.shape, source.stride()))
-
-
-def _tensor_in(stream: IO[bytes]) -> tuple[Tensor, int]:
-    """What torch.save wrote: the tensor on the meta device, and where in `stream` it begins."""
-    file = torch._C.PyTorchFileReader(stream)
-    tensor, offset, name = _Unpickler(io.BytesIO(file.get_record("data.pkl"))).load()
-    if file.has_record("byteorder") and file.get_record("byteorder").decode() != sys.byteorder:
-        raise ValueError("its bytes are in the order of another kind of processor")
-    return tensor, file.get_record_offset(f"data/{name}") + offset
-
-
-def _read_into(f: FileIO, memory: Tensor) -> None:
-    rest = memoryview(memory.numpy())
+    in_place = in_place and out.is_contiguous() and source.is_contiguous()
+    memory = out.view(-1) if in_place else torch.empty(last + 1, dtype=source.dtype)
+    f.seek(stored.offset + begin)
+    rest = memory.view(torch.uint8).numpy().data
     while rest:
         n = f.readinto(rest)
         if not n:
-            raise ValueError(f"{f.name} ends too early")
+            raise ValueError("ends too early")
         rest = rest[n:]
+    if not in_place:
+        out.copy_(memory.as_strided(source.shape, source.stride()))

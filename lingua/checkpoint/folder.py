@@ -4,8 +4,10 @@ Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name; 
 `train_state.json`, one file for the run. `manifest.json` lists every file with size and checksum.
 """
 
+import hashlib
 import json
 import re
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +16,18 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from lingua.checkpoint.write import file_entry
 from lingua.errors import UserError
 from lingua.parallel.mesh import on_rank_0
 
 MANIFEST, STATE, CONFIG = "manifest.json", "train_state.json", "config.yaml"
 NAME = re.compile(r"\d{10}")  # of a checkpoint's folder: the step
+Entry = dict[str, Any]  # of a file in the manifest: {"size": bytes, "xxh3_64": hexadecimal}
+LEFTOVER = re.compile(r"\d{10}\.tmp-[0-9a-f]{8}")  # of one that is being written or removed
+
+
+def temporary(path: Path) -> Path:
+    """Another name beside `path`, for what is not whole yet, or no longer."""
+    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
 @dataclass(frozen=True)
@@ -29,10 +37,10 @@ class Checkpoint:
     path: Path
     step: int
     serial: int  # order of publication, which can differ from the order of steps
-    files: dict[str, dict[str, Any]]  # name -> {"size": bytes, "xxh3_64": hexadecimal}
+    files: dict[str, Entry]  # by name
 
 
-def checksum_of(manifest: dict) -> str:
+def checksum_of(manifest: dict[str, Any]) -> str:
     text = json.dumps({k: v for k, v in manifest.items() if k != "xxh3_64"}, sort_keys=True)
     return xxhash.xxh3_64_hexdigest(text.encode())
 
@@ -55,6 +63,11 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
     return checkpoint, ""
 
 
+def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The content of `train_state.json`."""
+    return json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+
+
 def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[Checkpoint]:
     """The checkpoints in a folder, the last published first.
 
@@ -68,38 +81,27 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
             continue
         checkpoint, why = read_checkpoint(path)
         if checkpoint is not None and checkpoint.step != int(path.name):
-            checkpoint, why = None, f"its manifest is of step {checkpoint.step}"
-        if checkpoint is None:
+            why = f"its manifest is of step {checkpoint.step}"
+        if checkpoint is None or why:
             report(f"{path} is not a whole checkpoint ({why}): skipped")
         else:
             found.append(checkpoint)
-            if files := foreign_files(checkpoint):
-                report(f"{path}: {', '.join(files)} not in its manifest: not read")
     return sorted(found, key=lambda c: c.serial, reverse=True)
-
-
-def foreign_files(checkpoint: Checkpoint) -> list[str]:
-    # `glob` finds nothing in a folder that another process has just removed; `iterdir` raises.
-    names = {path.name for path in checkpoint.path.glob("*")}
-    return sorted(names - {MANIFEST, *checkpoint.files})
 
 
 def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
     """The last published checkpoint that verifies, None where there is none at all. Called by every
     rank; rank 0 chooses.
 
-    Raises:
-        UserError: there are checkpoints, but none verifies. To start from scratch beside them would
-            remove what may be whole (a disk that fails, a folder without permission).
+    Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
+    them would remove what may be whole (a disk that fails, a folder without permission).
     """
     checkpoint, _ = first_undamaged(on_rank_0(lambda: find(root, report)), verify, report)
     if checkpoint is None and on_rank_0(
-        lambda: any(NAME.fullmatch(path.name) for path in root.glob("*"))
+        lambda: any(NAME.fullmatch(p.name) for p in root.glob("*"))
     ):
-        raise UserError(
-            f"{root}: has checkpoints, but none that can be used; move them away to start from "
-            "scratch"
-        )
+        advice = "move them away to start from scratch"
+        raise UserError(f"{root}: has checkpoints, but none that can be used; {advice}")
     return checkpoint
 
 
@@ -110,40 +112,33 @@ def first_undamaged(
     rank; with `verify: size` the sizes that were compared when it was found are enough."""
     why = ""
     for checkpoint in found:
-        damaged = damaged_files(checkpoint) if verify == "full" else []
-        if not damaged:
+        why = damage(checkpoint) if verify == "full" else ""
+        if not why:
             return checkpoint, ""
-        why = f"{checkpoint.path} is damaged: {'; '.join(damaged)}"
         if dist.get_rank() == 0:
-            report(f"{checkpoint.path} is damaged ({'; '.join(damaged)}): skipped")
+            report(f"{why}: skipped")
     return None, why
-
-
-def damaged_files(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Files that differ from the manifest, each with why: `__0_0.distcp: wrong checksum`.
-    Called by every rank: each file is read by one, and the results are shared."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = sorted(checkpoint.files.items())[rank::world]
-    wrong = {name: _wrong(checkpoint.path / name, entry) for name, entry in mine}
-    bad = [f"{name}: {why}" for name, why in wrong.items() if why]
-    results: list[list[str]] = [[]] * world
-    dist.all_gather_object(results, bad, group)
-    return sorted(line for part in results for line in part)
 
 
 def verify(checkpoint: Checkpoint) -> None:
     """Raises UserError where a file differs from the manifest. Called by every rank."""
-    if damaged := damaged_files(checkpoint):
-        raise UserError(f"{checkpoint.path} is damaged: {'; '.join(damaged)}")
+    if why := damage(checkpoint):
+        raise UserError(why)
 
 
-def _wrong(path: Path, entry: dict) -> str:
-    try:
-        return "" if file_entry(path) == entry else "wrong checksum"
-    except OSError as error:
-        return str(error.strerror)
-
-
-def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The content of `train_state.json`."""
-    return json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:
+    """Which files differ from the manifest and how, or nothing where none does. Called by every
+    rank: each file is read by one, and the results are shared."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    bad = []
+    for name, entry in sorted(checkpoint.files.items())[rank::world]:
+        try:
+            with (checkpoint.path / name).open("rb", buffering=0) as f:
+                if hashlib.file_digest(f, xxhash.xxh3_64).hexdigest() != entry["xxh3_64"]:
+                    bad.append(f"{name}: wrong checksum")
+        except OSError as error:
+            bad.append(f"{name}: {error.strerror}")
+    results: list[list[str]] = [[]] * world
+    dist.all_gather_object(results, bad, group)
+    lines = sorted(line for part in results for line in part)
+    return f"{checkpoint.path} is damaged ({'; '.join(lines)})" if lines else ""

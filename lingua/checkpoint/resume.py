@@ -1,12 +1,16 @@
-"""Going on with a run: which checkpoint, what may differ from it, and what it restores.
+"""What a run starts from: which checkpoint, what may differ from it, what is saved besides tensors.
 
-Rank 0 decides and all ranks follow. Tensors are loaded in place; everything else of the state is in
-`train_state.json`, equal for all ranks, so a run resumes on any topology.
+A run that has checkpoints resumes the newest. Everything but tensors is in `train_state.json` and
+`config.yaml`, equal for all ranks, so it resumes on any topology. Rank 0 decides, all ranks follow.
+
+A new run may start from other tensors (`checkpoint.init_ckpt_path`). The model alone is taken; with
+`checkpoint.continue_training_from_init` everything is: a checkpoint of ours is resumed in another
+folder, which branches the run; from one of Meta Lingua's come model, AdamW state and step.
 """
 
 import logging
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,19 +18,28 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 from torch.optim import Optimizer
 
 from lingua import __version__
 from lingua.checkpoint.folder import CONFIG, Checkpoint, newest, read_state
-from lingua.checkpoint.tensors import settings_of
+from lingua.checkpoint.retention import CheckpointArgs
+from lingua.checkpoint.source import TensorSource, find_source
+from lingua.checkpoint.tensors import settings_of, tensors_of
 from lingua.data.stream import shares
 from lingua.data.text import CONTENT
 from lingua.errors import UserError
 from lingua.format import align
 from lingua.parallel.mesh import on_rank_0
+from lingua.tokenizer import Tokenizer
 
 MIXTURE = ("data.sources", "data.stages")
 TOKENIZER = "data.tokenizer.content"
+ABSENT = "(absent)"  # in place of the value of a key that was not saved
+# Keys of a model that do not change what its weights compute, only how they are trained.
+TRAINING_ONLY = ("model.init_base_std", "model.init_std_factor", "model.dropout")
+
+Classes = Mapping[str, str | None]  # resume class of each config key
 
 logger = logging.getLogger(__name__)
 
@@ -58,37 +71,23 @@ class Saved:
         return tuple(self.state["topology"])
 
 
-def flat_config(path: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a written config file has for `keys`, by their dotted names."""
-    return flat_text(path.read_text(encoding="utf-8"), keys)
-
-
-def flat_text(text: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of the text of a config file, which may be JSON."""
-    tree = OmegaConf.create(text)
+def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
+    """The values that a written config file, or its text, has for `keys`, by their dotted names."""
+    tree = OmegaConf.load(config) if isinstance(config, Path) else OmegaConf.create(config)
     flat = {}
     for key in keys:
-        value = OmegaConf.select(tree, key, default="(absent)")
+        value = OmegaConf.select(tree, key, default=ABSENT)
         flat[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return flat
 
 
-def find_saved(root: Path, verify: str, keys: Mapping[str, Any]) -> Saved | None:
-    """The checkpoint to resume from, or None to start from scratch. Called by every rank."""
-    checkpoint = newest(root, verify, logger.warning)
-    if checkpoint is None:
-        return None
-    return on_rank_0(lambda: read_saved(checkpoint, keys))
-
-
-def read_saved(checkpoint: Checkpoint, keys: Mapping[str, Any]) -> Saved:
-    """A checkpoint with its configuration and state."""
+def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
+    """A checkpoint with its configuration and state. Raises UserError."""
     state = read_state(checkpoint)
-    if "progress" not in state:  # made by `convert` from a file
-        raise UserError(
-            f"{checkpoint.path} holds a model alone and no run to go on with. A new run starts "
-            "from it with checkpoint.init_ckpt_path, without continue_training_from_init"
-        )
+    if "progress" not in state:  # made by `convert`
+        advice = "with checkpoint.init_ckpt_path, without continue_training_from_init"
+        what = "has only a model, and no run to resume; a new run starts from it"
+        raise UserError(f"{checkpoint.path} {what} {advice}")
     return Saved(checkpoint, flat_config(checkpoint.path / CONFIG, keys), state)
 
 
@@ -102,54 +101,48 @@ class Change:
     key: str
     saved: Any
     now: Any
-    resume_class: str  # "announced" or "guarded"
+    resume_class: str | None  # "announced" or "guarded"
     note: str = ""  # what of it may change, where some may
 
 
-def changes(
-    saved: Mapping[str, Any], now: Mapping[str, Any], classes: Mapping[str, str]
-) -> list[Change]:
-    """Keys, flattened, that differ and are not free."""
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], classes: Classes) -> list[Change]:
+    """Keys, flattened, that differ and are not free. A checkpoint older than a key means null."""
     return [
-        Change(key, saved.get(key, "(absent)"), now[key], classes[key])
-        for key in now
-        if classes[key] != "free" and saved.get(key, "(absent)") != now[key]
+        Change(key, saved.get(key, ABSENT), value, classes[key])
+        for key, value in now.items()
+        if classes[key] != "free"
+        and saved.get(key, ABSENT) != value
+        and not (key not in saved and value is None)
     ]
 
 
 def check_changes(
     found: list[Change], allowed: list[str], instead: str = "use another dump_dir"
 ) -> None:
-    """Refuse guarded changes that `checkpoint.allow_change` does not name."""
+    """Raise UserError for guarded changes that `checkpoint.allow_change` does not name."""
     refused = [c for c in found if c.resume_class == "guarded" and c.key not in allowed]
     if refused:
+        heading = "these keys define the run and differ from the checkpoint's:"
         lines = [f"{c.key}: {c.saved} in the checkpoint, {c.now} now{c.note}" for c in refused]
-        raise UserError(
-            "these keys define the run and differ from the checkpoint's:\n  "
-            + "\n  ".join(lines)
-            + f"\nset them back, {instead}, or name them in checkpoint.allow_change: ["
-            + ", ".join(c.key for c in refused)
-            + "]"
-        )
+        keys = ", ".join(c.key for c in refused)
+        advice = f"set them back, {instead}, or name them in checkpoint.allow_change: [{keys}]"
+        raise UserError("\n  ".join([heading, *lines]) + f"\n{advice}")
 
 
 def changes_table(found: list[Change]) -> list[str]:
-    """Lines of a table: key, saved, now, class."""
-    rows = [("key", "saved", "now", "class")]
-    rows += [(c.key, str(c.saved), str(c.now), c.resume_class) for c in found]
-    return align(rows, left=4)
+    """Lines of a table: key, saved, now, class. None where nothing changed."""
+    rows = [(c.key, str(c.saved), str(c.now), str(c.resume_class)) for c in found]
+    return align([("key", "saved", "now", "class"), *rows], left=4) if rows else []
 
 
 def check_config(
-    saved: Saved | None, config: dict[str, Any], classes: Mapping[str, str], allowed: list[str]
+    saved: Saved | None, config: dict[str, Any], classes: Classes, allowed: list[str]
 ) -> list[Change]:
-    """Config keys that differ from the checkpoint's and are not free.
+    """Config keys that differ from the checkpoint's and are not free. Raises UserError as
+    `check_changes` does.
 
     The mixture is compared by what it gave the steps up to the checkpoint: equal shares in other
     words, and stages that begin later, are announced.
-
-    Raises:
-        UserError: a guarded one differs and `checkpoint.allow_change` does not name it.
     """
     if saved is None:
         return []
@@ -181,15 +174,10 @@ def _mixture_before(config: Mapping[str, Any], step: int) -> list[tuple[int, dic
 
 
 def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) -> list[Change]:
-    """Sources and tokenizer whose content is not what it was behind the same name.
+    """Sources and tokenizer whose content is not what it was behind the same name. Raises UserError
+    as `check_changes` does. A source that gave no row before the checkpoint may be new or another.
 
-    A source that gave no row before the checkpoint may be new or another: it is announced.
-
-    Args:
-        data: fingerprints by name: of what rows are made of, and of the tokenizer.
-
-    Raises:
-        UserError: there is one that `checkpoint.allow_change` does not name.
+    data: fingerprints by name: of what rows are made of, and of the tokenizer.
     """
     if saved is None:
         return []
@@ -205,34 +193,16 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
 # ------------------------------------------------------------------------ what is logged and saved
 
 
-def log_resume(
-    saved: Saved, found: list[Change], optimizer: Optimizer, topology: tuple[int, ...]
-) -> None:
-    """Say what is resumed and what is different, on rank 0."""
+def log_resume(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:
+    """Log what is resumed and what is different."""
     logger.info(f"resuming {saved.checkpoint.path} (step {saved.progress.step})")
     if saved.topology != topology:
         logger.info(
             "topology (dp_replicate, dp_shard, tp): "
             f"{saved.topology} when it was saved, {topology} now; the run is the same"
         )
-    if found:
-        for line in changes_table(found):
-            logger.info(line)
-    for line in settings_not_saved(saved.state["param_groups"], optimizer):
+    for line in changes_table(found):
         logger.info(line)
-
-
-def settings_not_saved(saved: list[dict[str, Any]], optimizer: Optimizer) -> Iterator[str]:
-    """A line for each setting that the optimizer has for parameters whose group in an older
-    checkpoint has none of that name."""
-    then = {name: group for group in saved for name in group["param_names"]}
-    unknown: dict[tuple[str, str], int] = {}
-    for group in settings_of(optimizer):
-        for name in group["param_names"]:
-            for key in group.keys() - then.get(name, group).keys():
-                unknown[key, str(group[key])] = unknown.get((key, str(group[key])), 0) + 1
-    for (key, value), n in sorted(unknown.items()):
-        yield f"{key} of {n} parameters is not in the checkpoint: {value}, as the config has it now"
 
 
 def state_to_save(
@@ -245,9 +215,9 @@ def state_to_save(
     data: dict[str, str],
     held_out: float | None,
 ) -> dict[str, Any]:
-    """What `train_state.json` holds. `held_out` is in nats per byte, None where this step was not
-    measured. The optimizer's groups, which name their parameters, are there
-    to be read: on resume their values come from the config."""
+    """The content of `train_state.json`. `param_groups` are to be read: on resume their values come
+    from the config. `held_out` is in nats per byte, None where this step was not measured.
+    """
     return {
         "progress": asdict(progress),
         "tokens": tokens,
@@ -262,3 +232,120 @@ def state_to_save(
             "python": platform.python_version(),
         },
     }
+
+
+# ------------------------------------------------------------------ a new run from other tensors
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Tensors that a new run starts from."""
+
+    source: TensorSource
+    step: int | None = None  # updates that count as made, with the optimizer's state; None: neither
+
+
+def find_start(
+    root: Path, args: CheckpointArgs, keys: Iterable[str]
+) -> tuple[Saved | None, Origin | None]:
+    """The checkpoint to resume, or else what to start from, if anything. Called by every rank.
+    Raises UserError where checkpoint.init_ckpt_path names nothing that can be started from.
+
+    Args:
+        root: folder of this run's own checkpoints.
+        keys: of the config, dotted.
+    """
+    own, path = newest(root, args.verify, logger.warning), args.init_ckpt_path
+    if own is not None:
+        if path is not None:
+            logger.info(f"{path} is not read: this run has checkpoints of its own")
+        return on_rank_0(lambda: read_saved(own, keys)), None
+    if path is None:
+        return None, None
+    try:
+        source = find_source(Path(path), args.verify, logger.warning)
+    except UserError as error:
+        raise UserError(f"checkpoint.init_ckpt_path: {error}", error.local) from None
+    if not args.continue_training_from_init:
+        return None, Origin(source)
+    checkpoint = source.checkpoint
+    if checkpoint is not None:
+        what = "model, optimizer, step and position"
+        logger.info(f"branching from another run: {what} of {source.path}")
+        return on_rank_0(lambda: read_saved(checkpoint, keys)), None
+    if source.kind == "file" or source.step is None:
+        raise UserError(
+            f"checkpoint.init_ckpt_path = {path}: gives a model alone; must be a checkpoint, a "
+            "folder with its train state, when checkpoint.continue_training_from_init is true"
+        )
+    return None, Origin(source, source.step)
+
+
+def check_origin(
+    origin: Origin | None,
+    config: dict[str, Any],
+    tokenizer: Tokenizer,
+    classes: Classes,
+    allowed: list[str],
+) -> list[Change]:
+    """Config keys that differ from the origin's and matter for what is taken from it: those that
+    define the model are guarded, what it was trained on is announced. Raises UserError as
+    `check_changes` does.
+    """
+    if origin is None:
+        return []
+    source, everything = origin.source, origin.step is not None
+    if (origin.step or 0) >= config["steps"]:
+        raise UserError(
+            f"steps = {config['steps']}: must be above {origin.step or 0}, the steps that "
+            f"{source.path} has made"
+        )
+    saved = flat_config(source.config, config)
+    if everything:
+        saved["optim.name"] = "adamw"  # Meta Lingua has no other
+    state = read_state(source.checkpoint) if source.checkpoint is not None else {}
+    saved[TOKENIZER] = state.get("data", {}).get(TOKENIZER, ABSENT)
+    now = config | {TOKENIZER: tokenizer.fingerprint()}
+    classes = {**classes, TOKENIZER: "guarded"}
+    classes = {key: _change_class(key, kind, everything) for key, kind in classes.items()}
+    found = [c for c in changes(saved, now, classes) if c.saved != ABSENT]
+    check_changes(found, allowed, instead="start without checkpoint.init_ckpt_path")
+    return found
+
+
+def _change_class(key: str, resume_class: str | None, everything: bool) -> str | None:
+    """The class of a change of a key where a new run starts from an old one's tensors."""
+    if key in TRAINING_ONLY:
+        return "free"
+    if key.startswith("model.") or (everything and key.startswith(("optim.", "steps"))):
+        return resume_class
+    return "announced" if key.startswith("data.") and resume_class == "guarded" else "free"
+
+
+def start_from(
+    origin: Origin,
+    found: list[Change],
+    model: nn.Module,
+    optimizer: Optimizer,
+    global_batch_size: int,
+) -> Progress:
+    """Fill the model, with a step the optimizer too, and log it with what `check_origin` found.
+    Called by every rank. Returns where the run starts. Raises UserError, which names the tensors
+    that do not fit, before anything is loaded.
+    """
+    source, step = origin.source, origin.step
+    only = "model." if step is None else ""
+    tensors = {n: t for n, t in tensors_of(model, optimizer).items() if n.startswith(only)}
+    source.load(tensors, only)
+    if step is None:
+        what = "optimizer, step and data start from scratch"
+        logger.info(f"starting from the model of {source}: {what}")
+    else:
+        logger.info(f"continuing with model, AdamW state and step of {source}")
+        logger.info(
+            "its position in its data cannot be carried over: this run's rows continue at "
+            f"{step} steps x {global_batch_size} rows = {step * global_batch_size}"
+        )
+    for line in changes_table(found):
+        logger.info(line)
+    return Progress(step=step or 0, position=(step or 0) * global_batch_size)

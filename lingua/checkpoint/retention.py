@@ -4,26 +4,20 @@ import logging
 import math
 import re
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lingua.checkpoint.folder import Checkpoint, find, foreign_files, read_state
+from lingua.checkpoint.folder import LEFTOVER, MANIFEST, Checkpoint, find, read_state, temporary
 from lingua.config.schema import Free
 from lingua.errors import UserError
 
-logger = logging.getLogger(__name__)
-
-LEFTOVER = re.compile(r"\d{10}\.tmp-[0-9a-f]{8}")
-
-
+BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
-
-BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,8 +27,14 @@ class SaveEvery:
 
 
 @dataclass
+class DumpEvery(SaveEvery):
+    # and minutes since the last save, by the clock of rank 0; 0 or null: none for that reason
+    every_minutes: Free[float | None] = 30.0
+
+
+@dataclass
 class CheckpointArgs:
-    dump: SaveEvery = field(default_factory=SaveEvery)  # to resume from
+    dump: DumpEvery = field(default_factory=DumpEvery)  # to resume from
     eval: SaveEvery = field(default_factory=lambda: SaveEvery(every=0))  # to evaluate later
     # keep every saved step divisible by this; 0: none for that reason
     keep_every: Free[int] = 0
@@ -63,6 +63,11 @@ class CheckpointArgs:
         if self.init_from is not None and self.init_ckpt_path is not None:
             yield "init_from", "must not be given together with checkpoint.init_ckpt_path"
 
+    def overdue(self, seconds: float) -> bool:
+        """Whether a save is due `seconds` after the last one, whatever the step."""
+        minutes = self.dump.every_minutes or 0
+        return 0 < 60 * minutes <= seconds
+
     def due(self, step: int) -> bool:
         """Whether a save is due once `step` is complete."""
         return any(kind.every > 0 and step % kind.every == 0 for kind in (self.dump, self.eval))
@@ -70,29 +75,26 @@ class CheckpointArgs:
 
 def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     """Remove what retention does not keep, and mark the best of the rest; on one rank, after a save
-    was published.
+    was published. Returns the checkpoints removed.
 
     Kept are the newest `dump.keep` checkpoints, whatever they were saved for, the newest
     `eval.keep` of those that fall on `eval.every`, all that fall on `keep_every`, the best with
-    `keep_best`, and all that are marked otherwise or have files that no save put there. Other files
-    and folders are not touched, save the leftovers of saves that did not finish: no other save may
+    `keep_best`, and all that have another mark or files that no save has written. Other files and
+    folders are not touched, but for the leftovers of saves that did not finish: no other save may
     be under way in the folder.
-
-    Returns:
-        The checkpoints removed.
     """
     gone = []
     try:
         found = find(root)
         keep = _to_keep(found, args)
         for c in found:
-            if c.path in keep or set(marks(c.path)) - {BEST}:
+            if c in keep or set(marks(c.path)) - {BEST}:
                 continue
-            if others := foreign_files(c):
-                logger.warning(f"{c.path} is kept: it has files of others ({', '.join(others)})")
+            if others := {path.name for path in c.path.glob("*")} - {MANIFEST, *c.files}:
+                logger.warning(f"{c.path} is kept: it has other files ({', '.join(others)})")
                 continue
             # Under another name first: half a removal must not look like a checkpoint.
-            c.path.rename(root / f"{c.path.name}.tmp-{uuid.uuid4().hex[:8]}")
+            c.path.rename(temporary(c.path))
             gone.append(c.path)
         _mark_best(root, [c for c in found if c.path not in gone])
         for path in root.iterdir():
@@ -103,19 +105,14 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     return gone
 
 
-def _to_keep(found: list[Checkpoint], args: CheckpointArgs) -> set[Path]:
+def _to_keep(found: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:
     """Those that options keep; `found` is newest first."""
     evals = [c for c in found if args.eval.every > 0 and c.step % args.eval.every == 0]
-    keep = {
-        c.path
-        for checkpoints, kind in ((found, args.dump), (evals, args.eval))
-        for c in (checkpoints if kind.keep <= 0 else checkpoints[: kind.keep])
-    }
+    keep = found[: args.dump.keep] if args.dump.keep > 0 else list(found)
+    keep += evals[: args.eval.keep] if args.eval.keep > 0 else evals
     if args.keep_every > 0:
-        keep |= {c.path for c in found if c.step % args.keep_every == 0}
-    if args.keep_best:
-        keep |= {c.path for c in best(found)}
-    return keep
+        keep += [c for c in found if c.step % args.keep_every == 0]
+    return keep + best(found) if args.keep_best else keep
 
 
 def best(found: list[Checkpoint]) -> list[Checkpoint]:
@@ -131,13 +128,11 @@ def best(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _mark_best(root: Path, found: list[Checkpoint]) -> None:
-    lowest = best(found)
-    files = [_mark_file(c.path, BEST) for c in lowest]
-    for file in root.glob(f"*.{BEST}"):
-        if file not in files:
-            file.unlink()
-    for c in lowest:
-        mark(c.path, BEST)
+    lowest = [_mark_file(c.path, BEST) for c in best(found)]
+    for file in set(root.glob(f"*.{BEST}")) - set(lowest):
+        file.unlink()
+    for file in lowest:
+        file.touch()
 
 
 def marks(path: Path) -> list[str]:

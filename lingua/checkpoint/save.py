@@ -1,35 +1,55 @@
-"""Writing a checkpoint so that it is whole or not there: into a temporary folder, renamed last."""
+"""Writing a checkpoint so that it is whole or not there: into a temporary folder, renamed last.
 
+The manifest's entry of a file is of the bytes that were to be written, not of what a disk or a page
+cache made of them.
+"""
+
+import io
 import json
 import shutil
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.utils.serialization import config as torch_config
 
 from lingua.checkpoint.folder import (
     CONFIG,
     MANIFEST,
     STATE,
+    Entry,
     checksum_of,
-    damaged_files,
+    damage,
     find,
     read_checkpoint,
+    temporary,
 )
-from lingua.checkpoint.write import NotSaved, write_tensors, write_text
 from lingua.errors import UserError
-from lingua.files import sync_folder
+from lingua.files import SyncedFile, sync_folder
 from lingua.parallel.mesh import on_rank_0
+
+BLOCK = 1 << 20  # bytes of small writes that are collected
+
+
+class NotSaved(UserError):
+    """A save that failed. Every rank raises it; nothing is published and no file is left."""
 
 
 def save(
     root: Path,
     step: int,
     tensors: dict[str, Tensor],
-    state: dict,
+    state: dict[str, Any],
     config: str,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
@@ -41,20 +61,17 @@ def save(
         config: text of `config.yaml`.
         group: of all ranks, over gloo; another thread than the main one needs one of its own.
 
-    Returns:
-        The folder. A step that is already published, and not damaged since, is left as it is.
-
-    Raises:
-        NotSaved: a write failed on some rank.
+    Returns its folder. A step that is already published, and not damaged since, is left as it is.
+    Raises NotSaved where a write failed on some rank.
     """
     final = root / f"{step:010d}"
     published = on_rank_0(lambda: read_checkpoint(final)[0])
-    if published is not None and not damaged_files(published, group):
+    if published is not None and not damage(published, group):
         return final
-    folder = on_rank_0(lambda: root / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+    folder = on_rank_0(lambda: temporary(final))
     try:
         _writing(lambda: folder.mkdir(parents=True))
-        files = write_tensors(folder, tensors, group)
+        files = _write_tensors(folder, tensors, group)
         _writing(lambda: _publish(folder, final, step, files, state, config))
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -64,8 +81,18 @@ def save(
     return final
 
 
+def publish_config(root: Path, config: str) -> Path:
+    """A checkpoint of step 0 without tensors, in an empty folder: the configuration of a model that
+    is not trained yet. By one process."""
+    folder, final = root / "config", root / f"{0:010d}"
+    folder.mkdir()
+    (folder / ".metadata").touch()
+    _publish(folder, final, 0, {}, {}, config)
+    return final
+
+
 def _writing(work: Callable[[], None]) -> None:
-    """Let rank 0 write; an error of its file system is NotSaved on every rank."""
+    """Run `work` on rank 0; an error of its file system is NotSaved on every rank."""
 
     def attempt() -> None:
         try:
@@ -77,15 +104,19 @@ def _writing(work: Callable[[], None]) -> None:
 
 
 def _publish(
-    folder: Path, final: Path, step: int, files: dict[str, dict], state: dict, config: str
+    folder: Path,
+    final: Path,
+    step: int,
+    files: dict[str, Entry],
+    state: dict[str, Any],
+    config: str,
 ) -> None:
     files[STATE] = write_text(folder / STATE, json.dumps(state, indent=1))
     files[CONFIG] = write_text(folder / CONFIG, config)
-    serial = 1 + max((c.serial for c in find(final.parent)), default=0)
     manifest = {
         "format": 1,
         "step": step,
-        "serial": serial,
+        "serial": 1 + max((c.serial for c in find(final.parent)), default=0),
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "files": dict(sorted(files.items())),
     }
@@ -96,16 +127,74 @@ def _publish(
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
     sync_folder(folder)
     if final.exists():  # a damaged one of the same step: out of the way, never modified
-        final.rename(final.parent / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+        final.rename(temporary(final))
     folder.rename(final)
     sync_folder(final.parent)
 
 
-def publish_config(root: Path, config: str) -> Path:
-    """A checkpoint of step 0 without tensors, in an empty folder: the configuration of a model that
-    is not trained yet. By one process."""
-    folder, final = root / "config", root / f"{0:010d}"
-    folder.mkdir()
-    (folder / ".metadata").touch()
-    _publish(folder, final, 0, {}, {}, config)
-    return final
+# ---------------------------------------------------------------------------------------- files
+
+
+class _File(SyncedFile):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._checksum = xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        n = super().write(data)
+        self._checksum.update(memoryview(data)[:n])
+        return n
+
+    def entry(self) -> Entry:
+        return {"size": self.size, "xxh3_64": self._checksum.hexdigest()}
+
+
+class _Files(FileSystem):
+    """DCP's access to files, which keeps the entries of those that are written, by name."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, Entry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
+        file = _File(Path(path))
+        try:
+            with io.BufferedWriter(file, BLOCK) as stream:
+                yield stream
+        except RuntimeError as error:
+            # After a write that failed, torch reports how closing the file failed.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        # DCP renames `.metadata.tmp` last.
+        self.written[Path(path).name.removesuffix(".tmp")] = file.entry()
+
+
+def _write_tensors(
+    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, Entry]:
+    """Write DCP's files, each rank its own. Returns the entries of all ranks' files, by name."""
+    # Its own sync leaves out what is still in its buffer; `_File` syncs.
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+    writer.fs = files = _Files()
+    # No checksum of each tensor: the manifest has one of each file.
+    without_crc32 = torch_config.patch(  # type: ignore[attr-defined]  # torch adds it on import
+        "save.compute_crc32", False
+    )
+    try:
+        with without_crc32:
+            dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # of any rank, on every rank
+        rank, (why, _) = min(error.failures.items())
+        raise NotSaved(f"{why} (rank {rank})") from error
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, files.written, group)
+    return {name: entry for part in everyone for name, entry in part.items()}
+
+
+def write_text(path: Path, text: str) -> Entry:
+    """Write a file and sync it; returns its entry."""
+    file = _File(path)
+    with io.BufferedWriter(file) as stream:
+        stream.write(text.encode())
+    return file.entry()

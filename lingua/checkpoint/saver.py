@@ -6,6 +6,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lingua.checkpoint.folder import find
-from lingua.checkpoint.resume import Saved
 from lingua.checkpoint.retention import CheckpointArgs, prune
-from lingua.checkpoint.save import save
-from lingua.checkpoint.write import NotSaved
+from lingua.checkpoint.save import NotSaved, save
+from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.lock import exclusive
 from lingua.parallel.mesh import on_rank_0
@@ -33,18 +33,19 @@ class Saver:
 
     def __init__(self, root: Path, args: CheckpointArgs) -> None:
         self.root, self.args = root, args
-        self.saved_step: int | None = None  # the one this start has published last
+        self._saved_step: int | None = None  # the last one
         self._failure: NotSaved | None = None  # of the last save
-        self._held = ExitStack()
+        self._open = ExitStack()
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
-        self._thread, self._group = None, None
-        if args.async_save:  # its collectives must not mix with those of training
-            self._group = dist.new_group(backend="gloo")
-            self._thread = ThreadPoolExecutor(1, "save")
+        self._thread: ThreadPoolExecutor | None = None
+        self._group: dist.ProcessGroup | None = None
 
-    def __enter__(self) -> "Saver":
+    def __enter__(self) -> Self:
         on_rank_0(self._claim)
+        if self.args.async_save:  # its collectives must not mix with those of training
+            self._group = dist.new_group(backend="gloo")
+            self._thread = self._open.enter_context(ThreadPoolExecutor(1, "save"))
         return self
 
     def _claim(self) -> None:
@@ -52,19 +53,12 @@ class Saver:
             self.root.mkdir(parents=True, exist_ok=True)
             # A job's earlier start may still run, on a node that Slurm has given up.
             requeued = "SLURM_RESTART_COUNT" in os.environ
-            self._held.enter_context(exclusive(self.root / "run.lock", logger.warning, requeued))
+            self._open.enter_context(exclusive(self.root / "run.lock", logger.warning, requeued))
         except OSError as error:
             raise UserError(f"{self.root}: checkpoints cannot be written there: {error}") from error
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()  # waits for the save in the background
-        self._held.close()
-
-    def restored(self, saved: Saved | None) -> None:
-        """The run resumes `saved`; where that is of its own folder, the step needs no save."""
-        if saved is not None and saved.checkpoint.path.parent == self.root:
-            self.saved_step = saved.progress.step
+        self._open.close()  # waits for the save in the background, then releases the lock
 
     @property
     def gave_up(self) -> bool:
@@ -77,12 +71,11 @@ class Saver:
         """Save `step`, unless it is saved. With `async_save` its tensors are copied here and
         written later, after the save before it; only a `final` one is waited for.
 
-        Raises:
-            NotSaved: this save, or an earlier one in the background, failed, and it is `final` or
-                `on_error` is stop.
+        Raises NotSaved where this save, or an earlier one in the background, failed, and it is
+        `final` or `on_error` is stop.
         """
         self.wait()
-        if step != self.saved_step:
+        if step != self._saved_step:
             if self._thread is None:
                 self._save(step, tensors, state, config, final)
             else:
@@ -100,7 +93,7 @@ class Saver:
         if self._writing is not None:
             self._writing.result()
             self._writing = None
-        if self.gave_up:
+        if self._failure is not None and self.gave_up:
             raise self._failure
 
     def _save(
@@ -114,7 +107,7 @@ class Saver:
             if dist.get_rank() == 0 and not (final or self.gave_up):
                 logger.error(f"{failure}; training goes on, and the next save tries again")
             return
-        self.saved_step = step
+        self._saved_step = step
         on_rank_0(lambda: prune(self.root, self.args))
         logger.info(f"saved {path}")
 
@@ -122,14 +115,12 @@ class Saver:
         """The tensors as they are now, in host memory that is used again at every save."""
         copied = {}
         for name, t in tensors.items():
-            local = t.to_local() if isinstance(t, DTensor) else t
             if name not in self._copies:
-                self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-            copy = self._copies[name].copy_(local, non_blocking=True)
-            # `from_local` would take it to the mesh's device.
-            copied[name] = (
-                DTensor(copy, t._spec, requires_grad=False) if isinstance(t, DTensor) else copy
-            )
+                part = local(t)
+                self._copies[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            copied[name] = self._copies[name].copy_(local(t), non_blocking=True)
+            if isinstance(t, DTensor):  # `from_local` would take it to the mesh's device
+                copied[name] = DTensor(copied[name], t._spec, requires_grad=False)
         if any(t.is_cuda for t in tensors.values()):
             torch.cuda.synchronize()
         return copied

@@ -3,23 +3,18 @@ file of torch.save. (lingua.hugging_face opens a folder of transformers by the s
 
 Tensors have our names, `model.<name>` and `optim.<state>.<name>`. Nothing of what is read is
 executed.
-
-A checkpoint of Meta Lingua's is a folder of DCP's with `model.<name>` and
-`optim.state.<name>.<key>` among its entries, `params.json` (the config) and
-`train_state_<rank>.json`. A file is a dict with a tensor by name under "model"; as Meta Lingua and
-`python -m lingua.checkpoint convert` write it, it may have optimizer state under "optim", and with
-the latter "config", "step" and "train_state".
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from lingua.checkpoint.dcp import METADATA, DCPFolder
@@ -31,15 +26,18 @@ from lingua.checkpoint.folder import (
     find,
     first_undamaged,
     read_checkpoint,
-    read_state,
 )
 from lingua.checkpoint.tensors import Part, local_parts
+from lingua.config.meta_lingua import META_LINGUA
 from lingua.errors import UserError
 from lingua.parallel.mesh import on_rank_0
 
 T = TypeVar("T")
+Shapes = dict[str, tuple[int, ...]]  # by name
 
 CONSOLIDATED, PARAMS = "consolidated.pth", "params.json"  # of Meta Lingua's
+# its names of an embedding, and of the same weight in a head that is tied to it
+TIED = ("tok_embeddings.weight", "output.tied_module.weight")
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class TensorSource:
     read_parts: Callable[[list[Part]], None]  # fills the memory of each
     step: int | None = None  # updates made; None: not known
     config: str = "{}"  # text of YAML, or JSON
-    state: dict[str, Any] = field(default_factory=dict)  # of train_state.json
     checkpoint: Checkpoint | None = None  # where it is one of ours
 
     def __str__(self) -> str:
@@ -62,18 +59,17 @@ class TensorSource:
 
     def load(self, tensors: Mapping[str, Tensor], only: str = "") -> None:
         """Fill `tensors` in place, on any topology. Called by every rank, or by a process without a
-        process group.
+        process group. Raises UserError, which names the tensors that do not fit, before any is
+        loaded, or why one cannot be read.
 
-        Args:
-            only: how the names begin that are loaded; what is stored under others is not read.
-
-        Raises:
-            UserError: names the tensors that do not fit, before any is loaded; or why one cannot be
-                read.
+        only: how the names begin that are loaded; what is stored under others is not read.
         """
         tensors = {name: t for name, t in tensors.items() if name.startswith(only)}
-        stored = {name: t for name, t in self.tensors.items() if name.startswith(only)}
-        check_fit(f"{self.path} does not fit this model", shapes_of(tensors), shapes_of(stored))
+        check_fit(
+            f"{self.path} does not fit this model",
+            {name: tuple(t.shape) for name, t in tensors.items()},
+            self.shapes(only),
+        )
         on_every_rank(self.path, lambda: self.read_parts(local_parts(tensors)))
 
     def whole(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -82,42 +78,41 @@ class TensorSource:
         on_every_rank(self.path, lambda: self.read_parts(local_parts(tensors)))
         return tensors
 
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(t.shape) for name, t in tensors.items()}
+    def shapes(self, only: str = "") -> Shapes:
+        """Of the tensors whose names begin with `only`."""
+        return {name: tuple(t.shape) for name, t in self.tensors.items() if name.startswith(only)}
 
 
 def check_fit(
     title: str,
-    expected: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
+    expected: Shapes,
+    found: Shapes,
     here: str = "here",
     there: str = "in the checkpoint",
 ) -> None:
-    """Raise UserError where shapes by name are not those that are expected.
+    """Raise UserError where shapes are not those that are expected: `title`, then a line for each.
 
-    Args:
-        title: what the message begins with; a line for each tensor follows.
-        here, there: where the shapes are expected and found, in words.
+    here, there: where the shapes are expected and found, in words.
     """
     wrong = []
-    for name, shape in expected.items():
+    for name in expected | found:
         if name not in found:
-            wrong.append(f"{name}: {shape} {here}, not {there}")
-        elif found[name] != shape:
-            wrong.append(f"{name}: {shape} {here}, {found[name]} {there}")
-    wrong += [f"{name}: {there}, not {here}" for name in found if name not in expected]
+            wrong.append(f"{name}: {expected[name]} {here}, not {there}")
+        elif name not in expected:
+            wrong.append(f"{name}: {there}, not {here}")
+        elif found[name] != expected[name]:
+            wrong.append(f"{name}: {expected[name]} {here}, {found[name]} {there}")
     if wrong:
-        shown = [*wrong[:10], *([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else [])]
-        raise UserError(f"{title}:\n  " + "\n  ".join(shown))
+        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        raise UserError("\n  ".join([f"{title}:", *wrong[:10], *more]))
 
 
 def on_every_rank(path: Path, work: Callable[[], T]) -> T:
     """What `work` gives, which reads `path`. Called by every rank, or by a process without a group.
     Raises UserError on all ranks where it fails on one."""
-    result, message = None, ""
+    results, message = [], ""
     try:
-        result = work()
+        results.append(work())
     except UserError as error:
         message = str(error)
     except Exception as error:  # a damaged file may raise anything
@@ -126,13 +121,13 @@ def on_every_rank(path: Path, work: Callable[[], T]) -> T:
     if dist.is_initialized():
         messages *= dist.get_world_size()
         dist.all_gather_object(messages, message)
-    if any(messages):
-        raise UserError(next(filter(None, messages)))
-    return result  # type: ignore[return-value]
+    for message in filter(None, messages):
+        raise UserError(message)
+    return results[0]
 
 
 def _reason(error: Exception) -> str:
-    """What matters of an error, without the advice of torch.load to trust the file."""
+    """An error's message without the advice of torch.load to trust the file."""
     if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"it refers to {found[1]}, which is not executed"
     return str(error).split(". ")[0] or type(error).__name__
@@ -143,13 +138,8 @@ def _reason(error: Exception) -> str:
 
 def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
     """The checkpoint at `path`; or those in the folder of checkpoints or the dump dir at `path`,
-    the last published first; none where `path` is a file or Meta Lingua's. By one process.
-
-    Args:
-        report: called with a line for each folder that is skipped.
-
-    Raises:
-        UserError: `path` has no checkpoint, or is one that is not whole.
+    the last published first; none where `path` is a file or Meta Lingua's. By one process. Raises
+    UserError where it has none that is whole. `report` logs a line for each that is skipped.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
@@ -161,36 +151,28 @@ def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
         if checkpoint is None:
             raise UserError(f"{path} is not a whole checkpoint: {why}")
         return [checkpoint]
-    for root in (path / "checkpoints", path):
-        if found := find(root, report):
-            return found
-    raise UserError(
-        f"{path} has no whole checkpoint: must be the folder of one, a folder of such folders, or "
-        "the dump_dir of a run"
-    )
+    if found := find(path / "checkpoints", report) or find(path, report):
+        return found
+    need = "must be the folder of one, a folder of such folders, or the dump_dir of a run"
+    raise UserError(f"{path} has no whole checkpoint: {need}")
 
 
 def locate_newest(path: Path, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
     """The first of `locate`, which must be a checkpoint of ours. By one process."""
-    found = locate(path, report)
-    if not found:
-        raise UserError(
-            f"{path} is no checkpoint of a run here; checkpoint.init_ckpt_path starts one from it"
-        )
-    return found[0]
+    if found := locate(path, report):
+        return found[0]
+    advice = "checkpoint.init_ckpt_path starts one from it"
+    raise UserError(f"{path} is no checkpoint of a run here; {advice}")
 
 
 def find_source(path: Path, verify: str, report: Callable[[str], None]) -> TensorSource:
-    """What `path` names. Called by every rank.
+    """What `path` names. Called by every rank. Raises UserError where it cannot be read.
 
     Args:
         path: what `locate` takes; of several checkpoints it is the newest that verifies. Or a
             checkpoint of Meta Lingua's, its folder `consolidated`, or a file of torch.save.
         verify: `full` or `size`, of checkpoint.verify.
-        report: called with a line for each checkpoint that is skipped.
-
-    Raises:
-        UserError: it is none of these, or it is damaged.
+        report: logs a line for each checkpoint that is skipped.
     """
     found = on_rank_0(lambda: locate(path, report))
     if not found:
@@ -201,7 +183,7 @@ def find_source(path: Path, verify: str, report: Callable[[str], None]) -> Tenso
     if checkpoint is None:
         raise UserError(why)
     config = (checkpoint.path / CONFIG).read_text(encoding="utf-8")
-    return replace(open_checkpoint(checkpoint), config=config, state=read_state(checkpoint))
+    return replace(open_checkpoint(checkpoint), config=config)
 
 
 # ---------------------------------------------------------------------------------------- opening
@@ -211,28 +193,71 @@ def open_checkpoint(checkpoint: Checkpoint) -> TensorSource:
     """The tensors of our checkpoint. Called by every rank, or by a process without a group."""
     path = checkpoint.path
     folder = on_every_rank(path / METADATA, lambda: DCPFolder(path))
-    if folder.others:
-        raise UserError(f"{path}: {folder.others[0]} is no tensor: nothing of it is loaded")
     kind, step = "checkpoint", checkpoint.step
     return TensorSource(path, kind, folder.tensors, folder.read, step, checkpoint=checkpoint)
 
 
 def _open_meta_lingua(path: Path) -> TensorSource:
+    """A folder of DCP's with `params.json`, the config, and `train_state_<rank>.json`."""
     folder = DCPFolder(path)
-    if incomplete := folder.incomplete_files():
-        raise UserError(f"{path} is damaged: its .metadata has more in {', '.join(incomplete)}")
     stored_as = {ours: name for name in folder.tensors if (ours := our_name(name)) is not None}
-    states = sorted(path.glob("train_state_*.json"))  # one of each dp rank, equal but for the data
-    state = read_json(states[0]) if states else {}
+    states = sorted(path.glob("train_state_*.json"))  # one of each dp rank, of the same step
     return TensorSource(
         path,
         "Meta Lingua checkpoint",
         {ours: folder.tensors[name] for ours, name in stored_as.items()},
         lambda parts: folder.read([part._replace(name=stored_as[part.name]) for part in parts]),
-        step=state.get("step"),
-        config=json.dumps(read_json(path / PARAMS)),
-        state=state,
+        step=read_json(states[0]).get("step") if states else None,
+        config=_our_config(path / PARAMS),
     )
+
+
+def _open_file(path: Path) -> TensorSource:
+    """A file of torch.save: {"model": {name: tensor}}, with "config" and "step" where it is ours.
+    Tied weights, which share their memory in the file, are taken once, under their first name."""
+    content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    content = content if isinstance(content, dict) else {}
+    model = content.get("model", content)  # or the tensors alone, without a name for them all
+    model = model if isinstance(model, dict) else {}
+    if not model or not all(isinstance(t, Tensor) for t in model.values()):
+        raise UserError(f'{path} has no model: must be a dict {{"model": {{name: tensor}}}}')
+    tensors: dict[str, Tensor] = {}
+    places = set()
+    for name, t in model.items():
+        place = (t.data_ptr(), t.shape, t.stride())
+        if our_name(f"model.{name}") is not None and (place not in places or t.numel() == 0):
+            tensors[f"model.{name}"] = t
+            places.add(place)
+
+    def read(parts: list[Part]) -> None:
+        for part in parts:
+            part.out.copy_(tensors[part.name][part.box])
+
+    beside = path.with_name(PARAMS)  # where Meta Lingua puts it
+    config = content.get("config") or (_our_config(beside) if beside.exists() else "{}")
+    return TensorSource(path, "file", tensors, read, content.get("step"), config)
+
+
+def _our_config(params: Path) -> str:
+    """Of Meta Lingua's parameters, what describes a model and how it was trained, as a config of
+    ours: text of YAML. Its keys that mean the same have the same name here."""
+    content = read_json(params)
+    groups = ("name", "seed", "steps", "data", "model", "optim")
+    config = {group: content[group] for group in groups if group in content}
+    for key in (*META_LINGUA.ignored, *META_LINGUA.same_as):
+        group, _, name = key.partition(".")
+        config.get(group, {}).pop(name, None)
+    return OmegaConf.to_yaml(config)
+
+
+def our_name(stored: str) -> str | None:
+    """Our name of a tensor that Meta Lingua stores, or None for one that needs no place."""
+    if stored.endswith(TIED[1]):
+        return None
+    if stored.startswith("optim.state."):
+        name, _, key = stored.removeprefix("optim.state.").rpartition(".")
+        return f"optim.{key}.{name}"
+    return stored if stored.startswith("model.") else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -244,39 +269,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a JSON object")
     return content
-
-
-def _open_file(path: Path) -> TensorSource:
-    """A file of torch.save. Tied weights, which share their memory in the file, are in it once,
-    under their first name."""
-    content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    content = content if isinstance(content, dict) else {}
-    model = content.get("model", content)  # or the tensors alone, without a name for them all
-    flat = {f"model.{name}": t for name, t in model.items()} if isinstance(model, dict) else {}
-    if not flat or not all(isinstance(t, Tensor) for t in flat.values()):
-        raise UserError(f'{path} has no model: must be a dict {{"model": {{name: tensor}}}}')
-    optim = content.get("optim")
-    for name, state in (optim.get("state", {}) if isinstance(optim, dict) else {}).items():
-        flat |= {f"optim.state.{name}.{k}": t for k, t in state.items() if isinstance(t, Tensor)}
-    places = {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(flat.items())}
-    first = {name for name, t in flat.items() if t.numel() == 0} | set(places.values())
-    tensors = {ours: flat[name] for name in flat if name in first and (ours := our_name(name))}
-
-    def read(parts: list[Part]) -> None:
-        for part in parts:
-            part.out.copy_(tensors[part.name][part.box])
-
-    beside = path.with_name(PARAMS)  # where Meta Lingua puts it
-    config = content.get("config", json.dumps(read_json(beside)) if beside.exists() else "{}")
-    state = content.get("train_state", {})
-    return TensorSource(path, "file", tensors, read, content.get("step"), config, state)
-
-
-def our_name(stored: str) -> str | None:
-    """Our name of a tensor that Meta Lingua stores, or None for one that needs no place."""
-    if ".tied_module." in stored:  # its tied head stores the embedding again
-        return None
-    if stored.startswith("optim.state."):
-        name, _, key = stored.removeprefix("optim.state.").rpartition(".")
-        return f"optim.{key}.{name}"
-    return stored if stored.startswith("model.") else None

@@ -1,7 +1,6 @@
 """The tensors of a run by name, the parts of them that this rank has, and the settings of its
 optimizer as JSON."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,8 @@ from torch.optim import Optimizer
 
 from lingua.dtensor import as_shard, local
 from lingua.init import canonical_name
+
+JSON = (bool, int, float, str, list, tuple)  # of what an optimizer's settings are
 
 
 class Part(NamedTuple):
@@ -67,14 +68,6 @@ def local_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Each parameter group without its parameters and without values that JSON does not have."""
     return [
-        {key: value for key, value in group.items() if key != "params" and _is_json(value)}
+        {k: v for k, v in group.items() if k != "params" and (v is None or isinstance(v, JSON))}
         for group in optimizer.param_groups
     ]
-
-
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

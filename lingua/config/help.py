@@ -1,15 +1,18 @@
-"""The text of `--help`: every key with its type, default, resume class and comment."""
+"""The text of `--help`: what the program does, then every key with its type, default, resume class
+and comment. What it does is the docstring of the program's module: a sentence and examples."""
 
+import ast
 import inspect
-import io
 import shutil
+import sys
 import textwrap
-import tokenize
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import takewhile
 
 from lingua.config.schema import schema, type_name
 from lingua.config.values import MISSING, show
+from lingua.errors import UserError, nearest
 
 INTRODUCTION = (
     "Arguments: config=FILE key=value ...",
@@ -17,40 +20,83 @@ INTRODUCTION = (
     "key=value sets one key over the file: optim.lr=3e-4, data.tokenizer.path=null, "
     "data.sources={a: 1, b: 2}, data.sources.a=1.",
     "Each key is listed with its default, what a change of it means for a resumed run (free: "
-    "nothing, announced: it is printed, guarded: refused unless allowed by name), and its type.",
+    "nothing, announced: it is printed, guarded: refused unless allowed by name), and its type. "
+    "`--help GROUP` lists one group: ",
 )
 
 
-def help_text(cls: type, width: int | None = None) -> str:
+def program_text() -> str:
+    """The docstring of the module that runs as the program."""
+    return inspect.cleandoc(sys.modules["__main__"].__doc__ or "")
+
+
+def first_example() -> str:
+    """The first command in the docstring of the program, or an empty string."""
+    commands = [line.strip() for line in program_text().splitlines() if line.startswith("    ")]
+    return commands[0] if commands else ""
+
+
+def help_text(cls: type, chosen: list[str], width: int | None = None) -> str:
+    """The help about all keys of a configuration class, or about the chosen groups and keys.
+    Raises UserError for a name that is neither."""
     width = width or shutil.get_terminal_size((100, 24)).columns
     keys = schema(cls)
     groups = {"": cls} | {path: key.group for path, key in keys.items() if key.group is not None}
+    for name in chosen:
+        if name not in keys:
+            top = [path for path in groups if path and "." not in path]
+            known = f"must be a key or a group ({', '.join(top)})" if top else "must be a key"
+            raise UserError(f"--help {name}: {known}{nearest(name, keys)}")
     comments: dict[str, str] = {}
-    lines = [textwrap.fill(line, width) for line in INTRODUCTION]
+    lines = [] if chosen else list(_introduction(list(groups)[1:], width))
     for group, owner in groups.items():
         for name, comment in field_comments(owner).items():
             comments[f"{group}.{name}".lstrip(".")] = comment
-        rows = []
+        rows: list[tuple[list[str], str]] = []
         for path, key in keys.items():
-            if key.group is None and path.rpartition(".")[0] == group:
+            asked = not chosen or any(f"{path}.".startswith(f"{name}.") for name in chosen)
+            if asked and key.group is None and path.rpartition(".")[0] == group:
                 default = "(required)" if key.default.value == MISSING else show(key.default)
-                cells = (path, default, key.resume or "", type_name(key.type))
-                rows.append((cells, comments.get(path, "")))
+                kind = type_name(key.type) + (" or null" if key.optional else "")
+                rows.append(([path, default, key.resume or "", kind], comments.get(path, "")))
         if rows:
             heading = f"{group}: {comments[group]}" if group in comments else group
             lines += ["", *textwrap.wrap(heading, width), *_table(rows, width)]
-    return "\n".join(lines)
+    return "\n".join(lines).strip()
 
 
-def _table(rows: list[tuple[tuple[str, ...], str]], width: int) -> Iterator[str]:
+def _introduction(groups: list[str], width: int) -> Iterator[str]:
+    for paragraph in program_text().split("\n\n"):
+        if paragraph.startswith("    "):  # commands
+            for line in paragraph.splitlines():
+                yield " \\\n".join(_wrap(line.strip(), width - 2, " " * 4, " " * 8))
+        else:
+            yield textwrap.fill(paragraph, width)
+        yield ""
+    *first, last = INTRODUCTION
+    for line in (*first, last + ", ".join(groups)):
+        yield textwrap.fill(line, width)
+
+
+def _table(rows: list[tuple[list[str], str]], width: int) -> Iterator[str]:
     """Aligned columns, the comment wrapped below its key. A wide cell shifts the cells after it."""
-    style = {"width": max(width, 20), "subsequent_indent": " " * 6, "break_long_words": False}
     limits = (34, 16, 9, 0)
     widths = [min(limit, max(len(cells[i]) for cells, _ in rows)) for i, limit in enumerate(limits)]
     for cells, comment in rows:
         line = "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True))
-        yield from textwrap.wrap(line, initial_indent="  ", **style)
-        yield from textwrap.wrap(comment, initial_indent=" " * 6, **style)
+        yield from _wrap(line, width, "  ", " " * 6)
+        yield from _wrap(comment, width, " " * 6, " " * 6)
+
+
+def _wrap(line: str, width: int, initial_indent: str, subsequent_indent: str) -> list[str]:
+    return textwrap.wrap(
+        line,
+        max(width, 20),
+        initial_indent=initial_indent,
+        subsequent_indent=subsequent_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def field_comments(cls: type) -> dict[str, str]:
@@ -59,18 +105,15 @@ def field_comments(cls: type) -> dict[str, str]:
     comments: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         try:
-            source = textwrap.dedent(inspect.getsource(owner))
+            lines = textwrap.dedent(inspect.getsource(owner)).splitlines()
         except (OSError, TypeError):
             continue
-        name, beside, above = "", [], []
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                (beside if name else above).append(token.string.lstrip("#").strip())
-            elif token.type == tokenize.NAME and token.start[1] == 4 and not name:
-                name = token.string  # the first word of a statement in the body of the class
-            elif token.type == tokenize.NEWLINE:
-                comments[name] = " ".join(beside or above)
-                name, beside, above = "", [], []
-            elif token.type == tokenize.NL and not token.line.strip():
-                above.clear()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                last, end = node.end_lineno or 0, node.end_col_offset  # in bytes
+                beside = lines[last - 1].encode()[end:].decode()
+                before = reversed(lines[: node.lineno - 1])
+                above = list(takewhile(lambda line: line.startswith("    #"), before))
+                words = [beside] if beside else above[::-1]
+                comments[node.target.id] = " ".join(word.strip(" #") for word in words)
     return {f.name: comments[f.name] for f in fields(cls) if comments.get(f.name)}

@@ -9,28 +9,38 @@ yields (key in it, what is required). All mistakes found are raised together, as
 
 import difflib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from lingua.config.schema import Keys, leaves, members_of, schema, type_name
-from lingua.config.values import COMMAND_LINE, MISSING, LocatedValue, Values, plain, show
-from lingua.config.yaml import parse_argument, read_file, read_layers
-from lingua.errors import UserError, nearest
+from lingua.config.schema import Keys, leaves, schema, split_optional, type_name
+from lingua.config.values import (
+    COMMAND_LINE,
+    MISSING,
+    LocatedValue,
+    Values,
+    parse_argument,
+    plain,
+    read_file,
+    read_layers,
+    show,
+)
+from lingua.errors import UserError, all_of, nearest
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Keys of another codebase's configs that are no keys here. A key of ours comes first."""
+    """Keys of another codebase's configs that are no keys here. A key of ours that is given, in any
+    layer, comes first."""
 
     # key or group -> why it has no effect here: accepted with one line
     ignored: Mapping[str, str] = field(default_factory=dict)
     # key -> key of ours that must have the same value
     same_as: Mapping[str, str] = field(default_factory=dict)
-    # key -> {allowed value: {our key: value}}, which replaces what lower layers give for our key
+    # key -> {allowed value: {our key: value}}
     translated: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
 
 
@@ -45,26 +55,27 @@ def load(
     `argv` (default: sys.argv[1:]) holds `config=FILE` at most once, and `a.b=c`. The last value of
     a key wins; a whole list or mapping replaces the one below, default included, while
     `data.sources.a=1` sets one entry. With `partial`, `cls` is a part of an app's configuration:
-    the app's other groups in the file are ignored. `--help` prints all keys and exits.
-    Raises UserError.
+    the app's other groups in the file are ignored. `--help` prints all keys and exits, `--help
+    optim` those of one group. Raises UserError.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "-h" in argv or "--help" in argv:
+    if {"-h", "--help"} & set(argv):
         from lingua.config.help import help_text
 
-        print(help_text(cls))
+        chosen = [word for word in argv if "=" not in word and not word.startswith("-")]
+        print(help_text(cls, chosen))
         raise SystemExit(0)
     keys, report = schema(cls), _Report()
     arguments = _read_arguments(argv, keys, report)
     config = arguments.pop("config", None)
-    try:
-        files = read_layers(Path(config.text), f"config={config.text}") if config else []
-    except UserError as e:
-        report.mistakes.insert(0, str(e))
-        report.check()
+    files = read_layers(Path(str(config.text)), f"config={config.text}") if config else []
     layers = [leaves(file, keys) for file in files]
     if partial:
         layers = [{k: v for k, v in layer.items() if k.split(".")[0] in keys} for layer in layers]
+    if not argv:
+        from lingua.config.help import first_example
+
+        report.example = first_example()
     given = _merge([*layers, arguments], foreign or Foreign(), keys, report)
     _resolve(cls, given, keys, report)
     args = _build(cls, given, keys, report)
@@ -72,18 +83,27 @@ def load(
     return args, list(report.notices.values())
 
 
-def read_saved(cls: type[C], path: str | Path, validated: Collection[str] = ()) -> C:
+def read_saved(cls: type[C], path: str | Path) -> C:
     """The keys of `cls` from a config.yaml that a run or a checkpoint has written.
 
     The file is read as data: `${...}` stays text and `base:` has no meaning. Keys that `cls` does
     not have are ignored, except in `model`, where one would mean another model. Keys that the file
-    does not have take their defaults. `validate()` runs in the groups named in `validated` alone.
-    Raises UserError.
+    does not have take their defaults. `validate()` runs in `model` alone. Raises UserError.
     """
-    keys, report = schema(cls), _Report(file=str(path), validated=validated)
+    keys, report = schema(cls), _Report(saved=str(path))
     saved = leaves(read_file(Path(path), str(path)), keys)
     known = {k: v for k, v in saved.items() if k in keys or k.startswith("model.")}
     args = _build(cls, known, keys, report)
+    report.check()
+    return args
+
+
+def from_values(defaults: C, values: Mapping[str, Any], where: str) -> C:
+    """`defaults` with plain `values` in place of some of its own. Raises UserError, which names the
+    place `where` they were given."""
+    keys, report = schema(defaults), _Report()
+    given = leaves({k: LocatedValue.of(v, where) for k, v in values.items()}, keys)
+    args = _build(type(defaults), given, keys, report)
     report.check()
     return args
 
@@ -117,29 +137,27 @@ def resume_classes(cls: type) -> dict[str, str | None]:
 class _Report:
     """What is found in one configuration."""
 
+    saved: str = ""  # path of the file, where it was written by a run
+    example: str = ""  # of a command line, for one that was empty
     mistakes: list[str] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)  # keys without a usable value
     notices: dict[str, str] = field(default_factory=dict)  # of keys that have no effect
     located: Values = field(default_factory=dict)  # every value by path, also of list elements
-    file: str = ""  # to name where a required value is absent
-    validated: Collection[str] | None = None  # the groups whose `validate()` runs; None: all
 
     def add(self, path: str, given: LocatedValue, need: str, usable: bool = False) -> None:
         """A mistake: the key, its value, what is required and the place."""
         written = given.text if type(given.value) in (int, float) else show(given)
         value = "" if given.value == MISSING else f" = {written}"
-        where = given.where or self.file
+        where = given.where or self.saved
         self.mistakes.append(f"{path}{value}: {need}{f' ({where})' if where else ''}")
         if not usable:
             self.wrong.add(path)
 
     def check(self) -> None:
         """Raises UserError with every mistake."""
-        if len(self.mistakes) > 1:
-            heading = f"{len(self.mistakes)} mistakes in the configuration:"
-            raise UserError("\n  ".join([heading, *self.mistakes]))
         if self.mistakes:
-            raise UserError(self.mistakes[0])
+            example = f"\nAn example: {self.example}" if self.example else ""
+            raise UserError(f"{all_of(self.mistakes)}{example}")
 
 
 # ---- the layers
@@ -151,9 +169,7 @@ def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:
     for arg in argv:
         name, equals, text = arg.partition("=")
         if not equals or not name or name.startswith("-"):
-            meant = arg.lstrip("-") if equals else f"config={arg}"
-            certain = name.startswith("-") if equals else arg.endswith((".yaml", ".yml"))
-            hint = f' (did you mean "{meant}"?)' if certain else ""
+            hint = f' (did you mean "config={arg}"?)' if arg.endswith((".yaml", ".yml")) else ""
             need = f"must have the form key=value or config=FILE{hint}; --help prints every key"
             report.mistakes.append(f'argument "{arg}": {need}')
             continue
@@ -168,40 +184,37 @@ def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:
 
 def _merge(layers: list[Values], foreign: Foreign, keys: Keys, report: _Report) -> Values:
     """The values that the layers give, each laid over those before it, without foreign keys."""
-    given: Values = {}  # in the order in which they were given
-    for layer in layers:
-        # Foreign keys come first, so that a key of ours in the same layer wins.
-        first = {path: value for path, value in layer.items() if path in foreign.translated}
-        given = {path: value for path, value in given.items() if path not in layer} | first | layer
     merged: Values = {}
-    for path, value in given.items():
-        ignored = next((k for k in foreign.ignored if f"{path}.".startswith(f"{k}.")), None)
-        if path in keys:
+    for layer in layers:
+        for path, value in layer.items():
             _set(merged, path, value, keys)
-        elif ignored is not None:
+    for path, value in list(merged.items()):
+        ignored = next((k for k in foreign.ignored if f"{path}.".startswith(f"{k}.")), None)
+        if path in keys or not (ignored or path in foreign.same_as or path in foreign.translated):
+            continue
+        del merged[path]
+        if ignored is not None:
             line = f"{ignored} has no effect here: {foreign.ignored[ignored]} ({value.where})"
             report.notices.setdefault(ignored, line)
         elif path in foreign.same_as:
             ours = foreign.same_as[path]
-            expected = given.get(ours, keys[ours].default) if ours in keys else value
+            expected = merged.get(ours, keys[ours].default) if ours in keys else value
             if plain(value) != plain(expected):
                 need = f"must equal {ours} = {show(expected)}, or be left out"
                 report.add(path, value, need, usable=True)
-        elif path in foreign.translated:
+        else:
             allowed = {show(v): meaning for v, meaning in foreign.translated[path].items()}
             if show(value) not in allowed:
                 report.add(path, value, f"must be {' or '.join(allowed)}")
             for ours, v in allowed.get(show(value), {}).items():
-                _set(merged, ours, LocatedValue.of(v, value.where), keys)
-        else:
-            _set(merged, path, value, keys)
+                merged.setdefault(ours, LocatedValue.of(v, value.where))
     return merged
 
 
 def _set(merged: Values, path: str, given: LocatedValue, keys: Keys) -> None:
     """Lay one value over what lower layers gave."""
     above = [] if path in keys else [k for k in keys if path.startswith(f"{k}.")]
-    mapping = next((k for k in above if dict in map(get_origin, members_of(keys[k].type))), None)
+    mapping = next((k for k in above if get_origin(keys[k].type) is dict), None)
     if mapping is not None:  # one entry of a mapping, over the file's mapping or the default one
         below = merged.get(mapping, keys[mapping].default).value
         entries = below if isinstance(below, dict) else {}
@@ -213,9 +226,6 @@ def _set(merged: Values, path: str, given: LocatedValue, keys: Keys) -> None:
         if null_over_key or key_over_null:
             del merged[other]
     merged[path] = given
-
-
-# ---- from the values of leaves to dataclasses
 
 
 def _resolve(cls: type, given: Values, keys: Keys, report: _Report) -> None:
@@ -249,7 +259,10 @@ def _resolve(cls: type, given: Values, keys: Keys, report: _Report) -> None:
                 report.add(path, value, str(e).splitlines()[0])
 
 
-def _build(cls: type, given: Values, keys: Keys, report: _Report, prefix: str = "") -> Any:
+# ---- from the values of leaves to dataclasses
+
+
+def _build(cls: Any, given: Values, keys: Keys, report: _Report, prefix: str = "") -> Any:
     """The dataclass `cls`, validated. The paths of `given`, and of `keys`, begin with `prefix`."""
     for path in [p for p in given if p not in keys]:
         unknown = LocatedValue(MISSING, given[path].where)
@@ -261,15 +274,15 @@ def _build(cls: type, given: Values, keys: Keys, report: _Report, prefix: str = 
         whole = path in given and value.value != {}  # null, or a mistake
         if key.group is not None and not whole and (inside or value.value is not None):
             return group(key.group, f"{path}.")
-        converted = _convert(path, value, key.type, report)
+        converted = _convert(path, value, key.type, key.optional, report)
         # Another key may refer to this one; a mistake here is no mistake there.
         return plain(key.default) if path in report.wrong else converted
 
     def group(cls: type, prefix: str) -> Any:
         made = cls(**{f.name: member(prefix + f.name) for f in fields(cls)})
-        chosen = report.validated is None or prefix.split(".")[0] in report.validated
         # The default in the place of a wrong value could only cause a second, false mistake.
         sound = not any(path.startswith(prefix) for path in report.wrong)
+        chosen = not report.saved or prefix.startswith("model.")
         if chosen and sound and hasattr(made, "validate"):
             for name, need in made.validate():
                 value = report.located.get(prefix + name, LocatedValue(MISSING, ""))
@@ -282,46 +295,35 @@ def _build(cls: type, given: Values, keys: Keys, report: _Report, prefix: str = 
 # ---- one value
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-_WORDS[type(None)] = "null"
 _EXAMPLES = {list: " such as [a, b]", dict: " such as {a: 1, b: 2}"}
 
 
-def _convert(path: str, given: LocatedValue, hint: Any, report: _Report) -> Any:
+def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: _Report) -> Any:
     """The value as its field's type wants it, or None and a mistake in the report."""
     report.located[path] = given
-    if given.value == MISSING:
-        return report.add(path, given, "must be given")
-    allowed = []
-    for kind in sorted(members_of(hint), key=lambda kind: kind is str):  # any text would be a str
-        try:
-            return _convert_to(path, given, kind, report)
-        except ValueError as e:
-            allowed.append(str(e))
-    return report.add(path, given, f"must be {', or '.join(allowed)}")
-
-
-def _convert_to(path: str, given: LocatedValue, kind: Any, report: _Report) -> Any:
-    """The value as one type. ValueError names what is allowed; a mistake inside a list or a mapping
-    goes into the report instead."""
     value, origin, inner = given.value, get_origin(kind), get_args(kind)
+    if value == MISSING:
+        return report.add(path, given, "must be given")
+    if value is None and optional:
+        return None
+    need = _WORDS.get(kind) or f"a {type_name(kind)}{_EXAMPLES.get(origin, '')}"
     if is_dataclass(kind):
         if isinstance(value, dict):
             keys = schema(kind, f"{path}.")
             return _build(kind, leaves(value, keys, f"{path}."), keys, report, f"{path}.")
-        raise ValueError(f"a group of keys ({', '.join(f.name for f in fields(kind))})")
-    if origin is Literal:
-        choices = {show(choice).strip('"'): choice for choice in inner}
+        need = f"a group of keys ({', '.join(f.name for f in fields(kind))})"
+    elif origin is Literal:
+        choices = {str(choice): choice for choice in inner}
         if given.text in choices:
             return choices[given.text]
-        raise ValueError(" or ".join(choices) + nearest(str(given.text), choices))
-    if isinstance(value, list) and origin in (list, tuple):
-        kinds = inner if origin is tuple and inner[-1] is not ... else inner[:1] * len(value)
-        if len(kinds) == len(value):
-            items = enumerate(zip(value, kinds, strict=True))
-            return origin(_convert(f"{path}[{i}]", v, k, report) for i, (v, k) in items)
-    if isinstance(value, dict) and origin is dict:
-        return {k: _convert(f"{path}.{k}", v, inner[1], report) for k, v in value.items()}
-    if kind is str and given.text is not None:
+        need = type_name(kind) + nearest(str(given.text), choices)
+    elif origin is list and isinstance(value, list):
+        element = split_optional(inner[0])
+        return [_convert(f"{path}[{i}]", v, *element, report) for i, v in enumerate(value)]
+    elif origin is dict and isinstance(value, dict):
+        entry = split_optional(inner[1])
+        return {k: _convert(f"{path}.{k}", v, *entry, report) for k, v in value.items()}
+    elif kind is str and given.text is not None:
         if value is not None or (given.text == "" and given.where == COMMAND_LINE):
             return given.text
     elif kind is float and type(value) is int:
@@ -330,7 +332,7 @@ def _convert_to(path: str, given: LocatedValue, kind: Any, report: _Report) -> A
         return int(value)  # 1e6 steps is how people write a million; beyond 2**53 it is not exact
     elif kind is Any or (type(value) is kind and value == value):  # nan would pass every check
         return plain(given)
-    raise ValueError(_WORDS.get(kind) or f"a {type_name(kind)}{_EXAMPLES.get(origin or kind, '')}")
+    return report.add(path, given, f"must be {need}{', or null' if optional else ''}")
 
 
 def _nearest_key(path: str, keys: Keys) -> str:

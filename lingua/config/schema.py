@@ -1,8 +1,8 @@
 """The keys of a configuration class: types, defaults, groups, and what a change means on resume."""
 
 import dataclasses
-import types
 from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lingua.config.values import MISSING, LocatedValue, Values, plain
@@ -20,11 +20,11 @@ RESUME_CLASSES = ("free", "announced", "guarded")
 class Key:
     """A key of the schema: a leaf, or (`group`) a nested dataclass."""
 
-    type: Any  # without Annotated
+    type: Any  # without Annotated and null
+    optional: bool  # may be null
     default: LocatedValue  # of MISSING where a value must be given
     resume: str | None
     group: type | None
-    optional: bool  # may be null
 
 
 Keys = dict[str, Key]  # by path
@@ -41,19 +41,19 @@ def schema(owner: Any, prefix: str = "") -> Keys:
         if get_origin(hint) is Annotated:
             resume = next((m for m in hint.__metadata__ if m in RESUME_CLASSES), None)
             hint = hint.__origin__
+        kind, optional = split_optional(hint)
         default = _default(f) if owner is cls else getattr(owner, f.name)
-        members = members_of(hint)
-        group = next((m for m in members if is_dataclass(m)), None)
-        if group is not None and is_dataclass(default):
-            group = type(default)  # which may be a subclass
         located = LocatedValue.of(plain(default), "" if default == MISSING else "the default")
-        keys[prefix + f.name] = Key(hint, located, resume, group, type(None) in members)
+        group: Any = kind if is_dataclass(kind) else None
+        if is_dataclass(default):
+            group = type(default)  # which may be a subclass
+        keys[prefix + f.name] = Key(kind, optional, located, resume, group)
         if group is not None:
             keys |= schema(default if is_dataclass(default) else group, f"{prefix}{f.name}.")
     return keys
 
 
-def _default(f: dataclasses.Field) -> Any:
+def _default(f: dataclasses.Field[Any]) -> Any:
     if f.default_factory is not dataclasses.MISSING:
         return f.default_factory()
     return MISSING if f.default is dataclasses.MISSING else f.default
@@ -74,20 +74,21 @@ def leaves(entries: Values, keys: Keys, prefix: str = "") -> Values:
     return flat
 
 
-def members_of(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, (hint,) for any other type."""
-    return get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
+def split_optional(hint: Any) -> tuple[Any, bool]:
+    """A field's type without `| None`, and whether it had that. Other unions are not supported."""
+    members = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    kinds = [member for member in members if member is not NoneType]
+    assert len(kinds) == 1, f"{hint}: a field has one type, or that and None"
+    return kinds[0], NoneType in members
 
 
-def type_name(hint: Any) -> str:
-    """`int or null`, `full or none`, `mapping of float`: a type in the words of a YAML file."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if len(members_of(hint)) > 1:
-        return " or ".join(type_name(member) for member in inner)
+def type_name(kind: Any) -> str:
+    """`int`, `full or none`, `mapping of float`: a type in the words of a YAML file."""
+    origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(str(choice) for choice in inner)
-    if origin in (list, tuple):
+    if origin is list:
         return f"list of {type_name(inner[0])}"
     if origin is dict:
         return f"mapping of {type_name(inner[1])}"
-    return {type(None): "null", Any: "any"}.get(hint) or getattr(hint, "__name__", str(hint))
+    return "any" if kind is Any else kind.__name__

@@ -22,8 +22,7 @@ class Stage:
 
 @dataclass
 class SourceFiles:
-    """Where the files of a source are if not in the file or folder of its name, and the key of its
-    text."""
+    """Where the files of a source are, if not where its name leads, and the key of its text."""
 
     # patterns such as web/**/*.jsonl.zst, relative to data.root_dir; a folder means all files in it
     files: list[str] = field(default_factory=list)
@@ -60,7 +59,6 @@ class DataArgs:
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        """(field, what is required of it) for every value out of range."""
         for name, least in (("seq_len", 1), ("n_views", 2), ("batch_size", 1), ("workers", 0)):
             if getattr(self, name) < least:
                 yield name, f"must be at least {least}"
@@ -72,15 +70,20 @@ class DataArgs:
         yield from _validate_weights(self.sources)
         before = 0
         for i, stage in enumerate(self.stages):
+            key = f"stages[{i}].from_step"
             if stage.from_step < 1:
-                need = "must be at least 1; the weights from the first step on are data.sources"
-                yield f"stages[{i}].from_step", need
+                yield key, "must be at least 1; the weights from the first step on are data.sources"
             elif stage.from_step <= before:
-                need = f"must be above that of the stage before it, {before}"
-                yield f"stages[{i}].from_step", need
+                yield key, f"must be above that of the stage before it, {before}"
             before = max(before, stage.from_step)
-            for key, need in _validate_weights(stage.sources):
-                yield f"stages[{i}].{key}", need
+            for name, need in _validate_weights(stage.sources):
+                yield f"stages[{i}].{name}", need
+
+    @property
+    def step_rows(self) -> int:
+        """`global_batch_size`, once it is resolved."""
+        assert self.global_batch_size is not None
+        return self.global_batch_size
 
     def used_sources(self) -> list[str]:
         """Every source that has a weight above 0 at some step, sorted."""
@@ -88,15 +91,13 @@ class DataArgs:
         return sorted({name for w in weights for name, weight in w.items() if weight > 0})
 
     def text_keys(self, source: str) -> tuple[str, ...]:
-        """The keys or columns in which a record of the source may have its text: the first that
-        exists is read."""
+        """The keys or columns of a source's text: the first that a record has is read."""
         key = self.source_files.get(source, SourceFiles()).text_key
         return (key,) if key else ("text", "content")
 
     def row_stream(self, sources: dict[str, Source], seed: int) -> RowStream:
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""
-        rows = self.global_batch_size
-        stages = [(stage.from_step * rows, stage.sources) for stage in self.stages]
+        stages = [(stage.from_step * self.step_rows, stage.sources) for stage in self.stages]
         return RowStream(sources, self.sources, self.seq_len, self.n_views, seed, stages)
 
     def cache_path(self) -> Path:

@@ -18,7 +18,6 @@ class Rows(Protocol):
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
         """Tokens [n, seq_len + n_views - 1], of any integer dtype, of the positions int64 [n].
-
         Called by several threads at once."""
 
     def is_target(self, positions: np.ndarray) -> np.ndarray | None:

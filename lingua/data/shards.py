@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lingua.errors import UserError
+from lingua.format import counted
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -51,6 +52,20 @@ class Shard:
     train: Split
     heldout: Split
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Shard":
+        splits = {split: Split(**fields[split]) for split in SPLITS}
+        return cls(fields["name"], fields["parts"], **splits)
+
+    def files(self, dtype: str) -> dict[str, int]:
+        """{file name: size in bytes} of its files, with tokens of `dtype`."""
+        sizes = {}
+        for split in SPLITS:
+            counts = getattr(self, split)
+            sizes[f"{self.name}.{split}.tokens"] = counts.tokens * np.dtype(dtype).itemsize
+            sizes[f"{self.name}.{split}.documents"] = counts.documents * DOCUMENT_COLUMNS * 8
+        return sizes
+
 
 @dataclass
 class Manifest:
@@ -85,25 +100,10 @@ class Manifest:
                 return None
             del fields["totals"]
             fields["parts"] = [InputPart(**part) for part in fields["parts"]]
-            fields["shards"] = [shard_from_json(shard) for shard in fields["shards"]]
+            fields["shards"] = [Shard.from_json(shard) for shard in fields["shards"]]
             return cls(version=FORMAT_VERSION, **fields)
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             return None
-
-
-def shard_from_json(fields: dict[str, Any]) -> Shard:
-    splits = {split: Split(**fields[split]) for split in SPLITS}
-    return Shard(fields["name"], fields["parts"], **splits)
-
-
-def shard_files(shard: Shard, dtype: str) -> dict[str, int]:
-    """{file name: size in bytes} of the files of a shard."""
-    sizes = {}
-    for split in SPLITS:
-        counts = getattr(shard, split)
-        sizes[f"{shard.name}.{split}.tokens"] = counts.tokens * np.dtype(dtype).itemsize
-        sizes[f"{shard.name}.{split}.documents"] = counts.documents * DOCUMENT_COLUMNS * 8
-    return sizes
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,16 @@ class Source:
         self.folder, self.manifest = folder, manifest
         self.name, self.fingerprint = manifest.source, manifest.fingerprint
         self.dtype = np.dtype(manifest.dtype)
-        self._ends = np.cumsum([shard.train.tokens for shard in manifest.shards], dtype=np.int64)
-        self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_train)
+        self.n_tokens = manifest.total("train", "tokens")
+        sizes = np.array([shard.train.tokens for shard in manifest.shards], np.int64)
+        self._numbers = np.flatnonzero(sizes)  # of the shards that have any
+        self._sizes = sizes[self._numbers]
+        self._ends = self._sizes.cumsum()
+        self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._map_train)
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Source":
+    def open(cls, folder: Path) -> "Source":
         """Raises UserError where `folder` holds no valid manifest."""
-        folder = Path(folder)
         manifest = Manifest.load(folder)
         if manifest is None:
             raise UserError(
@@ -138,65 +141,45 @@ class Source:
             )
         return cls(folder, manifest)
 
-    @property
-    def n_tokens(self) -> int:
-        """Train tokens of all shards."""
-        return int(self._ends[-1]) if len(self._ends) else 0
-
     def n_rows(self, seq_len: int, n_views: int) -> int:
         """How many rows one epoch has. Raises UserError when there is not even one."""
-        needed = seq_len + n_views - 1
         n_rows = (self.n_tokens - (n_views - 1)) // seq_len
         if n_rows < 1:
             raise UserError(
                 f"data.sources.{self.name}: has {self.n_tokens} tokens to train on "
-                f"({self.manifest.total('heldout', 'tokens')} more are held out), but one row "
-                f"needs {needed} (data.seq_len = {seq_len}, data.n_views = {n_views})"
+                f"({self.manifest.total('heldout', 'tokens')} more are held out, "
+                f"{counted(sum(self.manifest.skipped.values()), 'bad record')} left out), but one "
+                f"row needs {seq_len + n_views - 1} (data.seq_len = {seq_len}, data.n_views = "
+                f"{n_views})"
             )
         return n_rows
 
     def read(self, starts: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
         """Copy the tokens that begin at `starts` [n] into the rows out[where], whole rows each."""
-        length = out.shape[1]
-        shard = np.searchsorted(self._ends, starts, side="right")
-        inside = starts - (self._ends[shard] - self._sizes[shard])
-        size = self.dtype.itemsize
-        shard, inside = shard.tolist(), inside.tolist()
-        maps = [self._map(s) for s in shard]
+        length, size = out.shape[1], self.dtype.itemsize
+        shards = np.searchsorted(self._ends, starts, side="right")
+        inside = starts - (self._ends[shards] - self._sizes[shards])
+        places = list(zip(shards.tolist(), inside.tolist(), strict=True))
         # The disk is asked for all of them before the first one is waited for.
-        for (_, memory), begin in zip(maps, inside, strict=True):
+        for shard, begin in places:
             first = begin * size & -mmap.PAGESIZE
+            memory = self._map(shard)[1]
             memory.madvise(mmap.MADV_WILLNEED, first, (begin + length) * size - first)
-        for i, s, (tokens, _), begin in zip(where.tolist(), shard, maps, inside, strict=True):
-            piece = tokens[begin : begin + length]
-            if len(piece) == length:
-                out[i] = piece
-            else:
-                self._read_across(s, piece, out[i])
+        for i, (shard, begin) in zip(where.tolist(), places, strict=True):
+            row = out[i]
+            while len(piece := self._map(shard)[0][begin : begin + len(row)]) < len(row):
+                row[: len(piece)] = piece  # it goes on in the next shard
+                row, shard, begin = row[len(piece) :], shard + 1, 0
+            row[:] = piece
 
-    def _read_across(self, s: int, piece: np.ndarray, out: np.ndarray) -> None:
-        """A row that begins with `piece`, the rest of shard s, and goes on in the next ones."""
-        out[: len(piece)] = piece
-        filled = len(piece)
-        while filled < len(out):
-            s += 1
-            if self._sizes[s]:
-                piece = self._map(s)[0][: len(out) - filled]
-                out[filled : filled + len(piece)] = piece
-                filled += len(piece)
-
-    @functools.cached_property
-    def _sizes(self) -> np.ndarray:
-        return np.diff(self._ends, prepend=0)
-
-    def _open_train(self, s: int) -> tuple[np.ndarray, mmap.mmap]:
-        """The train tokens of shard s, and the memory map that they lie in."""
-        path = self.folder / f"{self.manifest.shards[s].name}.train.tokens"
-        with path.open("rb") as file:
+    def _map_train(self, shard: int) -> tuple[np.ndarray, mmap.mmap]:
+        """The tokens of the shard `_numbers[shard]`, and the memory map that they lie in."""
+        name = self.manifest.shards[self._numbers[shard]].name
+        with (self.folder / f"{name}.train.tokens").open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # Rows lie far apart: what the system would read ahead of each, megabytes, is in vain.
         memory.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(memory, self.dtype, int(self._sizes[s])), memory
+        return np.frombuffer(memory, self.dtype), memory
 
     def documents(self, shard: int, split: str) -> np.ndarray:
         """int64 [documents, DOCUMENT_COLUMNS] of a split of a shard, in the order of its tokens."""
@@ -210,32 +193,27 @@ class Source:
 
     def spans(self, start: int, n: int) -> Iterator[DocumentSpan]:
         """The documents of train tokens start ... start + n - 1, in order."""
-        end = start + n
-        for shard in range(int(np.searchsorted(self._ends, start, side="right")), len(self._ends)):
-            shard_start = int(self._ends[shard] - self._sizes[shard])
-            if shard_start >= end:
-                return
+        shard_begins = self._ends - self._sizes
+        overlaps = (self._ends > start) & (shard_begins < start + n)
+        for i in np.flatnonzero(overlaps):
+            shard = int(self._numbers[i])
             lengths = self.documents(shard, "train")[:, 0]
-            ends = shard_start + np.cumsum(lengths)
-            for i in range(int(np.searchsorted(ends, start, side="right")), len(ends)):
-                document_start = int(ends[i] - lengths[i])
-                if document_start >= end:
-                    return
-                first, last = max(start, document_start), min(end, int(ends[i]))
-                if first < last:
-                    inside = first - document_start, last - document_start
-                    yield DocumentSpan(shard, i, *inside, n_tokens=int(lengths[i]))
+            begins = shard_begins[i] + lengths.cumsum() - lengths
+            firsts = np.maximum(start - begins, 0)
+            ends = np.minimum(start + n - begins, lengths)
+            for d in np.flatnonzero(firsts < ends).tolist():
+                inside = int(firsts[d]), int(ends[d])
+                yield DocumentSpan(shard, d, *inside, n_tokens=int(lengths[d]))
 
     def heldout_documents(self) -> np.ndarray:
         """int64 [documents, 4]: shard, first token in the shard's file, tokens, bytes of text; in
         the order of the text's hash, which depends on nothing but the documents themselves."""
-        tables = []
-        for s in range(len(self.manifest.shards)):
-            table = self.documents(s, "heldout")
-            first = np.cumsum(table[:, 0]) - table[:, 0]
-            shard_column = np.full(len(table), s)
-            tables.append(np.column_stack([shard_column, first, table]))
-        documents = np.concatenate(tables) if tables else np.empty((0, 5), np.int64)
+        tables = [np.empty((0, 2 + DOCUMENT_COLUMNS), np.int64)]
+        for shard in range(len(self.manifest.shards)):
+            table = self.documents(shard, "heldout")
+            first = table[:, 0].cumsum() - table[:, 0]
+            tables.append(np.column_stack([np.full(len(table), shard), first, table]))
+        documents = np.concatenate(tables)
         return documents[np.argsort(documents[:, 4], kind="stable")][:, :4]
 
     def heldout_tokens(self, shard: int, first: int, n: int) -> np.ndarray:

@@ -1,17 +1,18 @@
 """What a run reads, without training:
 
-    python -m lingua.data.show config=FILE [key=value ...]                 the mixture
-    python -m lingua.data.show config=FILE step=1000 row=3 [key=value ...] one row as text
+    python -m lingua.data.show config=apps/main/configs/debug.yaml
+    python -m lingua.data.show config=runs/debug/config.yaml step=100
+    python -m lingua.data.show config=runs/debug/config.yaml step=100 row=3
 
-FILE is the config of a training run, best the resolved one, <dump_dir>/config.yaml. Keys that are
+Without a step it shows the mixture, else one row as text. The config is that of a training run,
+best the resolved one, <dump_dir>/config.yaml. Keys that are
 not about data are ignored. Sources that are not tokenized yet are tokenized first.
 """
 
 import sys
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.args import DataArgs
-from lingua.data.prepare.files import FilePart
 from lingua.data.prepare.records import read_records, records_before
 from lingua.data.prepare.sources import prepare_sources, source_files
+from lingua.data.prepare.units import HELD_OUT_BELOW
 from lingua.data.shards import DocumentSpan, Source
 from lingua.data.stream import RowStream, shares
 from lingua.format import align
@@ -56,7 +57,7 @@ def main() -> None:
     for line in notices:
         _report(line)
     tokenizer = build_tokenizer(args.data.tokenizer)
-    sources = prepare_sources(args.data, tokenizer, _report, progress=True)
+    sources = prepare_sources(args.data, tokenizer, _report)
     stream = args.data.row_stream(sources, args.seed)
     if args.step is None:
         lines = describe_mixture(args, stream, sources)
@@ -70,24 +71,20 @@ def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# ---- one row
-
-
 def describe_row(
     args: ShowArgs, stream: RowStream, sources: dict[str, Source], tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Where the row comes from, then its text, a header before each document's part of it."""
-    position = np.array([(args.step - 1) * args.data.global_batch_size + args.row])
+    """Where the row of `args` comes from, then its text, a header before each document's part."""
+    data = args.data
+    assert args.step is not None and data.global_batch_size is not None
+    position = np.array([(args.step - 1) * data.global_batch_size + args.row])
     (stage,), (index,), (row,) = stream.stages.stage_of(position), *stream.source_rows(position)
     name = stream.names[index]
     source = sources[name]
-    tokens = stream.rows(position)[0]
-    start, n_rows = (
-        int(row) * args.data.seq_len,
-        source.n_rows(args.data.seq_len, args.data.n_views),
-    )
+    (tokens,) = stream.rows(position)
+    start, n_rows = int(row) * data.seq_len, source.n_rows(data.seq_len, data.n_views)
     epoch, number = divmod(stream.counts(int(position[0]))[name], n_rows)
-    begun = args.data.stages[stage - 1].from_step if stage else 0
+    begun = data.stages[stage - 1].from_step if stage else 0
     yield (
         f"step {args.step}, row {args.row}: position {position[0]:,} of the run, "
         f"in the stage from step {begun}"
@@ -96,79 +93,56 @@ def describe_row(
         f"{name}: row {row:,} of {n_rows:,}, number {number:,} of epoch {epoch}: tokens {start:,} "
         f"to {start + len(tokens) - 1:,} of {source.n_tokens:,}"
     )
-    files = {file.path: file for file in source_files(name, args.data)}
-    keys = args.data.text_keys(name)
     at = 0
     for span in source.spans(start, len(tokens)):
-        n = span.end - span.first
+        end = at + span.end - span.first
         before = sum(s.train.documents for s in source.manifest.shards[: span.shard])
         yield (
-            f"--- tokens {at:,} to {at + n - 1:,} of the row: document {before + span.document:,} "
-            f"({find_record(source, span, files, keys)}), its tokens {span.first:,} to "
+            f"--- tokens {at:,} to {end - 1:,} of the row: document {before + span.document:,} "
+            f"({find_record(source, span, data)}), its tokens {span.first:,} to "
             f"{span.end - 1:,} of {span.n_tokens:,}"
         )
-        yield tokenizer.decode(tokens[at : at + n])
-        at += n
+        yield tokenizer.decode(tokens[at:end])
+        at = end
 
 
-def find_record(
-    source: Source, span: DocumentSpan, files: dict[str, FilePart], keys: tuple[str, ...]
-) -> str:
-    """`file:line`, or of parquet `file:row`, of the document of `span`.
-
-    The shard's text is read again up to the record with the document's hash: a few seconds at most,
-    and nothing has to be stored about every document for it.
-    """
-    hashes = source.documents(span.shard, "train")[:, 2]
-    same_before = int((hashes[: span.document] == hashes[span.document]).sum())  # equal texts
-    wanted = int(hashes[span.document]) % 2**64
-    for known in source.shard_inputs(span.shard):
-        part = replace(files[known.path], begin=known.begin, end=known.end)
-        for record in read_records(part, keys):
-            if record.wrong or record.hash != wanted:
-                continue
-            if same_before == 0:
-                return f"{part.full}:{records_before(part) + record.number}"
-            same_before -= 1
-    return "no longer in its files"
-
-
-# ---- the mixture
+def find_record(source: Source, span: DocumentSpan, args: DataArgs) -> str:
+    """`file:line`, or of parquet `file:row`, of the document of `span`. The shard's text is read
+    again up to there: a few seconds at most, and nothing has to be stored about every document."""
+    files = {file.path: file for file in source_files(source.name, args)}
+    inputs = source.shard_inputs(span.shard)
+    parts = [replace(files[part.path], begin=part.begin, end=part.end) for part in inputs]
+    trained = (
+        (part, record.number)
+        for part in parts
+        for record in read_records(part, args.text_keys(source.name))
+        if not record.wrong and record.hash >= HELD_OUT_BELOW
+    )
+    part, number = next(islice(trained, span.document, None))
+    return f"{part.full}:{records_before(part) + number}"
 
 
 def describe_mixture(
     args: ShowArgs, stream: RowStream, sources: dict[str, Source]
 ) -> Iterator[str]:
-    """The size of each source and how much of it the run reads, the shares, and warnings."""
-    data, n = args.data, args.steps * args.data.global_batch_size
+    """The size of each source, how much of it the run reads, and the shares of the rows."""
+    data = args.data
+    assert data.global_batch_size is not None
+    n = args.steps * data.global_batch_size
     yield (
         f"{args.steps:,} steps of {data.global_batch_size:,} rows of {data.seq_len:,} tokens: "
         f"{n:,} rows, {n * data.seq_len:,} tokens"
     )
-    table = [("source", "documents", "tokens", "rows an epoch", "rows read", "epochs")]
-    warnings = []
+    table = [["source", "documents", "tokens", "rows an epoch", "rows read", "epochs"]]
     for name, read in stream.counts(n).items():
         source = sources[name]
         n_rows = source.n_rows(data.seq_len, data.n_views)
-        documents, epochs = source.manifest.total("train", "documents"), read / n_rows
-        counts = (documents, source.n_tokens, n_rows, read)
-        table.append((name, *(f"{count:,}" for count in counts), f"{epochs:.3f}"))
-        if read > n_rows:
-            read_after = partial(_read_after, name, stream, data.global_batch_size)
-            whole = bisect_left(range(args.steps), n_rows, key=read_after)
-            warnings.append(
-                f"warning: {name} is seen {epochs:.2f} times: after step {whole:,} each of its "
-                f"{n_rows:,} rows has been read, and they come again in another order"
-            )
+        counts = (source.manifest.total("train", "documents"), source.n_tokens, n_rows, read)
+        table.append([name, *(f"{count:,}" for count in counts), f"{read / n_rows:.3f}"])
     yield from align(table, left=1)
     for from_step, weights in [(0, data.sources), *((s.from_step, s.sources) for s in data.stages)]:
         parts = (f"{name} {float(share):.4%}" for name, share in shares(weights).items())
         yield f"shares of the rows from step {from_step}: {', '.join(parts)}"
-    yield from warnings
-
-
-def _read_after(name: str, stream: RowStream, global_batch_size: int, step: int) -> int:
-    return stream.counts(step * global_batch_size)[name]
 
 
 if __name__ == "__main__":

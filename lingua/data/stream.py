@@ -3,7 +3,7 @@
 A position determines which source its row comes from and how many rows that source gave before
 (`Mixture`, and `Stages` where the weights change during the run). A permutation keyed by (seed,
 source, epoch) determines which row of the source that is (`permute`). None of them keeps state, so
-every position costs the same and nothing has to be replayed.
+every position costs the same.
 """
 
 import functools
@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import ceil, lcm
 
 import numpy as np
@@ -88,14 +88,15 @@ class Stages:
     """
 
     def __init__(self, mixtures: Sequence[tuple[int, dict[str, float]]]):
+        self.names = tuple(sorted({name for _, weights in mixtures for name in shares(weights)}))
         self._starts = np.array([start for start, _ in mixtures], np.int64)
-        self._mixtures = [Mixture(weights) for _, weights in mixtures]
-        self.names = tuple(sorted({name for m in self._mixtures for name in m.names}))
-        # Of each stage: the places of its sources in `names`, and the rows each source gave before.
-        self._columns = [np.searchsorted(self.names, m.names) for m in self._mixtures]
+        self._mixtures = [
+            Mixture({name: weights.get(name, 0) for name in self.names}) for _, weights in mixtures
+        ]
+        # The rows each source gave before each stage.
         self._before = [np.zeros(len(self.names), np.int64)]
-        for stage, length in enumerate(np.diff(self._starts).tolist()):
-            self._before.append(self._count(stage, length))
+        for mixture, length in zip(self._mixtures, np.diff(self._starts).tolist(), strict=False):
+            self._before.append(self._before[-1] + mixture.counts(length))
 
     def stage_of(self, positions: np.ndarray) -> np.ndarray:
         """The number of the stage, from 0, of each of `positions` [n]: int64 [n]."""
@@ -103,14 +104,9 @@ class Stages:
 
     def counts(self, position: int) -> list[int]:
         """How many rows each source, in the order of `names`, gave before `position`."""
-        stage = int(self.stage_of(position))
-        return self._count(stage, int(position - self._starts[stage])).tolist()
-
-    def _count(self, stage: int, n: int) -> np.ndarray:
-        """The rows each source gave before place `n` of a stage."""
-        counts = self._before[stage].copy()
-        counts[self._columns[stage]] += self._mixtures[stage].counts(n)
-        return counts
+        stage = int(self.stage_of(np.array(position)))
+        inside = int(position - self._starts[stage])
+        return (self._before[stage] + self._mixtures[stage].counts(inside)).tolist()
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(index in `names`, rows that source gave before), int64 [n] each, of `positions` [n]."""
@@ -120,8 +116,7 @@ class Stages:
         for stage in np.unique(stage_of).tolist():
             where = np.flatnonzero(stage_of == stage)
             inside = positions[where] - self._starts[stage]
-            column, given_inside = self._mixtures[stage].locate(inside)
-            index[where] = self._columns[stage][column]
+            index[where], given_inside = self._mixtures[stage].locate(inside)
             given[where] = self._before[stage][index[where]] + given_inside
         return index, given
 
@@ -140,19 +135,20 @@ class Mixture:
     Q places, and c = floor(n q_s / Q) of those before n. The others are renumbered n - c and
     offered to the next source with Q - q_s places. So the rows a source gave before a place are
     its c, without visiting the places between.
+
+    Sources are in the order of their names; one of weight 0 gives no row.
     """
 
     def __init__(self, weights: dict[str, float]):
         exact = shares(weights)
-        self.names = tuple(exact)
         self._total = lcm(*(share.denominator for share in exact.values()))
-        parts = [int(share * self._total) for share in exact.values()]
-        self._prefix = list(accumulate(parts))
-        self.block = max(MIN_BLOCK, ceil(Fraction(self._total, min(parts))))
+        parts = [int(exact.get(name, Fraction()) * self._total) for name in sorted(weights)]
+        self._prefix = np.array([0, *accumulate(parts)], object)  # of unbounded integers
+        self.block = max(MIN_BLOCK, ceil(1 / min(exact.values())))
         self._block_start = functools.lru_cache(maxsize=64)(self._quotas)
 
     def counts(self, position: int) -> list[int]:
-        """How many rows each source, in the order of `names`, gave before `position`."""
+        """How many rows each source gave before `position`."""
         b, n = divmod(int(position), self.block)
         places, counts = self.block, []
         for offset, quota in zip(*self._block_start(b), strict=True):
@@ -162,7 +158,7 @@ class Mixture:
         return counts
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(index in `names`, rows that source gave before), int64 [n] each, of `positions` [n]."""
+        """(index of the source, rows it gave before), int64 [n] each, of `positions` [n]."""
         positions = np.asarray(positions, np.int64)
         index, given = np.empty_like(positions), np.empty_like(positions)
         # n * quota < B^2 must fit; a block this long means a tiny share, and is rare.
@@ -183,12 +179,9 @@ class Mixture:
 
     def _quotas(self, b: int) -> tuple[list[int], list[int]]:
         """(rows each source gave before block b, rows it gives inside the block)."""
-        begin, end = self._count_at(b * self.block), self._count_at((b + 1) * self.block)
-        return begin, [after - before for before, after in zip(begin, end, strict=True)]
-
-    def _count_at(self, n: int) -> list[int]:
-        floors = [n * prefix // self._total for prefix in self._prefix]
-        return [high - low for low, high in pairwise([0, *floors])]
+        ends = (b * self.block, (b + 1) * self.block)
+        begin, end = (np.diff(n * self._prefix // self._total) for n in ends)
+        return begin.tolist(), (end - begin).tolist()
 
 
 def shares(weights: dict[str, float]) -> dict[str, Fraction]:

@@ -21,7 +21,7 @@ class TextData:
         check_sources(args.data, tokenizer)
 
     def prepare(self, args: Any, tokenizer: Tokenizer, report: Callable[[str], None]) -> None:
-        prepare_sources(args.data, tokenizer, report, progress=True)
+        prepare_sources(args.data, tokenizer, report)
 
     def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
         sources = open_sources(args.data, tokenizer)

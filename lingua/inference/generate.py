@@ -1,18 +1,19 @@
 """Text from a model, in batches: each row with its own settings, seed and end.
 
 A model whose forward takes a `cache` (lingua.model.Cache) is run on the new tokens only; any other
-is run on the whole text for each token. On a mesh every rank calls `generate`, a
-data-parallel rank with requests of its own, the tp ranks of a group with the same ones.
+is run on the whole text for each token.
 """
 
 import inspect
+import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -21,25 +22,28 @@ from lingua.dtensor import whole
 from lingua.errors import UserError
 from lingua.inference.sampling import Sampler, SamplingArgs
 from lingua.model import Cache
-from lingua.parallel.mesh import dp_degree
+from lingua.parallel.mesh import divide, dp_degree, world_sum_
 from lingua.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how to go on with it."""
+    """A prompt, and how to continue it."""
 
     prompt: list[int]  # not empty
     settings: SamplingArgs
     seed: int = 0
-    # The text is as it reads behind the prompt. Some tokenizers drop the space that a text begins
-    # with: alone it would lose the space between the two.
+    # Decode the text together with the end of the prompt: some tokenizers drop the space that a
+    # text begins with.
     behind_prompt: bool = True
+    on_text: Callable[[str], None] | None = None  # called with text that no later token changes
 
 
 @dataclass
 class Completion:
-    """What a model made of a request."""
+    """What a model generated for a request."""
 
     text: str = ""  # without the stop string or token
     tokens: list[int] = field(default_factory=list)  # all that were generated
@@ -47,28 +51,25 @@ class Completion:
     finish: str = ""  # stop_string, stop_token or length
 
 
-def fit_prompt(request: Request, context: int, on_long_prompt: str, where: str) -> Request:
-    """The request itself, or with a shorter prompt that leaves room for its `max_gen_tokens`.
-
-    Args:
-        context: tokens of prompt and result.
-        on_long_prompt: `cut` a longer prompt on the left, or `refuse` it.
-        where: names the prompt in messages.
-    """
-    room = context - request.settings.max_gen_tokens
-    if room < 1:
-        raise UserError(
-            f"max_gen_tokens = {request.settings.max_gen_tokens}: leaves no room for a prompt; "
-            f"must be below the context of {context} tokens"
+def fit_prompts(requests: Sequence[Request], context: int) -> list[Request]:
+    """The requests; prompts that do not fit in the context together with `max_gen_tokens` are cut
+    on the left, and counted in a warning. UserError where there is no room for any prompt."""
+    fitted, n_cut = [], 0
+    for request in requests:
+        n_new = request.settings.max_gen_tokens
+        if n_new >= context:
+            raise UserError(
+                f"max_gen_tokens = {n_new}: leaves no room for a prompt; must be below the context "
+                f"of {context} tokens"
+            )
+        n_cut += len(request.prompt) > context - n_new
+        fitted.append(replace(request, prompt=request.prompt[n_new - context :]))
+    if n_cut:
+        logger.warning(
+            f"{n_cut} of {len(requests)} prompts cut on the left: with max_gen_tokens they are "
+            f"longer than the context of {context} tokens"
         )
-    if len(request.prompt) <= room:
-        return request
-    if on_long_prompt == "refuse":
-        raise UserError(
-            f"{where}: has {len(request.prompt)} tokens; must have at most {room}, the context of "
-            f"{context} less max_gen_tokens; on_long_prompt=cut cuts it on the left"
-        )
-    return replace(request, prompt=request.prompt[-room:])
+    return fitted
 
 
 @torch.no_grad()
@@ -78,146 +79,105 @@ def generate(
     tokenizer: Tokenizer,
     mesh: DeviceMesh,
     batch_size: int,
-    on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
-    """Completions in the order of the requests.
+    """Completions in the order of the requests. Every rank calls it with the same requests, which
+    the data-parallel ranks divide among themselves, and has all results.
 
     Args:
-        batch_size: rows of one forward, of prompts of like length.
-        on_text: called with (index of a request, text added to it) as soon as that is certain.
+        batch_size: rows of one forward on each data-parallel rank, of prompts of like length.
     """
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
-    n_batches = _most(-(-len(requests) // batch_size), mesh)
-    found: dict[int, Completion] = {}
+    n_batches = -(-len(requests) // (batch_size * dp_degree(mesh)))
+    # A rank without requests runs the model all the same: others need it in FSDP's collectives.
+    idle = Request([0], SamplingArgs(max_gen_tokens=1))
+
+    def complete(mine: list[Request]) -> list[Completion]:
+        done = []
+        for i in range(n_batches):
+            batch = mine[i * batch_size : (i + 1) * batch_size]
+            done += _complete_batch(model, batch or [idle], tokenizer, mesh)[: len(batch)]
+        return done
+
+    with evaluating(model):
+        done = divide(complete, [requests[i] for i in order], mesh)
+    by_index = dict(zip(order, done, strict=True))
+    return [by_index[i] for i in range(len(requests))]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the model in evaluation mode and without its compiled blocks: every length is a new
+    shape, for which they would be compiled again."""
+    imported = "torch._dynamo" in sys.modules  # else nothing is compiled: importing takes a second
     training = model.training
     model.eval()
-    # Tensors that autograd can never see are faster to make, but FSDP does not take them.
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     try:
-        with uncompiled(), torch.inference_mode(mesh.size() == 1 and not sharded):
-            for i in range(n_batches):
-                part = order[i * batch_size : (i + 1) * batch_size]
-                rows = [_Row(k, requests[k], tokenizer, on_text) for k in part]
-                _complete(model, rows, tokenizer.vocab_size, mesh)
-                found |= {row.index: row.result for row in rows}
+        with torch.compiler.set_stance("force_eager") if imported else nullcontext():
+            yield
     finally:
         model.train(training)
-    return [found[i] for i in range(len(requests))]
 
 
-def _complete(model: nn.Module, rows: list["_Row"], vocab_size: int, mesh: DeviceMesh) -> None:
-    """Go on with one batch until all of its rows are finished, here and on the other ranks."""
-    tp, device = mesh["tp"].size(), torch.device(mesh.device_type)
-    takes_cache = "cache" in inspect.signature(model.forward).parameters
-    if rows:
-        texts = _Texts(model, rows, tp, device, takes_cache)
-        settings, seeds = zip(*((r.request.settings, r.request.seed) for r in rows), strict=True)
-        sampler = Sampler(settings, seeds, device)
-    step = 0
-    while _most(len(rows), mesh):
-        if not rows:  # another rank goes on, and needs this one in its collectives
-            idle = torch.zeros(1, tp, dtype=torch.int64, device=device)
-            cache = Cache(torch.zeros(1, dtype=torch.int64, device=device), tp)
-            model(idle, **({"cache": cache} if takes_cache else {}))
-            continue
-        logits = texts.next_logits()
-        # The model may have more tokens than its tokenizer.
-        tokens = sampler(logits[:, :vocab_size], step)
-        if tp > 1:
-            dist.broadcast(tokens, group=mesh.get_group("tp"), group_src=0)
-        logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        both = torch.stack((tokens.double(), logprobs.double())).tolist()
-        for row, token, logprob in zip(rows, *both, strict=True):
-            row.add(int(token), logprob)
-        texts.append(tokens)
-        step += 1
-        going = [i for i, row in enumerate(rows) if not row.result.finish]
-        if 2 * len(going) <= len(rows):  # the others would only cost time
-            rows = [rows[i] for i in going]
-            kept = torch.tensor(going, dtype=torch.int64, device=device)
-            texts.keep(kept)
-            sampler.keep(kept)
+def _complete_batch(
+    model: nn.Module, requests: list[Request], tokenizer: Tokenizer, mesh: DeviceMesh
+) -> list[Completion]:
+    """Completions of a batch. Returns once the batches of the other ranks are completed too.
 
-
-def uncompiled() -> AbstractContextManager:
-    """Compiled blocks run as written: every length is a new shape, which would be compiled anew."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes a second
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
-def _most(n: int, mesh: DeviceMesh) -> int:
-    """The largest of the data-parallel ranks' numbers."""
-    if dp_degree(mesh) == 1:
-        return n
-    most = torch.tensor([n])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
-
-
-# ---------------------------------------------------------------------------- the rows' tokens
-
-
-class _Texts:
-    """The tokens of a batch, whose rows all end in the same column, and the model's run over them.
-
-    tp ranks share the columns of a forward, so there are always a multiple of `tp`. With a cache
-    these are the new column and the last ones before it, which are run again.
+    All rows end in the same column, the shorter ones begin with padding. tp ranks share the columns
+    of a forward, so there are always a multiple of `tp`: with a cache the new column and the last
+    ones before it, which are run again.
     """
-
-    def __init__(
-        self, model: nn.Module, rows: list["_Row"], tp: int, device: torch.device, takes_cache: bool
-    ) -> None:
-        lengths = [len(row.request.prompt) for row in rows]
-        self.model, self.tp = model, tp
-        self.end = -(-max(lengths) // tp) * tp
-        size = self.end + max(row.request.settings.max_gen_tokens for row in rows) + tp
-        tokens = torch.zeros(len(rows), size, dtype=torch.int64)
-        for row, length, into in zip(rows, lengths, tokens, strict=True):
-            into[self.end - length : self.end] = torch.tensor(row.request.prompt)
-        self.tokens = tokens.to(device)
-        self.padding = self.end - torch.tensor(lengths, device=device)
-        self.cache = Cache(self.padding, size) if takes_cache else None
-
-    def next_logits(self) -> Tensor:
-        """Of the next token: float32 B vocabulary."""
-        if self.cache is not None:
-            new = self.tokens[:, self.cache.begin : self.end]
-            return whole(self.model(new, cache=self.cache))[:, -1].float()
-        # Without a cache padding cannot be hidden at the begin of a row: it goes to the end.
-        column = torch.arange(-(-self.end // self.tp) * self.tp, device=self.tokens.device)
-        moved = self.tokens.gather(1, (column + self.padding[:, None]) % len(column))
-        logits = whole(self.model(moved))  # B S vocabulary
-        rows = torch.arange(len(logits), device=logits.device)
-        return logits[rows, self.end - self.padding - 1].float()
-
-    def append(self, tokens: Tensor) -> None:
-        self.tokens[:, self.end] = tokens
-        self.end += 1
-        if self.cache is not None:
-            self.cache.begin = self.end - self.tp
-
-    def keep(self, rows: Tensor) -> None:
-        self.tokens, self.padding = self.tokens[rows], self.padding[rows]
-        if self.cache is not None:
-            self.cache.keep(rows)
+    tp, device = mesh["tp"].size(), torch.device(mesh.device_type)
+    rows = [_Row(request, tokenizer) for request in requests]
+    sampler = Sampler([r.settings for r in requests], [r.seed for r in requests], device)
+    end = -(-max(len(r.prompt) for r in requests) // tp) * tp
+    padded = [[0] * (end - len(r.prompt)) + r.prompt for r in requests]
+    tokens = torch.tensor(padded, device=device)  # B columns
+    padding = torch.tensor([end - len(r.prompt) for r in requests], device=device)
+    cache = None
+    if "cache" in inspect.signature(model.forward).parameters:
+        cache = Cache(padding, end + max(r.settings.max_gen_tokens for r in requests))
+    step, unfinished = 0, len(rows)
+    # Tensors that autograd can never see are faster to make, but FSDP does not take them.
+    with torch.inference_mode(mesh.size() == 1 and not isinstance(model, FSDPModule)):
+        while world_sum_(torch.tensor(unfinished)):  # on any rank
+            if cache is None:
+                logits = _recomputed_logits(model, tokens, padding, tp)
+            else:
+                cache.begin = tokens.shape[1] - tp if step else 0
+                logits = whole(model(tokens[:, cache.begin :], cache=cache))[:, -1].float()
+            if not unfinished:  # another rank continues, and needs this one in its collectives
+                continue
+            # The model may have more tokens than its tokenizer.
+            drawn = sampler(logits[:, : tokenizer.vocab_size], step)
+            if tp > 1:
+                dist.broadcast(drawn, group=mesh.get_group("tp"), group_src=0)
+            logprobs = logits.log_softmax(-1).gather(1, drawn[:, None])[:, 0]
+            both = torch.stack((drawn.double(), logprobs.double())).tolist()
+            for row, token, logprob in zip(rows, *both, strict=True):
+                row.add(int(token), logprob)
+            tokens = torch.cat((tokens, drawn[:, None]), dim=1)
+            step, unfinished = step + 1, sum(not row.result.finish for row in rows)
+    return [row.result for row in rows]
 
 
-# --------------------------------------------------------------------------------------- one row
+def _recomputed_logits(model: nn.Module, tokens: Tensor, padding: Tensor, tp: int) -> Tensor:
+    """Logits of the next token, float32 B vocabulary, without a cache. Padding cannot be hidden at
+    the begin of a row then: it is moved to the end."""
+    end = tokens.shape[1]
+    tokens = F.pad(tokens, (0, -end % tp))
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    moved = tokens.gather(1, (column + padding[:, None]) % len(column))
+    logits = whole(model(moved))  # B S vocabulary
+    rows = torch.arange(len(logits), device=logits.device)
+    return logits[rows, end - padding - 1].float()
 
 
 class _Row:
-    """A request on its way: what was generated, and where it ends."""
+    """A request, what was generated for it, and where that ends."""
 
-    def __init__(
-        self,
-        index: int,
-        request: Request,
-        tokenizer: Tokenizer,
-        on_text: Callable[[int, str], None] | None,
-    ) -> None:
-        self.index, self.request, self.tokenizer = index, request, tokenizer
-        self.on_text, self.n_passed = on_text, 0
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.request, self.tokenizer, self.n_passed = request, tokenizer, 0
         self.result = Completion()
         settings = request.settings
         eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -227,7 +187,7 @@ class _Row:
         self.tail = 8 + max((len(stop.encode()) for stop in settings.stop), default=0)
 
     def add(self, token: int, logprob: float) -> None:
-        """Take the next token. A finished row, which is only there for others, takes no more."""
+        """Take the next token. A finished row, which is run along with others, takes no more."""
         result, settings = self.result, self.request.settings
         if result.finish:
             return
@@ -235,12 +195,12 @@ class _Row:
         result.logprobs.append(logprob)
         if token in self.stop_tokens:
             result.finish, result.text = "stop_token", self._decode(result.tokens[:-1])
-        elif settings.stop and (text := self._before_stop()) is not None:
+        elif (text := self._before_stop()) is not None:
             result.finish, result.text = "stop_string", text
         elif len(result.tokens) == settings.max_gen_tokens:
             result.finish, result.text = "length", self._decode(result.tokens)
-        if self.on_text is not None:
-            self._pass_text()
+        if self.request.on_text is not None:
+            self._pass_text(self.request.on_text)
 
     def _decode(self, tokens: list[int]) -> str:
         if self.request.behind_prompt:
@@ -253,25 +213,20 @@ class _Row:
     def _before_stop(self) -> str | None:
         """The text before the first stop string, None where there is none."""
         stops, tokens = self.request.settings.stop, self.result.tokens
-        tail = self.tokenizer.decode(tokens[-self.tail :])
+        tail = self.tokenizer.decode(tokens[-self.tail :]) if stops else ""
         if not any(stop in tail for stop in stops):
             return None
         text = self._decode(tokens)
         found = [at for stop in stops if (at := text.find(stop)) >= 0]
         return text[: min(found)] if found else None
 
-    def _pass_text(self) -> None:
-        """Pass on the text that no further token can change or take back."""
+    def _pass_text(self, on_text: Callable[[str], None]) -> None:
         text = self.result.text
         if not self.result.finish:
-            text = self._decode(self.result.tokens).rstrip("\ufffd")
-            begun = (
-                n
-                for stop in self.request.settings.stop
-                for n in range(len(stop) - 1, 0, -1)
-                if text.endswith(stop[:n])
-            )
+            text = self._decode(self.result.tokens).rstrip("\ufffd")  # half a character
+            stops = self.request.settings.stop  # the text may end with the begin of one
+            begun = (n for s in stops for n in range(1, len(s)) if text.endswith(s[:n]))
             text = text[: len(text) - max(begun, default=0)]
         if len(text) > self.n_passed:
-            self.on_text(self.index, text[self.n_passed :])
+            on_text(text[self.n_passed :])
             self.n_passed = len(text)

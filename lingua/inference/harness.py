@@ -1,6 +1,6 @@
 """Benchmarks through EleutherAI's lm-evaluation-harness (the package lm_eval), on any topology.
 
-Rank 0 alone runs the harness: it reads tasks and data and computes metrics. All ranks together
+Only rank 0 runs the harness: it reads tasks and data and computes metrics. All ranks together
 score and generate what the harness requests of the model.
 """
 
@@ -8,11 +8,9 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lingua.config.load import flatten, from_values
 from lingua.config.schema import Free
 from lingua.errors import UserError, nearest
-from lingua.inference.generate import generate
+from lingua.inference.generate import Request, fit_prompts, generate
+from lingua.inference.sampling import SamplingArgs
 from lingua.inference.score import score
-from lingua.parallel.mesh import divide, dp_degree, on_rank_0
+from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.tokenizer import Tokenizer
 
 PART = 32  # batches of each data-parallel rank between two checks whether to stop
@@ -32,6 +32,7 @@ METRICS = "metrics.eval"  # the .jsonl file that collects results over the steps
 WAITING = "eval"  # the mark of a checkpoint whose evaluation job has not finished
 
 logger = logging.getLogger(__name__)
+Report = Callable[[list[dict[str, Any]], str], None]
 
 
 @dataclass
@@ -60,9 +61,6 @@ class HarnessArgs:
                 yield key, "must be at least 1"
 
 
-# ------------------------------------------------------------------------------------------ tasks
-
-
 def find_tasks(args: HarnessArgs) -> Any:
     """lm_eval's TaskManager with all tasks of `args`; their data is not read.
 
@@ -89,187 +87,204 @@ def find_tasks(args: HarnessArgs) -> Any:
     return manager
 
 
-def open_tasks(args: HarnessArgs, context: int) -> dict[str, Any]:
-    """The tasks with their data, in the form of lm_eval's `evaluate`. On rank 0.
-
-    Args:
-        context: positions of the model; generated text must leave room for a prompt.
+def load_tasks(args: HarnessArgs, context: int) -> dict[str, Any]:
+    """The tasks with their data, in the form of lm_eval's `evaluate`; on rank 0, other ranks have
+    none. Called by every rank.
 
     Raises:
-        UserError: as find_tasks; or a task cannot be loaded, or needs what is not supported.
+        UserError: as find_tasks; or a task cannot be loaded, needs what is not supported, or
+            generates texts that leave no room for a prompt in a context of `context` tokens.
     """
-    manager = find_tasks(args)
-    try:
-        with seeded(args.seed):
-            loaded = manager.load(list(args.tasks))
-    except Exception as error:  # the library and its tasks raise all kinds
-        raise UserError(
-            f"tasks = [{', '.join(args.tasks)}]: cannot be loaded ({type(error).__name__}: {error})"
-        ) from error
-    for name, task in loaded["tasks"].items():
-        # As lm_eval's own command: a task with 0 in its file keeps 0.
-        of_task = task.get_config("num_fewshot")
-        if of_task is None or (args.num_fewshot is not None and of_task != 0):
-            task.set_config(key="num_fewshot", value=args.num_fewshot or 0)
-        check_task(name, task, args, context)
-    return loaded
+    tasks: dict[str, Any] = {}
+
+    def load() -> None:
+        manager = find_tasks(args)
+        seed_all(args.seed)
+        try:
+            tasks.update(manager.load(list(args.tasks)))
+        except Exception as error:  # the library and its tasks raise all kinds
+            why = f"{type(error).__name__}: {error}"
+            raise UserError(f"tasks = {args.tasks}: cannot be loaded ({why})") from error
+        for name, task in tasks["tasks"].items():
+            # As lm_eval's own command: a task with 0 in its file keeps 0.
+            of_task = task.get_config("num_fewshot")
+            if of_task is None or (args.num_fewshot is not None and of_task != 0):
+                task.set_config(key="num_fewshot", value=args.num_fewshot or 0)
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                raise UserError(f"tasks: {name} runs generated code, or has images or sound")
+            if task.OUTPUT_TYPE == "generate_until":
+                kwargs = task.get_config("generation_kwargs") or {}
+                try:
+                    settings = to_settings(kwargs, args.max_gen_tokens)
+                    fit_prompts([Request([0], settings)], context)
+                except UserError as error:
+                    raise UserError(f"tasks: {name}: {error}") from None
+
+    on_rank_0(load)
+    return tasks
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators that tasks draw from; restore the caller's state afterwards."""
-    before, numpy_before = random.getstate(), np.random.get_state()
+def seed_all(seed: int) -> None:
+    """Seed the generators that tasks draw from."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(numpy_before)
-
-
-def check_task(name: str, task: Any, args: HarnessArgs, context: int) -> None:
-    from lingua.inference.harness_model import to_settings
-
-    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        raise UserError(f"tasks: {name} runs code that the model generates, or has images or sound")
-    if task.OUTPUT_TYPE != "generate_until":
-        return
-    try:
-        settings = to_settings(task.get_config("generation_kwargs") or {}, args.max_gen_tokens)
-    except UserError as error:
-        raise UserError(f"tasks: {name}: {error}") from None
-    if settings.max_gen_tokens >= context:
-        raise UserError(
-            f"tasks: {name} generates up to {settings.max_gen_tokens} tokens (max_gen_toks of the "
-            f"task, else max_gen_tokens); must be below the context of {context} tokens"
-        )
-
-
-# ------------------------------------------------------------------------------------- evaluation
 
 
 @dataclass
-class RankServer:
-    """All ranks answer the requests of rank 0, which alone runs the harness."""
+class Evaluator:
+    """A model with which rank 0 runs the harness; all ranks together answer its requests.
 
+    To the harness it is an lm_eval.api.model.LM of one process. Requests are encoded as by the
+    harness's own class for Hugging Face models.
+    """
+
+    args: HarnessArgs
     model: nn.Module
     tokenizer: Tokenizer
     mesh: DeviceMesh
-    batch_size: int
-    context: int  # positions of the model
-    stopping: Callable[[], bool]  # whether rank 0 shall stop the evaluation
-    answering: bool = False
+    add_bos: bool  # texts begin with bos, as the model's training documents do
+    context: int  # positions of the model; longer contexts are cut on the left
+    stopping: Callable[[], bool] = lambda: False  # whether rank 0 is asked to stop
 
-    def run(self, lead: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """The result of `lead`, on rank 0; it may call `ask`. Every rank raises what it raises."""
+    rank, world_size = 0, 1
+    in_collectives = False  # all ranks are
+
+    def evaluate(self, tasks: dict[str, Any], folder: Path, step: int, report: Report) -> None:
+        """Evaluate, and write results and every task's samples into new files of `folder`. Called
+        by every rank.
+
+        Args:
+            tasks: what load_tasks returned.
+            report: called on rank 0, before anything is written, with the lines of
+                metrics.eval.jsonl (for each task, then for each group) and with a table.
+
+        Raises:
+            UserError: on every rank: the evaluation failed, or rank 0 was asked to stop.
+        """
         if dist.get_rank() != 0:
             while (kind := on_rank_0(lambda: None)) is not None:
                 self.answer(kind, [])
-            return None
-        result, failure = None, None
+            return
+        results, failure = {}, ""
         try:
-            result = lead()
+            results = self._run_harness(tasks)
         except Exception as error:
-            if self.answering:  # the other ranks are in a collective, where no message reaches them
+            if self.in_collectives:  # no message reaches the other ranks there
                 raise
-            failure = error
+            failure = str(error)
             if not isinstance(error, UserError):  # tasks raise all kinds
                 logger.exception("the evaluation failed")
-                failure = UserError(f"the evaluation failed: {type(error).__name__}: {error}")
+                failure = f"the evaluation failed: {type(error).__name__}: {error}"
 
         def finish() -> None:
-            if failure is not None:
-                raise failure
+            if failure:
+                raise UserError(failure)
+            try:
+                report(metrics_lines(results, step), results_table(results))
+                write_results(folder, {"step": step, "config": flatten(self.args)} | results)
+            except OSError as error:
+                where = error.filename or folder
+                raise UserError(f"{where}: cannot be written ({error.strerror})") from None
 
         on_rank_0(finish)
-        return result
+
+    def _run_harness(self, tasks: dict[str, Any]) -> dict[str, Any]:
+        from lm_eval.evaluator import evaluate
+
+        for task in tasks["tasks"].values():
+            task.set_fewshot_seed(seed=self.args.seed)  # in a second evaluation too
+        seed_all(self.args.seed)
+        return evaluate(lm=self, task_dict=tasks, limit=self.args.limit)
 
     def ask(self, kind: str, items: list) -> list:
         """Results for the items, computed in parts: between two parts the evaluation may stop."""
-        size = PART * self.batch_size * dp_degree(self.mesh)
+        size = PART * self.args.batch_size * dp_degree(self.mesh)
         answers = []
         for first in range(0, len(items), size):
             if self.stopping():
                 raise UserError("a signal asks the run to stop")
             on_rank_0(lambda: kind)
-            self.answering = True
+            self.in_collectives = True
             answers += self.answer(kind, items[first : first + size])
-            self.answering = False
+            self.in_collectives = False
         return answers
 
     def answer(self, kind: str, items: list) -> list:
-        """Results for rank 0's items. Called by every rank."""
-        of_rank_0 = [items]
+        """Results for rank 0's items: of `score` for (context, continuation) pairs, of `generate`
+        for requests. Called by every rank."""
+        of_rank_0, batch_size = [items], self.args.batch_size
         dist.broadcast_object_list(of_rank_0)
-        [items] = of_rank_0
         if kind == "score":
-            return score(self.model, items, self.mesh, self.batch_size, self.context)
-        return divide(
-            lambda mine: generate(self.model, mine, self.tokenizer, self.mesh, self.batch_size),
-            items,
-            self.mesh,
-        )
+            return score(self.model, of_rank_0[0], self.mesh, batch_size, self.context)
+        return generate(self.model, of_rank_0[0], self.tokenizer, self.mesh, batch_size)
+
+    # ---- what the harness calls, with lists of lm_eval.api.instance.Instance
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        return self.ask("score", [self.encode_pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        texts = self.tokenizer.encode_batch([request.args[0] for request in requests])
+        before = self.before_text()
+        # As the harness does, so that numbers can be compared: the bos of a text is scored too, as
+        # a token that follows another bos.
+        bos = before if self.add_bos else []
+        scores = self.ask("score", [(before, [*bos, *text.tolist()]) for text in texts])
+        return [logprob for logprob, _ in scores]
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        """Request i, from 0 on, is sampled with the seed of `args` + i."""
+        encoded = []
+        for i, (context, kwargs) in enumerate(request.args for request in requests):
+            tokens = self.tokenizer.encode(context, bos=self.add_bos).tolist() or self.before_text()
+            settings = to_settings(kwargs, self.args.max_gen_tokens)
+            # decoded without the prompt before it, as by the harness's own class
+            encoded.append(Request(tokens, settings, self.args.seed + i, behind_prompt=False))
+        return [done.text for done in self.ask("generate", fit_prompts(encoded, self.context))]
+
+    def before_text(self) -> list[int]:
+        """The token before a text without a context: the first token must follow one to be scored.
+        UserError where the tokenizer has neither bos nor eos."""
+        first = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+        if first is None:
+            raise UserError(
+                f"the {self.tokenizer.name} tokenizer has neither bos nor eos: a text without a "
+                "context cannot be scored"
+            )
+        return [first]
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode both as one text and split its tokens, so that those at the boundary are the
+        tokens of running text. Spaces at the end of the context belong to the continuation."""
+        if not continuation:
+            raise UserError(f"a task scores an empty text, after {context[-80:]!r}")
+        bare = context.rstrip()
+        bos = self.add_bos and bool(bare)
+        both = self.tokenizer.encode(context + continuation, bos=bos).tolist()
+        n = len(self.tokenizer.encode(bare, bos=bos)) if bare else 0
+        n = min(n, len(both) - 1)  # a last token with the boundary inside is scored
+        return both[:n] or self.before_text(), both[n:]
 
 
-def evaluate(
-    args: HarnessArgs,
-    tasks: dict[str, Any] | None,
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    mesh: DeviceMesh,
-    add_bos: bool,
-    context: int,
-    stopping: Callable[[], bool] = lambda: False,
-) -> dict[str, Any] | None:
-    """lm_eval's results and samples, on rank 0. Called by every rank.
+def to_settings(gen_kwargs: Mapping[str, Any], max_gen_tokens: int) -> SamplingArgs:
+    """generation_kwargs of a task as our settings. UserError names a key that has none."""
+    from lm_eval.models.utils import normalize_gen_kwargs
 
-    Args:
-        tasks: what open_tasks returned on rank 0.
-        add_bos: texts begin with bos, as the model's training documents do.
-        context: positions of the model; longer contexts are cut on the left.
-        stopping: whether rank 0 shall stop; then every rank raises UserError.
-    """
-    server = RankServer(model, tokenizer, mesh, args.batch_size, context, stopping)
-
-    def lead() -> dict[str, Any]:
-        from lm_eval.evaluator import evaluate
-
-        from lingua.inference.harness_model import HarnessModel
-
-        settings = (tokenizer, add_bos, context, args.max_gen_tokens, args.seed)
-        for task in tasks["tasks"].values():
-            task.set_fewshot_seed(seed=args.seed)  # in a second evaluation too
-        with seeded(args.seed):
-            lm = HarnessModel(server.ask, *settings)
-            return evaluate(lm=lm, task_dict=tasks, limit=args.limit)
-
-    return server.run(lead)
+    values = normalize_gen_kwargs(dict(gen_kwargs), max_gen_tokens)
+    if not values.pop("do_sample"):
+        values = {k: v for k, v in values.items() if k not in ("top_k", "top_p")}
+        values["temperature"] = 0.0
+    values["stop"] = [text for text in values.pop("until") if text]
+    values["max_gen_tokens"] = values.pop("max_gen_toks")
+    if values.get("num_beams") == 1:  # no beam search
+        del values["num_beams"]
+    return from_values(SamplingArgs(), values, "generation_kwargs")
 
 
 # ---------------------------------------------------------------------------------------- results
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """An OSError in this block becomes a UserError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-def make_folder(folder: Path) -> None:
-    """Create the folder of results and write a file into it, before the model is loaded."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
-
-
-def write_results(
-    folder: Path, results: Mapping[str, Any], step: int, config: Mapping[str, Any]
-) -> None:
-    """Write results and every task's samples into `folder`, into new files for each evaluation."""
+def write_results(folder: Path, results: Mapping[str, Any]) -> None:
     from lm_eval.utils import handle_non_serializable
 
     def dump(value: Any, indent: int | None = None) -> str:
@@ -277,21 +292,21 @@ def write_results(
         return text + "\n"
 
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")
-    whole = {key: value for key, value in results.items() if key != "samples"}
-    whole = {"step": step, "config": config} | whole
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for task, samples in results["samples"].items():
-            text = "".join(map(dump, samples))
-            (folder / f"samples_{task}_{now}.jsonl").write_text(text, encoding="utf-8")
-        (folder / f"results_{now}.json").write_text(dump(whole, 2), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, samples in results["samples"].items():
+        text = "".join(map(dump, samples))
+        (folder / f"samples_{task}_{now}.jsonl").write_text(text, encoding="utf-8")
+    text = dump({key: value for key, value in results.items() if key != "samples"}, indent=2)
+    (folder / f"results_{now}.json").write_text(text, encoding="utf-8")
 
 
-def metrics_lines(results: Mapping[str, Any], step: int) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.eval.jsonl for an evaluation: one for each task, then for each group."""
+def metrics_lines(results: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
+    lines = []
     for task, values in (results["results"] | results.get("groups", {})).items():
         numbers = {key: v for key, v in values.items() if isinstance(v, int | float)}
-        yield {"step": step, "task": task, "num_fewshot": results["n-shot"].get(task)} | numbers
+        n_shot = results["n-shot"].get(task)
+        lines.append({"step": step, "task": task, "num_fewshot": n_shot} | numbers)
+    return lines
 
 
 def results_table(results: Mapping[str, Any]) -> str:
@@ -299,4 +314,4 @@ def results_table(results: Mapping[str, Any]) -> str:
     from lm_eval.utils import make_table
 
     columns = [column for column in ("results", "groups") if results.get(column)]
-    return "\n".join(make_table(results, column) for column in columns)
+    return "\n".join(make_table(results, column) for column in columns).strip()

@@ -24,9 +24,8 @@ class SamplingArgs:
     max_gen_tokens: Free[int] = 128  # tokens generated at most
     # texts that end the result; neither they nor what follows them is part of it
     stop: Free[list[str]] = field(default_factory=list)
-    stop_tokens: Free[list[int] | None] = (
-        None  # tokens that end the result; null: the tokenizer's eos
-    )
+    # tokens that end the result; null: the tokenizer's eos
+    stop_tokens: Free[list[int] | None] = None
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if not 0 <= self.temperature < math.inf:
@@ -47,20 +46,13 @@ class Sampler:
     def __init__(
         self, settings: Sequence[SamplingArgs], seeds: Sequence[int], device: torch.device
     ) -> None:
-        def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        self.temperature = column([s.temperature for s in settings], torch.float32)
-        self.top_k = column([s.top_k or 2**62 for s in settings], torch.int64)
-        self.top_p = column([s.top_p or 2.0 for s in settings], torch.float64)
-        self.keys = column([key_of("sample", seed) for seed in seeds], torch.int64)
+        self.temperature = torch.tensor([s.temperature for s in settings], device=device)
+        self.top_k = torch.tensor([s.top_k or 2**62 for s in settings], device=device)
+        top_p = [s.top_p or 2.0 for s in settings]
+        self.top_p = torch.tensor(top_p, dtype=torch.float64, device=device)
+        self.keys = torch.tensor([key_of("sample", seed) for seed in seeds], device=device)
         self.draws = any(s.temperature > 0 for s in settings)
         self.cuts = any(s.top_k is not None or s.top_p is not None for s in settings)
-
-    def keep(self, rows: Tensor) -> None:
-        """Continue with these rows (int64) only."""
-        self.temperature, self.top_k = self.temperature[rows], self.top_k[rows]
-        self.top_p, self.keys = self.top_p[rows], self.keys[rows]
 
     def __call__(self, logits: Tensor, step: int) -> Tensor:
         """Tokens int64 B from logits B V; `step` is the number of tokens drawn before."""

@@ -1,8 +1,4 @@
-"""How likely a model finds texts that are given: what benchmarks of choices and perplexities ask.
-
-On a mesh every rank calls `score` with the same texts. The data-parallel ranks divide them among
-themselves, and all ranks have all results: the same on every topology.
-"""
+"""Log-probabilities of given texts: what benchmarks of choices and perplexities ask for."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
 from lingua.dtensor import whole
-from lingua.inference.generate import uncompiled
+from lingua.inference.generate import evaluating
 from lingua.parallel.mesh import divide, dp_degree
 
 Window = tuple[list[int], int]  # tokens, and how many of the last ones are scored
@@ -40,17 +36,18 @@ def score(
     length: int,
 ) -> list[tuple[float, bool]]:
     """For each (context, continuation): nats of the continuation's log-probability, from float32
-    logits, and whether each of its tokens is the likeliest.
+    logits, and whether each of its tokens is the most likely.
+
+    Every rank calls it with the same texts, which the data-parallel ranks divide among themselves,
+    and has all results: the same on every topology.
 
     Args:
         batch_size: rows of one forward on each data-parallel rank, of like length.
         length: positions of the model.
     """
     rows = [(i, window) for i, pair in enumerate(pairs) for window in windows(*pair, length)]
-    rows.sort(key=lambda row: -len(row[1][0]))  # what does not fit in memory is met at once
+    rows.sort(key=lambda row: -len(row[1][0]))  # what does not fit in memory fails at once
     n_batches = -(-len(rows) // (batch_size * dp_degree(mesh)))
-    training = model.training
-    model.eval()
 
     def score_mine(mine: list[Window]) -> list[tuple[float, bool]]:
         found = []
@@ -58,11 +55,8 @@ def score(
             found += _score_batch(model, mine[i * batch_size : (i + 1) * batch_size], mesh)
         return found
 
-    try:
-        with uncompiled():
-            found = divide(score_mine, [window for _, window in rows], mesh)
-    finally:
-        model.train(training)
+    with evaluating(model):
+        found = divide(score_mine, [window for _, window in rows], mesh)
     sums, greedy = [0.0] * len(pairs), [True] * len(pairs)
     for (i, _), (logprob, likeliest) in zip(rows, found, strict=True):
         sums[i] += logprob
@@ -76,7 +70,7 @@ def _score_batch(
     """Without rows the model runs all the same: other ranks need this one in its collectives."""
     tp, device = mesh["tp"].size(), torch.device(mesh.device_type)
     n_columns = max((len(tokens) - 1 for tokens, _ in rows), default=1)
-    # tp ranks share out the columns; what pads the end of a row cannot reach what is before it.
+    # tp ranks share the columns; padding at the end of a row cannot reach what is before it.
     inputs = torch.zeros(max(1, len(rows)), -(-n_columns // tp) * tp, dtype=torch.int64)
     for (tokens, _), into in zip(rows, inputs, strict=False):
         into[: len(tokens) - 1] = torch.tensor(tokens[:-1])
@@ -88,6 +82,4 @@ def _score_batch(
         targets = torch.tensor(tokens[-n:], device=device)
         total = logprobs.gather(1, targets[:, None]).double().sum()
         found.append(torch.stack((total, (logprobs.argmax(-1) == targets).all().double())))
-    if not found:
-        return []
-    return [(total, bool(greedy)) for total, greedy in torch.stack(found).tolist()]
+    return [(t, bool(greedy)) for t, greedy in torch.stack(found).tolist()] if found else []

@@ -1,12 +1,13 @@
-"""Counts the collectives of a piece of code: kind, mesh axis, dtype and bytes.
+"""Counts the collectives of a piece of code: kind, mesh axis and bytes.
 
 with CollectiveCounter(mesh) as counter:
     train_step()
-print(table(counter.totals()))
+print(table(counter.totals))
+
+torch's CommDebugMode counts neither bytes nor by mesh axis, and fails with checkpointed blocks.
 """
 
-import math
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
 import torch
@@ -27,28 +28,19 @@ _KINDS = {
     "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
 }
-
-
-@dataclass
-class Collective:
-    """The collectives that agree in all but their size, as this rank issued them."""
-
-    kind: str  # all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, ...
-    axis: str  # mesh axis of the group ("dp_shard"), several ("dp_replicate+dp_shard") or "world"
-    dtype: str  # of the tensors sent: FSDP packs parameters of mixed dtypes into uint8
-    backward: bool  # inside a backward pass, recomputed forwards included
-    count: int = 0
-    bytes: int = 0  # sum over the `count` collectives of the larger of input and output
+FIELDS = ("kind", "axis", "backward", "count", "bytes")
+Key = tuple[str, str, bool]
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Context manager that counts every collective inside it; `totals` returns the counts.
+    """Context manager that counts every collective that this rank issues inside it, recomputation
+    and compiled blocks included. `totals` has a dict for each kind, axis and pass:
 
-    It sees what this thread issues, and what autograd issues for this thread's backward passes:
-    torch.distributed calls, FSDP2, DTensor, compiled blocks, recomputation; gloo and NCCL alike.
-    The bytes of a collective are those of its input or of its output on this rank, whichever is
-    larger: the gathered buffer of an all-gather, the unreduced one of a reduce-scatter. They are
-    not the bytes on the wire, which depend on the algorithm.
+    kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, ...
+    axis: mesh axis of the group; "world" for all ranks.
+    backward: inside a backward pass, recomputed forwards included.
+    count, bytes: the sum of the larger of input and output of each on this rank, which is not what
+        is on the wire.
 
     A step that is counted is slow, since every operator passes through Python. Not counted: what a
     CUDA graph replays, and collectives inside symmetric-memory kernels.
@@ -59,13 +51,24 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self._mesh = mesh
-        self._axis_of_group: dict[str, str] = {}
-        self._counts: dict[tuple[str, str, str, bool], Collective] = {}
+        # By ranks is found a group of an earlier mesh of the same shape, which DTensor may keep.
+        self._axes: dict[str | tuple[int, ...], str] = {
+            tuple(range(dist.get_world_size())): "world"
+        }
+        for i, axis in enumerate(mesh.mesh_dim_names or ()):
+            group = mesh.get_group(i)
+            self._axes[group.group_name] = axis
+            self._axes.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
+        self._counts: Counter[Key] = Counter()
+        self._bytes: Counter[Key] = Counter()
 
-    def totals(self) -> list[Collective]:
-        """Counts by kind, axis, dtype and pass, the most bytes first."""
-        return sorted(self._counts.values(), key=lambda total: -total.bytes)
+    @property
+    def totals(self) -> list[dict[str, Any]]:
+        """The most bytes first."""
+        return [
+            dict(zip(FIELDS, (*key, self._counts[key], n_bytes), strict=True))
+            for key, n_bytes in self._bytes.most_common()
+        ]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -73,7 +76,9 @@ class CollectiveCounter(TorchDispatchMode):
         # run compiled, and the mode does not see what is traced meanwhile (on fake tensors).
         return True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         # DTensors and asynchronous results unfold first; their collectives then come back here.
         # Running `func` here instead would unfold them with the mode switched off.
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
@@ -91,52 +96,30 @@ class CollectiveCounter(TorchDispatchMode):
         group = values.get("process_group", values.get("group_name"))
         if group is None:  # not a collective: wait_tensor and the like
             return
-        n_bytes, dtype = max(_size(value) for value in (*values.values(), result))
         backward = torch._C._current_graph_task_id() != -1
-        key = (_kind(func), self._axis(group), dtype, backward)
-        total = self._counts.setdefault(key, Collective(*key))
-        total.count += 1
-        total.bytes += n_bytes
+        key = (_kind(func), self._axis(group), backward)
+        self._counts[key] += 1
+        self._bytes[key] += max(map(_bytes, (*values.values(), result)))
 
     def _axis(self, group: Any) -> str:
         if isinstance(group, str):
-            group = _resolve_process_group(group)
+            group = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
         elif not isinstance(group, dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
-        if group.group_name not in self._axis_of_group:
-            self._axis_of_group[group.group_name] = axis_of(group, self._mesh)
-        return self._axis_of_group[group.group_name]
+        ranks = tuple(dist.get_process_group_ranks(group))
+        other = f"other ({len(ranks)} ranks)"
+        return self._axes.get(group.group_name) or self._axes.get(ranks, other)
 
 
-def axis_of(group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
-    """The name of the mesh axis (or axes, joined by "+") whose ranks `group` connects, "world" for
-    all ranks."""
-    names = mesh.mesh_dim_names
-    for i, name in enumerate(names):
-        if mesh.get_group(i).group_name == group.group_name:
-            return name
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == dist.get_world_size():
-        return "world"
-    places = torch.isin(mesh.mesh, torch.tensor(ranks)).nonzero()  # [ranks, axes]
-    joined = [i for i in range(mesh.ndim) if len(places[:, i].unique()) > 1]
-    if len(ranks) == math.prod(mesh.shape[i] for i in joined):
-        return "+".join(names[i] for i in joined) or "none"
-    return f"other ({len(ranks)} ranks)"
-
-
-def table(collectives: list[Collective]) -> str:
-    """Aligned text with a header line and a sum."""
-    if not collectives:
-        return "no collectives"
-    rows = [("kind", "axis", "dtype", "pass", "count", "bytes")]
-    for c in collectives:
-        # Other than backward: forward, clipping and the optimizer.
-        when = "backward" if c.backward else "other"
-        rows.append((c.kind, c.axis, c.dtype, when, str(c.count), human_bytes(c.bytes)))
-    count, n_bytes = sum(c.count for c in collectives), sum(c.bytes for c in collectives)
-    rows.append(("all", "", "", "", str(count), human_bytes(n_bytes)))
-    return "\n".join(align(rows, left=4))
+def table(totals: list[dict[str, Any]]) -> str:
+    """Aligned text with a header and a sum. The pass `other` is forward, clipping, optimizer."""
+    rows = [("kind", "axis", "pass", "count", "bytes")]
+    for t in totals:
+        when = "backward" if t["backward"] else "other"
+        rows.append((t["kind"], t["axis"], when, str(t["count"]), human_bytes(t["bytes"])))
+    count, n_bytes = (sum(t[key] for t in totals) for key in ("count", "bytes"))
+    rows.append(("all", "", "", str(count), human_bytes(n_bytes)))
+    return "\n".join(align(rows, left=3))
 
 
 def _kind(func: torch._ops.OpOverload) -> str:
@@ -145,11 +128,8 @@ def _kind(func: torch._ops.OpOverload) -> str:
     return next((kind for prefix, kind in _KINDS.items() if bare.startswith(prefix)), name)
 
 
-def _size(value: Any) -> tuple[int, str]:
-    """Bytes in a tensor or nested lists of them, and their dtype; (0, "") for anything else."""
+def _bytes(value: Any) -> int:
+    """Bytes of a tensor or of nested lists of them; 0 for anything else."""
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size(), str(value.dtype).removeprefix("torch.")
-    if isinstance(value, (list, tuple)):
-        sizes = [_size(item) for item in value]
-        return sum(n for n, _ in sizes), max(sizes, default=(0, ""))[1]
-    return 0, ""
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0

@@ -12,19 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
-from lingua.format import short_count, short_time
-
-# Loggers that log from INFO on, all others from WARNING on.
-OURS = ("lingua", "apps", "__main__")
-_HANDLER = "lingua"
+from lingua.format import short_count
 
 
 class _Format(logging.Formatter):
     """`08:05:17 message`, with `warning: ` or `error: ` before messages of such a level."""
-
-    def __init__(self, time_format: str = "%H:%M:%S", prefix: str = "", utc: bool = False) -> None:
-        super().__init__(f"%(asctime)s {prefix}%(message)s", time_format)
-        self.converter = time.gmtime if utc else time.localtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
@@ -40,8 +32,8 @@ def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
     Raises UserError where the log cannot be written.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr if rank else sys.stdout)]
-    handlers[0].setFormatter(_Format(prefix=f"[rank {rank}] " if rank else ""))
-    handlers[0].setLevel(logging.WARNING if rank else logging.INFO)
+    prefix = f"[rank {rank}] " if rank else ""
+    handlers[0].setFormatter(_Format(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     if rank == 0 and dump_dir is not None:
         path = Path(dump_dir) / "train.log"
         try:
@@ -51,36 +43,42 @@ def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
             raise UserError(
                 f"dump_dir = {dump_dir}: {path} cannot be written ({error.strerror})"
             ) from None
-        handlers[1].setFormatter(_Format("%Y-%m-%dT%H:%M:%SZ", utc=True))
-
-    root = logging.getLogger()
-    for former in [h for h in root.handlers if h.name == _HANDLER]:
-        root.removeHandler(former)
-        former.close()
-    for handler in handlers:
-        handler.set_name(_HANDLER)
-        root.addHandler(handler)
-    root.setLevel(logging.WARNING)
-    for name in (*OURS, *([app.partition(".")[0]] if app else [])):
-        logging.getLogger(name).setLevel(logging.INFO)
+        in_utc = _Format("%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        in_utc.converter = time.gmtime
+        handlers[1].setFormatter(in_utc)
+    logging.basicConfig(handlers=handlers, level=logging.WARNING, force=True)
+    for name in ("lingua", "apps", "__main__", app.partition(".")[0]):
+        if name:
+            logging.getLogger(name).setLevel(logging.WARNING if rank else logging.INFO)
 
 
 def progress_line(step: int, steps: int, metrics: Mapping[str, Any], eta_s: float) -> str:
     """What the console shows of a line of metrics.jsonl. With its time it fits 80 columns:
 
-    step  120/2000 loss 2.1345 grad 0.81 31.2k tok/s mfu 41% eta 2m05s
+    step   120 loss 2.134 grad 0.81 lr 3.0e-4 31.2k tok/s mfu 41% eta 2.1m
 
-    Where the MFU is not known, peak memory is shown in its place.
+    Where the MFU is not known, peak memory is shown in its place. `steps` is the last step.
     """
     mfu, skipped = metrics["mfu"], metrics["skipped_steps"]
     parts = [
-        f"step {step:>{len(str(steps))}}/{steps}",
-        f"loss {metrics['loss']:.4f}",
+        f"step {step:>{len(str(steps))}}",
+        f"loss {metrics['loss']:.3f}",
         f"grad {metrics['grad_norm']:.2f}",
+        f"lr {metrics['lr']:.1e}".replace("e-0", "e-").replace("e+0", "e+"),
         f"{short_count(metrics['tokens_per_s']):>5} tok/s",
         f"{metrics['peak_mem_gib']:.1f} GiB" if mfu is None else f"mfu {mfu:.0f}%",
-        f"eta {short_time(eta_s)}",
+        f"eta {_rounded(eta_s)}",
     ]
     if skipped:
         parts.append(f"skipped {skipped}")
     return " ".join(parts)
+
+
+def _rounded(seconds: float) -> str:
+    """45s, 2.1m, 59m, 3.1h, 2.2d: two digits, which is what an estimate is good for."""
+    value, unit = seconds, "s"
+    for longer, n in (("m", 60), ("h", 60), ("d", 24)):
+        if round(value) < n:
+            break
+        value, unit = value / n, longer
+    return f"{value:.0f}{unit}" if unit == "s" or value >= 9.95 else f"{value:.1f}{unit}"

@@ -1,5 +1,5 @@
-"""What programs read: lines of JSON in the dump dir and Weights & Biases, when configured; and the
-numbers that depend on the device: peak FLOP/s, MFU, peak memory."""
+"""What programs read: lines of JSON in the dump dir, and Weights & Biases; and the numbers that
+depend on the device: peak FLOP/s, MFU, peak memory."""
 
 import errno
 import json
@@ -51,35 +51,26 @@ class LoggingArgs:
 # ---- lines of JSON
 
 
-class MetricsFile:
-    """Appends lines to a .jsonl file. Each line is one write to the operating system, so a killed
-    process leaves at most its last line incomplete; cut_back removes that one."""
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Append `line`, which has a `step`, to a .jsonl file, with the time as `created_at`.
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115, closed by close()
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Append `line`, which has a `step`, with the time as `created_at`.
-
-        Raises OSError where the disk is full; the file is then as before.
-        """
-        values = {**line, "created_at": datetime.now(UTC).isoformat()}
-        # Scalars of numpy become numbers; NaN and infinity, which JSON lacks, become null.
-        options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-        values = orjson.loads(orjson.dumps(values, option=options))
-        text = json.dumps(values).encode() + b"\n"
-        end = os.fstat(self._file.fileno()).st_size
+    A line is one write to the operating system, so a killed process leaves at most its last line
+    incomplete, which cut_back removes. Raises OSError where the disk is full; the file is then as
+    before.
+    """
+    values = {**line, "created_at": datetime.now(UTC).isoformat()}
+    # Scalars of numpy become numbers; NaN and infinity, which JSON lacks, become null.
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    text = orjson.dumps(values, option=options)
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
         try:
-            if self._file.write(text) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            if file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError:
             with suppress(OSError):
-                self._file.truncate(end)
+                file.truncate(end)
             raise
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.checkpoint.resume import Progress
+from lingua.config.load import flatten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.metrics import (
-    LoggingArgs,
-    MetricsFile,
+    append_line,
     cut_back,
     mfu,
     peak_flops,
@@ -33,41 +32,32 @@ from lingua.parallel.mesh import dp_sum_
 logger = logging.getLogger(__name__)
 
 
-@dataclass
 class Reporter:
     """Measures the time of a run and writes its lines."""
 
-    args: LoggingArgs
-    dump_dir: Path
-    mesh: DeviceMesh
-    _: KW_ONLY
-    name: str
-    config: dict[str, Any]  # flat; what wandb shows as the run's configuration
-    step: int  # completed steps; lines of later ones, which a killed process left, are removed
-    steps: int  # the step that this process trains up to
-    global_batch_size: int  # rows
-    seq_len: int
-    flops_per_token: float  # of forward and backward, for the MFU
-    dtype: torch.dtype  # of forward and backward, whose peak the MFU is relative to
-    trained_s: float  # seconds that the run has trained, earlier processes included
-    evaluates: bool = False  # whether `evaluation` will be called
+    def __init__(
+        self, args: Any, mesh: DeviceMesh, progress: Progress, flops_per_token: float
+    ) -> None:
+        """Lines of later steps than `progress`, which a killed process left, are removed.
 
-    def __post_init__(self) -> None:
-        self.device = torch.device(self.mesh.device_type)
+        Args:
+            args: the run's configuration.
+            flops_per_token: of forward and backward, for the MFU.
+        """
+        self.args, self.mesh, self.flops_per_token = args, mesh, flops_per_token
+        self.folder = Path(args.dump_dir)
+        self.device = torch.device(mesh.device_type)
         device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
-        self.peak = peak_flops(device_name, self.dtype)
-        self.files: dict[str, MetricsFile] = {}
+        self.peak = peak_flops(device_name, args.distributed.dtype)
         self.wandb = None
         if dist.get_rank() == 0:
             for kind in ("metrics", "metrics.validation", "metrics.eval"):
-                path = self.dump_dir / f"{kind}.jsonl"
-                cut_back(path, self.step)
-                if kind != "metrics.eval" or self.evaluates:
-                    self.files[kind] = MetricsFile(path)
-            if self.args.wandb is not None:
-                self.wandb = start_wandb(self.args.wandb, self.name, self.config, self.dump_dir)
+                cut_back(self.folder / f"{kind}.jsonl", progress.step)
+            if args.logging.wandb is not None:
+                self.wandb = start_wandb(args.logging.wandb, args.name, flatten(args), self.folder)
+        self.trained_s = progress.trained_s  # of the whole run, earlier processes included
         self.numbers: dict[str, Tensor] = {}  # that were added in the current step
-        self._logged_step = self.step
+        self._logged_step = progress.step
         self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
         self._since = time.perf_counter()
 
@@ -95,7 +85,7 @@ class Reporter:
         self._since = now
 
     def due(self, step: int) -> bool:
-        return step % self.args.freq == 0 or step == self.steps
+        return step % self.args.logging.freq == 0 or step == self.args.end
 
     def add(self, name: str, value: Tensor) -> None:
         """Add `value`, a float scalar on the device, to a number of the current step. Its metrics
@@ -118,12 +108,12 @@ class Reporter:
         loss_nats, *numbers = sums.tolist()
         norm, bits = grad_norm.item(), hashed.item() % 2**64
         self._take_time()  # the lines above have waited for the device
-        step, n = progress.step, progress.step - self._logged_step
-        rate = n * self.global_batch_size * self.seq_len / self._window_s
+        step, n, data = progress.step, progress.step - self._logged_step, self.args.data
+        rate = n * data.global_batch_size * data.seq_len / self._window_s
         rate_per_device = rate / dist.get_world_size()
         line = {
             "step": step,
-            "tokens": progress.position * self.seq_len,
+            "tokens": progress.position * data.seq_len,
             "loss": loss_nats,
             "grad_norm": norm,
             "lr": lr,
@@ -136,28 +126,19 @@ class Reporter:
             "batch_hash": f"{bits:016x}",
             "skipped_steps": progress.skipped_steps,
         }
-        if dist.get_rank() == 0:
-            self._write("metrics", line | dict(zip(self.numbers, numbers, strict=True)))
-            eta_s = (self.steps - step) * line["step_time_s"]
-            logger.info(progress_line(step, self.steps, line, eta_s))
+        self._write("metrics", line | dict(zip(self.numbers, numbers, strict=True)))
+        eta_s = (self.args.end - step) * line["step_time_s"]
+        logger.info(progress_line(step, self.args.end, line, eta_s))
         self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0
 
     def validation(self, step: int, source: str, result: dict[str, float]) -> None:
         """Write the results of the held-out part of one source: numbers by name."""
-        if dist.get_rank() != 0:
-            return
         self._write("metrics.validation", {"step": step, "source": source, **result})
         shown = ", ".join(f"{name} {value:.4f}" for name, value in result.items())
         if "nats_per_byte" in result:
             per_byte, per_token = result["nats_per_byte"], result["nats_per_token"]
             shown = f"{per_byte:.4f} nats/byte, {per_token:.4f} nats/token"
         logger.info(f"step {step} held-out {source}: {shown}")
-
-    def validation_mean(self, step: int, n_sources: int, nats_per_byte: float) -> None:
-        """Log the held-out loss of all bytes of several sources."""
-        logger.info(
-            f"step {step} held-out mean of {n_sources} sources: {nats_per_byte:.4f} nats/byte"
-        )
 
     def evaluation(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write the results of benchmarks, a line for each task; on rank 0."""
@@ -166,20 +147,19 @@ class Reporter:
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Write a line about something that happened after `step`; it has no loss."""
-        if dist.get_rank() == 0:
-            self.files["metrics"].write({"event": event, "step": step, **values})
+        self._write("metrics", {"event": event, "step": step, **values})
 
     def _write(self, kind: str, line: dict[str, Any]) -> None:
+        if dist.get_rank() != 0:
+            return
         try:
-            self.files[kind].write(line)
+            append_line(self.folder / f"{kind}.jsonl", line)
         except OSError as error:  # a full disk must not end the run
             logger.error(f"{kind}.jsonl: the line of step {line['step']} was not written: {error}")
-        if self.wandb is not None:
+        if self.wandb is not None and "event" not in line:
             self.wandb.log(wandb_values(kind, line))
 
     def close(self) -> None:
-        for file in self.files.values():
-            file.close()
         if self.wandb is not None:
             self.wandb.finish()
 

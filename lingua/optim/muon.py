@@ -1,14 +1,13 @@
 """Muon: momentum whose update of a matrix is replaced by the nearest orthogonal one.
 
 After Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon), with the scale of Liu et al.,
-2025 (arXiv 2502.16982), which lets a learning rate and a weight decay found for AdamW stay. It is
-for the matrices inside the blocks; `lingua.optim` gives AdamW the rest.
+2025 (arXiv 2502.16982), with which a learning rate and a weight decay found for AdamW stay valid.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +40,8 @@ class MuonArgs:
 
 
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
-    """About U V^T of a matrix U S V^T, in its dtype, by Newton-Schulz iterations.
-
-    These need products of matrices only, and bfloat16 is enough for them.
-    """
+    """About U V^T of a matrix U S V^T, in its dtype (bfloat16 is enough), by Newton-Schulz
+    iterations."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix  # the smaller of the two Gram matrices
     x = x / x.norm().clamp(min=SMALLEST_NORM)  # the iteration needs singular values up to 1
@@ -58,39 +55,29 @@ def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
 def muon(
     parameters: list[nn.Parameter],
     grads: list[Tensor],
-    buffers: list[Tensor],
-    found_inf: Tensor | None,
-    *,
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-    nesterov: bool,
-    ns_steps: int,
-    rms: float,
-    dtype: str,
+    states: list[dict[str, Tensor]],
+    admitted: Tensor,
+    group: dict[str, Any],
 ) -> None:
-    """One update of matrices and their `buffers` (the means of their gradients), in place; neither
-    changes where `found_inf`, a scalar on the device, is 1.
-
-    `grads` are the parts of the gradients that this rank holds.
+    """One update of matrices and of the means of their gradients, in place; neither changes where
+    `admitted`, a bool scalar on the device, is False. `grads` are this rank's parts of the
+    gradients; `group` has the rate, the weight decay and the fields of MuonArgs.
 
     Orthogonal is a property of the whole matrix: each rank gathers it, works on it, and keeps its
     own part, so the update does not depend on how the matrix is sharded. torch's Muon works on the
     parts as DTensors, and is off by 2 % there (torch 2.13).
     """
-    compute = torch.bfloat16 if dtype == "bf16" else torch.float32
-    for p, grad, buffer in zip(parameters, grads, buffers, strict=True):
-        own, own_buffer = local(p), local(buffer)
-        mean = own_buffer.lerp(grad, 1 - momentum)
-        direction = (grad.lerp(mean, momentum) if nesterov else mean).to(compute)
-        step = map_whole(lambda t: orthogonalise(t, ns_steps), direction, p)
+    momentum, steps = group["momentum"], group["ns_steps"]
+    compute = torch.bfloat16 if group["dtype"] == "bf16" else torch.float32
+    for p, grad, state in zip(parameters, grads, states, strict=True):
+        own, own_mean = local(p), local(state["momentum_buffer"])
+        mean = own_mean.lerp(grad, 1 - momentum)
+        direction = (grad.lerp(mean, momentum) if group["nesterov"] else mean).to(compute)
+        step = map_whole(lambda t: orthogonalise(t, steps), direction, p)
         # An orthogonal m x n matrix has elements of root mean square 1 / sqrt(max(m, n)).
-        scale = rms * max(p.shape) ** 0.5
-        new = (own * (1 - lr * weight_decay)).add_(step, alpha=-lr * scale)
-        if found_inf is not None:
-            new, mean = (
-                torch.where(found_inf == 0, new, own),
-                torch.where(found_inf == 0, mean, own_buffer),
-            )
-        own.copy_(new)
-        own_buffer.copy_(mean)
+        scale = group["rms"] * max(p.shape) ** 0.5
+        new = (own * (1 - group["lr"] * group["weight_decay"])).add_(
+            step, alpha=-group["lr"] * scale
+        )
+        own.copy_(torch.where(admitted, new, own))
+        own_mean.copy_(torch.where(admitted, mean, own_mean))

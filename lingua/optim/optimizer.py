@@ -16,7 +16,6 @@ from lingua.optim.muon import muon
 from lingua.parallel.parallelize import within
 
 Named = tuple[str, nn.Parameter]
-MUON_SETTINGS = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "rms", "dtype")
 
 
 def build_optimizer(model: nn.Module, args: OptimArgs, blocks: tuple[str, ...] = ()) -> Optimizer:
@@ -24,34 +23,33 @@ def build_optimizer(model: nn.Module, args: OptimArgs, blocks: tuple[str, ...] =
 
     Weight decay is for those of `split_by_decay`. With `name: muon`, those of them that are
     matrices in one of the `blocks` (patterns of module names, as in a ParallelPlan) are Muon's;
-    everything else is AdamW's.
-
-    The groups keep canonical names in `param_names`. All state exists from the start, zero (AdamW:
-    `step` a float32 scalar and both moments, Muon: the momentum), so that a checkpoint of step 0 is
-    complete.
+    everything else is AdamW's. All state exists from the start, so that a checkpoint of step 0 is
+    complete. The groups keep canonical names in `param_names`.
 
     Raises:
         UserError: Muon, and no matrix for it.
     """
-
-    def is_muons(name: str, p: nn.Parameter) -> bool:
-        return args.name == "muon" and p.ndim == 2 and within(name, blocks)
-
     decay, no_decay = split_by_decay(model)
-    matrices = [named for named in decay if is_muons(*named)]
-    others = [named for named in decay if not is_muons(*named)]
-    if args.name == "muon" and not matrices:
-        raise UserError(
-            "optim.name = muon: trains the matrices inside the blocks that the model's plan names, "
-            "and there are none; must be adamw"
-        )
-    with_muon = {"algorithm": "muon"} | vars(args.muon)
-    betas = (args.beta1, args.beta2)
-    with_adamw = {"algorithm": "adamw", "betas": betas, "eps": args.epsilon}
+    matrices = []
+    if args.name == "muon":
+        matrices = [(name, p) for name, p in decay if p.ndim == 2 and within(name, blocks)]
+        if not matrices:
+            raise UserError(
+                "optim.name = muon: trains the matrices inside the blocks that the model's plan "
+                "names, and there are none; must be adamw"
+            )
+    of_muon = {name for name, _ in matrices}
+    others = [(name, p) for name, p in decay if name not in of_muon]
+    muon_settings = {"algorithm": "muon"} | vars(args.muon)
+    adamw_settings = {
+        "algorithm": "adamw",
+        "betas": (args.beta1, args.beta2),
+        "eps": args.epsilon,
+    }
     groups = [
-        {"params": matrices, "weight_decay": args.weight_decay, **with_muon},
-        {"params": others, "weight_decay": args.weight_decay, **with_adamw},
-        {"params": no_decay, "weight_decay": 0.0, **with_adamw},
+        {"params": matrices, "weight_decay": args.weight_decay, **muon_settings},
+        {"params": others, "weight_decay": args.weight_decay, **adamw_settings},
+        {"params": no_decay, "weight_decay": 0.0, **adamw_settings},
     ]
     return AdamWMuon([group for group in groups if group["params"]], args.lr)
 
@@ -69,77 +67,61 @@ def split_by_decay(model: nn.Module) -> tuple[list[Named], list[Named]]:
     return decay, rest
 
 
-class AdamWMuon(Optimizer):
-    """AdamW, and Muon for the groups whose `algorithm` is muon. All state exists from the start."""
+class LoopOptimizer(Optimizer):
+    """An optimizer whose updates can be suppressed on the device; its method `step` is not used."""
 
-    _step_supports_amp_scaling = True  # torch's name for the protocol that `update` follows
+    def step_if(self, admitted: Tensor) -> None:
+        """One update at the rate of each group. Where `admitted`, a bool scalar on the device, is
+        False, it changes no parameter and no state. The host does not wait for it."""
+        raise NotImplementedError
+
+
+class AdamWMuon(LoopOptimizer):
+    """AdamW, and Muon for the groups whose `algorithm` is muon. All state exists from the start."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr})
         for group in self.param_groups:
+            of_muon = group["algorithm"] == "muon"
             for p in group["params"]:
-                if group["algorithm"] == "muon":
-                    self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
-                else:
-                    self.state[p] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                        "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": torch.zeros_like(p),
-                    }
+                means = ["momentum_buffer"] if of_muon else ["exp_avg", "exp_avg_sq"]
+                self.state[p] = {name: torch.zeros_like(p) for name in means}
+                if not of_muon:
+                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One update at the rate of each group. Where `found_inf`, set by the caller, is 1, it
-        changes no parameter, moment or step count; the host does not wait for it."""
-        found_inf = getattr(self, "found_inf", None)
-        unscale(self)
+    def step_if(self, admitted: Tensor) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in parameters]
-            grads = [local_grad(p) for p in parameters]
-            if group["algorithm"] == "muon":
-                buffers = [state["momentum_buffer"] for state in states]
-                settings = {key: group[key] for key in MUON_SETTINGS}
-                muon(parameters, grads, buffers, found_inf, **settings)
-            else:
-                _adamw(parameters, grads, states, found_inf, group)
+            work = muon if group["algorithm"] == "muon" else _adamw
+            work(parameters, [local_grad(p) for p in parameters], states, admitted, group)
 
 
-@torch.no_grad()
 def update(optimizer: Optimizer, lr: float, admitted: Tensor) -> None:
-    """One step of an optimizer of `build_optimizer` or `adapt` at the rate `lr`, times the
-    `lr_scale` of a group that has one. Nothing changes where `admitted` (a bool scalar on the
-    device) is False, for which the host does not wait."""
-    assert getattr(optimizer, "_step_supports_amp_scaling", False), "must come from adapt()"
+    """`step_if(admitted)` of an optimizer of `build_optimizer` or `adapt` at the rate `lr`, times
+    the `lr_scale` of a group that has one."""
+    assert isinstance(optimizer, LoopOptimizer), "must come from adapt()"
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    # The protocol of torch.amp.GradScaler with optimizers of `_step_supports_amp_scaling`.
-    optimizer.grad_scale, optimizer.found_inf = None, (~admitted).float()
-    optimizer.step()
-    del optimizer.grad_scale, optimizer.found_inf
+    optimizer.step_if(admitted)
 
 
 def local_grad(p: nn.Parameter) -> Tensor:
     """The part of a parameter's gradient that this rank holds."""
-    # A gradient not yet summed over its mesh would be taken for its own shard.
-    assert not isinstance(p, DTensor) or p.grad.placements == p.placements
+    assert p.grad is not None
+    if isinstance(p, DTensor) and isinstance(p.grad, DTensor):
+        # A gradient not yet summed over its mesh would be taken for its own shard.
+        assert p.grad.placements == p.placements
     return local(p.grad)
-
-
-def unscale(optimizer: Optimizer) -> None:
-    """Divide the gradients in place by the `grad_scale` that a GradScaler set, if one did."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is not None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch._foreach_div_([local_grad(p) for p in parameters if p.grad is not None], scale)
 
 
 def _adamw(
     parameters: list[nn.Parameter],
     grads: list[Tensor],
-    states: list[dict],
-    found_inf: Tensor | None,
-    group: dict,
+    states: list[dict[str, Tensor]],
+    admitted: Tensor,
+    group: dict[str, Any],
 ) -> None:
     """AdamW works on each element alone, so it runs on the local shards, on whatever meshes they
     live, and without DTensor's dispatch (200 small parameters on one CPU core: 2.9 ms with it,
@@ -152,7 +134,7 @@ def _adamw(
         [],
         [state["step"] for state in states],
         fused=True,
-        found_inf=found_inf,
+        found_inf=(~admitted).float(),
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
@@ -184,11 +166,8 @@ class NonFiniteGuard:
 
     def skipped(self, step: int, position: int, global_batch_size: int) -> int:
         """Updates suppressed over the whole run, asked after `step`, which used the rows up to
-        `position`. Waits for the device.
-
-        Raises:
-            UserError: there was one and `on_nonfinite` is `stop`; names its step and rows.
-        """
+        `position`. Waits for the device. Raises UserError, which names step and rows, where there
+        was one and `on_nonfinite` is `stop`."""
         first = int(self.first)
         if self.stops and first:
             end = position - (step - first) * global_batch_size

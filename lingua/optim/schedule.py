@@ -34,6 +34,7 @@ def lr_at(step: int, args: OptimArgs, steps: int) -> float:
         return args.lr * (step + 1) / args.warmup
     # 0 ... 1 over the updates after the warmup; 0 where there are none
     progress = (step - args.warmup) / max(steps - args.warmup, 1)
+    cycle = max(args.cycle_length, 1 / steps)  # as a share of the run; at least one update
     match args.scheduler:
         case "constant":
             share = 1.0
@@ -43,9 +44,9 @@ def lr_at(step: int, args: OptimArgs, steps: int) -> float:
             power = (max(args.warmup, 1) / max(step, 1)) ** args.exp_factor
             share = max(power, args.lr_min_ratio)
         case "cosine":
-            share = _between(_cosine(step, progress, args, steps), args.lr_min_ratio)
+            share = _between(_cosine(step, progress, cycle, args, steps), args.lr_min_ratio)
         case "wsd":
-            share = _between(_wsd(step, args, steps), args.lr_min_ratio)
+            share = _between(_wsd(step, cycle, args, steps), args.lr_min_ratio)
     return args.lr * share
 
 
@@ -54,29 +55,24 @@ def _between(height: float, low: float) -> float:
     return height + (1 - height) * low
 
 
-def _cosine(step: int, progress: float, args: OptimArgs, steps: int) -> float:
+def _cosine(step: int, progress: float, cycle: float, args: OptimArgs, steps: int) -> float:
     """Half a cosine wave per cycle, 1 to 0 (Loshchilov & Hutter 2017, arXiv 1608.03983)."""
-    cycles = progress**args.cosine_theta / _cycle_length(args, steps)
+    cycles = progress**args.cosine_theta / cycle
     fraction = cycles - _whole_cycles(cycles, last=step == steps)
     return 0.5 * (1 + math.cos(math.pi * min(max(fraction, 0.0), 1.0)))
 
 
-def _wsd(step: int, args: OptimArgs, steps: int) -> float:
+def _wsd(step: int, cycle: float, args: OptimArgs, steps: int) -> float:
     """1 until the decay that ends each cycle (the last cycle ends with the run), then to 0
     (warmup-stable-decay with repeated cycles: Wen et al. 2024, arXiv 2410.05192)."""
-    length = _cycle_length(args, steps) * steps
-    cycle = _whole_cycles(step / length, last=step == steps)
-    end = min((cycle + 1) * length, steps)
+    length = cycle * steps
+    completed = _whole_cycles(step / length, last=step == steps)
+    end = min((completed + 1) * length, steps)
     # a decay longer than what it has begins where the warmup or the cycle does
-    begin = max(end - args.decay_fraction * end, cycle * length, args.warmup)
+    begin = max(end - args.decay_fraction * end, completed * length, args.warmup)
     if step <= begin:
         return 1.0
     return 1 - min((step - begin) / (end - begin), 1.0) ** args.exp_factor
-
-
-def _cycle_length(args: OptimArgs, steps: int) -> float:
-    """As a share of the run; a cycle is at least one update."""
-    return max(args.cycle_length, 1 / steps)
 
 
 def _whole_cycles(cycles: float, last: bool) -> int:

@@ -22,20 +22,19 @@ def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
 
 def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) -> Iterator[str]:
     """What the choice of `grad_sync` costs in memory and saves in traffic, on each rank."""
-    shards, replicas = mesh["dp_shard"].size(), mesh["dp_replicate"].size()
+    replicas, shards, _ = mesh.shape
     if n_micro == 1 or shards * replicas == 1:
         return
-    # Gradients of this rank's part under tensor parallelism, float32, before and after they are
-    # split over dp_shard.
+    # Bytes of this rank's float32 gradients, before and after they are split over dp_shard.
     own = sum(local(p).numel() for p in model.parameters()) * 4
     whole = own * shards
     kept = {"last": whole, "replica_last": own if replicas > 1 else 0, "every": 0}[mode]
     scatters = whole if shards > 1 and mode == "last" else 0
     reduces = own if replicas > 1 and mode != "every" else 0
-    saved = (n_micro - 1) * (scatters + reduces)
     yield (
         f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "
-        f"micro-steps and saves {human_bytes(saved)} of gradient traffic a step"
+        f"micro-steps and saves {human_bytes((n_micro - 1) * (scatters + reduces))} of gradient "
+        "traffic a step"
     )
 
 
@@ -51,21 +50,18 @@ def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         not finite the gradients are left as they are.
     """
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
-    for p in parameters:
-        if p.grad is None:
-            continue
-        if isinstance(p.grad, DTensor):
-            split = tuple(
-                axis for axis, place in enumerate(p.grad.placements) if not place.is_replicate()
-            )
-            groups.setdefault((p.grad.device_mesh, split), []).append(p.grad.to_local())
-        else:
-            groups.setdefault((None, ()), []).append(p.grad)
+    for grad in [p.grad for p in parameters if p.grad is not None]:
+        mesh: DeviceMesh | None = None
+        split: tuple[int, ...] = ()
+        if isinstance(grad, DTensor):
+            mesh, places = grad.device_mesh, enumerate(grad.placements)
+            split = tuple(axis for axis, place in places if not place.is_replicate())
+        groups.setdefault((mesh, split), []).append(local(grad))
     total = torch.zeros((), device=parameters[0].device)
     for (mesh, split), grads in groups.items():
         squares = torch.stack(torch._foreach_norm(grads)).square().sum()
         for axis in split:
-            if mesh.size(axis) > 1:
+            if mesh is not None and mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
         total = total + squares
     norm = total.sqrt()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -56,16 +57,27 @@ def _slurm_rendezvous(env: dict[str, str]) -> None:
     """Set the rendezvous address to the first host of the step, and a port that differs from job to
     job and is below the ephemeral ports."""
     names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
-    first = _scontrol("show", "hostnames", names).split()[0]
-    # A node's name in Slurm need not be its address.
-    shown = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "--oneliner", first))
+    first = run_slurm("scontrol", "show", "hostnames", names).split()[0]
+    node = run_slurm("scontrol", "show", "node", "--oneliner", first)
+    address = re.search(r"\bNodeAddr=(\S+)", node)  # which need not be the node's name in Slurm
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
-    os.environ.setdefault("MASTER_ADDR", shown[1] if shown else first)
+    os.environ.setdefault("MASTER_ADDR", address[1] if address else first)
     os.environ.setdefault("MASTER_PORT", str(20000 + (job + 997 * step) % 12000))
 
 
-def _scontrol(*words: str) -> str:
-    return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True).stdout
+def run_slurm(*command: str, stdin: str | None = None) -> str:
+    """The output of one of Slurm's commands. Raises UserError with its message."""
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            f"{command[0]}: no such command here; Slurm must be installed and on the PATH "
+            "(launcher=local runs a job without it)"
+        ) from None
+    if done.returncode:
+        message = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise UserError(f"{command[0]}: {'; '.join(message.splitlines())}")
+    return done.stdout
 
 
 def pick_device(name: str, launch: Launch) -> torch.device:
@@ -94,7 +106,8 @@ def start(
     A single process has a group of one, so that nothing else asks how it was launched.
 
     Raises:
-        UserError: the sizes of the mesh do not multiply to the number of processes.
+        UserError: the sizes of the mesh do not multiply to the number of processes, or the
+            processes cannot meet.
     """
     sizes = mesh_sizes(args, launch.world_size)
     if deterministic:
@@ -110,15 +123,55 @@ def start(
     if launch.by == "python":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        if launch.by == "slurm":
-            _slurm_rendezvous(dict(os.environ))
         dist.init_process_group(
             backend,
+            store=_meet(launch, args.rendezvous_s),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(minutes=30),
         )
     return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+def _meet(launch: Launch, patience_s: float) -> dist.Store:
+    """The store of rank 0, once all processes have reached it. Raises UserError if they do not."""
+    try:
+        if launch.by == "slurm":
+            _slurm_rendezvous(dict(os.environ))
+        if launch.rank:
+            _wait_for_rank_0(patience_s)
+        timeout = timedelta(seconds=patience_s)
+        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
+        store: dist.Store = next(rendezvous)[0]
+    except (dist.DistError, UserError, OSError, ValueError, KeyError) as error:
+        place = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
+        reason = f"{str(error).splitlines()[0]} (distributed.rendezvous_s = {patience_s:g})"
+        if "EADDRINUSE" in reason:
+            reason = "another program uses this port; set MASTER_PORT to a free one"
+        elif isinstance(error, KeyError):
+            reason = f"the environment variable {error} is not set"
+        raise UserError(
+            f"rank {launch.rank} of {launch.world_size} cannot meet the others at MASTER_ADDR:"
+            f"MASTER_PORT = {place}: {reason}",
+            local=True,
+        ) from None
+    store.set_timeout(timedelta(minutes=30))
+    return store
+
+
+def _wait_for_rank_0(patience_s: float) -> None:
+    """Wait until rank 0 listens: torch's own attempts fill the console with stack traces. Raises
+    the OSError of the last attempt."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection(address, timeout=patience_s).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 @contextmanager

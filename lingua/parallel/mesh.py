@@ -20,10 +20,7 @@ from lingua.config.schema import Announced, Free
 from lingua.errors import UserError
 
 T = TypeVar("T")
-
-
 R = TypeVar("R")
-
 
 AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -33,6 +30,7 @@ class DistributedArgs:
     dp_replicate: Free[int | None] = 1  # copies of the sharded model; null takes what remains
     dp_shard: Free[int | None] = None  # ranks each copy is sharded over; null takes what remains
     tp_size: Free[int] = 1  # ranks a layer is split over (tensor parallelism)
+    rendezvous_s: Free[float] = 600.0  # seconds to wait for the other processes at the start
     # when gradients are reduced: `last` micro-step only, `replica_last` reduce-scatters each
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient
@@ -72,14 +70,14 @@ def mesh_sizes(args: DistributedArgs, world_size: int) -> tuple[int, int, int]:
     if world_size % known:
         raise UserError(f"{shown}: {known} does not divide the number of processes, {world_size}")
     rest = world_size // known
-    return (replicate or rest, shard or rest if replicate is not None else shard or 1, tp)
+    return replicate or rest, shard or rest, tp
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
     """This process's data-parallel rank, the same for every tp rank of a group.
 
-    `replicate_rank * dp_shard + shard_rank`, in `0 ... dp_degree(mesh) - 1`. Everything that
-    differs from one data-parallel rank to the next uses this number.
+    In `0 ... dp_degree(mesh) - 1`. Everything that differs from one data-parallel rank to the next
+    uses this number.
     """
     replicate, shard = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
     return replicate * mesh["dp_shard"].size() + shard
@@ -119,11 +117,8 @@ def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh)
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and share its result, or the exception it raises, with every rank.
-
-    The others poll the store, without a timeout: tokenizing may take hours, which no collective's
-    timeout should have to cover.
-    """
+    """Run `work` on rank 0 and share its result, or the exception it raises, with every rank. The
+    others poll the store without a timeout, since tokenizing may take hours."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     # The number of this rank's call, counted in the store: a process may outlive its group. Threads
     # count apart, since the order between them may differ from rank to rank.
@@ -136,18 +131,15 @@ def on_rank_0(work: Callable[[], T]) -> T:
         except Exception as raised:
             error = raised
         # Only a UserError is meant to be read; of others the text is enough and always pickles.
-        shared = (
-            error if error is None or isinstance(error, UserError) else RuntimeError(str(error))
-        )
-        store.set(key, pickle.dumps((result, shared)))
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
-    pause_s = 0.001
-    while not store.check([key]):
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.5)
-    result, error = pickle.loads(store.get(key))
+        readable = error is None or isinstance(error, UserError)
+        shared = pickle.dumps((result, error if readable else RuntimeError(str(error))))
+        store.set(key, shared)  # type: ignore[arg-type]  # torch's stub knows only str
+    else:
+        pause_s = 0.001
+        while not store.check([key]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
+        result, error = pickle.loads(store.get(key))
     if error is not None:
         raise error
-    return result
+    return result  # type: ignore[return-value]  # None only where work() gives None

@@ -2,10 +2,12 @@
 checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from lingua.errors import UserError, nearest
 from lingua.init import canonical_name, ties_kept
@@ -50,8 +52,6 @@ class ParallelPlan:
     tp_divides: dict[str, int] = field(default_factory=dict)
 
 
-# ------------------------------------------------------------------------------------- the check
-
 # Styles that convert inputs and outputs and leave the parameters of their module as they are.
 _WITHOUT_PARAMETERS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 
@@ -60,15 +60,22 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
     """Check that a plan fits a plain model, which may be on the meta device, and `tp` ranks.
 
     It needs no processes. A style that is not torch's own is trusted to distribute the parameters
-    of its modules; `parallelize_model` looks at what it did.
-
-    Raises:
-        UserError: names everything that is wrong: patterns that match nothing, and with `tp` > 1 a
-            plan without a tensor-parallel layout, sizes that tp does not divide, and parameters
-            that are neither distributed by a style nor declared equal.
+    of its modules; `parallelize_model` looks at what it did. Raises UserError, which names
+    everything that is wrong.
     """
     plan = plan or ParallelPlan()
-    problems = list(_unmatched(model, plan))
+    modules, parameters = list(_modules(model)), list(_parameters(model))
+    problems = [
+        f"ParallelPlan.{where}: no {kind} of the model is named {pattern}{nearest(pattern, names)}"
+        for where, patterns, kind, names in (
+            ("blocks", plan.blocks, "module", modules),
+            ("units", chain(*plan.units), "module", modules),
+            ("tp", plan.tp or (), "module", modules),
+            ("tp_equal", plan.tp_equal, "module or parameter", modules + parameters),
+        )
+        for pattern in patterns
+        if not _matching(names, [pattern])
+    ]
     if tp > 1 and plan.tp is None:
         problems.append(
             f"distributed.tp_size = {tp}: this model gives no tensor-parallel layout; set it to 1"
@@ -77,9 +84,9 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
         uneven = [f"{key} = {size}" for key, size in plan.tp_divides.items() if size % tp]
         if uneven:
             problems.append(f"distributed.tp_size = {tp}: must divide {', '.join(uneven)}")
-        styled = [name for name, s in plan.tp.items() if type(s) not in _WITHOUT_PARAMETERS]
-        whole = [name for name in _named_parameters(model) if not within(name, styled)]
-        problems += _undeclared(whole, plan, tp)
+        styles = (plan.tp or {}).items()
+        styled = [name for name, style in styles if type(style) not in _WITHOUT_PARAMETERS]
+        problems += _undeclared([name for name in parameters if not within(name, styled)], plan, tp)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -87,8 +94,11 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
 def within(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern matches this module or parameter, or a module that contains it."""
     parts = name.split(".")
-    outer = [".".join(parts[:n]) for n in range(len(parts) + 1)]
-    return any(_matches(module, pattern) for pattern in patterns for module in outer)
+    return bool(_matching([".".join(parts[:n]) for n in range(len(parts) + 1)], list(patterns)))
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -97,36 +107,18 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern)
 
 
-def _unmatched(model: nn.Module, plan: ParallelPlan) -> Iterator[str]:
-    """A line for each pattern that matches nothing."""
-    modules = list(_named_modules(model))
-    everything = [*modules, *_named_parameters(model)]
-    for where, patterns, kind, names in (
-        ("blocks", plan.blocks, "module", modules),
-        ("units", [name for unit in plan.units for name in unit], "module", modules),
-        ("tp", plan.tp or (), "module", modules),
-        ("tp_equal", plan.tp_equal, "module or parameter", everything),
-    ):
-        for pattern in patterns:
-            if not any(_matches(name, pattern) for name in names):
-                hint = nearest(pattern, names)
-                yield f"ParallelPlan.{where}: no {kind} of the model is named {pattern}{hint}"
-
-
-def _undeclared(whole: list[str], plan: ParallelPlan, tp: int) -> Iterator[str]:
+def _undeclared(whole: list[str], plan: ParallelPlan, tp: int) -> list[str]:
     """A line that names those of the `whole` parameters, which no style distributes, that are not
     declared equal, if there are any."""
     found = [name for name in whole if not within(name, plan.tp_equal)]
-    if found:
-        yield (
-            f"distributed.tp_size = {tp}: the model's plan does not define how tensor-parallel "
-            f"ranks hold {', '.join(found)}. Give each of their modules a style in ParallelPlan.tp "
-            "(SequenceParallel for a norm whose input is split over positions); where the gradient "
-            "is equal on all these ranks, name it in ParallelPlan.tp_equal"
-        )
-
-
-# ------------------------------------------------------------------------------------ the layout
+    if not found:
+        return []
+    return [
+        f"distributed.tp_size = {tp}: the model's plan does not define how tensor-parallel ranks "
+        f"hold {', '.join(found)}. Give each of their modules a style in ParallelPlan.tp "
+        "(SequenceParallel for a norm whose input is split over positions); where the gradient is "
+        "equal on all these ranks, name it in ParallelPlan.tp_equal"
+    ]
 
 
 def parallelize_model(
@@ -137,9 +129,7 @@ def parallelize_model(
     The model may be, and for large ones should be, on the meta device: `init_parameters` gives it
     memory and values afterwards. Tied parameters stay tied. It returns the same module, which the
     caller uses as before; its gradients are sums over the data-parallel ranks, never averages.
-
-    Raises:
-        UserError: the plan does not fit the model or the mesh, see `check_layout`.
+    Raises UserError where the plan does not fit, see `check_layout`.
     """
     plan = plan or ParallelPlan()
     check_layout(model, plan, mesh["tp"].size())
@@ -149,17 +139,17 @@ def parallelize_model(
     if mesh.size() == 1 and args.dtype == torch.float32:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time
     replicas = mesh["dp_replicate"].size() > 1
-    policy = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
-    shard = {
-        "mesh": mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"],
-        "mp_policy": policy,
-    }
-    modules = _named_modules(model)
-    blocks = [(name,) for name in _matching(modules, plan.blocks)]
-    for names in [*blocks, *(_matching(modules, unit) for unit in plan.units)]:
-        unit = [modules[name] for name in names]
-        fully_shard(unit if len(unit) > 1 else unit[0], **shard)
-    fully_shard(model, **shard)
+    shard = partial(
+        fully_shard,
+        mesh=mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"],
+        mp_policy=MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32),
+    )
+    modules = _modules(model)
+    for name in _matching(modules, plan.blocks):
+        shard(modules[name])
+    for unit in plan.units:
+        shard([modules[name] for name in _matching(modules, unit)])
+    shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loop divides the loss by the number of targets of the whole global batch. The
@@ -170,34 +160,30 @@ def parallelize_model(
     return model
 
 
-def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by the name they have in the plain model; a wrapper stands for what it wraps."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        found.setdefault(name.replace("._checkpoint_wrapped_module", ""), module)
+        found.setdefault(canonical_name(f"{name}.")[:-1], module)
     return found
 
 
-def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
-def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
-
-
 def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    modules = _named_modules(model)
+    modules, styles = _modules(model), plan.tp or {}
     with ties_kept(model):
-        for pattern, style in plan.tp.items():
+        for pattern, style in styles.items():
             for name in _matching(modules, [pattern]):
                 parallelize_module(modules[name], mesh, style)
-    whole = [name for name, p in _named_parameters(model).items() if not isinstance(p, DTensor)]
+    whole = [name for name, p in _parameters(model).items() if not isinstance(p, DTensor)]
     for problem in _undeclared(whole, plan, mesh.size()):
         raise UserError(problem)
     # An asynchronous collective's result that enters a compiled block loses its gradient (torch
     # 2.13): the modules outside the blocks return a copy of theirs.
-    for name in _matching(modules, plan.tp):
+    for name in _matching(modules, styles):
         if not within(name, plan.blocks):
             modules[name].register_forward_hook(
                 lambda module, args, out: out if isinstance(out, DTensor) else out.clone()
@@ -214,43 +200,36 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
 
 # Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
 # to communicate, than its memory is worth.
-_SAVED = {
+_SAVED = [
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
-
-
-def _save_expensive(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+]
 
 
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) -> None:
     """Activation checkpointing and compilation, block by block."""
-    modules = _named_modules(model)
+    modules, kind = _modules(model), args.activation_checkpointing
     for name in _matching(modules, plan.blocks):
         block = modules[name]
-        parent = modules[name.rpartition(".")[0]]
         # Full checkpointing works around a compiled block but not inside one; the selective kind
         # must be inside, where it sees each operation.
-        if args.compile and args.activation_checkpointing != "selective":
+        if args.compile and kind != "selective":
             block.compile()
-        if args.activation_checkpointing == "full":
+        if kind == "full":
             block = checkpoint_wrapper(block, preserve_rng_state=False)
-        elif args.activation_checkpointing == "selective":
-            block = checkpoint_wrapper(
-                block,
-                context_fn=lambda: create_selective_checkpoint_contexts(_save_expensive),
-                preserve_rng_state=False,
-            )
+        elif kind == "selective":
+            keep = partial(create_selective_checkpoint_contexts, _SAVED)
+            block = checkpoint_wrapper(block, context_fn=keep, preserve_rng_state=False)
             if args.compile:
                 block.compile()
-        parent.register_module(name.rpartition(".")[2], block)
+        model.set_submodule(name, block)
 
 
 def loss_context(mesh: DeviceMesh) -> AbstractContextManager[None]:
     """Around forward and backward: cross-entropy over a vocabulary that tp ranks share."""
-    return loss_parallel() if mesh["tp"].size() > 1 else nullcontext()
+    _, _, tp = mesh.shape  # mesh["tp"] would make a mesh in every micro-step
+    return loss_parallel() if tp > 1 else nullcontext()

@@ -1,9 +1,15 @@
 """The entry point of every program: a user's mistake becomes one message and exit code 2."""
 
 import gc
+import json
+import os
+import select
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -11,23 +17,69 @@ import torch.distributed as dist
 from lingua.errors import UserError
 from lingua.parallel.launch import detect_launch, leave
 
+RANK_0_S = 10.0  # until rank 0 has found a mistake that all ranks find before they meet
+
 
 def run_program(program: Callable[[], None]) -> NoReturn:
-    """Run `program` and exit with its exit code.
-
-    All ranks raise the same UserError, so rank 0 prints it; one that concerns a single machine
-    (`UserError(..., local=True)`) is printed by the rank that raised it.
-    """
+    """Run `program` and exit with its exit code."""
     gc.freeze()  # imported objects stay: collecting over them takes a sixth of a second
-    code, patience_s = 0, 30.0
+    code: int | str | None = 0
+    patience_s = 30.0
     try:
-        program()
+        try:
+            program()
+        except SystemExit as left:
+            code = left.code
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
+        code = 128 + signal.SIGPIPE
     except UserError as error:
-        if error.local or detect_launch().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        _report(error)
         code, patience_s = 2, 0.0 if error.local else patience_s
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+        if detect_launch().world_size > 1:  # the other ranks may be in a collective
+            os._exit(code)
+    except Exception:
+        _show_in_torchrun(traceback.format_exc())
+        raise
     # Slurm may still send its early signal, which must not turn the end of a run into a failure.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if dist.is_initialized():
         leave(patience_s)
     sys.exit(code)
+
+
+def _report(error: UserError) -> None:
+    """Print a mistake once.
+
+    All ranks raise it together, so rank 0 prints it; one that concerns a single machine
+    (`UserError(..., local=True)`) is printed by the rank that raised it.
+    """
+    _show_in_torchrun(f"error: {error}")
+    first = error.local or detect_launch().rank == 0
+    if not first and not dist.is_initialized():
+        # A launcher ends all ranks when one exits: rank 0 exits first, unless it has no mistake.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(RANK_0_S)
+        first = True
+    if first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _show_in_torchrun(text: str) -> None:
+    """Give torchrun the error of this rank, for the report of 25 lines with which it ends."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of stdout, such as `head`, has gone."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

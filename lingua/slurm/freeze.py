@@ -6,6 +6,7 @@ The copy has the files that git lists: tracked ones, and untracked ones that are
 import os
 import shutil
 import subprocess
+from itertools import count
 from pathlib import Path
 
 from lingua.errors import UserError
@@ -49,21 +50,17 @@ def freeze_code(module_file: Path, dump_dir: Path) -> Path:
 def move_away(path: Path) -> None:
     """Rename what an earlier launch wrote to `path.1`, or to the first number that is free."""
     if os.path.lexists(path):
-        number = 1
-        while os.path.lexists(f"{path}.{number}"):
-            number += 1
-        path.rename(f"{path}.{number}")
+        free = next(n for n in count(1) if not os.path.lexists(f"{path}.{n}"))
+        path.rename(f"{path}.{free}")
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
     command = ["git", "-C", str(folder), *arguments]
     try:
         return subprocess.run(command, capture_output=True, check=True).stdout
-    except FileNotFoundError:
-        raise UserError("git is not installed: it lists the files of the code to copy") from None
-    except subprocess.CalledProcessError as error:
-        why = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
         raise UserError(
-            f"{folder}: git {arguments[0]} fails ({why[0]}); the code of a run is copied from a "
-            "git checkout with at least one commit"
+            f"{folder}: git {arguments[0]} fails ({why}); the code of a run is copied from a git "
+            "checkout with at least one commit"
         ) from None

@@ -7,37 +7,21 @@ which then resumes from the checkpoint.
 import logging
 import os
 import re
-import subprocess
 
 import torch
 import torch.distributed as dist
 
 from lingua.errors import UserError
-from lingua.parallel.launch import detect_launch
+from lingua.parallel.launch import detect_launch, run_slurm
 from lingua.parallel.mesh import world_sum_
 
 # What Slurm sends ahead of a time limit (--signal) and on preemption; SIGINT comes from a person.
 EARLY = ("SIGUSR2", "SIGTERM")
 # States of a job that Slurm does not start again by itself.
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL")
-ENDED += ("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
+ENDED |= {"OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 logger = logging.getLogger(__name__)
-
-
-def run_slurm(*command: str, stdin: str | None = None) -> str:
-    """The output of one of Slurm's commands. Raises UserError with its message."""
-    try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise UserError(
-            f"{command[0]}: no such command here; Slurm must be installed and on the PATH "
-            "(launcher=local runs a job without it)"
-        ) from None
-    if done.returncode:
-        message = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise UserError(f"{command[0]}: {'; '.join(message.splitlines())}")
-    return done.stdout
 
 
 # ---- in a job
@@ -89,30 +73,6 @@ PLACE = re.compile(
 def environment_of_another() -> dict[str, str]:
     """This process's environment, for a command that launches another job."""
     return {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not PLACE.fullmatch(k)}
-
-
-def partition_limit(partition: str | None) -> str:
-    """The time limit of a partition (None: the default one), in a form that sbatch accepts."""
-    name = [partition] if partition else []
-    for line in run_slurm("scontrol", "show", "partition", "--oneliner", *name).splitlines():
-        values = dict(re.findall(r"(\w+)=(\S+)", line))
-        if partition or values.get("Default") == "YES":
-            return values["MaxTime"]
-    raise UserError("partition must be given: this cluster has no default one")
-
-
-def seconds_of(time: str) -> int | None:
-    """The seconds of a time limit in any form that sbatch accepts; None for other text and for no
-    limit."""
-    form = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if form is None:
-        return None
-    days, *parts = form.groups()
-    parts = [int(part) for part in parts if part is not None]
-    if days is None and len(parts) < 3:  # m and m:s; otherwise h, h:m and h:m:s
-        parts = [0, *parts]
-    hours, minutes, seconds = parts + [0] * (3 - len(parts))
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds or None
 
 
 def job_states(ids: list[str]) -> dict[str, str]:

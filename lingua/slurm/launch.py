@@ -1,12 +1,5 @@
-"""Launch runs on Slurm, one or a sweep, and show their status:
-
-    python -m lingua.stool config=FILE nodes=2 ngpu=8 [script=MODULE] [app=MODULE] [key=value ...]
-    python -m lingua.stool config=FILE sweep.optim.lr=1e-3,3e-4 at_once=2 [key=value ...]
-    python -m lingua.stool status DIR
-
-A launch validates the whole config, copies it and the code to the dump dir, and submits a job that
-runs from there. From Python: `launch` and `lingua.slurm.status.status`.
-"""
+"""Launching runs, for `lingua.stool` and from Python: a launch validates the whole config, copies
+it and the code to the dump dir, and submits a job that runs from there."""
 
 import os
 import re
@@ -16,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -27,17 +20,11 @@ import yaml
 
 from lingua.app import main_program
 from lingua.config.load import load, to_yaml
-from lingua.errors import UserError, nearest
+from lingua.errors import UserError
+from lingua.parallel.launch import run_slurm
 from lingua.signals import StopRequest, exec_program
 from lingua.slurm.freeze import CODE, COMMIT, DIFF, freeze_code, move_away
-from lingua.slurm.jobs import (
-    ENDED,
-    environment_of_another,
-    job_states,
-    partition_limit,
-    run_slurm,
-    seconds_of,
-)
+from lingua.slurm.jobs import ENDED, environment_of_another, job_states
 from lingua.slurm.status import BASE, JOB, status, table
 
 SCRIPT = "submit.slurm"
@@ -54,7 +41,8 @@ class JobArgs:
     gpus: Literal["node", "task", "none"] = "node"
     ncpu: int | None = None  # CPU cores of a rank; null: Slurm's default
     mem: str | None = None  # memory of a node, such as 64G (0: all of it); null: Slurm's default
-    time: str | None = None  # limit, minutes or [days-]hours:minutes:seconds; null: the partition's
+    # limit, minutes or [days-]hours:minutes:seconds; null: the partition's default
+    time: str | None = None
     signal_s: int = 120  # seconds before the limit at which the run gets a signal, saves, requeues
     partition: str | None = None  # null: the default one
     account: str | None = None  # that is charged
@@ -71,15 +59,9 @@ class JobArgs:
         for key in ("nodes", "ngpu", "ncpu", "signal_s", "at_once"):
             if (value := getattr(self, key)) is not None and value < 1:
                 yield key, "must be at least 1"
-        for f in fields(self):
-            value = getattr(self, f.name)
-            texts = value if isinstance(value, list) else [value]
-            texts = list(value.values()) if isinstance(value, dict) else texts
-            if any(isinstance(text, str) and not text.isprintable() for text in texts):
-                yield f.name, "must not contain line breaks or other control characters"
-        for option in self.slurm:
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
-                yield f"slurm.{option}", "must be the long name of an option of sbatch"
+        minutes = self.time or ""
+        if minutes.isdigit() and int(minutes) * 60 <= self.signal_s:
+            yield "signal_s", f"must be below time = {minutes}, in seconds"
 
 
 @dataclass(frozen=True)
@@ -89,17 +71,6 @@ class Launched:
     dump_dir: Path
     job_id: str | None  # None without Slurm
     exit_code: int | None = None  # None with Slurm
-
-
-@dataclass(frozen=True)
-class CheckedRun:
-    """A run whose config its script has accepted."""
-
-    name: str
-    dump_dir: Path
-    config: str  # YAML
-    notices: list[str]
-    command: list[str]
 
 
 def launch(
@@ -113,27 +84,29 @@ def launch(
     Returns the batch script with launcher=print. Raises UserError, and has submitted nothing.
     """
     for key, need in job.validate():
-        raise UserError(f"{key}: {need}")
-    script = _import_script(job)
+        raise UserError(f"{key} = {getattr(job, key)}: {need}")
+    module = _import_script(job)
     first = [f"{key}={values[0]}" for key, values in (sweep or {}).items()]
-    whole = _check(job, script, [*arguments, *first])
-    runs = _check_sweep(job, script, arguments, sweep, whole) if sweep else [whole]
-    root = whole.dump_dir  # of a sweep: it has the code and the logs of all its runs
+    whole, notices = _check(job, module, [*arguments, *first])
+    root = Path(whole.dump_dir)  # of a sweep: it has the code and the logs of all its runs
+    configs = _check_sweep(job, module, arguments, sweep, whole) if sweep else [whole]
 
     if job.launcher == "print":
-        return _batch(job, root, whole.name, len(runs))[1]
-    for line in dict.fromkeys(line for run in runs for line in run.notices):
+        return _batch(job, root, whole.name, len(configs))[1]
+    for line in notices:
         print(line)
     _check_dump_dir(job, root)
+    # An app is trusted because the command line names it; the program must not rely on a file.
+    program = [module.__name__, *(word for word in arguments if word.startswith("app="))]
     if job.launcher == "local":
-        _write_inputs(script, root, runs)
-        return _run_here(job, root, runs)
-    executor, batch_script = _batch(job, root, whole.name, len(runs))
+        _write_inputs(module, root, configs)
+        return _run_here(job, root, configs, program)
+    executor, batch_script = _batch(job, root, whole.name, len(configs))
     _check_possible(job, batch_script)
-    _write_inputs(script, root, runs)
+    _write_inputs(module, root, configs)
     move_away(root / SCRIPT)
     (root / SCRIPT).write_text(batch_script)
-    return _submit(executor, root, runs)
+    return _submit(executor, root, configs, program)
 
 
 # ---- checks
@@ -151,54 +124,40 @@ def _import_script(job: JobArgs) -> ModuleType:
     return module
 
 
-def _check(job: JobArgs, script: ModuleType, arguments: list[str]) -> CheckedRun:
+def _check(job: JobArgs, module: ModuleType, arguments: list[str]) -> tuple[Any, list[str]]:
+    """The config of a run, as its program accepts it, and the program's notices."""
     try:
-        args, notices = script.check(arguments, job.nodes * job.ngpu)
+        args, notices = module.check(arguments, job.nodes * job.ngpu)
     except UserError as error:
-        keys = [word.partition("=")[0] for word in arguments]
-        allowed = [f.name for f in fields(JobArgs)]
-        hints = [
-            f"\n  {key} is no key of stool either{nearest(key, allowed)}"
-            for key in keys
-            if f"{key}: unknown key" in str(error)
-        ]
-        raise UserError(str(error) + "".join(hints)) from None
-    dump_dir = Path(os.path.abspath(args.dump_dir or f"runs/{args.name}"))
-    for key, text in (("name", args.name), ("dump_dir", str(dump_dir))):
-        bad = sorted({c for c in text if not c.isprintable() or c in "%\\:"})
-        if bad:
-            raise UserError(
-                f"{key} = {text!r}: must not contain {', '.join(map(repr, bad))}, which have "
-                "another meaning to Slurm or in a search path"
-            )
-    args.dump_dir = str(dump_dir)
-    command = [sys.executable, "-u", "-m", job.script or main_program("train")]
-    command += [f"config={dump_dir / BASE}"]
-    # An app is trusted because the command line names it; the program must not rely on a file.
-    command += [word for word in arguments if word.startswith("app=")]
-    return CheckedRun(args.name, dump_dir, to_yaml(args), notices, command)
+        hint = ""
+        if "unknown key" in str(error):
+            hint = f"\n  keys of stool: {', '.join(f.name for f in fields(JobArgs))}"
+        raise UserError(f"{error}{hint}") from None
+    args.dump_dir = os.path.abspath(args.dump_dir or f"runs/{args.name}")
+    for key, text in (("name", args.name), ("dump_dir", args.dump_dir)):
+        if not text.isprintable() or set(text) & set("%\\:"):
+            need = "must not contain %, \\, a colon or a control character"
+            raise UserError(f"{key} = {text!r}: {need}; Slurm or a search path could misread it")
+    return args, notices
 
 
 def _check_sweep(
-    job: JobArgs,
-    script: ModuleType,
-    arguments: list[str],
-    sweep: dict[str, list[str]],
-    whole: CheckedRun,
-) -> list[CheckedRun]:
-    runs, errors = [], []
+    job: JobArgs, module: ModuleType, arguments: list[str], sweep: dict[str, list[str]], whole: Any
+) -> list[Any]:
+    """The config of each combination of values, with a name and a dump dir of its own."""
+    configs, errors = [], []
     for i, values in enumerate(product(*sweep.values())):
         words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
         short = "_".join(re.sub(r"^[^=]*\.", "", word) for word in words)
         name = f"{i:03d}_" + re.sub(r"[^\w=.+-]+", "-", short)
-        own = [f"name={whole.name}-{name}", f"dump_dir={whole.dump_dir / name}"]
+        own = [f"name={whole.name}-{name}", f"dump_dir={whole.dump_dir}/{name}"]
         try:
-            runs.append(_check(job, script, [*arguments, *words, *own]))
+            configs.append(_check(job, module, [*arguments, *words, *own])[0])
         except UserError as error:
             errors.append(f"{' '.join(words)}: {error}")
     if errors:
         raise UserError("\n".join(errors))
-    return runs
+    return configs
 
 
 def _check_dump_dir(job: JobArgs, root: Path) -> None:
@@ -222,26 +181,23 @@ def _check_possible(job: JobArgs, batch_script: str) -> None:
     try:
         run_slurm("sbatch", "--test-only", stdin=batch_script)
     except UserError as error:  # which may not name the option that no node fulfills
-        keys = ("partition", "nodes", "ngpu", "gpus", "ncpu", "mem", "constraint", "exclude")
-        asked = {key: getattr(job, key) for key in keys}
-        asked |= {f"slurm.{option}": value for option, value in job.slurm.items()}
-        shown = ", ".join(f"{k} = {v}" for k, v in asked.items() if v is not None)
-        raise UserError(f"{error} (asked for: {shown})") from None
+        asked = ", ".join(f"{k} = {v}" for k, v in asdict(job).items() if v)
+        raise UserError(f"{error} (asked for: {asked})") from None
 
 
 # ---- launching
 
 
-def _write_inputs(script: ModuleType, root: Path, runs: list[CheckedRun]) -> None:
+def _write_inputs(module: ModuleType, root: Path, configs: list[Any]) -> None:
     """Write what the runs start from: code and configs."""
     for name in (CODE, COMMIT, DIFF):
         move_away(root / name)
-    freeze_code(Path(script.__file__), root)
-    (root / "logs").mkdir(exist_ok=True)
-    for run in runs:
-        run.dump_dir.mkdir(exist_ok=True)
-        move_away(run.dump_dir / BASE)
-        (run.dump_dir / BASE).write_text(run.config, encoding="utf-8")
+    freeze_code(Path(str(module.__file__)), root)
+    for config in configs:
+        dump_dir = Path(config.dump_dir)
+        (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
+        move_away(dump_dir / BASE)
+        (dump_dir / BASE).write_text(to_yaml(config), encoding="utf-8")
 
 
 def _setup(job: JobArgs, root: Path) -> list[str]:
@@ -259,7 +215,7 @@ def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
         from submitit.slurm import slurm as submitit
     except ImportError:
         raise UserError(
-            "launcher = slurm: needs the package submitit, which is not installed: "
+            f"launcher = {job.launcher}: needs the package submitit, which is not installed: "
             "`pip install submitit`"
         ) from None
 
@@ -271,28 +227,25 @@ def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
             own = sorted(os.environ.keys() - environment_of_another().keys())
             return ["env", *(f"--unset={key}" for key in own), "sbatch", str(path)]
 
-    time = job.time or partition_limit(job.partition)
-    if (limit_s := seconds_of(time)) is not None and limit_s <= job.signal_s:
-        raise UserError(f"signal_s = {job.signal_s}: must be below time = {time}, {limit_s} s")
     job_id, in_shell = "%j", '"$SLURM_JOB_ID"'
     if count > 1:
         job_id, in_shell = "%A_%a", '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
     logs = root / "logs"
-    options = {"requeue": True, "time": time, "mem": job.mem, "output": logs / f"{job_id}.log"}
+    same_name = ("time", "mem", "partition", "account", "qos", "constraint", "exclude")
+    options = {name: getattr(job, name) for name in same_name}
+    options |= {"cpus-per-task": job.ncpu, "requeue": True, "output": logs / f"{job_id}.log"}
+    options |= {"node": {"gpus-per-node": job.ngpu}, "task": {"gpus-per-task": 1}}.get(job.gpus, {})
     options |= {"error": options["output"]} | job.slurm
+    for option, value in options.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or not str(value).isprintable():
+            need = "must be the long name of an option, with a value without control characters"
+            raise UserError(f"option of sbatch {option} = {value!r}: {need}")
     executor = Executor(logs / "%j")
     executor.update_parameters(
         job_name=name,
         nodes=job.nodes,
         ntasks_per_node=job.ngpu,
-        cpus_per_task=job.ncpu,
-        gpus_per_node=job.ngpu if job.gpus == "node" else None,
-        gpus_per_task=1 if job.gpus == "task" else None,
-        partition=job.partition,
-        account=job.account,
-        qos=job.qos,
-        constraint=job.constraint,
-        exclude=job.exclude,
+        time=None,  # not submitit's own limit
         signal_delay_s=job.signal_s,
         array_parallelism=job.at_once or count,
         wckey=None,
@@ -310,28 +263,34 @@ def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
     return executor, script
 
 
-def _submit(executor: Any, root: Path, runs: list[CheckedRun]) -> list[Launched]:
+def _config_word(config: Any) -> str:
+    return f"config={config.dump_dir}/{BASE}"
+
+
+def _submit(executor: Any, root: Path, configs: list[Any], program: list[str]) -> list[Launched]:
     """Each task of the job starts as submitit's program, which execs the command."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+    (root / "logs").mkdir(exist_ok=True)
+    python = [sys.executable, "-u", "-m", *program]
     try:
         with executor.batch():
-            jobs = [executor.submit(exec_program, run.command) for run in runs]
+            jobs = [executor.submit(exec_program, [*python, _config_word(c)]) for c in configs]
         ids = [job.job_id for job in jobs]
     except (FailedJobError, FailedSubmissionError) as error:
         raise UserError(
             f"sbatch: {error}; nothing was submitted, dirs_exists_ok=true launches it again"
         ) from None
     (root / JOB).write_text(ids[0].partition("_")[0] + "\n")
-    for run, job_id in zip(runs, ids, strict=True):
+    launched = [Launched(Path(c.dump_dir), i) for c, i in zip(configs, ids, strict=True)]
+    for run, job_id in zip(launched, ids, strict=True):
         (run.dump_dir / JOB).write_text(job_id + "\n")
         if run.dump_dir != root:  # the logs of an array are in one place
-            (run.dump_dir / "logs").mkdir(exist_ok=True)
             (run.dump_dir / "logs" / job_id).symlink_to(Path("../../logs") / job_id)
-    return [Launched(run.dump_dir, job_id) for run, job_id in zip(runs, ids, strict=True)]
+    return launched
 
 
-def _run_here(job: JobArgs, root: Path, runs: list[CheckedRun]) -> list[Launched]:
+def _run_here(job: JobArgs, root: Path, configs: list[Any], program: list[str]) -> list[Launched]:
     """Run them on this machine by torchrun, one after the other. A signal stops the current run,
     which saves, and starts no other."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -342,18 +301,18 @@ def _run_here(job: JobArgs, root: Path, runs: list[CheckedRun]) -> list[Launched
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "300"  # seconds to save, before torchrun kills
     launched = []
     with closing(StopRequest()) as stop:
-        for run in runs:
-            logs = run.dump_dir / "logs"
-            logs.mkdir(exist_ok=True)
-            command = [*torchrun, "--log-dir", str(logs), *run.command[2:]]
+        for config in configs:
+            logs = ["--log-dir", f"{config.dump_dir}/logs"]
+            command = [*torchrun, *logs, "-m", *program, _config_word(config)]
             process = subprocess.Popen(
                 ["bash", "-c", shell, "bash", *command], env=os.environ | env
             )
             while process.poll() is None and stop.signal is None:
                 time.sleep(0.1)
-            if stop.signal not in (None, "SIGINT"):  # a terminal sends its Ctrl-C to torchrun too
+            # A terminal sends its Ctrl-C, and that it is closed, to torchrun too.
+            if stop.signal not in (None, "SIGINT", "SIGHUP"):
                 process.terminate()
-            launched.append(Launched(run.dump_dir, None, process.wait()))
+            launched.append(Launched(Path(config.dump_dir), None, process.wait()))
             if stop.signal is not None:
                 break
     return launched
@@ -383,11 +342,20 @@ def split_arguments(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list
         if key.startswith("sweep."):
             key = key.removeprefix("sweep.")
             sweep[key] = split_values(key, value)
-        elif key.partition(".")[0] in job_keys or word in ("-h", "--help"):
+        elif key.partition(".")[0] in job_keys:
             of_job.append(word)
         else:
             of_run.append(word)
     return load(JobArgs, of_job)[0], of_run, sweep
+
+
+def _show_help(argv: list[str]) -> None:
+    """Help about the keys of a job; `--help GROUP` also about those of its run. Exits."""
+    groups = [word for word in argv if "=" not in word and not word.startswith("-")]
+    if {group.partition(".")[0] for group in groups} <= {f.name for f in fields(JobArgs)}:
+        load(JobArgs, argv)
+    job, _, _ = split_arguments([word for word in argv if "=" in word])
+    _import_script(job).check(argv, 1)
 
 
 def main() -> None:
@@ -398,13 +366,13 @@ def main() -> None:
         print(table(status(argv[1])))
         return
     if {"-h", "--help"} & set(argv):
-        print(__doc__)
+        _show_help(argv)
     job, arguments, sweep = split_arguments(argv)
     launched = launch(job, arguments, sweep)
     if isinstance(launched, str):
         print(launched, end="")
     elif launched[0].job_id is None:
-        sys.exit(max(run.exit_code for run in launched))
+        sys.exit(max(run.exit_code or 0 for run in launched))
     else:
         root = launched[0].dump_dir.parent if sweep else launched[0].dump_dir
         job_id = launched[0].job_id.partition("_")[0]

@@ -4,10 +4,8 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
+from lingua.config.values import plain, read_file
 from lingua.errors import UserError
 from lingua.format import align, short_count, short_time
 from lingua.slurm.jobs import ENDED, job_states
@@ -46,8 +44,11 @@ def status(folder: Path | str) -> list[RunStatus]:
 
 
 def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
-    last = _last_metrics(dump_dir / "metrics.jsonl")
-    config = OmegaConf.load(dump_dir / BASE)
+    lines = _tail(dump_dir / "metrics.jsonl")
+    # About a step, and complete; other lines are events.
+    lines = [line for line in lines if '"loss": ' in line and line[0] + line[-1] == "{}"]
+    last = json.loads(lines[-1]) if lines else {}
+    config = plain(read_file(dump_dir / BASE, str(dump_dir / BASE)))
     steps = config.get("steps", 0)
     steps = min(steps, config.get("stop_at") or steps)
     step, step_s = last.get("step", 0), last.get("step_time_s")
@@ -73,31 +74,13 @@ def table(runs: list[RunStatus]) -> str:
     """A line for each run, then the errors of those that failed."""
     rows = [("run", "state", "step", "loss", "tok/s", "left", "job")]
     for run in runs:
-        rows.append(
-            (
-                run.name,
-                run.state,
-                f"{run.step}/{run.steps}" if run.steps else "-",
-                "-" if run.loss is None else f"{run.loss:.4f}",
-                "-" if run.tokens_per_s is None else short_count(run.tokens_per_s),
-                "-" if run.left_s is None else short_time(run.left_s),
-                run.job_id,
-            )
-        )
+        step = f"{run.step}/{run.steps}" if run.steps else "-"
+        loss = "-" if run.loss is None else f"{run.loss:.4f}"
+        speed = "-" if run.tokens_per_s is None else short_count(run.tokens_per_s)
+        left = "-" if run.left_s is None else short_time(run.left_s)
+        rows.append((run.name, run.state, step, loss, speed, left, run.job_id))
     lines = align(rows, left=len(rows[0]))
     return "\n".join(lines + [f"{run.name}: {error}" for run in runs for error in run.errors])
-
-
-def _last_metrics(path: Path) -> dict[str, Any]:
-    """The last complete line about a step."""
-    for line in reversed(_tail(path)):
-        try:
-            values = json.loads(line)
-        except ValueError:  # incomplete
-            continue
-        if "loss" in values:
-            return values
-    return {}
 
 
 def _errors(logs: Path, job: str) -> list[str]:

@@ -33,7 +33,7 @@ from apps.main.train import Objective, set_up, train
 from apps.main.transformer import build
 from lingua.app import App, Built
 from lingua.checkpoint.folder import MANIFEST, STATE, checksum_of
-from lingua.checkpoint.write import write_text
+from lingua.checkpoint.save import write_text
 from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
@@ -269,7 +269,7 @@ def train_here(
     build: Callable[[Any], Built] = build,
     twist: Twist | None = None,
 ) -> dict[str, Any]:
-    """The real program in this process: what it refuses, and the weights it began with."""
+    """The real program in this process: its UserError, and its initial weights."""
     seen: dict[str, Any] = {"error": None, "weights": {}}
 
     def build_observed(args: TrainArgs) -> Built:
@@ -303,7 +303,7 @@ def restore_here(
 
 
 def resume_here(overrides: dict[str, Any], twist: Twist | None = None) -> dict[str, Any]:
-    """The same state, on the way through a start that then goes on."""
+    """The same state, from a start that then trains."""
     seen: dict[str, Any] = {}
     app = (twist or Twist()).apply(main_app)
 
@@ -408,7 +408,7 @@ class Outcome:
         return json.loads((self.checkpoint(step) / "train_state.json").read_text())
 
     def rewrite_state(self, step: int, change: Callable[[dict[str, Any]], None]) -> None:
-        """Change what a checkpoint's train_state.json says, as if it had been saved like this."""
+        """Change a checkpoint's train_state.json, as if it had been saved like this."""
         path = self.checkpoint(step)
         state, manifest = self.state(step), json.loads((path / MANIFEST).read_text())
         change(state)

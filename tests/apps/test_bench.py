@@ -1,4 +1,4 @@
-"""The measurements measure what they say: every promised number is there, the counts obey
+"""The measurements measure what they promise: every number is reported, the counts obey
 arithmetic, and the loop's reference does the loop's work. No test looks at how long anything took.
 """
 
@@ -96,7 +96,7 @@ def test_loop_reports_its_overhead_and_that_both_did_the_same_work(tmp_path, key
 
 
 def test_a_reference_on_other_rows_has_other_losses(keys):
-    """The control of the loss difference above: what it compares tells a row shifted by one."""
+    """The control of the loss difference above: the comparison notices a row shifted by one."""
     args, _ = load(TrainArgs, [*keys, f"model.vocab_size={VOCAB}"])
     rows = torch.randint(256, (9, 17), generator=torch.Generator().manual_seed(0))
     losses = []
@@ -168,10 +168,10 @@ def test_generation_is_timed_beside_transformers_which_finds_the_same_tokens(ran
 def test_turns_alternate_and_a_token_that_differs_shows():
     called = []
 
-    def says(name: str, tokens: list[int]) -> Callable[[int], list[list[int]]]:
+    def answers(name: str, tokens: list[int]) -> Callable[[int], list[list[int]]]:
         return lambda n: called.append(name) or [tokens] * n
 
-    seconds, equal = take_turns(says("a", [1, 2, 3, 4]), says("b", [1, 2, 3, 5]), 2, 3)
+    seconds, equal = take_turns(answers("a", [1, 2, 3, 4]), answers("b", [1, 2, 3, 5]), 2, 3)
     assert equal == 0.75
     assert called == ["b", "a", "a", "b", "b", "a", "a", "b"]
     assert [len(of) for of in seconds] == [3, 3]  # the first turn only warms up

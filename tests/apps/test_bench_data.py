@@ -1,4 +1,4 @@
-"""The data measurement measures what it says, on little data; not how long anything takes."""
+"""The data measurement measures what it promises, on little data; not how long anything takes."""
 
 import pytest
 

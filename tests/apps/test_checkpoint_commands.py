@@ -1,4 +1,5 @@
-"""Looking at checkpoints from outside a run: what one holds, what a resume would say, marks."""
+"""Looking at checkpoints from outside a run: what one contains, what resuming it
+would change, marks."""
 
 import os
 import shutil
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from lingua.checkpoint.__main__ import main
 from lingua.checkpoint.folder import find
@@ -46,19 +48,18 @@ def test_show_says_what_a_checkpoint_holds_and_reads_no_tensor(
     values, size = sum(t.numel() for t in model), sum(t.nbytes for t in model)
     newest = said(capsys, "show", copy / "checkpoints" / "0000000003")
     assert said(capsys, "show", copy) == said(capsys, "show", copy / "checkpoints") == newest
-    lines = {line[:11].strip(): line[12:] for line in newest if line[0] != " "}
-    assert lines["step"].startswith("3 ")
-    assert lines["tokens"] == f"{3 * 7 * 16} in {3 * 7} rows"
-    assert lines["topology"] == "dp_replicate 1, dp_shard 2, tp 1"
-    shown = f"{values:,} values, {len(model)} tensors, float32, {size / 1024:.2f} KiB"
-    assert lines["model"] == shown
-    assert f"exp_avg_sq: {shown}" in "\n".join(newest)
-    assert lines["optimizer"] == "adamw"
-    assert run.state(3)["data"]["data.tokenizer.content"] in lines["data"]
-    assert "torch 2." in lines["versions"]
-    assert said(capsys, "show", copy / "checkpoints" / "0000000002")[2].endswith(
-        "2 (0 of them changed nothing)"
+    shown = yaml.safe_load("\n".join(newest))
+    assert (shown["step"], shown["tokens"]) == (3, 3 * 7 * 16)
+    model_size = f"{values:,} values, {len(model)} tensors, float32, {size / 1024:.2f} KiB"
+    assert shown["tensors"]["model"] == shown["tensors"]["exp_avg_sq"] == model_size
+    assert sum(int(group["param_names"].split()[0]) for group in shown["param_groups"]) == len(
+        model
     )
+    state = run.state(3)
+    del state["param_groups"]
+    assert {key: shown[key] for key in state} == state
+    second = said(capsys, "show", copy / "checkpoints" / "0000000002")
+    assert yaml.safe_load("\n".join(second))["step"] == 2
 
 
 def test_diff_prints_the_table_of_a_resume_and_refuses_what_it_would(
@@ -100,7 +101,7 @@ def test_what_is_marked_or_falls_on_keep_every_is_kept(
 ) -> None:
     root = shutil.copytree(run.dump_dir, tmp_path / "run") / "checkpoints"
     said(capsys, "mark", root / "0000000001", "good")
-    assert ", marked good" in "\n".join(said(capsys, "show", root / "0000000001"))
+    assert "- good" in said(capsys, "show", root / "0000000001")
     (root / "0000000002.tar").mkdir()  # a folder is no mark
     last = CheckpointArgs(SaveEvery(keep=1))
     every = CheckpointArgs(SaveEvery(keep=1), keep_every=2)
@@ -124,8 +125,9 @@ def test_what_is_no_checkpoint_or_no_command_is_named(run: Outcome, tmp_path: Pa
         (["show", str(folder)], "is not a whole checkpoint: train_state.json is missing"),
         (["show", str(tmp_path)], "has no whole checkpoint: must be the folder of one"),
         (["shwo", str(folder)], 'did you mean "show"'),
-        (["diff", "config=x"], "takes a folder first"),
+        (["diff"], "diff: missing a required argument: 'folder'"),
         (["diff", str(folder), "app=apps.main.train"], "has no lingua.app.App named app"),
+        (["convert", str(folder)], "convert: missing a required argument: 'dst'"),
     ):
         with pytest.raises(UserError, match=told.replace("(", r"\(")):
             main(argv)

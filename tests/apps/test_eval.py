@@ -285,17 +285,17 @@ def test_what_cannot_be_evaluated_is_refused_before_the_model_is_loaded(
         "folder": ([*good, "tasks=[choice]", "task_dir=/no"], 'task_dir = "/no": must be a folder'),
         "data": (
             [*good, "tasks=[choice]", f"task_dir={tmp_path}/broken"],
-            "tasks = [choice]: cannot be loaded (FileNotFoundError: ... nowhere.jsonl",
+            "tasks = ['choice']: cannot be loaded (FileNotFoundError: ... nowhere.jsonl",
         ),
         "setting": (
             [*good, "tasks=[odd]"],
-            "tasks: odd: generation_kwargs.penalty = 2: is not supported",
+            "tasks: odd: penalty: unknown key (generation_kwargs)",
         ),
         "limit": ([*good, "tasks=[choice]", "limit=1.5"], "limit = 1.5: must be a whole number"),
         "shots": ([*good, "tasks=[choice]", "num_fewshot=-1"], "num_fewshot = -1: must be"),
         "room": (
             [*good, "tasks=[choice,reply]", "context=12"],
-            "tasks: reply generates up to 12 tokens ... must be below the context of 12 tokens",
+            "tasks: reply: max_gen_tokens = 12: ... must be below the context of 12 tokens",
         ),
         "results": (
             [*good, "tasks=[choice]", f"dump_dir={run}/hf/config.json/out"],

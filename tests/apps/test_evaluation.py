@@ -116,7 +116,7 @@ def test_an_evaluation_stops_where_a_signal_asks_the_run_to_stop(
     run = runs.train((1, 2, 1), settings, dump_dir=dump_dir)
     assert "error: step 1 is not evaluated: a signal asks the run to stop" in run.log
     assert "stopped by SIGUSR2" in run.log and run.column("step") == [1]
-    assert of_evals(run) == []
+    assert not (dump_dir / "metrics.eval.jsonl").exists()
 
     (task_dir / "reply.yaml").write_text(task)
     run = runs.train((1, 1, 1), settings, dump_dir=dump_dir)  # runs the missed evaluation
@@ -131,10 +131,10 @@ def test_the_mistakes_of_an_evaluation_are_found_before_training(
     slurm = good | {"eval.launcher": "slurm"}
     for settings, need in (
         (good | {"eval.task_dir": "/no"}, 'eval.task_dir = "/no": must be a folder'),
-        (good | {"data.seq_len": 12}, "eval: tasks: reply generates up to 12 tokens"),
+        (good | {"data.seq_len": 12}, "tasks: reply: max_gen_tokens = 12: leaves no room"),
         (slurm | {"eval.job": "{nods: 2}"}, "nods: unknown key"),
         (slurm | {"eval.job": "{nodes: 0}"}, "nodes = 0: must be at least 1"),
-        (slurm | {"eval.job": "{launcher: local}"}, "job.launcher = local: must be slurm"),
+        (slurm | {"eval.job": "{launcher: local}"}, "eval.job: must not have the keys"),
         (slurm | {"eval.job": "{ngpu: 3, distributed.tp_size: 2}"}, "2 does not divide the number"),
     ):
         run = runs.train((1, 2, 1), settings, refused=True)
@@ -162,14 +162,14 @@ def test_the_program_of_its_jobs_validates_them_before_the_run_is_launched(
     settings |= {"eval.task_dir": task_dir, "eval.launcher": "slurm"}
     cases = {
         "{ngpu: 2, distributed.tp_size: 2, context: 16, time: 5, signal_s: 60}": "",
-        "{ngpu: 4, distributed.tp_size: 4}": "eval: job.script = apps.main.eval would refuse its "
+        "{ngpu: 4, distributed.tp_size: 4}": "eval.job.script = apps.main.eval would refuse its "
         "job: distributed.tp_size = 4: must divide model.n_kv_heads = 2",
         "{batchsize: 4}": 'batchsize: unknown key (did you mean "batch_size"?)',
         "{limit: 1.5}": "limit = 1.5: must be a whole number",
         "{script: apps.main.evl}": "No module named 'apps.main.evl'",
         "{script: lingua.convert}": "must have a function check(arguments, world_size)",
         "{time: 2}": "signal_s = 120: must be below time = 2, 120 s",
-        "{sweep.seed: 1}": "job.sweep.seed: must be left out",
+        "{sweep.seed: 1}": "eval.job: must not have the keys",
         "{name: 'a:b'}": "must not contain ':'",
     }
     [found] = runs.ranks.run(1, checked_here, settings, list(cases))

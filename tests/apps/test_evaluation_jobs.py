@@ -74,7 +74,7 @@ def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path: Path)
         until(lambda: state(failed) == "FAILED", "the first job to fail")
         assert marked(2) == [WAITING] and marked(4) == []
 
-        # The next evaluation logs it; its own job goes well.
+        # The next evaluation logs it; its own job completes.
         output = train(4, "{gpus: none, time: 5}")
         assert f"error: job {failed}, which evaluates 0000000002, is FAILED: error: " in output
         assert "must be below the context of 12 tokens" in output

@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apps.main.generate import Prompt, main, write_results
+from apps.main.generate import Prompt, PromptArgs, main, write_results
 from lingua.errors import UserError
 from lingua.inference.generate import Completion
-from lingua.inference.sampling import SamplingArgs
 from tests.apps.test_model import initialised, model_args
 from tests.ranks import Ranks
 from tests.test_convert import a_model, save_here
 
 MODEL = a_model(dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
+REPO = Path(__file__).parents[2]
 LINES = ["A", "four", "some longer prompt than the others", "", "of ten too"]
 
 
@@ -94,10 +96,9 @@ def test_results_come_in_the_order_of_the_prompts_the_same_on_every_topology(res
     drawn = results(prompts, "seed=5", "batch_size=2")
     assert [line["seed"] for line in drawn] == [5, 6, 7, 8]
     for sizes in ((1, 2, 1), (1, 1, 3)):
-        for given, expected in ((["temperature=0", "stop_tokens=[]"], alone), (["seed=5"], drawn)):
-            found = results(prompts, *given, "batch_size=1", sizes=sizes)
-            assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
-            assert [line["text"] for line in found] == [line["text"] for line in expected]
+        found = results(prompts, "seed=5", "batch_size=1", sizes=sizes)
+        assert [line["tokens"] for line in found] == [line["tokens"] for line in drawn]
+        assert [line["text"] for line in found] == [line["text"] for line in drawn]
 
 
 def test_keys_of_a_json_line_win_over_those_of_the_command_line(results, tmp_path):
@@ -116,7 +117,7 @@ def test_keys_of_a_json_line_win_over_those_of_the_command_line(results, tmp_pat
     assert empty["seed"] == 3 and len(empty["tokens"]) == 8
 
 
-def test_the_prompts_that_are_cut_are_counted(ranks, ckpt, tmp_path):
+def test_long_prompts_are_cut_and_counted_or_refused(ranks, ckpt, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("short\n" + "a" * 70 + "\n" + "b" * 63 + "\n")  # the context is 64 tokens
     argv = [f"ckpt={ckpt}", f"prompts={prompts}", "max_gen_tokens=2", "temperature=0"]
@@ -138,12 +139,48 @@ def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckp
     out = tmp_path / "out.jsonl"
     asked = ranks.run(2, main_here, *argv, f"out={out}", stdin="four\nfo\\nur\n" + "x" * 80 + "\n")
     assert [refused for refused, _ in asked] == ["", ""]
-    banner, _, rest = asked[0][1].partition("\n")
-    assert "0000000003: enter a prompt" in banner and "Ctrl-D" in banner and asked[1][1] == ""
+    first, second, rest = asked[0][1].split("\n", 2)
+    assert "0000000003, step 3: enter a prompt" in first and "Ctrl-D" in second
+    assert asked[1][1] == ""
     assert rest.startswith(f"> {text}\n> ") and "1 of 1 prompts cut" in rest
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["prompt"] for line in written] == ["four", "fo\nur", "x" * 80]
     assert written[0]["tokens"] == likeliest("four", 8)
+
+
+def test_ctrl_c_ends_a_generation_then_the_program_without_a_traceback(ckpt):
+    """In the real program; ten thousand tokens take longer than any wait here."""
+    command = [sys.executable, "-m", "apps.main.generate", f"ckpt={ckpt}", "device=cpu"]
+    command += ["context=20000", "max_gen_tokens=10000", "stop_tokens=[]"]
+
+    def start(*more: str) -> subprocess.Popen:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen([*command, *more], cwd=REPO, **pipes)
+
+    def read_until(process: subprocess.Popen, end: bytes) -> bytes:
+        found = b""
+        while not found.endswith(end):
+            byte = process.stdout.read(1)
+            assert byte, f"it ended after {found!r}"
+            found += byte
+        return found
+
+    asking, single = start(), start("prompt=four")
+    with asking, single:
+        read_until(asking, b"> ")
+        for _ in range(2):
+            asking.stdin.write(b"four\n")
+            asking.stdin.flush()
+            asking.stdout.read(5)  # of the text
+            asking.send_signal(signal.SIGINT)
+            read_until(asking, b"\n> ")
+        asking.send_signal(signal.SIGINT)
+        assert asking.communicate(timeout=60) == (b"\n", None) and asking.returncode == 0
+        read_until(single, b"four")
+        single.stdout.read(5)
+        single.send_signal(signal.SIGINT)
+        rest, _ = single.communicate(timeout=60)
+        assert b"Traceback" not in rest and single.returncode == 130
 
 
 def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
@@ -158,15 +195,23 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         file.write(b"0")
     bad = {
         "blank": (b"one\n\nthree\n", "txt", ":2: is blank"),
-        "bytes": (b"one\ntwo\n\xff\n", "txt", ":3: is not UTF-8 text (byte 0)"),
+        "bytes": (b"one\ntwo\n\xff\n", "txt", ":3: is not UTF-8 text"),
         "nothing": (b"", "txt", ": has no prompt"),
         "json": (b'{"prompt": "a"}\n{"prompt": \n', "jsonl", ":2: is not JSON"),
         "object": (b'["a"]\n', "jsonl", ':1: must be an object with a text "prompt"'),
         "no prompt": (b'{"text": "a"}\n', "jsonl", ':1: must be an object with a text "prompt"'),
         "key": (b'{"prompt": "a", "temprature": 1}\n', "jsonl", 'did you mean "temperature"?'),
-        "type": (b'{"prompt": "a", "top_k": 1.5}\n', "jsonl", ":1: top_k = 1.5: has the wrong"),
-        "element": (b'{"prompt": "a", "stop": [1]}\n', "jsonl", ":1: stop = [1]: has the wrong"),
-        "range": (b'{"prompt": "a", "top_p": 2}\n', "jsonl", ":1: top_p = 2: must be above 0"),
+        "type": (
+            b'{"prompt": "a", "top_k": 1.5}\n',
+            "jsonl",
+            "top_k = 1.5: must be a whole",
+        ),
+        "element": (
+            b'{"prompt": "a", "stop_tokens": ["b"]}\n',
+            "jsonl",
+            'stop_tokens[0] = "b": must',
+        ),
+        "range": (b'{"prompt": "a", "top_p": 2}\n', "jsonl", "top_p = 2: must be above 0"),
         "surrogate": (b'{"prompt": "\\ud800"}\n', "jsonl", ":1: has half a surrogate pair"),
         "room": (b'{"prompt": "a", "max_gen_tokens": 64}\n', "jsonl", "max_gen_tokens = 64"),
     }
@@ -183,7 +228,7 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         ("fork", [f"ckpt={tmp_path / 'small'}", "prompt=a"], "its model is not that of apps.main"),
         ("few", [f"ckpt={tmp_path / 'few'}", "prompt=a"], "258 tokens, the model of"),
         ("tokenizer", [f"ckpt={other}", "prompt=a"], "is not the one that"),
-        ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged: __0_0.distcp: wrong checksum"),
+        ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged (__0_0.distcp: wrong checksum)"),
         ("both", [f"ckpt={ckpt}", "prompt=a", "prompts=b"], "not be given together"),
         ("no file", [f"ckpt={ckpt}", "prompts=/no/file"], "prompts = /no/file: cannot be read"),
         ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "exists already"),
@@ -199,6 +244,6 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
 
 
 def test_a_full_disk_is_reported_as_such():
-    prompt, result = Prompt("a", SamplingArgs(), 0, "prompt"), Completion("b")
+    prompt, result = Prompt("a", PromptArgs(), "prompt"), Completion("b")
     with pytest.raises(UserError, match=r"out = /dev/full: cannot be written \(No space left"):
         write_results("/dev/full", [prompt], [result])

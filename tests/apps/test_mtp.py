@@ -105,7 +105,7 @@ def test_each_head_is_a_plain_model_trained_on_its_own_tokens(args):
             grads[names[name]] += p.grad
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-5, msg=name)
-    assert len({round(s.item(), 3) for s in sums}) == HEADS  # the heads are told apart
+    assert len({round(s.item(), 3) for s in sums}) == HEADS  # the heads differ
 
 
 def test_with_document_masks_each_head_sees_each_document_alone():
@@ -171,7 +171,7 @@ def test_the_fork_is_a_model_a_config_and_no_program():
 # The last has heads of two blocks on a trunk of one.
 MODEL = {"data.n_views": 4, "model.n_layers": 3, "model.head_layers": 2}
 SINGLE = (1, 1, 1)
-MESHES = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2)]
+MESHES = [(2, 1, 1), (1, 2, 2)]  # (1, 2, 1) and (1, 1, 2) are in the run that is resumed
 
 
 def command_line(overrides: dict[str, Any]) -> list[str]:
@@ -280,7 +280,7 @@ def test_the_comparison_sees_a_head_that_learns_the_wrong_token(ranks, data, sin
 
 
 def test_with_dropout_it_is_that_run_too(ranks, data, single, tmp_path):
-    dropping = data | {"model.dropout": 0.1, "stop_at": 4}
+    dropping = data | {"model.dropout": 0.1, "stop_at": 2}
     for mesh in (SINGLE, (1, 1, 2)):
         settings = dropping | on_mesh(mesh) | {"dump_dir": str(tmp_path / str(mesh))}
         ranks.run(mesh[2], train_here, settings)
@@ -289,7 +289,7 @@ def test_with_dropout_it_is_that_run_too(ranks, data, single, tmp_path):
     assert not same_run(one, {step: lines_of(single)[step] for step in one})
 
 
-def test_it_goes_on_with_a_run_on_another_mesh(ranks, data, single, tmp_path):
+def test_a_run_resumes_on_another_mesh(ranks, data, single, tmp_path):
     overrides = data | {"dump_dir": str(tmp_path)}
     ranks.run(2, train_here, overrides | on_mesh((1, 2, 1)) | {"stop_at": 2})
     ranks.run(2, train_here, overrides | on_mesh((1, 1, 2), rows=3) | {"stop_at": 4})
@@ -306,7 +306,7 @@ def command_here(command: Callable, *arguments: str) -> None:
 
 
 def checked_here(overrides: dict[str, Any]) -> str:
-    """What a launcher is told, or nothing."""
+    """The error that a launcher gets, or nothing."""
     try:
         check(["app=apps.mtp", *command_line(overrides)], 1)
     except UserError as error:

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.train import set_up
 from apps.main.transformer import Transformer, build
 from lingua.app import Built
-from lingua.checkpoint import convert as checkpoint_convert
+from lingua.checkpoint.__main__ import main as checkpoint_program
 from lingua.signals import StopRequest
 from tests import lingua_checkpoint
 from tests.apps.runs import Outcome, Runs, arguments, differs, digest, digests, mesh, whole
@@ -146,7 +145,7 @@ def test_what_cannot_be_started_from_is_refused_by_name(
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    assert "is damaged: __1_0.distcp: wrong checksum" in refused(damaged)
+    assert "is damaged (__1_0.distcp: wrong checksum)" in refused(damaged)
     shard.unlink()
     assert "is not a whole checkpoint: __1_0.distcp is missing" in refused(damaged)
 
@@ -228,8 +227,8 @@ def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_
     assert "gives a model alone" in refused(file, EVERYTHING)
     shard = next(copy.glob("__1_*"))
     content = shard.read_bytes()
-    shard.write_bytes(content[:-100])
-    assert "its .metadata has more in __1_0.distcp" in refused(copy, {})
+    shard.write_bytes(content[:1000])
+    assert f"{copy} cannot be read: __1_0.distcp: " in refused(copy, {})
     shard.write_bytes(bytes(len(content)))
     assert f"{copy} cannot be read" in refused(copy, {})
     shard.write_bytes(content)
@@ -246,25 +245,14 @@ def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_
 def test_a_file_is_what_torch_itself_loads_and_begins_a_run_as_its_checkpoint_does(
     runs: Runs, ranks: Ranks, first: Outcome, tmp_path: Path
 ) -> None:
-    file, back = tmp_path / "whole.pth", tmp_path / "back"
-    ranks.run(1, checkpoint_convert.main, [str(first.dump_dir), str(file), "--all"])
-    content = torch.load(file, weights_only=True)
+    file = tmp_path / "whole.pth"
+    ranks.run(1, checkpoint_program, ["convert", str(first.dump_dir), str(file)])
     plain = Transformer(arguments({}).model)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    set_state_dict(
-        plain, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
-    )
-    tensors = {f"model.{name}": p for name, p in plain.named_parameters()}
-    for name, p in plain.named_parameters():
-        tensors |= {f"optim.{key}.{name}": t for key, t in optimizer.state[p].items()}
-    assert digests(tensors) == digests(first.tensors(K))
-
-    restored = runs.restore((1, 1, 2), tmp_path / "a", start(file))
-    assert only("model.", restored["tensors"]) == only("model.", digests(first.tensors(K)))
-    ranks.run(1, checkpoint_convert.main, [str(file), str(back), "--all"])
-    restored = runs.restore((1, 1, 2), tmp_path / "b", start(back) | EVERYTHING)
-    assert restored["tensors"] == digests(first.tensors(K))
-    assert restored["progress"] == first.state(K)["progress"]
+    plain.load_state_dict(torch.load(file, weights_only=True)["model"])
+    saved = without("optim.", first.tensors(K))
+    assert digests({f"model.{name}": p for name, p in plain.named_parameters()}) == digests(saved)
+    restored = runs.restore((1, 1, 2), tmp_path / "a", start(file))["tensors"]
+    assert only("model.", restored) == digests(saved)
 
 
 def test_a_model_alone_is_no_run_to_go_on_with(
@@ -275,7 +263,7 @@ def test_a_model_alone_is_no_run_to_go_on_with(
     tied = Transformer(arguments({"model.weight_tying": True}).model)
     nn.init.normal_(tied.tok_embeddings.weight)
     torch.save(tied.state_dict(), file)
-    ranks.run(1, checkpoint_convert.main, [str(file), str(dump_dir / "checkpoints")])
+    ranks.run(1, checkpoint_program, ["convert", str(file), str(dump_dir / "checkpoints")])
     same = {"model.weight_tying": True}
     restored = runs.restore((1, 1, 2), tmp_path / "a", same | start(dump_dir))["tensors"]
     expected = {f"model.{name}": p for name, p in tied.named_parameters()}
@@ -283,4 +271,4 @@ def test_a_model_alone_is_no_run_to_go_on_with(
     for settings in ({}, start(dump_dir / "checkpoints") | EVERYTHING):
         where = dump_dir if not settings else tmp_path / "b"
         said = runs.train((1, 1, 1), same | settings, dump_dir=where, refused=True).error
-        assert "holds a model alone and no run to go on with" in said
+        assert "has only a model, and no run to resume" in said

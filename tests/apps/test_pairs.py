@@ -60,9 +60,9 @@ PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  #
 
 
 def case(saved: Sizes, loaded: Sizes) -> Any:
-    """Of every topology two others are always tried, and two go on there; not on eight ranks, which
+    """Of every topology one other is always tried, and one resumes there; not on eight ranks, which
     take longest."""
-    quick = (MESHES.index(saved) - MESHES.index(loaded)) % len(MESHES) in (1, 3)
+    quick = (MESHES.index(saved) - MESHES.index(loaded)) % len(MESHES) == 3
     marks = () if quick and EIGHT not in (saved, loaded) else pytest.mark.soak
     return pytest.param(saved, loaded, id=f"{name_of(saved)}-to-{name_of(loaded)}", marks=marks)
 
@@ -94,7 +94,7 @@ def tolerance(runs: Runs, whole: Whole) -> float:
     micro-batches in another order."""
     measured = 0.0
     for kind in (Kind("muon", tied=False), Kind("muon", tied=True)):
-        for size in (1, 2, 3):
+        for size in (1, 3):
             other = runs.train((1, 1, 1), kind.settings | {"data.batch_size": size})
             found = relative(other.column("loss"), whole((1, 1, 1), kind).column("loss"))
             measured = max(measured, *found)
@@ -145,11 +145,16 @@ def test_what_one_topology_saves_another_goes_on_from(
     assert same(run, whole((1, 1, 1), kind), kind, tolerance)
 
 
-@pytest.mark.parametrize("sizes", [sizes for sizes in MESHES if sizes != EIGHT], ids=name_of)
+def bitwise_case(sizes: Sizes) -> Any:
+    marks = () if sizes in ((2, 1, 1), (1, 2, 2)) else pytest.mark.soak
+    return pytest.param(sizes, id=name_of(sizes), marks=marks)
+
+
+@pytest.mark.parametrize("sizes", [bitwise_case(sizes) for sizes in MESHES if sizes != EIGHT])
 def test_the_same_topology_goes_on_bitwise_with_deterministic(
     runs: Runs, whole: Whole, tmp_path: Path, sizes: Sizes
 ) -> None:
-    kind = kind_of(sizes, sizes)
+    kind = kind_of(sizes, MESHES[MESHES.index(sizes) - 1])  # a run that is made above
     through = whole(sizes, kind)
     run = stopped(through, tmp_path)
     tensors = run.tensors(K)

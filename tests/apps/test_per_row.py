@@ -67,7 +67,7 @@ def first_step_here(
             masked(micro.row_ids, micro.targets)
             if count_padding:
                 micro.row_ids.clamp_(min=0)
-        valid, _ = count_targets(batch, False, run.mesh)
+        valid, *_ = count_targets(batch, False, False, run.mesh)
         torch._dynamo.utils.counters.clear()
         loss, _ = Objective(run).gradients(batch, valid)
         run.report.close()
@@ -121,10 +121,13 @@ def worst(found: tuple, expected: tuple) -> float:
         ((1, 1, 1), {"data.batch_size": 2, CHECKPOINTING: "full"}),
         ((1, 1, 1), {"data.batch_size": 3, CHECKPOINTING: "selective", COMPILE: True}),
         ((2, 1, 1), {"data.batch_size": 1}),
-        ((2, 1, 1), {"data.batch_size": 4, CHECKPOINTING: "selective"}),
         ((1, 2, 1), {"data.batch_size": 3, CHECKPOINTING: "full"}),
         ((1, 1, 2), {"data.batch_size": 2}),
-        ((1, 1, 2), {"data.batch_size": 4, CHECKPOINTING: "full", COMPILE: True}),
+        pytest.param(
+            (1, 1, 2),
+            {"data.batch_size": 4, CHECKPOINTING: "full", COMPILE: True},
+            marks=pytest.mark.soak,
+        ),
         ((1, 1, 2), {"data.batch_size": 3, CHECKPOINTING: "selective"}),
         pytest.param((2, 2, 2), {"data.batch_size": 1}, marks=pytest.mark.soak),
     ],

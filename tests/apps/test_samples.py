@@ -27,7 +27,7 @@ def test_a_model_that_cannot_generate_is_reported_before_step_1(runs: Runs) -> N
     lines = run.log.splitlines()
     warning = "warning: the model of apps.main cannot generate"
     [at] = [i for i, line in enumerate(lines) if warning in line]
-    first = next(i for i, line in enumerate(lines) if "step 1/2" in line)
+    first = next(i for i, line in enumerate(lines) if "step 1 loss" in line)
     assert at < first and "this model has no logits" in lines[at]
     assert run.column("step") == [1, 2] and run.checkpoint(2).is_dir()
     assert "the samples could not be written" in run.log and "done: 2 steps" in run.log

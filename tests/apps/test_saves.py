@@ -100,8 +100,7 @@ def steps_saved(run: Outcome) -> list[int]:
 
 @pytest.mark.parametrize(
     ("kind", "rank", "settings"),
-    [("full", 0, {}), ("full", 1, {}), ("full", 0, BACKGROUND), ("full", 1, BACKGROUND),
-     ("read-only", 0, {})],
+    [("full", 0, {}), ("full", 1, BACKGROUND), ("read-only", 0, {})],
 )  # fmt: skip
 def test_a_run_goes_on_over_a_save_that_fails(
     runs: Runs, through: Outcome, kind: str, rank: int, settings: dict[str, Any]
@@ -118,9 +117,9 @@ def test_a_run_goes_on_over_a_save_that_fails(
 
 @pytest.mark.parametrize(
     ("settings", "step"),
-    [({}, 7), (BACKGROUND, 7), ({"checkpoint.on_error": "stop"}, 4),
+    [(BACKGROUND, 7), ({"checkpoint.on_error": "stop"}, 4),
      (BACKGROUND | {"checkpoint.on_error": "stop"}, 4)],
-    ids=["the last", "the last, in the background", "stop", "stop, in the background"],
+    ids=["the last, in the background", "stop", "stop, in the background"],
 )  # fmt: skip
 def test_a_run_ends_with_an_error_where_its_last_save_fails_or_it_is_told_to(
     runs: Runs, through: Outcome, settings: dict[str, Any], step: int

@@ -1,10 +1,5 @@
 """Stages across a resume: what is past stays, what is to come may be edited."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +10,7 @@ from lingua.checkpoint.resume import Change, Saved, check_config, check_data
 from lingua.config.load import flatten, resume_classes
 from lingua.data.args import Stage
 from lingua.errors import UserError
+from tests.apps.runs import Runs
 
 CLASSES = resume_classes(TrainArgs)
 EARLY, LATE = Stage(4, {"b": 1.0}), Stage(8, {"a": 1.0, "c": 1.0})
@@ -111,39 +107,18 @@ def test_only_sources_that_gave_rows_must_have_the_same_content():
 # ---- a run
 
 
-def train(folder: Path, dump_dir: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable, "-m", "apps.main.train", f"dump_dir={folder / dump_dir}", "steps=8",
-        f"data.root_dir={folder}", "data.seq_len=16", "data.global_batch_size=4",
-        "data.batch_size=4", "model.dim=16", "model.n_layers=1", "model.n_heads=2",
-        "model.multiple_of=8", "optim.warmup=0", "distributed.model_dtype=fp32", "device=cpu",
-        "logging.freq=1", "validation.tokens=50", "data.sources={a: 1.0}", *words,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+def test_a_resumed_run_reads_the_edited_stages_and_the_rows_of_one_that_had_them_at_once(
+    runs: Runs,
+) -> None:
+    short = {"data.sources": "{one: 1.0}", "steps": 8, "stop_at": "null"}
+    stages = {"data.stages": "[{from_step: 5, sources: {one: 1, two: 3}}]"}
+    whole = runs.train((1, 1, 1), short | stages)
+    cut = runs.train((1, 1, 1), short | {"stop_at": 3})
+    cut = runs.train((1, 1, 1), short | stages, dump_dir=cut.dump_dir)
+    assert "data.stages" in cut.log and "announced" in cut.log
+    hashes = whole.column("batch_hash")
+    assert cut.column("batch_hash") == hashes and len(set(hashes)) == 8
 
-
-def batch_hashes(folder: Path, dump_dir: str) -> list[str]:
-    lines = (folder / dump_dir / "metrics.jsonl").read_text().splitlines()
-    return [line["batch_hash"] for line in map(json.loads, lines) if "loss" in line]
-
-
-def test_a_resumed_run_reads_the_edited_stages_and_the_rows_of_one_that_had_them_at_once(tmp_path):
-    for name in "ab":
-        text = "".join(f'{{"text": "{name} {i} {name * 40}"}}\n' for i in range(400))
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    stages = "data.stages=[{from_step: 5, sources: {a: 1, b: 3}}]"
-
-    whole = train(tmp_path, "whole", stages)
-    assert whole.returncode == 0, whole.stderr
-    first = train(tmp_path, "cut", "stop_at=3")
-    assert first.returncode == 0, first.stderr
-    rest = train(tmp_path, "cut", stages)
-    assert rest.returncode == 0, rest.stderr
-    assert "data.stages" in rest.stdout + rest.stderr and "announced" in rest.stdout + rest.stderr
-    hashes = batch_hashes(tmp_path, "whole")
-    assert batch_hashes(tmp_path, "cut") == hashes and len(set(hashes)) == 8
-
-    edited = train(tmp_path, "cut", "steps=9", "data.stages=[{from_step: 4, sources: {b: 1}}]")
-    assert edited.returncode == 2 and "Traceback" not in edited.stderr
-    assert "only stages from_step 8 on may be edited" in edited.stderr
+    late = {"data.stages": "[{from_step: 4, sources: {two: 1}}]", "steps": 9}
+    edited = runs.train((1, 1, 1), short | late, dump_dir=cut.dump_dir, refused=True)
+    assert "only stages from_step 8 on may be edited" in edited.error

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lingua.checkpoint.__main__ import summary
-from lingua.checkpoint.convert import main
-from lingua.checkpoint.folder import read_checkpoint, read_state
+from lingua.checkpoint.__main__ import main, summary
+from lingua.checkpoint.folder import read_checkpoint
 from tests.checkpoint.test_checkpoint_load import Evil
-from tests.checkpoints import CONFIG, STATE, refusal, save_here, whole_values
+from tests.checkpoints import CONFIG, refusal, save_here, whole_values
 from tests.ranks import Ranks
 
 REPO = Path(__file__).parents[2]
@@ -32,7 +31,7 @@ def saved(ranks: Ranks, tmp_path_factory) -> Path:
 
 
 def convert_here(*arguments: Any) -> str:
-    return refusal(lambda: main([str(a) for a in arguments]))
+    return refusal(lambda: main(["convert", *(str(a) for a in arguments)]))
 
 
 def model_values() -> dict[str, torch.Tensor]:
@@ -67,22 +66,8 @@ def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
     assert same(again, {f"model.{name}": t for name, t in model_values().items()})
     assert (checkpoint.path / "config.yaml").read_text() == CONFIG
     assert [p.name for p in (tmp_path / "back").iterdir()] == ["0000000007"]
-    told = dict(summary(checkpoint))
-    assert (told["step"], told["model"].split(";")[1]) == ("7", " nothing to resume")
-
-
-def test_all_of_a_checkpoint_comes_back_from_its_file(ranks, saved, tmp_path):
-    file = tmp_path / "all.pth"
-    assert ranks.run(1, convert_here, saved / "0000000007", file, "--all") == ["not refused"]
-    content = torch.load(file, weights_only=True)
-    assert content["optim"]["state"] == {"matrix": {"step": torch.tensor(19.0)}}
-    assert content["train_state"] == STATE
-
-    assert ranks.run(1, convert_here, file, tmp_path / "back", "--all") == ["not refused"]
-    checkpoint, _ = read_checkpoint(tmp_path / "back" / "0000000007")
-    dcp_to_torch_save(checkpoint.path, tmp_path / "again.pth")
-    assert same(torch.load(tmp_path / "again.pth", weights_only=True), whole_values(7))
-    assert read_state(checkpoint) == STATE
+    shown = summary(checkpoint)
+    assert shown["step"] == 7 and list(shown["tensors"]) == ["model"] and "progress" not in shown
 
 
 def refusals_here(folder: Path, saved: Path) -> dict[str, str]:
@@ -103,7 +88,6 @@ def refusals_here(folder: Path, saved: Path) -> dict[str, str]:
     said["file exists"] = convert_here(saved, folder / "good")
     (folder / "root" / "0000000000").mkdir(parents=True)
     said["step exists"] = convert_here(folder / "good", folder / "root")
-    said["no optimizer"] = convert_here(folder / "good", folder / "out", "--all")
     return said
 
 
@@ -121,7 +105,6 @@ def test_what_cannot_be_converted_is_refused_by_name_and_nothing_is_executed(
     assert "no such file or folder" in said["absent"]
     assert f"{tmp_path / 'good'} exists: nothing is overwritten" in said["file exists"]
     assert f"{tmp_path / 'root' / '0000000000'} exists" in said["step exists"]
-    assert "no optimizer and train state for --all" in said["no optimizer"]
     assert (tmp_path / "good").read_bytes() == good
     assert not (tmp_path / "out").exists() and not (tmp_path / "executed").exists()
     torch.load(tmp_path / "evil", weights_only=False)  # the bait does bite
@@ -155,9 +138,9 @@ def test_a_write_that_fails_is_told_and_leaves_nothing_that_looks_done(ranks, sa
 
 KILLED = """
 import os, signal, sys
-from lingua.checkpoint import convert
+from lingua.checkpoint.__main__ import main
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-convert.main(sys.argv[1:])
+main(["convert", *sys.argv[1:]])
 """
 
 

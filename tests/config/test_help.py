@@ -1,6 +1,10 @@
 """The text of `--help`: every key of a configuration class, with the comment beside its field."""
 
+import importlib
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -9,6 +13,7 @@ import pytest
 from lingua.config.help import field_comments, help_text
 from lingua.config.load import load, resume_classes
 from lingua.config.schema import Announced, Free
+from lingua.errors import UserError
 
 
 @dataclass
@@ -72,12 +77,12 @@ def test_comments_beside_and_above_a_field_are_found():
 def test_a_class_without_source_has_help_without_comments():
     made = dataclass(type("Made", (), {"__annotations__": {"a": Free[int]}, "a": 1}))
     assert field_comments(made) == {}
-    assert re.search(r"a +1 +free +int", help_text(made, 80))
+    assert re.search(r"a +1 +free +int", help_text(made, [], 80))
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_help_lists_every_key_within_the_width(width):
-    text = help_text(Config, width)
+    text = help_text(Config, [], width)
     lines = text.splitlines()
     for key in resume_classes(Config):
         if key != "wandb":  # a group, whose keys are listed
@@ -95,3 +100,37 @@ def test_help_is_printed_and_nothing_else_happens(flag, capsys):
         load(Config, ["config=missing.yaml", flag])
     assert caught.value.code == 0
     assert "optim.lr" in capsys.readouterr().out
+
+
+def test_help_of_groups_and_keys_is_about_them_alone():
+    assert re.findall(r"^  (\S+)", help_text(Config, ["optim", "dump.every"], 80), re.M) == [
+        "optim.lr", "optim.lr_min_ratio", "optim.clip", "dump.every",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r'--help optin: must be .* \(did you mean "optim"\?\)'):
+        help_text(Config, ["optin"])
+
+
+PROGRAMS = ["apps.main.train", "apps.main.eval", "apps.main.generate", "lingua.convert"]
+PROGRAMS += ["lingua.stool", "lingua.data.prepare", "lingua.data.show"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_says_what_the_program_does_with_examples_in_the_width(name, monkeypatch):
+    program = f"{name}.__main__" if name == "lingua.data.prepare" else name
+    monkeypatch.setitem(sys.modules, "__main__", importlib.import_module(program))
+    text = help_text(Config, [], 70)
+    sentence, examples = text.split("\n\n")[:2]
+    assert sentence.endswith(":") and max(map(len, text.splitlines())) <= 70
+    assert len(re.findall(r"^    \S", examples, re.M)) >= 3
+    assert f"    python -m {name} " in examples
+
+
+def test_the_reader_of_help_may_stop_and_without_arguments_a_command_is_suggested():
+    """The programs themselves, of which one starts at a time."""
+    command = "$PYTHON -m apps.main.train --help | true; echo ${PIPESTATUS[0]}"
+    env = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")  # as if ended by SIGPIPE
+    done = subprocess.run([sys.executable, "-m", "apps.main.train"], capture_output=True, text=True)
+    example = "\nAn example: python -m apps.main.train config=apps/main/configs/debug.yaml\n"
+    assert done.returncode == 2 and done.stderr.endswith(example)

@@ -22,7 +22,7 @@ class Optim:
     name: Guarded[Literal["adamw", "muon"]] = "adamw"
     clip: Announced[float | None] = 1.0
     warmup: Announced[int] = 10
-    betas: Announced[tuple[float, float]] = (0.9, 0.95)
+    ratios: Announced[list[float]] = field(default_factory=lambda: [1.0])
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if self.lr < 0:
@@ -171,7 +171,7 @@ def write(path: Path, text: str) -> str:
         ("name=[x", "name", "[x"),
         ("name=k=v", "name", "k=v"),
         ("dump_dir=null", "dump_dir", None),
-        ("optim.betas=[1, 0.5]", "optim.betas", [1.0, 0.5]),
+        ("optim.ratios=[1, 0.5]", "optim.ratios", [1.0, 0.5]),
         ("distributed.compile=true", "distributed.compile", True),
         ("optim.name=muon", "optim.name", "muon"),
         ("data.sources={a: 1, b: 2}", "data.sources", {"a": 1.0, "b": 2.0}),
@@ -186,7 +186,7 @@ def test_value_on_the_command_line_becomes_what_its_field_says(argument, key, va
     assert type(result) is type(value)
 
 
-def test_types_of_a_fork():
+def test_a_default_of_a_derived_class_has_the_keys_of_that_class():
     @dataclass
     class Wide(Model):
         factor: Guarded[float] = 2.0
@@ -194,11 +194,8 @@ def test_types_of_a_fork():
     @dataclass
     class Fork:
         model: Model = field(default_factory=Wide)
-        limit: Free[str | int] = 0
 
-    args, _ = load(Fork, ["model.factor=3", "limit=5"])
-    assert (args.model, args.limit) == (Wide(factor=3.0), 5)
-    assert load(Fork, ["limit=five"])[0].limit == "five"
+    assert load(Fork, ["model.factor=3"])[0].model == Wide(factor=3.0)
 
 
 def test_same_values_mean_the_same_in_a_file(tmp_path):
@@ -228,7 +225,7 @@ def test_same_values_mean_the_same_in_a_file(tmp_path):
         ("optim.lr=", "optim.lr = null: must be a number"),
         ("distributed.compile=1", "distributed.compile = 1: must be true or false"),
         ("name=null", "name = null: must be text"),
-        ("optim.betas=[1]", "optim.betas = [1]: must be a list of float"),
+        ("optim.ratios=1", "optim.ratios = 1: must be a list of float such as [a, b]"),
         (
             "optim.name=adam",
             'optim.name = "adam": must be adamw or muon (did you mean "adamw"?)',
@@ -279,7 +276,7 @@ def test_all_mistakes_come_in_one_message(tmp_path):
     assert f"optim.lr = -1: must be at least 0 ({file}:5)" in lines
     assert "distributed.compile = 2: must be true or false (command line)" in lines
     assert any(line.startswith('argument "oops": must have the form key=value') for line in lines)
-    assert any(line.startswith('argument "-x=1"') for line in lines)
+    assert any(line.startswith('argument "-x=1": must have the form key=value') for line in lines)
     assert len(lines) == 6
 
 
@@ -395,11 +392,12 @@ def test_the_later_word_on_an_optional_group_wins(tmp_path):
         ("steps: 1\nseed: 1\nsteps: 2\n",
          'c.yaml:3: key "steps" is given twice; first at '),
         ("- 1\n", "c.yaml: must hold lines `key: value`, not [1]"),
-        ("name: &a [*a]\n", "c.yaml:1: is not valid YAML: found unconstructable recursive node"),
+        ("seed: 1\nname: !!!CHANGE_THIS!!!\n", "name: must be given ("),
+        ("seed: 1\nname: !!!CHANGE_THIS!!!\n", "c.yaml:2)"),
+        ("name: &a [*a]\n", "c.yaml: is not valid YAML: an alias stands for what contains it"),
         ("steps: !odd 3\n", "c.yaml:1: the YAML tag !odd is not supported"),
         ("name: !!python/name:os.system\n", "os.system is not supported"),
         ("? [1]\n: 2\n", "c.yaml:1: a key must be a word"),
-        ("optim: {<<: 3}\n", "c.yaml:1: <<: must name a mapping"),
         ("base: gone.yaml\n", "c.yaml:1: base = "),
         ("base: [x]\n", "c.yaml:1: base = [\"x\"]: must be the path of a YAML file"),
     ],
@@ -425,29 +423,24 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     [line] = mistakes(f"config={tmp_path}/latin.yaml")
     assert "is not UTF-8 text (byte 9)" in line
-    assert any(
-        "config is given twice" in line for line in mistakes("config=a.yaml", "config=b.yaml")
-    )
+    twice = mistakes(f"config={tmp_path}/debug.yaml", f"config={tmp_path}/debug.yaml")
+    assert "config is given twice" in twice[0]
     [line] = mistakes("debug.yaml")
     assert 'did you mean "config=debug.yaml"?' in line
 
 
-def test_an_empty_file_and_yaml_merge_keys_work(tmp_path):
+def test_an_empty_file_and_aliases_work(tmp_path):
     assert config(write(tmp_path / "e.yaml", "# nothing\n")) == Config()
     assert config(write(tmp_path / "b.yaml", "\ufeffsteps: 30\n")).steps == 30  # a byte-order mark
-    path = write(
-        tmp_path / "m.yaml",
-        "checkpoint:\n  dump: &d {every: 7, keep: 3}\n"
-        "  eval:\n    <<: [*d, {every: 8}]\n    keep: 4\n",
-    )
+    path = write(tmp_path / "m.yaml", "checkpoint:\n  dump: &d {every: 7, keep: 3}\n  eval: *d\n")
     got = config(path).checkpoint
-    assert (got.dump, got.eval) == (Every(7, 3), Every(7, 4))
+    assert got.dump == got.eval == Every(7, 3)
 
 
 def test_yaml_written_from_a_config_loads_as_the_same_config(tmp_path):
     first = config(
         "name=1e3", "optim.lr=1e-7", "optim.clip=null", "data.sources={a.b: 1, on: 2}",
-        "optim.betas=[0, 1]", "data.source_files={a: {files: [x]}}",
+        "optim.ratios=[0, 1]", "data.source_files={a: {files: [x]}}",
         "data.stages=[{from_step: 5, sources: {a: 1}}]", "logging.wandb.project=0x1",
         "dump_dir=/a b/é: #c",
     )  # fmt: skip
@@ -530,14 +523,12 @@ def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch
     class Use:
         data: Tokens
         model: Model = field(default_factory=Model)
+        optim: Optim = field(default_factory=Optim)
 
-    def read(text: str, validated: tuple[str, ...] = ()) -> Use:
+    def refused(text: str) -> str:
         write(tmp_path / "c.yaml", text)
-        return read_saved(Use, tmp_path / "c.yaml", validated)
-
-    def refused(text: str, validated: tuple[str, ...] = ()) -> str:
         with pytest.raises(UserError) as caught:
-            read(text, validated)
+            read_saved(Use, tmp_path / "c.yaml")
         assert "somebody" not in str(caught.value)
         return str(caught.value).replace(str(tmp_path), "")
 
@@ -551,10 +542,9 @@ def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch
     ]
     assert refused("data: {}\n") == "data.seq_len: must be given (/c.yaml)"
     assert refused("data: [\n").startswith("/c.yaml:2: is not valid YAML: ")
-    wrong = data + "model: {dim: 0}\n"
-    assert read(wrong).model == Model(0)
-    assert read(wrong, ("data",)).model == Model(0)
-    assert refused(wrong, ("model",)) == "model.dim = 0: must be at least 1 (/c.yaml:2)"
+    # Of its groups, only the model is validated.
+    wrong = data + "model: {dim: 0}\noptim: {lr: -1}\n"
+    assert refused(wrong) == "model.dim = 0: must be at least 1 (/c.yaml:2)"
     with pytest.raises(UserError, match=r"gone\.yaml: cannot be read: No such file"):
         read_saved(Use, tmp_path / "gone.yaml")
 
@@ -576,10 +566,7 @@ def test_lingua_fsdp_types_become_mesh_sizes(tmp_path):
     assert sizes("fsdp_type: full_shard, dp_shard: 4, dp_replicate: 2") == (2, 4)
     assert sizes("dp_shard: 4, dp_replicate: 2, fsdp_type: full_shard") == (2, 4)
     assert sizes("fsdp_type: full_shard", "distributed.dp_shard=2") == (1, 2)
-    assert sizes("dp_shard: 2, fsdp_type: no_shard", "distributed.fsdp_type=full_shard") == (
-        1,
-        None,
-    )
+    assert sizes("dp_shard: 2", "distributed.fsdp_type=full_shard") == (1, 2)  # ours comes first
     assert sizes("fsdp_type: no_shard", "distributed.fsdp_type=full_shard") == (1, None)
     with pytest.raises(UserError, match=r'fsdp_type = .*: must be "full_shard" or "no_shard"'):
         sizes("fsdp_type: hybrid")

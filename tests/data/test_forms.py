@@ -18,7 +18,6 @@ from lingua.errors import UserError
 from tests.data.prepared import (
     TEXTS,
     Prepared,
-    contents,
     error_of,
     expected_tokens,
     make_args,
@@ -107,6 +106,7 @@ def test_the_texts_key_can_be_given(tmp_path, form):
     message = error_of(make_args(tmp_path))
     what = "column" if form == "parquet" else "key"
     assert f":1: no text (neither {what} text nor content, but n, body)" in message
+    assert message.endswith("name the one that has the text in data.source_files.a.text_key")
     message = error_of(make_args(tmp_path, source_files={"a": SourceFiles(text_key="txt")}))
     assert f":1: no text (no {what} txt, but n, body)" in message
 
@@ -208,6 +208,16 @@ def test_an_error_in_a_later_part_has_the_line_of_the_file(tmp_path):
         Prepared(make_args(tmp_path), "b", processes=1, unit_bytes=4000)
 
 
+def test_skip_is_advised_for_a_record_without_the_key_only_after_records_that_have_it(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n' + json_lines(TEXTS[:3]))
+    assert "data.source_files.a.text_key" in error_of(make_args(tmp_path))
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS[:3]) + b'{"body": "x"}\n')
+    assert "data.on_bad_record: skip" in error_of(make_args(tmp_path))
+    # What only skip can help with is not a matter of the key.
+    (tmp_path / "a.jsonl").write_bytes(b"[1]\n")
+    assert "data.on_bad_record: skip" in error_of(make_args(tmp_path))
+
+
 # ---- faults
 
 
@@ -306,13 +316,3 @@ def test_numbers_and_strings_that_only_the_lenient_parser_takes_do_no_harm(tmp_p
     )
     source = Prepared(make_args(tmp_path)).source
     assert train_tokens(source) == expected_tokens(["one", "two", "\x00"])
-
-
-@pytest.mark.parametrize("form", LINE_FORMS)
-def test_any_number_of_processes_gives_the_same_bytes_in_every_form(tmp_path, form):
-    for i in range(3):
-        write_form(tmp_path / "a" / str(i), form, TEXTS[i * 200 : i * 200 + 200])
-    one = Prepared(make_args(tmp_path), processes=1, unit_bytes=3000).source
-    two_args = make_args(tmp_path, cache_dir=str(tmp_path / "two"))
-    two = Prepared(two_args, processes=2, unit_bytes=3000).source
-    assert contents(one.folder) == contents(two.folder)

@@ -3,13 +3,14 @@
 import threading
 import time
 import traceback
+from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
 
 from lingua.data import IGNORE
-from lingua.data.loader import ROWS_PER_FETCH, Loader, micro_steps
+from lingua.data.loader import STEPS_AHEAD, Loader, micro_steps
 from lingua.data.stream import RowStream
 from lingua.errors import UserError
 from tests.data.sources import make_source
@@ -81,8 +82,7 @@ def test_any_topology_and_workers_give_the_same_rows_in_order(
     expected = stream.rows(np.arange(start, start + steps * G)).astype(np.int64)
     n_micro, rows = micro_steps(G, dp_size, batch_size)
     ranks = [
-        Loader(stream, G, r, dp_size, n_micro, rows, position=start, workers=workers)
-        for r in range(dp_size)
+        Loader(stream, G, r, dp_size, n_micro, rows).steps(start, workers) for r in range(dp_size)
     ]
     for step in range(steps):
         batches = [next(loader) for loader in ranks]
@@ -111,15 +111,16 @@ def test_any_topology_and_workers_give_the_same_rows_in_order(
 
 def test_resuming_at_a_position_continues_the_same_batches(sources):
     stream = make_stream(sources)
-    with Loader(stream, 6, 0, 1, 2, 3, workers=2) as whole:
+    with closing(Loader(stream, 6, 0, 1, 2, 3).steps(0, workers=2)) as whole:
         steps = [real_rows(next(whole)) for _ in range(20)]
-    with Loader(stream, 6, 0, 1, 3, 2, position=6 * 13, workers=1) as resumed:
+    with closing(Loader(stream, 6, 0, 1, 3, 2).steps(6 * 13, workers=1)) as resumed:
         assert [real_rows(next(resumed)) for _ in range(7)] == steps[13:]
 
 
 def test_another_seed_gives_other_batches(sources):
     """The control of the equalities above."""
-    steps = [real_rows(next(Loader(make_stream(sources, seed=s), 6, 0, 1, 1, 6))) for s in (42, 43)]
+    streams = [make_stream(sources, seed=seed) for seed in (42, 43)]
+    steps = [real_rows(next(Loader(stream, 6, 0, 1, 1, 6).steps(0))) for stream in streams]
     assert steps[0] != steps[1]
 
 
@@ -127,12 +128,12 @@ def test_another_seed_gives_other_batches(sources):
 def test_a_failed_read_reaches_the_caller_as_it_is(sources, workers, tmp_path):
     stream = make_stream(sources)
     (tmp_path / "b" / "0.train.tokens").unlink()
-    loader = Loader(stream, 6, 0, 1, 1, 6, workers=workers)
+    loader = Loader(stream, 6, 0, 1, 1, 6).steps(0, workers)
     with pytest.raises(FileNotFoundError) as error:
         for _ in range(10):
             next(loader)
     assert error.value.filename.endswith("0.train.tokens")
-    assert "_open_train" in "".join(traceback.format_tb(error.value.__traceback__))
+    assert "_map_train" in "".join(traceback.format_tb(error.value.__traceback__))
     assert list(loader) == []  # it is closed
 
 
@@ -141,13 +142,10 @@ def test_reading_ahead_is_bounded_and_ends_with_close(sources):
     stream, asked = make_stream(sources), []
     read = stream.rows
     stream.rows = lambda positions: (asked.append(int(positions.max())), read(positions))[1]
-    loader = Loader(stream, 4, 0, 1, 1, 4, workers=2)
+    loader = Loader(stream, 4, 0, 1, 1, 4).steps(0, workers=2)
     next(loader)
-    time.sleep(0.3)
-    fetches = 5  # two a thread ahead, and the first
-    assert max(asked) < fetches * ROWS_PER_FETCH
-    n = len(asked)
-    time.sleep(0.1)
-    assert len(asked) == n
+    time.sleep(0.2)
+    assert len(asked) == 2 * STEPS_AHEAD
+    assert max(asked) == 4 * 2 * STEPS_AHEAD - 1
     loader.close()
     assert threading.active_count() == before

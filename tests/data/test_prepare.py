@@ -4,20 +4,22 @@ import errno
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models
 
 from lingua.data.prepare.sources import open_sources, prepare_source, prepare_sources
 from lingua.data.shards import Source
 from lingua.errors import UserError
-from lingua.tokenizer import build_tokenizer
+from lingua.lock import claimed
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.data.prepared import (
     BOS,
     EOS,
@@ -31,6 +33,7 @@ from tests.data.prepared import (
     train_tokens,
     write_jsonl,
 )
+from tests.data.test_forms import LINE_FORMS, write_form
 
 # ---- what is built
 
@@ -68,29 +71,26 @@ def test_bos_and_eos_follow_the_config_and_have_shards_of_their_own(tmp_path, bo
     assert source.folder != both.folder
 
 
-def test_any_number_of_processes_gives_the_same_bytes(corpus, tmp_path_factory):
-    one = Prepared(make_args(corpus), processes=1, unit_bytes=27_000).source
+def test_any_number_of_processes_gives_the_same_bytes_of_every_form(corpus, tmp_path_factory):
+    for form in LINE_FORMS:
+        write_form(corpus / "a" / "forms", form, TEXTS[:200])
+    one = Prepared(make_args(corpus), processes=1, unit_bytes=9_000).source
     other_cache = str(tmp_path_factory.mktemp("cache"))
     args = make_args(corpus, cache_dir=other_cache)
-    two = Prepared(args, processes=2, unit_bytes=27_000).source
-    assert len(one.manifest.shards) == 3
+    two = Prepared(args, processes=2, unit_bytes=9_000).source
+    assert len(one.manifest.shards) > 10
     assert contents(one.folder) == contents(two.folder)
 
 
-def test_clearing_up_leaves_the_claims_of_others_who_look_for_work(corpus):
+def test_clearing_up_leaves_the_files_of_others_who_build(corpus):
     folder = Prepared(make_args(corpus)).source.folder
-    now = time.time()
-    killed = subprocess.Popen(["true"])
-    killed.wait()
-    owners = {f"elsewhere|{killed.pid}": now + 60, f"{socket.getfqdn()}|{os.getpid()}": now + 60}
-    owners |= {"elsewhere|1": now - 60, f"{socket.getfqdn()}|{killed.pid}": now + 60}
-    claims = [folder / f"{'0' * 16}.lock|{owner}|1" for owner in owners]
-    for claim, dated in zip(claims, owners.values(), strict=True):
-        claim.write_text(str(claim))
-        os.utime(claim, (dated, dated))
+    left = [folder / f"{unit * 16}.tmp-elsewhere-1.train.tokens" for unit in "01"]
+    for path in left:
+        path.touch()
     write_jsonl(corpus / "a" / "new.jsonl", ["another document"])
-    assert Prepared(make_args(corpus)).built
-    assert [claim.exists() for claim in claims] == [True, True, False, False]
+    with claimed(folder / f"{'1' * 16}.lock"):
+        assert Prepared(make_args(corpus)).built
+    assert [path.exists() for path in left] == [False, True]
 
 
 def test_the_record_of_a_part_has_the_form_of_earlier_versions(corpus):
@@ -242,6 +242,23 @@ def test_all_missing_sources_are_named_at_once(tmp_path):
     with pytest.raises(UserError) as error:
         prepare_sources(args, build_tokenizer(args.tokenizer), print)
     assert "data.sources.one" in str(error.value) and "data.sources.two" in str(error.value)
+
+
+def test_a_tokenizer_without_bos_and_eos_is_refused_with_the_names_looked_for(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    made = HfTokenizer(models.BPE(vocab={"x": 0, "<|start|>": 1, "<|end|>": 2}, merges=[]))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TokenizerArgs("hf", str(tmp_path))
+    args = make_args(tmp_path, tokenizer=tokenizer, sources={"a": 1.0, "b": 1.0})
+    with pytest.raises(UserError) as error:
+        prepare_sources(args, build_tokenizer(tokenizer), print)
+    heading, bos, eos, source = str(error.value).splitlines()
+    assert heading == "3 mistakes in the configuration:"
+    assert "data.add_bos = true: the hf tokenizer has no bos token (looked for <|begin" in bos
+    assert "</s>, " in eos and "name one in data.tokenizer.eos, or set data.add_eos=false" in eos
+    assert "data.sources.b: there is no" in source
+    named = replace(tokenizer, bos="<|start|>", eos="<|end|>")
+    assert train_tokens(Prepared(make_args(tmp_path, tokenizer=named)).source) == [1, 0, 2]
 
 
 def test_an_ambiguous_or_empty_source_is_refused(tmp_path):

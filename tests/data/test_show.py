@@ -128,13 +128,6 @@ def test_the_summary_is_what_counting_by_hand_gives(corpus, opened):
         numbers = [len(documents), tokens, n_rows, read[name]]
         expected = [name, *(f"{n:,}" for n in numbers), f"{read[name] / n_rows:.3f}"]
         assert line.split() == expected
-        if read[name] > n_rows:
-            warning = next(line for line in rest if line.startswith(f"warning: {name} "))
-            step = int(re.search(r"after step ([\d,]+)", warning)[1].replace(",", ""))
-            assert stream.counts(step * 8)[name] >= n_rows > stream.counts(step * 8 - 8)[name]
-        else:
-            assert not any(line.startswith(f"warning: {name} ") for line in rest)
-    assert sum("warning" in line for line in rest) == 1
     assert "shares of the rows from step 0: a 75.0000%, b 25.0000%" in rest
     assert "shares of the rows from step 20: b 100.0000%" in rest
 

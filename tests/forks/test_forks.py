@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
     "validation.every": 3,
     "validation.tokens": 200,
 }
-# Where a run is stopped and on what it goes on: (dp_replicate, dp_shard, tp), micro-batch, end.
+# Where a run is stopped and on what it resumes: (dp_replicate, dp_shard, tp), micro-batch, end.
 STARTS = (((1, 2, 1), 1, 2), ((1, 1, 2), 3, 4), ((2, 1, 1), 2, 6))
 
 

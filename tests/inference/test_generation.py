@@ -1,5 +1,5 @@
 """Generation against transformers and against recomputing every token, alone, in batches, on any
-topology; where it stops, and what it says."""
+topology; where it stops, and its text."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from transformers import LlamaForCausalLM
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.errors import UserError
-from lingua.inference.generate import Completion, Request, fit_prompt, generate
+from lingua.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
 from lingua.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs, dp_degree, dp_rank
+from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.apps.test_model import reference
@@ -28,12 +28,13 @@ CPU = torch.device("cpu")
 BYTES = build_tokenizer(TokenizerArgs())
 # Deviations above 1 / sqrt(dim) keep it from repeating one token.
 ARGS = ModelArgs(
-    dim=36, n_layers=2, n_heads=6, n_kv_heads=3, multiple_of=7, vocab_size=261, init_base_std=0.3
+    dim=36, n_layers=2, n_heads=6, n_kv_heads=2, multiple_of=7, vocab_size=261, init_base_std=0.3
 )
 WINDOW = replace(ARGS, sliding_window=5)
 GREEDY = SamplingArgs(temperature=0.0, max_gen_tokens=12, stop_tokens=[])
 PROMPTS = [[256, *text.encode()] for text in ("A", "four", "some longer prompt", "of ten too")]
 Sizes = tuple[int, int, int]
+SINGLE = (1, 1, 1)
 
 
 def requests(settings: SamplingArgs = GREEDY) -> list[Request]:
@@ -51,36 +52,36 @@ class NoCache(nn.Module):
         return self.model(tokens)
 
 
+Case = tuple[list[Request], int]  # and the batch size
+
+
 def generate_here(
     args: ModelArgs,
     sizes: Sizes,
-    given: list[Request],
-    batch_size: int = 8,
+    cases: list[Case],
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     dtype: str = "fp32",
-) -> list[Completion]:
-    """Completions of this data-parallel rank's share of the requests."""
+) -> list[list[Completion]]:
+    """Completions of the requests of each case."""
     replicate, shard, tp = sizes
     parallel = DistributedArgs(replicate, shard, tp, model_dtype=dtype)
     mesh = start(CPU, detect_launch(), parallel)
     plan = parallel_plan(args, 16 * tp)
     model = parallelize_model(build_transformer(args), mesh, plan, parallel)
     init_parameters(model, 1, CPU)
-    mine = given[dp_rank(mesh) :: dp_degree(mesh)]
-    return generate(wrap(model), mine, BYTES, mesh, batch_size)
+    model = wrap(model)
+    return [generate(model, given, BYTES, mesh, batch_size) for given, batch_size in cases]
 
 
 @pytest.fixture
-def run(ranks: Ranks) -> Callable[..., list[Completion]]:
-    """Completions of all requests, on which the ranks of a topology agree."""
+def run(ranks: Ranks) -> Callable[..., list[list[Completion]]]:
+    """Completions of each case, on which the ranks of a topology agree."""
 
-    def run(args: ModelArgs, sizes: Sizes, given: list[Request], **kwargs: Any):
+    def run(args: ModelArgs, sizes: Sizes, *cases: Case, **kwargs: Any):
         n = sizes[0] * sizes[1] * sizes[2]
-        parts = ranks.run(n, generate_here, args, sizes, given, **kwargs)
-        tp, degree = sizes[2], n // sizes[2]
-        for rank, part in enumerate(parts):
-            assert [c.tokens for c in part] == [c.tokens for c in parts[rank // tp * tp]]
-        return [parts[i % degree * tp][i // degree] for i in range(len(given))]
+        first, *others = ranks.run(n, generate_here, args, sizes, cases, **kwargs)
+        assert all(other == first for other in others)
+        return first
 
     return run
 
@@ -111,8 +112,7 @@ def test_greedy_tokens_are_those_of_recomputing_every_one_alone_and_in_a_batch(r
     model = plain_model(args)
     expected = [step_by_step(model, prompt, 12) for prompt in PROMPTS]
     assert all(len(set(tokens)) > 3 for tokens, _ in expected)  # one token would show nothing
-    for batch_size in (1, 3, 8):
-        found = run(args, (1, 1, 1), requests(), batch_size=batch_size)
+    for found in run(args, SINGLE, (requests(), 1), (requests(), 3), (requests(), 8)):
         for completion, (tokens, logprobs) in zip(found, expected, strict=True):
             assert completion.tokens == tokens and completion.finish == "length"
             assert completion.logprobs == pytest.approx(logprobs, abs=3e-5)
@@ -124,41 +124,36 @@ def test_greedy_tokens_are_those_of_recomputing_every_one_alone_and_in_a_batch(r
 
 def test_greedy_tokens_are_those_that_transformers_generates(run):
     model = plain_model(ARGS)
-    there = reference(model)
-    assert type(there) is LlamaForCausalLM
-    found = run(ARGS, (1, 1, 1), requests())
+    llama = reference(model)
+    assert type(llama) is LlamaForCausalLM
+    [found] = run(ARGS, SINGLE, (requests(), 8))
     for prompt, completion in zip(PROMPTS, found, strict=True):
         ids = torch.tensor([prompt])
-        text = there.generate(
+        text = llama.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
             eos_token_id=None, pad_token_id=0, suppress_tokens=[258, 259, 260],
         )  # fmt: skip
         assert completion.tokens == text[0, len(prompt) :].tolist()
 
 
-def test_every_topology_generates_the_same_tokens(run):
+def test_every_topology_generates_the_same_tokens_with_a_cache_and_without(run):
     """Fewer prompts than ranks, and other numbers of tokens on each, included."""
-    given = requests()
+    given = requests(replace(GREEDY, max_gen_tokens=6))
     given[1] = replace(given[1], settings=replace(GREEDY, max_gen_tokens=3))
-    drawn = [Request(p, SamplingArgs(max_gen_tokens=9, top_p=0.9), 7) for p in PROMPTS[:3]]
-    alone = run(ARGS, (1, 1, 1), [*given, *drawn])
-    for sizes in ((1, 2, 1), (2, 1, 1), (1, 1, 3), (1, 2, 3)):
-        found = run(ARGS, sizes, [*given, *drawn], batch_size=2)
-        assert [c.tokens for c in found] == [c.tokens for c in alone], sizes
-    few = run(ARGS, (1, 3, 1), given[:1])
-    assert few[0].tokens == alone[0].tokens
-
-
-def test_a_model_that_takes_no_cache_generates_the_same_tokens(run):
-    expected = run(ARGS, (1, 1, 1), requests())
-    for sizes in ((1, 1, 1), (1, 1, 3)):
-        found = run(ARGS, sizes, requests(), wrap=NoCache)
-        assert [c.tokens for c in found] == [c.tokens for c in expected]
+    given += [Request(p, SamplingArgs(max_gen_tokens=5, top_p=0.9), 7) for p in PROMPTS[:3]]
+    cases = (given, 2), (given[:1], 2)
+    expected = [[c.tokens for c in found] for found in run(ARGS, SINGLE, *cases)]
+    for sizes in ((2, 1, 1), (1, 1, 2), (1, 2, 2)):
+        found = run(ARGS, sizes, *cases)
+        assert [[c.tokens for c in part] for part in found] == expected, sizes
+    for sizes in (SINGLE, (1, 1, 2)):
+        found = run(ARGS, sizes, *cases, wrap=NoCache)
+        assert [[c.tokens for c in part] for part in found] == expected, sizes
 
 
 def test_in_bfloat16_the_log_probabilities_are_those_of_float32_arithmetic(run):
     """Of the model's bfloat16 logits: rounded to bfloat16 they would be off by up to 0.4 %."""
-    found = run(ARGS, (1, 1, 1), requests()[:1], dtype="bf16")[0]
+    [[found]] = run(ARGS, SINGLE, (requests()[:1], 8), dtype="bf16")
     model = plain_model(ARGS).bfloat16()
     tokens = PROMPTS[0] + found.tokens
     with torch.no_grad():
@@ -182,10 +177,8 @@ def test_a_prompt_draws_with_its_own_seed_and_settings_whatever_is_beside_it(run
         Request(PROMPTS[1], hot, 4),
         Request(PROMPTS[1], hot, 3),
     ]
-    together = run(ARGS, (1, 1, 1), given)
-    for request, completion in zip(given, together, strict=True):
-        [alone] = run(ARGS, (1, 1, 1), [request])
-        assert completion.tokens == alone.tokens
+    together, *alone = run(ARGS, SINGLE, (given, 8), *(([request], 8) for request in given))
+    assert [c.tokens for c in together] == [c.tokens for [c] in alone]
     assert together[0].tokens == together[4].tokens
     assert len({tuple(c.tokens) for c in together}) == 4
 
@@ -193,26 +186,32 @@ def test_a_prompt_draws_with_its_own_seed_and_settings_whatever_is_beside_it(run
 # --------------------------------------------------------------------------------------- the end
 
 
-class Says(nn.Module):
-    """Goes on with a text, whatever the prompt; a byte each step."""
+class Recites(nn.Module):
+    """A model of any prompt, whose n-th token is that of a text."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: list[int], vocab_size: int) -> None:
         super().__init__()
-        self.ids = [*text.encode(), 257, *b"after the end of it all " * 3]
+        self.logits = nn.functional.one_hot(torch.tensor([*text[1:], 0]), vocab_size).float()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits = torch.zeros(*tokens.shape, 258)
-        for i in range(tokens.shape[1]):
-            logits[:, i, self.ids[max(i, 0)]] = 50.0
-        return logits
+        return self.logits[: tokens.shape[1]].expand(len(tokens), -1, -1)
 
 
-def say_here(text: str, cases: list[SamplingArgs]) -> tuple[list[Completion], list[str]]:
-    """What comes of each setting after a prompt of one token, and the pieces that are told."""
+def recite_here(
+    tokenizer: TokenizerArgs, text: str, n_prompt: int, cases: list[SamplingArgs]
+) -> list[tuple[Completion, list[str]]]:
+    """The completion for each setting, and the pieces in which its text is passed on."""
+    made = build_tokenizer(tokenizer)
+    tokens = made.encode(text, bos=tokenizer.name == "bytes").tolist()
+    continued = [*tokens, made.eos_id, *made.encode(" after the end of it all " * 5).tolist()]
     mesh = start(CPU, detect_launch(), DistributedArgs(model_dtype="fp32"))
-    told: list[list[str]] = [[] for _ in cases]
-    given = [Request([256], settings) for settings in cases]
-    return generate(Says(text), given, BYTES, mesh, 3, lambda i, s: told[i].append(s)), told
+    pieces: list[list[str]] = [[] for _ in cases]
+    requests = [
+        Request(tokens[:n_prompt], settings, on_text=passed.append)
+        for settings, passed in zip(cases, pieces, strict=True)
+    ]
+    model = Recites(continued, made.vocab_size)
+    return list(zip(generate(model, requests, made, mesh, 3), pieces, strict=True))
 
 
 def test_it_ends_at_a_stop_string_a_stop_token_or_a_number_of_tokens(ranks):
@@ -232,8 +231,9 @@ def test_it_ends_at_a_stop_string_a_stop_token_or_a_number_of_tokens(ranks):
         "both": (replace(cold, max_gen_tokens=2, stop=["r"]), "stop_string", "G", 2),
     }
     text = "Grüße aus Köln: \U0001f389 ende"
-    [(found, told)] = ranks.run(1, say_here, text, [case[0] for case in cases.values()])
-    for (name, case), completion, pieces in zip(cases.items(), found, told, strict=True):
+    settings = [case[0] for case in cases.values()]
+    [found] = ranks.run(1, recite_here, TokenizerArgs(), text, 1, settings)
+    for (name, case), (completion, pieces) in zip(cases.items(), found, strict=True):
         _, finish, expected, n = case
         assert completion.finish == finish, name
         if expected is not None:
@@ -241,53 +241,28 @@ def test_it_ends_at_a_stop_string_a_stop_token_or_a_number_of_tokens(ranks):
         if n is not None:
             assert len(completion.tokens) == n, name
         assert len(completion.logprobs) == len(completion.tokens)
-        assert "".join(pieces) == completion.text, name  # nothing that was told is taken back
+        assert "".join(pieces) == completion.text, name  # nothing that was passed on changes
         assert len(pieces) > 1 or len(completion.text) < 4, name
-    assert told[0][2] == "ü"  # a character once it is whole
+    assert found[0][1][2] == "ü"  # a character once it is whole
 
 
-# -------------------------------------------------------------------------------- long prompts
+def test_text_continues_where_the_prompt_ends_also_with_a_space(ranks, tmp_path):
+    sp = TokenizerArgs("sp", write_sentencepiece(tmp_path / "sp.model", model_type="bpe"))
+    tokenizer = build_tokenizer(sp)
+    n = len(tokenizer.encode("quick brown fox"))
+    settings = replace(GREEDY, max_gen_tokens=n - 3)
+    [[(completion, pieces)]] = ranks.run(1, recite_here, sp, "quick brown fox", 3, [settings])
+    assert completion.tokens == tokenizer.encode("quick brown fox").tolist()[3:]
+    assert "".join(pieces) == completion.text == " brown fox"
+    assert tokenizer.decode(completion.tokens) == "brown fox"
 
 
-class Recites(nn.Module):
-    """Whatever it is given, its n-th token is that of a text."""
-
-    def __init__(self, text: list[int], vocab_size: int) -> None:
-        super().__init__()
-        self.logits = nn.functional.one_hot(torch.tensor([*text[1:], 0]), vocab_size).float()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.logits[: tokens.shape[1]].expand(len(tokens), -1, -1)
-
-
-def text_here(path: str, text: str, n_prompt: int) -> tuple[list[str], str, str]:
-    """What follows a prompt: as it is streamed, as it is returned, and decoded alone."""
-    tokenizer = build_tokenizer(TokenizerArgs("sp", path))
-    tokens = tokenizer.encode(text).tolist()
-    mesh = start(CPU, detect_launch(), DistributedArgs())
-    settings = replace(GREEDY, max_gen_tokens=len(tokens) - n_prompt)
-    told: list[str] = []
-    [result] = generate(
-        Recites(tokens, tokenizer.vocab_size), [Request(tokens[:n_prompt], settings)], tokenizer,
-        mesh, 4, lambda _, new: told.append(new),
-    )  # fmt: skip
-    assert result.tokens == tokens[n_prompt:]
-    return told, result.text, tokenizer.decode(result.tokens)
-
-
-def test_text_goes_on_where_the_prompt_ends_also_with_a_space(ranks, tmp_path):
-    path = write_sentencepiece(tmp_path / "sp.model", model_type="bpe")
-    [(told, text, alone)] = ranks.run(1, text_here, path, "quick brown fox", 3)
-    assert "".join(told) == text == " brown fox"
-    assert alone == "brown fox"
-
-
-def test_a_prompt_without_room_for_its_tokens_is_cut_on_the_left_or_refused():
-    request = Request(list(range(20)), replace(GREEDY, max_gen_tokens=4))
-    assert fit_prompt(request, 24, "refuse", "prompt") is request
-    cut = fit_prompt(request, 15, "cut", "prompt")
-    assert cut == replace(request, prompt=list(range(9, 20)))
-    with pytest.raises(UserError, match=r"file:3: has 20 tokens; must have at most 11.*on_long"):
-        fit_prompt(request, 15, "refuse", "file:3")
+def test_prompts_without_room_for_their_tokens_are_cut_on_the_left_and_counted(caplog):
+    settings = replace(GREEDY, max_gen_tokens=4)
+    requests = [Request(list(range(n)), settings) for n in (20, 11)]
+    assert fit_prompts(requests, 24) == requests and not caplog.text
+    cut = replace(requests[0], prompt=list(range(9, 20)))
+    assert fit_prompts(requests, 15) == [cut, requests[1]]
+    assert "1 of 2 prompts cut on the left" in caplog.text
     with pytest.raises(UserError, match="max_gen_tokens = 4: leaves no room"):
-        fit_prompt(request, 4, "cut", "prompt")
+        fit_prompts(requests, 4)

@@ -51,7 +51,7 @@ def pairs() -> Pairs:
         ([draw.randrange(50) for _ in range(n)], [draw.randrange(50) for _ in range(m)])
         for n, m in ((1, 1), (3, 4), (11, 1), (12, 1), (30, 3), (2, 12), (5, 13), (1, 40))
     ]
-    for context, n in (([1, 2, 3], 1), ([7] * 20, 3)):  # what the model itself would say
+    for context, n in (([1, 2, 3], 1), ([7] * 20, 3)):  # the model's own greedy text
         text = list(context)
         for _ in range(n):
             with torch.no_grad():

@@ -22,8 +22,8 @@ from lingua.format import short_count, short_time
 from lingua.monitor.logger import init_logger, progress_line
 from lingua.monitor.metrics import (
     LoggingArgs,
-    MetricsFile,
     WandbArgs,
+    append_line,
     cut_back,
     mfu,
     peak_flops,
@@ -41,18 +41,15 @@ def strict(text: str):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_a_line_is_strict_json_with_its_time_and_written_at_once(tmp_path):
+def test_a_line_is_strict_json_with_its_time(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path)
-    file.write({"step": 1, "loss": math.nan, "lr": 0.1, "by": {"a": [math.inf, "ü"]}})
-    (line,) = path.read_text().splitlines()
+    append_line(path, {"step": 1, "loss": math.nan, "lr": 0.1, "by": {"a": [math.inf, "ü"]}})
+    (line,) = path.read_text(encoding="utf-8").splitlines()
     written = strict(line)
     created = datetime.fromisoformat(written.pop("created_at"))
     assert written == {"step": 1, "loss": None, "lr": 0.1, "by": {"a": [None, "ü"]}}
     assert created.utcoffset() == timedelta(0)
-
-    file.close()
-    MetricsFile(path).write({"step": 2, "loss": 1.5})  # another process appends
+    append_line(path, {"step": 2, "loss": 1.5})
     assert steps_of(path) == [1, 2]
 
 
@@ -69,13 +66,12 @@ def file_size_limit(n_bytes: int) -> Iterator[None]:
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path)
-    file.write({"step": 1})
+    append_line(path, {"step": 1})
     before = path.read_bytes()
     with file_size_limit(len(before) + 20), pytest.raises(OSError, match="No space left"):
-        file.write({"step": 2, "loss": 1.0})
+        append_line(path, {"step": 2, "loss": 1.0})
     assert path.read_bytes() == before
-    file.write({"step": 3})
+    append_line(path, {"step": 3})
     assert steps_of(path) == [1, 3]
 
 
@@ -88,7 +84,9 @@ def steps_of(path: Path) -> list[int]:
     return [strict(line)["step"] for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"step": 3, "lo', b'{"step": 3}', b"\x00\xff", b"\n"])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"step": 3, "lo', b'{"step": 3}', b'{"step": 2}', b"\x00\xff", b"\n"]
+)
 def test_cutting_back_removes_later_lines_and_an_incomplete_one(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [1, 2, 2, 10, 11], torn)
@@ -113,10 +111,10 @@ def test_after_a_process_was_killed_while_it_wrote_another_can_append(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
         "import itertools, pathlib, sys\n"
-        "from lingua.monitor.metrics import MetricsFile\n"
-        "file = MetricsFile(pathlib.Path(sys.argv[1]))\n"
+        "from lingua.monitor.metrics import append_line\n"
+        "path = pathlib.Path(sys.argv[1])\n"
         "for step in itertools.count():\n"
-        "    file.write({'step': step, 'x': 'y' * 500})\n"
+        "    append_line(path, {'step': step, 'x': 'y' * 500})\n"
     )
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen([sys.executable, "-c", script, str(path)], cwd=root)
@@ -125,7 +123,7 @@ def test_after_a_process_was_killed_while_it_wrote_another_can_append(tmp_path):
     process.kill()
     process.wait()
     cut_back(path, 20)
-    MetricsFile(path).write({"step": 21})
+    append_line(path, {"step": 21})
     assert steps_of(path) == list(range(22))
 
 
@@ -222,6 +220,7 @@ def test_a_log_that_cannot_be_written_is_the_users_error(tmp_path, restored_logg
 LINE = {
     "loss": 2.13449,
     "grad_norm": 0.8123,
+    "lr": 3e-4,
     "tokens_per_s": 31_234.0,
     "mfu": 41.23,
     "peak_mem_gib": 1.23,
@@ -229,11 +228,11 @@ LINE = {
 }
 
 
-def test_the_progress_line_shows_the_step_loss_speed_and_time_left():
-    start = "step  120/2000 loss 2.1345 grad 0.81 31.2k tok/s "
-    assert progress_line(120, 2000, LINE, 125.2) == start + "mfu 41% eta 2m05s"
+def test_the_progress_line_shows_the_step_loss_rate_speed_and_time_left():
+    start = "step  120 loss 2.134 grad 0.81 lr 3.0e-4 31.2k tok/s "
+    assert progress_line(120, 2000, LINE, 125.2) == start + "mfu 41% eta 2.1m"
     unknown = LINE | {"mfu": None, "skipped_steps": 2}
-    assert progress_line(120, 2000, unknown, 125.2) == start + "1.2 GiB eta 2m05s skipped 2"
+    assert progress_line(120, 2000, unknown, 125.2) == start + "1.2 GiB eta 2.1m skipped 2"
     assert "loss nan" in progress_line(1, 5, LINE | {"loss": math.nan}, 0)
 
 
@@ -242,9 +241,15 @@ def test_the_progress_line_shows_the_step_loss_speed_and_time_left():
 @pytest.mark.parametrize("speed", [950.0, 18_100.0, 1_250_000.0])
 def test_the_progress_line_and_its_time_fit_80_columns(mfu, steps, speed):
     line = LINE | {"mfu": mfu, "peak_mem_gib": 7.2, "tokens_per_s": speed}
-    for seconds in (6, 59 * 60, 3 * 3600, 50 * 3600):
+    for seconds in (6, 59.6, 59 * 60, 3599, 3 * 3600, 50 * 3600, 120 * 86_400):
         text = f"08:05:17 {progress_line(steps - 10, steps, line, seconds)}"
         assert len(text) <= 80, text
+
+
+def test_the_time_left_has_two_digits():
+    shown = {0.4: "0s", 59.6: "1.0m", 90: "1.5m", 599: "10m", 3570: "1.0h", 86_399: "1.0d"}
+    shown |= {45: "45s", 190_000: "2.2d", 120 * 86_400: "120d"}
+    assert {s: progress_line(1, 5, LINE, s).split("eta ")[1] for s in shown} == shown
 
 
 def test_counts_and_times_are_short():

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from lingua.checkpoint.resume import Progress
 from lingua.data.prepare.sources import prepare_sources
-from lingua.monitor.metrics import LoggingArgs, WandbArgs
 from lingua.monitor.reporter import Reporter
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
@@ -27,15 +27,11 @@ def report_here(dump_dir: Path) -> tuple[dict[str, Any], list[str]]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     mesh = start(torch.device("cpu"), detect_launch(), DistributedArgs())
-    report = Reporter(
-        LoggingArgs(wandb=WandbArgs(mode="offline")), dump_dir, mesh, name="a", config={}, step=0,
-        steps=9, global_batch_size=1, seq_len=1, flops_per_token=1.0, dtype=torch.float32,
-        trained_s=0.0, evaluates=True,
-    )  # fmt: skip
+    args = arguments({"dump_dir": dump_dir, "logging.wandb.mode": "offline"})
+    report = Reporter(args, mesh, Progress(), flops_per_token=1.0)
     held_out = {"nats_per_byte": 2.0, "nats_per_token": 3.0, "tokens": 5}
     report.validation(54_000, "wiki", held_out)
     report.validation(54_000, "pairs", {"loss": 0.5, "accuracy": 1.0})
-    report.validation_mean(54_000, 2, 1.5)
     report.evaluation([{"step": 54_000, "task": "arc", "acc,none": 0.5}])
     summary = dict(report.wandb.summary)
     report.close()
@@ -55,7 +51,6 @@ def test_held_out_losses_and_benchmarks_are_reported_under_their_sources_and_tas
     assert logged == [
         "step 54000 held-out wiki: 2.0000 nats/byte, 3.0000 nats/token",
         "step 54000 held-out pairs: loss 0.5000, accuracy 1.0000",
-        "step 54000 held-out mean of 2 sources: 1.5000 nats/byte",
     ]
     assert max(map(len, logged)) <= 71  # 80 columns with the time
 

@@ -16,10 +16,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lingua.optim.args import OptimArgs
 from lingua.optim.optimizer import build_optimizer, update
 from lingua.optim.schedule import lr_at, schedule_warnings
+from lingua.parallel.gradients import clip_grad_norm_
 
 SCHEDULERS = ("constant", "linear", "inv_sqrt", "cosine", "wsd")
 TENSORS = ("step", "exp_avg", "exp_avg_sq")
@@ -304,6 +306,32 @@ def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_counts_on
     train(model, optimizer, finite_update, steps=1)
     assert all(state["step"] == 3 for state in optimizer.state.values())
     assert all(torch.isfinite(t).all() for t in everything(model, optimizer))
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_clipping_and_the_update_take_as_many_operations_for_any_number_of_parameters():
+    def operations(n_layers: int, one_by_one: bool = False) -> int:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(n_layers)))
+        optimizer = build_optimizer(model, OptimArgs())
+        model(torch.ones(2, 3)).sum().backward()
+        parameters = list(model.parameters())
+        with Calls() as calls:
+            for part in [[p] for p in parameters] if one_by_one else [parameters]:
+                clip_grad_norm_(part, 1.0)
+            finite_update(optimizer, 0.1)
+        return calls.n
+
+    assert operations(20) == operations(2)
+    assert operations(20, one_by_one=True) > operations(2, one_by_one=True)
 
 
 class Meshed(nn.Module):

@@ -1,8 +1,13 @@
 """The outermost frame of a program, in real ranks that meet at a store of rank 0's own."""
 
 import io
+import os
+import socket
+import subprocess
+import sys
 import time
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,3 +56,62 @@ def test_every_rank_leaves_with_its_code_and_one_tells_the_mistake(ranks, case, 
     began = time.monotonic()
     assert ranks.run(2, leave_here, case) == [first, second]
     assert time.monotonic() - began < 25  # nobody waited in vain
+
+
+def start_rank(**place: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "apps.main.train", "config=apps/main/configs/debug.yaml"]
+    command += ["distributed.rendezvous_s=1"]
+    env = os.environ | {"WORLD_SIZE": "2"} | {key: str(value) for key, value in place.items()}
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2() -> None:
+    here = {"MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("", 0)) as taken, socket.socket() as free:
+        free.bind(("", 0))  # and does not listen
+        ports = [s.getsockname()[1] for s in (taken, free)]
+        started = {
+            "another program uses this port; set MASTER_PORT to a free one": start_rank(
+                RANK=0, MASTER_PORT=ports[0], **here
+            ),
+            "[Errno 111] Connection refused (distributed.rendezvous_s = 1)": start_rank(
+                RANK=1, MASTER_PORT=ports[1], **here
+            ),
+        }
+        for i, (reason, process) in enumerate(started.items()):
+            out, error = process.communicate(timeout=60)
+            place = f"MASTER_ADDR:MASTER_PORT = 127.0.0.1:{ports[i]}"
+            line = f"error: rank {i} of 2 cannot meet the others at {place}: {reason}\n"
+            assert (process.returncode, out, error) == (2, "", line)
+
+
+PROGRAM = """
+import os, sys, time
+from lingua.errors import UserError
+from lingua.parallel.program import run_program
+def program():
+    time.sleep(1 - int(os.environ["RANK"]))  # rank 1 is first
+    raise (UserError if sys.argv[1] == "mistake" else RuntimeError)("this is wrong")
+run_program(program)
+"""
+
+
+@pytest.mark.parametrize("kind", ["mistake", "fault"])
+def test_torchruns_report_does_not_hide_the_error(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, tmp_path / "program.py", kind],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    before, report = done.stderr.split(" FAILED\n")
+    cause = report.partition("Root Cause")[2]
+    if kind == "mistake":  # of both ranks: the first one waited for rank 0, which printed it
+        assert before.count("\nerror: this is wrong\n") == 1
+        assert "traceback : error: this is wrong\n" in cause
+    else:
+        assert "rank      : 1" in cause and "RuntimeError: this is wrong" in cause

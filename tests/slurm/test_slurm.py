@@ -1,26 +1,6 @@
-"""Slurm's time limits and environment variables; its commands are tested in test_stool.py."""
+"""Slurm's environment variables; its commands are tested in test_stool.py."""
 
-import pytest
-
-from lingua.slurm.jobs import environment_of_another, seconds_of
-
-
-@pytest.mark.parametrize(
-    ("time", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("2:00:30", 7230),
-        ("1-0", 86400),
-        ("1-2:30", 95400),
-        ("1-02:30:05", 95405),
-        ("UNLIMITED", None),
-        ("0", None),
-        ("soon", None),
-    ],
-)
-def test_a_time_limit_in_any_form_of_sbatch_is_converted_to_seconds(time, seconds) -> None:
-    assert seconds_of(time) == seconds
+from lingua.slurm.jobs import environment_of_another
 
 
 def test_another_job_does_not_inherit_the_variables_of_this_one(monkeypatch) -> None:

@@ -49,6 +49,11 @@ def test_a_cluster_runs_jobs_on_its_nodes_and_stopping_it_leaves_nothing(tmp_pat
     assert processes_of(folder) == []
 
 
+def test_help_explains_the_script() -> None:
+    done = subprocess.run([SCRIPT, "--help"], check=True, capture_output=True, text=True)
+    assert "start N [DIR]" in done.stdout and "#" not in done.stdout
+
+
 def test_a_folder_that_is_no_cluster_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "slurm.conf").write_text("ClusterName=serious\n")
     subprocess.run([SCRIPT, "stop", tmp_path], check=True, capture_output=True)

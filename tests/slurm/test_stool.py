@@ -139,10 +139,6 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     wanted = {
         "plain": {"slurm": {"hold": True}},
         "fail": {"setup": ["export FAIL_RANK=1"]},
-        # Slurm checks times every 30 seconds and sends the signal up to 60 seconds early: here it
-        # comes 30 to 90 seconds after the start.
-        "time limit": {"setup": ["export STEP_S=6"], "time": "2", "signal_s": 30},
-        "requeue": slow,
         "signal": slow,
         "cancel": slow,
         "node": slow | {"exclude": "n1,n2,n6"},
@@ -161,7 +157,7 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     edited.write_text("raise SystemExit('edited')\n")
     try:
         cluster.ask("scontrol", "release", jobs["plain"][1])
-        for name in ("requeue", "signal", "cancel", "preemption", "node"):
+        for name in ("signal", "cancel", "preemption", "node"):
             cluster.wait_for_steps(jobs[name][0])
             interrupt(cluster, name, jobs[name][1])
         cluster.ended(jobs["plain"][1])
@@ -171,9 +167,7 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
 
 
 def interrupt(cluster: Cluster, how: str, job: str) -> None:
-    if how == "requeue":
-        cluster.ask("scontrol", "requeue", job)
-    elif how == "signal":
+    if how == "signal":
         cluster.ask("scancel", "--signal=USR2", job)
     elif how == "cancel":
         cluster.ask("scancel", job)
@@ -216,7 +210,7 @@ def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(
     commit = cluster.ask("git", "-C", str(cluster.repo), "rev-parse", "HEAD")
     assert (dump_dir / "code.commit").read_text() == commit
     ranks = [dump_dir / "logs" / job / f"{job}_{rank}_log.out" for rank in (0, 1)]
-    assert f"step {STEPS}/{STEPS}" in ranks[0].read_text() and ranks[1].exists()
+    assert f"step {STEPS} loss" in ranks[0].read_text() and ranks[1].exists()
     # Nothing in the hostile name ran, and nothing wrote the environment down.
     assert not list(cluster.runs.parent.rglob("pwned"))
     secret = cluster.env["A_SECRET"].encode()
@@ -234,7 +228,7 @@ def test_the_comparison_of_runs_notices_a_changed_loss(reference: Outcome, tmp_p
 
 
 @needs_slurm
-@pytest.mark.parametrize("how", ["requeue", "signal", "preemption", "node", "time limit"])
+@pytest.mark.parametrize("how", ["signal", "preemption", "node"])
 def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(
     cluster: Cluster, jobs: dict[str, tuple[Path, str]], reference: Outcome, how: str
 ) -> None:
@@ -242,11 +236,25 @@ def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(
     assert cluster.ended(job)["Restarts"] == "1"
     assert same(dump_dir, reference)
     log = (dump_dir / "train.log").read_text()
-    assert ("stopped by SIGUSR2" in log) == (how in ("signal", "time limit"))
-    if how in ("requeue", "preemption"):
+    assert ("stopped by SIGUSR2" in log) == (how == "signal")
+    if how == "preemption":
         assert "stopped by SIGTERM" in log
-    begun = how != "time limit" or "while the text was prepared" not in log  # a slow machine
-    assert ("resuming" in log) == begun
+    assert "resuming" in log
+
+
+@needs_slurm
+@pytest.mark.soak
+def test_a_job_saves_and_comes_back_before_its_time_limit(
+    cluster: Cluster, reference: Outcome
+) -> None:
+    # Slurm checks times every 30 seconds and sends the signal up to 60 seconds early: here it
+    # comes 30 to 90 seconds after the start.
+    place = cluster.runs / "time limit"
+    limit = {"setup": ["export STEP_S=6"], "time": "2", "signal_s": 30, "nodes": 2}
+    [[job, _]] = cluster.launch((limit, cluster.arguments(place)))
+    assert cluster.ended(job)["Restarts"] == "1"
+    assert same(place, reference)
+    assert "stopped by SIGUSR2" in (place / "train.log").read_text()
 
 
 @needs_slurm
@@ -387,25 +395,24 @@ def test_wrong_input_is_refused_by_name_before_anything_is_done(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "nope" in refused(partition="nope")
-    assert "Partition nope" in refused(partition="nope", time=None)
     assert "node configuration is not available" in refused(nodes=9)
     for gpus in ("node", "task"):
         error = refused(gpus=gpus, ngpu=5, arguments=["data.global_batch_size=10"])  # nodes have 4
         assert "node configuration is not available" in error
         assert f"nodes = 1, ngpu = 5, gpus = {gpus}" in error
-    assert "slurm.gpus = 5" in refused(slurm={"gpus": 5})
+    assert "slurm = {'gpus': 5}" in refused(slurm={"gpus": 5})
     assert "config=missing.yaml: cannot be read" in refused(arguments=["config=missing.yaml"])
     assert "exists" in (error := refused("there")) and "dirs_exists_ok=true" in error
     assert "cannot be imported" in refused(script="apps.nope")
     assert "must have a function check" in refused(script="lingua.errors")
-    assert r"dump_dir = " in (error := refused("two\nlines")) and r"'\n'" in error
-    assert r"'%'" in refused("%j")
-    assert "account" in refused(account="a\n#SBATCH --wrap=id")
-    assert "slurm.A b" in refused(slurm={"A b": "1"})
-    assert "signal_s = 300: must be below time = 5, 300 s" in refused(signal_s=300)
+    for name in ("two\nlines", "%j", "a:b"):
+        error = refused(name)
+        assert "dump_dir = " in error and "must not contain %" in error
+    assert "option of sbatch account = " in refused(account="a\n#SBATCH --wrap=id")
+    assert "option of sbatch A b = " in refused(slurm={"A b": "1"})
+    assert "signal_s = 300: must be below time = 5, in seconds" in refused(signal_s=300)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "sbatch: no such command here" in refused()
-    assert "scontrol: no such command here" in refused(time=None)
 
 
 @needs_slurm
@@ -419,7 +426,7 @@ def test_the_config_is_validated_for_the_number_of_ranks(
     assert "grad_acc_steps = 5" in error and "each of 2 data-parallel ranks" in error
     assert "data.sources.three" in refused(arguments=["data.sources={three: 1}"])
     error = refused(arguments=["partiton=x"])
-    assert "partiton: unknown key" in error and 'did you mean "partition"?' in error
+    assert "partiton: unknown key" in error and "keys of stool: script, launcher, " in error
 
 
 @needs_slurm
@@ -490,6 +497,10 @@ def test_print_shows_the_script_and_needs_no_slurm(
     ):
         assert line in script.splitlines()
     assert "--kill-on-bad-exit=1 --cpus-per-task=4" in script
+    argv.remove("time=1-00")
+    main()
+    printed = set(capsys.readouterr().out.splitlines())  # Slurm applies the partition's own limit
+    assert set(script.splitlines()) - printed == {"#SBATCH --time=1-00"}
     assert not (tmp_path / "a run").exists()
 
 

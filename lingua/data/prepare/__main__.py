@@ -1,8 +1,10 @@
 """Tokenize the text of a run without training:
 
-    python -m lingua.data.prepare config=FILE [key=value ...]
+    python -m lingua.data.prepare config=apps/main/configs/debug.yaml
+    python -m lingua.data.prepare config=my.yaml processes=16
+    srun --nodes 4 --ntasks-per-node 1 python -m lingua.data.prepare config=my.yaml
 
-takes the config of a training run and does what training does first. Any number of processes, on
+It takes the config of a training run and does what training does first. Any number of processes, on
 any number of machines that share the folders, may run it at the same time, also beside training:
 they share the work. Each may be killed; what it had finished remains.
 """
@@ -35,7 +37,7 @@ def main() -> None:
     for line in notices:
         report(line)
     tokenizer = build_tokenizer(args.data.tokenizer)
-    prepare_sources(args.data, tokenizer, report, True, args.processes)
+    prepare_sources(args.data, tokenizer, report, args.processes)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ installed packages.
 
 import glob
 import os
-import stat
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -103,22 +102,18 @@ def _find_source(name: str, root_dir: Path) -> Path:
 def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[FilePart]:
     """The file `place`, with the path `path`, or all files in that folder."""
     if place.is_file():
-        return [_whole_file(place, path, place.stat())]
+        return [_whole_file(place, path)]
     files = []
     visited = set()  # links may lead in a circle
     for parent, folders, names in os.walk(place, followlinks=True, onerror=_raise):
-        here = os.stat(parent)
-        if (here.st_dev, here.st_ino) in visited:
+        real = os.path.realpath(parent)
+        if real in visited:
             folders.clear()
             continue
-        visited.add((here.st_dev, here.st_ino))
-        folders[:] = sorted(
-            f for f in folders if f[0] != "." and f != "__pycache__" and f not in without
-        )
-        for name in names:
-            full = Path(parent, name)
-            if not name.startswith(".") and stat.S_ISREG((found := full.stat()).st_mode):
-                files.append(_whole_file(full, path / full.relative_to(place), found))
+        visited.add(real)
+        folders[:] = [f for f in folders if f[0] != "." and f not in ("__pycache__", *without)]
+        inside = [Path(parent, name) for name in names if name[0] != "."]
+        files += [_whole_file(full, path / full.relative_to(place)) for full in inside]
     return files
 
 
@@ -126,6 +121,8 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _whole_file(full: Path, path: Path, found: os.stat_result) -> FilePart:
-    size = found.st_size
-    return FilePart(path.as_posix(), str(full), size, found.st_mtime_ns, 0, size)
+def _whole_file(full: Path, path: Path) -> FilePart:
+    found = full.stat()
+    return FilePart(
+        path.as_posix(), str(full), found.st_size, found.st_mtime_ns, begin=0, end=found.st_size
+    )

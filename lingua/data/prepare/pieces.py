@@ -1,8 +1,8 @@
-"""Tokens of a document of any length, in memory that does not grow with it.
+"""Tokens of a long document, piece by piece: some libraries take more time for each character of a
+longer text.
 
-A long document is cut into pieces of about PIECE characters, at places that depend only on its
-text. Each piece is tokenized together with the CONTEXT characters before it, whose tokens are
-dropped.
+The document is cut into pieces of about PIECE characters, at places that depend only on its text.
+Each piece is tokenized together with the CONTEXT characters before it, whose tokens are dropped.
 
 A cut is made where a word or line begins. If a tokenizer never joins the end of a word with the
 space after it, the tokens of the whole document have a boundary there. So bytes, tiktoken, and
@@ -15,13 +15,13 @@ cuts are counted.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from lingua.tokenizer import Tokenizer
 
-PIECE = 2**18  # characters; some libraries take more time for each of a longer text
+PIECE = 2**18  # characters
 CONTEXT = 512  # characters on each side of a cut that are compared
 WINDOW = 2**16  # characters in which a word or line must begin
 TRIES = 16
@@ -35,36 +35,28 @@ class Pieces:
         self._encode, self._piece = tokenizer.encode, piece
         self.rough_cuts = 0
 
-    def encode(self, blocks: Iterable[str]) -> Iterator[np.ndarray]:
+    def encode(self, text: str) -> Iterator[np.ndarray]:
         """The document's ids, piece by piece, without bos and eos."""
-        blocks = iter(blocks)
-        text, begin = "", 0  # the piece begins at text[begin], after some context
-        before = np.empty(0)  # the tokens of that context
-        while True:
-            limit = begin + self._piece
-            while len(text) < limit + CONTEXT and (block := next(blocks, None)) is not None:
-                text += block
-            if len(text) <= limit:
-                yield self._tokens(text, begin, before)
-                return
-            cut, before_cut = self._find_cut(text, limit)
-            yield self._tokens(text[:cut], begin, before)
-            text, begin, before = text[cut - CONTEXT :], CONTEXT, before_cut
+        begin, before = 0, np.empty(0)  # the tokens of the context before the piece
+        while len(text) > begin + self._piece:
+            cut, before_cut = self._find_cut(text, begin + self._piece)
+            yield self._tokens(text, begin, cut, before)
+            begin, before = cut, before_cut
+        yield self._tokens(text, begin, len(text), before)
 
-    def _tokens(self, text: str, begin: int, before: np.ndarray) -> np.ndarray:
-        """The ids of text[begin:], tokenized with the context before it."""
-        ids = self._encode(text)
+    def _tokens(self, text: str, begin: int, end: int, before: np.ndarray) -> np.ndarray:
+        """The ids of text[begin:end], tokenized with the context before it."""
+        ids = self._encode(text[max(0, begin - CONTEXT) : end])
         if np.array_equal(ids[: len(before)], before):
             return ids[len(before) :]
         self.rough_cuts += 1
-        return self._encode(text[begin:])
+        return self._encode(text[begin:end])
 
     def _find_cut(self, text: str, limit: int) -> tuple[int, np.ndarray]:
         """(where to cut, ids of the context before it): at `limit` or a little before."""
         starts = _WORD_OR_LINE.finditer(text, limit - min(WINDOW, self._piece // 2), limit)
         words = [found.start() for found in starts][: -TRIES - 1 : -1]
-        anywhere = range(limit, limit - TRIES, -1)
-        for cut in [*words, *anywhere]:
+        for cut in [*words, *range(limit, limit - TRIES, -1)]:
             left = self._encode(text[cut - CONTEXT : cut])
             both = self._encode(text[cut - CONTEXT : cut + CONTEXT])
             if np.array_equal(both[: len(left)], left):

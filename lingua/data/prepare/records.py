@@ -4,21 +4,18 @@ JSON lines (.jsonl) give a document per line, .parquet files one per row, every 
 document. .gz and .zst are decompressed; a compressed .json is JSON lines, as C4 and Dolma name
 them. A large file is read in parts: byte ranges that begin where a line or row group does.
 
-Documents are UTF-8 and taken as they are, carriage returns included; only a byte order mark at the
-start of a file is left out. A line or row is held in memory, a long file that is one document is
-not.
+Documents are UTF-8 and taken as they are, carriage returns included; only a byte order mark, at the
+start of a file, is left out. One document is in memory at a time.
 """
 
-import codecs
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from itertools import chain, pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 import pyarrow as pa
@@ -26,7 +23,6 @@ import pyarrow.parquet as pq
 import xxhash
 
 from lingua.data.prepare.files import FilePart
-from lingua.data.prepare.pieces import PIECE
 
 BLOCK = 2**18  # bytes read at once
 ROWS = 1024  # most parquet rows read at once
@@ -39,12 +35,12 @@ class Record(NamedTuple):
     """A document, or what is wrong with it."""
 
     number: int  # line or row, from 1 on where the part begins
-    # of a document longer than PIECE a function that gives it in blocks
-    text: str | Callable[[], Iterator[str]] = ""
+    text: str = ""
     n_bytes: int = 0  # of the text in UTF-8
     hash: int = 0  # of these bytes: 64 bits
     wrong: str = ""  # the kind of fault
     detail: str = ""
+    lacks_key: bool = False  # its text may be under a key that is not one of those given
 
 
 def _form(file: FilePart) -> tuple[str, str | None]:
@@ -63,41 +59,38 @@ def _form(file: FilePart) -> tuple[str, str | None]:
 def split_file(file: FilePart, most: int) -> list[FilePart]:
     """The parts of a whole file, each of about `most` bytes of text where its form allows."""
     form, codec = _form(file)
-    cuts = [0]
+    cuts = {0, file.size}
     if file.size > most and form == "json" and not codec:
         with open(file.full, "rb") as handle:
             for at in range(most, file.size, most):
                 handle.seek(at - 1)
                 handle.readline()
-                cuts.append(handle.tell())
+                cuts.add(handle.tell())
     elif file.size > most and form == "parquet":
+        size = 0
         with suppress(pa.ArrowException, OSError):  # read_records reports it
-            cuts += _row_group_cuts(pq.read_metadata(file.full), most)
-    ends = sorted({*cuts, file.size})
-    return [replace(file, begin=begin, end=end) for begin, end in pairwise(ends)] or [file]
+            for group in _row_groups(pq.read_metadata(file.full)):
+                size += group.size
+                if size > most:
+                    cuts.add(group.begin)
+                    size = group.size
+    return [replace(file, begin=begin, end=end) for begin, end in pairwise(sorted(cuts))] or [file]
 
 
-def _row_group_cuts(metadata: pq.FileMetaData, most: int) -> list[int]:
-    cuts, size = [], 0
+class _RowGroup(NamedTuple):
+    begin: int  # in the file; 0 for the first
+    rows: int
+    size: int  # of its data in bytes, before compression
+
+
+def _row_groups(metadata: pq.FileMetaData) -> list[_RowGroup]:
+    found = []
     for i in range(metadata.num_row_groups):
-        group_size = metadata.row_group(i).total_byte_size
-        size += group_size
-        if size > most and i:
-            cuts.append(_group_start(metadata, i))
-            size = group_size
-    return cuts
-
-
-def _group_start(metadata: pq.FileMetaData, i: int) -> int:
-    group = metadata.row_group(i)
-    columns = [group.column(c) for c in range(group.num_columns)]
-    offsets = [(c.dictionary_page_offset, c.data_page_offset) for c in columns]
-    return min(offset for pair in offsets for offset in pair if offset) if i else 0
-
-
-def _row_groups(metadata: pq.FileMetaData, begin: int, end: int) -> list[int]:
-    groups = range(metadata.num_row_groups)
-    return [i for i in groups if begin <= _group_start(metadata, i) < end]
+        group = metadata.row_group(i)
+        columns = [group.column(c) for c in range(group.num_columns)]
+        begin = min(c.dictionary_page_offset or c.data_page_offset for c in columns) if i else 0
+        found.append(_RowGroup(begin, group.num_rows, group.total_byte_size))
+    return found
 
 
 def records_before(part: FilePart) -> int:
@@ -105,15 +98,24 @@ def records_before(part: FilePart) -> int:
     if not part.begin:
         return 0
     if _form(part)[0] == "json":
-        with open_part(replace(part, begin=0, end=part.begin)) as file:
+        with _open_part(replace(part, begin=0, end=part.begin)) as file:
             return sum(1 for _ in file)
-    metadata = pq.read_metadata(part.full)
-    return sum(metadata.row_group(i).num_rows for i in _row_groups(metadata, 0, part.begin))
+    groups = _row_groups(pq.read_metadata(part.full))
+    return sum(group.rows for group in groups if group.begin < part.begin)
 
 
-def open_part(
+def hash_part(part: FilePart) -> str:
+    """The hash of the part's bytes in a manifest."""
+    content = xxhash.xxh3_128()
+    with _open_part(part, content.update) as file:
+        for _ in _blocks(file):
+            pass
+    return content.hexdigest()
+
+
+def _open_part(
     part: FilePart, on_bytes: OnBytes | None = None, codec: str | None = None
-) -> io.BufferedReader:
+) -> BinaryIO:
     """The part's bytes, decompressed if there is a `codec`, to be read once in order. `on_bytes`
     gets them as they are in the file."""
     file = io.BufferedReader(_PartFile(part, on_bytes), BLOCK)
@@ -123,10 +125,8 @@ def open_part(
     return io.BufferedReader(stream, BLOCK)
 
 
-def read_through(part: FilePart, on_bytes: OnBytes | None) -> None:
-    with open_part(part, on_bytes) as file:
-        while file.read(BLOCK):
-            pass
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    return iter(lambda: file.read(BLOCK), b"")
 
 
 class _PartFile(io.FileIO):
@@ -147,8 +147,13 @@ class _PartFile(io.FileIO):
 # ---- records
 
 
+@dataclass
 class _Wrong(Exception):
-    """(kind of fault, detail) of a record."""
+    """What is wrong with a record."""
+
+    kind: str
+    detail: str = ""
+    lacks_key: bool = False
 
 
 def read_records(
@@ -159,90 +164,46 @@ def read_records(
     form, codec = _form(part)
     number = 0
     try:
-        if form == "json":
-            records = _json_lines(part, keys, on_bytes)
-        elif form == "parquet":
-            records = _parquet_rows(part, keys, on_bytes)
-        else:
-            records = _one_document(part, on_bytes)
-        for record in records:
-            number = record.number
-            yield record
+        with _open_part(part, on_bytes, codec) as stream:
+            values: Iterable[bytes | _Wrong] = stream
+            if form == "text":
+                values = [b"".join(_blocks(stream))]
+            elif form == "parquet":
+                for _ in _blocks(stream):  # pyarrow reads only a column, in an order of its own
+                    pass
+                values = _parquet_values(part, keys)
+            for number, value in enumerate(values, start=1):
+                yield _record(number, value, form, keys)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the operating system
             raise
         yield Record(number + 1, wrong="damaged file", detail=f"as {codec or form}: {error}")
 
 
-def _record(number: int, read: Callable[..., str], *source: Any) -> Record:
-    """The record of the text that `read` returns, or of the fault that it raises."""
+def _record(number: int, value: bytes | _Wrong, form: str, keys: tuple[str, ...]) -> Record:
+    if isinstance(value, _Wrong):
+        return Record(number, wrong=value.kind, detail=value.detail, lacks_key=value.lacks_key)
     try:
-        text = read(*source)
+        if form == "json":
+            text = _json_text(value.removeprefix(_BOM).removesuffix(b"\n"), keys)
+        else:
+            text = value.decode("utf-8-sig" if form == "text" else "utf-8")
         data = text.encode()
-        if not text:
-            raise _Wrong("empty document", "")
-        blocks = partial(_slices, text) if len(text) > PIECE else text
-        return Record(number, blocks, len(data), xxhash.xxh3_64_intdigest(data))
+        if text:
+            return Record(number, text, len(data), xxhash.xxh3_64_intdigest(data))
+        kind, detail = "empty document", ""
     except _Wrong as fault:
-        kind, detail = fault.args
+        return _record(number, fault, form, keys)
     except UnicodeDecodeError as error:
-        kind, detail = "not UTF-8", f"{_bad_byte(error)} at byte {error.start + 1}"
+        byte = f"0x{error.object[error.start]:02x}"
+        kind, detail = "not UTF-8", f"{error.reason} {byte} at byte {error.start + 1}"
+        if form == "text":
+            number += error.object.count(b"\n", 0, error.start)
     except UnicodeEncodeError as error:  # "\ud800" is JSON, but no text
         kind, detail = "not UTF-8", f"\\u{ord(text[error.start]):04x} alone"
     except (ValueError, RecursionError) as error:
         kind, detail = "not JSON", str(error)
     return Record(number, wrong=kind, detail=detail)
-
-
-def _slices(text: str) -> Iterator[str]:
-    return (text[i : i + PIECE] for i in range(0, len(text), PIECE))
-
-
-def _bad_byte(error: UnicodeDecodeError) -> str:
-    return f"{error.reason} 0x{error.object[error.start]:02x}"
-
-
-# ---- a file that is one document
-
-
-def _one_document(part: FilePart, on_bytes: OnBytes | None) -> Iterator[Record]:
-    head, content, n_bytes, line = "", xxhash.xxh3_64(), 0, 1
-    try:
-        for block in _read_text(part, on_bytes):
-            data = block.encode()
-            content.update(data)
-            n_bytes += len(data)
-            line += block.count("\n")
-            if len(head) <= PIECE:
-                head += block
-    except UnicodeDecodeError as error:
-        line += error.object.count(b"\n", 0, error.start)
-        yield Record(line, wrong="not UTF-8", detail=_bad_byte(error))
-    else:
-        text = head if len(head) <= PIECE else partial(_read_text, part)
-        wrong = "" if text else "empty document"
-        yield Record(1, text, n_bytes, content.intdigest(), wrong)
-
-
-def _read_text(part: FilePart, on_bytes: OnBytes | None = None) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # leaves out a byte order mark
-    with open_part(part, on_bytes, _form(part)[1]) as stream:
-        while block := stream.read(BLOCK):
-            yield decoder.decode(block)
-    yield decoder.decode(b"", final=True)
-
-
-# ---- JSON lines
-
-
-def _json_lines(
-    part: FilePart, keys: tuple[str, ...], on_bytes: OnBytes | None
-) -> Iterator[Record]:
-    with open_part(part, on_bytes, _form(part)[1]) as stream:
-        for number, line in enumerate(stream, start=1):
-            if number == 1 and not part.begin:
-                line = line.removeprefix(_BOM)
-            yield _record(number, _json_text, line.removesuffix(b"\n"), keys)
 
 
 def _json_text(line: bytes, keys: tuple[str, ...]) -> str:
@@ -251,14 +212,14 @@ def _json_text(line: bytes, keys: tuple[str, ...]) -> str:
     except orjson.JSONDecodeError:
         decoded = line.decode()
         if not decoded.strip():
-            raise _Wrong("blank line", "") from None
+            raise _Wrong("blank line") from None
         # May be valid for Python: NaN, a lone surrogate in another key. Its errors name the place.
         record = json.loads(decoded)
     if not isinstance(record, dict):
         raise _Wrong("no text", f"a {type(record).__name__}, not an object with a text")
     key = next((key for key in keys if key in record), None)
     if key is None:
-        raise _Wrong("no text", _without("key", keys, record))
+        raise _no_text("key", keys, record)
     text = record[key]
     if text is None:
         raise _Wrong("null text", f"key {key}")
@@ -267,39 +228,30 @@ def _json_text(line: bytes, keys: tuple[str, ...]) -> str:
     return text
 
 
-def _without(what: str, keys: tuple[str, ...], names: Iterable[str]) -> str:
-    wanted = f"neither {what} {' nor '.join(keys)}" if len(keys) > 1 else f"no {what} {keys[0]}"
-    return f"{wanted}, but {', '.join(names) or 'none'}"
-
-
-# ---- parquet
-
-
-def _parquet_rows(
-    part: FilePart, keys: tuple[str, ...], on_bytes: OnBytes | None
-) -> Iterator[Record]:
-    read_through(part, on_bytes)  # pyarrow reads only the columns, in an order of its own
+def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | _Wrong]:
+    """The text of each row, or what is wrong with it."""
     # Without a buffer, a whole column of a row group would be in memory.
     with pq.ParquetFile(
         part.full, pre_buffer=False, buffer_size=BLOCK, page_checksum_verification=True
     ) as file:
-        names, groups = file.schema_arrow.names, _row_groups(file.metadata, part.begin, part.end)
-        n_rows = sum(file.metadata.row_group(i).num_rows for i in groups)
+        names, groups = file.schema_arrow.names, _row_groups(file.metadata)
+        chosen = [i for i, group in enumerate(groups) if part.begin <= group.begin < part.end]
+        n_rows = sum(groups[i].rows for i in chosen)
+        size = sum(groups[i].size for i in chosen)
         key = next((key for key in keys if key in names), None)
-        fault = {}
         if key is None:
-            fault = {"wrong": "no text", "detail": _without("column", keys, names)}
-        elif not _is_text(kind := file.schema_arrow.field(key).type):
-            fault = {"wrong": "text is not a string", "detail": f"column {key} is {kind}"}
-        if fault:
-            yield from (Record(number, **fault) for number in range(1, n_rows + 1))
+            yield from repeat(_no_text("column", keys, names), n_rows)
             return
-        size = sum(file.metadata.row_group(i).total_byte_size for i in groups)
+        kind = file.schema_arrow.field(key).type
+        if not _is_text(kind):
+            fault = _Wrong("text is not a string", f"column {key} is {kind}", lacks_key=True)
+            yield from repeat(fault, n_rows)
+            return
         rows = max(1, min(ROWS, BLOCK * n_rows // max(1, size)))
-        batches = file.iter_batches(rows, row_groups=groups, columns=[key], use_threads=False)
-        values = chain.from_iterable(_values(batch.column(0)) for batch in batches)
-        for number, value in enumerate(values, start=1):
-            yield _record(number, _parquet_text, value, key)
+        for batch in file.iter_batches(rows, row_groups=chosen, columns=[key], use_threads=False):
+            # As bytes, since pyarrow does not check that a string is UTF-8.
+            for value in batch.column(0).cast(pa.large_binary()).to_pylist():
+                yield _Wrong("null text", f"column {key}") if value is None else value
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -307,16 +259,6 @@ def _is_text(kind: pa.DataType) -> bool:
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
-def _values(column: pa.Array) -> list[str | bytes | None]:
-    """The values; bytes where one is not UTF-8, which pyarrow does not check."""
-    with suppress(UnicodeDecodeError):
-        return column.to_pylist()
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    return column.cast(pa.large_binary()).to_pylist()
-
-
-def _parquet_text(value: str | bytes | None, key: str) -> str:
-    if value is None:
-        raise _Wrong("null text", f"column {key}")
-    return value.decode() if isinstance(value, bytes) else value
+def _no_text(what: str, keys: tuple[str, ...], names: Iterable[str]) -> _Wrong:
+    wanted = f"neither {what} {' nor '.join(keys)}" if len(keys) > 1 else f"no {what} {keys[0]}"
+    return _Wrong("no text", f"{wanted}, but {', '.join(names) or 'none'}", lacks_key=True)

@@ -8,69 +8,46 @@ import hashlib
 import json
 import os
 import platform
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.prepare.files import STDLIB, FilePart, find_files
-from lingua.data.prepare.units import (
-    THREADS,
-    UNIT_BYTES,
-    Job,
-    Unit,
-    build_units,
-    finished,
-    plan_units,
-    why_stale,
-)
-from lingua.data.shards import (
-    FORMAT_VERSION,
-    MANIFEST,
-    SPLITS,
-    Manifest,
-    Source,
-    shard_files,
-)
-from lingua.errors import UserError
+from lingua.data.prepare.units import UNIT_BYTES, Job, build_units, finished, plan_units, why_stale
+from lingua.data.shards import FORMAT_VERSION, MANIFEST, SPLITS, Manifest, Source
+from lingua.errors import UserError, all_of
 from lingua.files import write_atomically
 from lingua.format import counted
-from lingua.lock import POLL_S, exclusive, holder, is_free
+from lingua.lock import exclusive, is_free
 from lingua.tokenizer import Tokenizer
+
+Report = Callable[[str], None]  # gets lines for the user
 
 
 def prepare_sources(
-    args: DataArgs,
-    tokenizer: Tokenizer,
-    report: Callable[[str], None],
-    progress: bool = False,
-    processes: int | None = None,
+    args: DataArgs, tokenizer: Tokenizer, report: Report, processes: int | None = None
 ) -> dict[str, Source]:
-    """Every source with a weight above 0 at some step, built where needed.
-
-    `report` gets lines for the user, `progress` shows a bar on stderr. Raises UserError.
-    """
+    """Every source with a weight above 0 at some step, built where needed. Raises UserError."""
     check_sources(args, tokenizer)
     return {
-        name: prepare_source(name, args, tokenizer, report, progress, processes)
+        name: prepare_source(name, args, tokenizer, report, processes)
         for name in args.used_sources()
     }
 
 
 def check_sources(args: DataArgs, tokenizer: Tokenizer) -> None:
     """Raises UserError with all mistakes of all sources: the first may take hours to tokenize."""
-    checks = [partial(source_files, name, args) for name in args.used_sources()]
-    checks.append(partial(tokenizer.encode, "", bos=args.add_bos))
-    checks.append(partial(tokenizer.encode, "", eos=args.add_eos))
+    checks: list[Callable[[], object]] = [
+        partial(tokenizer.encode, "", bos=args.add_bos),
+        partial(tokenizer.encode, "", eos=args.add_eos),
+        *(partial(source_files, name, args) for name in args.used_sources()),
+    ]
     wrong: list[str] = []
     for check in checks:
         try:
@@ -78,7 +55,7 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer) -> None:
         except UserError as error:
             wrong.append(str(error))
     if wrong:
-        raise UserError("\n".join(wrong))
+        raise all_of(wrong)
 
 
 def open_sources(args: DataArgs, tokenizer: Tokenizer) -> dict[str, Source]:
@@ -114,8 +91,7 @@ def prepare_source(
     name: str,
     args: DataArgs,
     tokenizer: Tokenizer,
-    report: Callable[[str], None],
-    progress: bool = False,
+    report: Report,
     processes: int | None = None,
     unit_bytes: int = UNIT_BYTES,
 ) -> Source:
@@ -134,17 +110,12 @@ def prepare_source(
                 break
             job.folder.mkdir(parents=True, exist_ok=True)
             units = plan_units(files, unit_bytes)
-            todo = _unfinished(units, job)
-            report(
-                f"data.sources.{name}: tokenizing {_size(todo) / 1e6:,.1f} MB into {job.folder} "
-                f"({why}; parts to build: {len(todo):,} of {len(units):,})"
-            )
-            _build(todo, job, tokenizer, processes, report, progress)
+            build_units(units, job, tokenizer, processes, why, report)
             lock = job.folder.with_name(f"{job.folder.name}.lock")
             with exclusive(lock, report, patient=True):
                 # Whoever held the lock before has written it, or the text has changed meanwhile.
                 if _valid_manifest(job, files)[0] is None:
-                    _write_manifest(units, job)
+                    _write_manifest([finished(unit, job) for unit in units], job)
     except OSError as error:
         raise _cannot_prepare(name, error, job.folder) from error
     for line in _summary(manifest):
@@ -208,76 +179,29 @@ def _summary(manifest: Manifest) -> Iterator[str]:
         )
 
 
-# ---- building
-
-
-def _build(
-    todo: list[Unit],
-    job: Job,
-    tokenizer: Tokenizer,
-    processes: int,
-    report: Callable[[str], None],
-    progress: bool,
-) -> None:
-    """Build the units together with all other processes that do. All are finished at the end."""
-    total, is_waiting = _size(todo), False
-    with tqdm(
-        total=total,
-        desc=f"tokenizing {job.manifest.source}",
-        unit="B",
-        unit_scale=True,
-        mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
-        disable=not progress,
-    ) as bar:
-        while todo:
-            free = [unit for unit in todo if is_free(job.lock_path(unit))]
-            if free:
-                build_units(free, job, tokenizer, processes, bar.update)
-            else:
-                if not is_waiting and (owner := holder(job.lock_path(todo[0]))):
-                    parts = counted(len(todo), "part")
-                    report(f"waiting for {parts} of other processes, such as {owner}")
-                    is_waiting = True
-                time.sleep(POLL_S)
-            todo = _unfinished(todo, job)
-            bar.update(total - _size(todo) - bar.n)  # with what other processes have finished
-
-
-def _unfinished(units: list[Unit], job: Job) -> list[Unit]:
-    with ThreadPoolExecutor(THREADS) as threads:
-        records = list(threads.map(lambda unit: finished(unit, job), units))
-    return [unit for unit, record in zip(units, records, strict=True) if record is None]
-
-
-def _size(units: list[Unit]) -> int:
-    return sum(unit.size for unit in units)
-
-
-def _write_manifest(units: list[Unit], job: Job) -> None:
-    """Write the manifest of finished units, and remove what is not part of it. Does nothing where a
-    unit is no longer finished."""
-    records = [record for unit in units if (record := finished(unit, job)) is not None]
-    if len(records) < len(units):
+def _write_manifest(shares: list[Manifest | None], job: Job) -> None:
+    """Write the manifest of all units, and remove what is not part of it. Does nothing where a unit
+    is no longer finished."""
+    built = [share for share in shares if share is not None]
+    if len(built) < len(shares):
         return
-    shards = [shard for record in records for shard in record.shards]
+    shards = [shard for share in built for shard in share.shards]
     content = [job.manifest.dtype, [[s.train.hash, s.heldout.hash] for s in shards]]
-    skipped = sum((Counter(record.skipped) for record in records), Counter())
+    skipped = sum((Counter(share.skipped) for share in built), Counter())
     manifest = replace(
         job.manifest,
-        parts=[part for record in records for part in record.parts],
+        parts=[part for share in built for part in share.parts],
         shards=shards,
         skipped=dict(sorted(skipped.items())),
-        rough_cuts=sum(record.rough_cuts for record in records),
+        rough_cuts=sum(share.rough_cuts for share in built),
         fingerprint=hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
     )
     write_atomically(job.folder / MANIFEST, manifest.to_json())
-    # Of what killed or earlier builds left, nothing that is in use is removed.
-    keep = {MANIFEST, *(job.record_path(unit).name for unit in units)}
-    for shard in shards:
-        keep |= shard_files(shard, manifest.dtype).keys()
+    # Of what killed or earlier builds left, nothing that is in use is removed. Names of all files
+    # of a unit begin with its id, of 16 characters.
+    keep = {MANIFEST, *(f"{shard.name[:16]}.json" for shard in shards)}
+    keep = keep.union(*(shard.files(manifest.dtype) for shard in shards))
     for path in job.folder.iterdir():
-        # A lock, the file of a process that tries to get one, or of a unit that has a lock.
-        is_lock = path.name[16:].startswith(".lock")
-        lock = path if is_lock else job.folder / f"{path.name[:16]}.lock"
-        if path.name not in keep and path.is_file() and is_free(lock):
+        of_no_unit = path.name not in keep and ".lock" not in path.name
+        if of_no_unit and is_free(job.folder / f"{path.name[:16]}.lock"):
             path.unlink(missing_ok=True)

@@ -13,8 +13,10 @@ import os
 import random
 import signal
 import struct
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,35 +28,22 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from tqdm import tqdm
 
 from lingua.data.args import DataArgs
 from lingua.data.prepare.files import FilePart
 from lingua.data.prepare.pieces import PIECE, Pieces
-from lingua.data.prepare.records import (
-    Record,
-    read_records,
-    read_through,
-    records_before,
-    split_file,
-)
-from lingua.data.shards import (
-    SPLITS,
-    InputPart,
-    Manifest,
-    Shard,
-    Split,
-    shard_files,
-    shard_from_json,
-)
+from lingua.data.prepare.records import Record, hash_part, read_records, records_before, split_file
+from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
 from lingua.errors import UserError
 from lingua.files import open_synced, temporary_suffix, write_atomically
-from lingua.lock import claimed
+from lingua.format import counted
+from lingua.lock import POLL_S, claimed, holder, is_free
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
 UNIT_BYTES = 128 * 2**20  # small files are grouped and large ones split by this size
 THREADS = 8  # that wait for the file system at once
 BATCH_BYTES = PIECE  # text tokenized at once; a longer document is a batch by itself
-BUFFER_TOKENS = 2**17  # written at once
 HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
 _DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
 OnRead = Callable[[int], Any]  # gets the number of bytes of each read
@@ -68,10 +57,6 @@ class Unit:
     def id(self) -> str:
         places = json.dumps([(part.path, part.begin, part.end) for part in self.parts])
         return hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
-
-    @property
-    def size(self) -> int:
-        return sum(part.end - part.begin for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -94,18 +79,16 @@ def plan_units(files: list[FilePart], unit_bytes: int) -> list[Unit]:
     """Neighbouring files together while they are at most `unit_bytes`; each part of a file that is
     split is a unit, since its size on disk need not be that of its text."""
     with ThreadPoolExecutor(THREADS) as threads:
-        parts = chain.from_iterable(threads.map(partial(split_file, most=unit_bytes), files))
+        split = list(threads.map(partial(split_file, most=unit_bytes), files))
     groups: list[list[FilePart]] = []
-    size, joins = 0, False
-    for part in parts:
-        part_size = part.end - part.begin
-        is_whole = part_size == part.size
-        if joins and is_whole and size + part_size <= unit_bytes:
-            groups[-1].append(part)
-            size += part_size
+    room = -1  # bytes that may still join the last group
+    for parts in split:
+        if len(parts) == 1 and parts[0].size <= room:
+            groups[-1] += parts
+            room -= parts[0].size
         else:
-            groups.append([part])
-            size, joins = part_size, is_whole
+            groups += [[part] for part in parts]
+            room = unit_bytes - parts[0].size if len(parts) == 1 else -1
     return [Unit(tuple(group)) for group in groups]
 
 
@@ -113,7 +96,7 @@ def finished(unit: Unit, job: Job) -> Manifest | None:
     """The unit's share of the manifest, if it is built from its files as they are now."""
     try:
         fields = json.loads(job.record_path(unit).read_text(encoding="utf-8"))
-        shards = [shard_from_json(fields.pop("shard"))]
+        shards = [Shard.from_json(fields.pop("shard"))]
         parts = [InputPart(**part) for part in fields.pop("parts")]
         manifest = replace(job.manifest, parts=parts, shards=shards, **fields)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -121,53 +104,89 @@ def finished(unit: Unit, job: Job) -> Manifest | None:
     return None if why_stale(manifest, unit.parts, job) else manifest
 
 
-def why_stale(manifest: Manifest, files: Sequence[FilePart], job: Job) -> str:
+def why_stale(manifest: Manifest, files: Iterable[FilePart], job: Job) -> str:
     """Why the manifest's shards are not those of `files` as they are now; "" if they are. A file
     is read only where its stat differs, and the manifest gets its new time."""
     if manifest.skipped and job.args.on_bad_record != "skip":
         return "shards were built with data.on_bad_record: skip"
     for shard in manifest.shards:
-        for name, size in shard_files(shard, manifest.dtype).items():
+        for name, size in shard.files(manifest.dtype).items():
             path = job.folder / name
             if not path.is_file() or path.stat().st_size != size:
                 return f"{name} is missing or not complete"
     found = {file.path: file for file in files}
     sizes = {(part.path, part.size) for part in manifest.parts}
-    if changed := sizes ^ {(file.path, file.size) for file in files}:
-        path, _ = min(changed)
-        return f"{path} was added, removed or changed"
+    if changed := sizes ^ {(file.path, file.size) for file in found.values()}:
+        return f"{min(changed)[0]} was added, removed or changed"
     touched = [part for part in manifest.parts if part.mtime_ns != found[part.path].mtime_ns]
     now = [replace(found[part.path], begin=part.begin, end=part.end) for part in touched]
     with ThreadPoolExecutor(THREADS) as threads:
-        for part, content in zip(touched, threads.map(_content_hash, now), strict=True):
+        for part, content in zip(touched, threads.map(hash_part, now), strict=True):
             if content != part.hash:
                 return f"{part.path} has changed"
             part.mtime_ns = found[part.path].mtime_ns
     return ""
 
 
-def _content_hash(part: FilePart) -> str:
-    content = xxhash.xxh3_128()
-    read_through(part, content.update)
-    return content.hexdigest()
-
-
 # ---- building
 
 
 def build_units(
-    units: list[Unit], job: Job, tokenizer: Tokenizer, processes: int, on_read: OnRead
+    units: list[Unit],
+    job: Job,
+    tokenizer: Tokenizer,
+    processes: int,
+    why: str,
+    report: Callable[[str], None],
 ) -> None:
-    """Build all units that no other process builds. The shards do not depend on `processes`; 1 is
-    this process.
+    """Build the unfinished units together with all other processes that do. All are finished at the
+    end.
 
-    The first error of a worker is raised here; finished units remain.
+    The shards do not depend on `processes`; 1 is this process. The first error of a worker is
+    raised here; finished units remain. `why`, the reason to build, is reported.
     """
-    processes = min(processes, len(units))
-    if processes <= 1:
-        _build_each(units, job, tokenizer, on_read)
-        return
+    todo, is_waiting = _unfinished(units, job), False
+    total = _size(todo)
+    report(
+        f"data.sources.{job.manifest.source}: tokenizing {total / 1e6:,.1f} MB into {job.folder} "
+        f"({why}; parts to build: {len(todo):,} of {len(units):,})"
+    )
+    with tqdm(
+        total=total,
+        desc=f"tokenizing {job.manifest.source}",
+        unit="B",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
+    ) as bar:
+        while todo:
+            free = [unit for unit in todo if is_free(job.lock_path(unit))]
+            if min(processes, len(free)) > 1:
+                _build_in_workers(free, job, min(processes, len(free)), bar.update)
+            elif free:
+                _build_each(free, job, tokenizer, bar.update)
+            else:
+                if not is_waiting and (owner := holder(job.lock_path(todo[0]))):
+                    parts = counted(len(todo), "part")
+                    report(f"waiting for {parts} of other processes, such as {owner}")
+                    is_waiting = True
+                time.sleep(POLL_S)
+            todo = _unfinished(todo, job)
+            bar.update(total - _size(todo) - bar.n)  # with what other processes have finished
+
+
+def _unfinished(units: list[Unit], job: Job) -> list[Unit]:
+    with ThreadPoolExecutor(THREADS) as threads:
+        shares = list(threads.map(partial(finished, job=job), units))
+    return [unit for unit, share in zip(units, shares, strict=True) if share is None]
+
+
+def _size(units: list[Unit]) -> int:
+    return sum(part.end - part.begin for unit in units for part in unit.parts)
+
+
+def _build_in_workers(units: list[Unit], job: Job, processes: int, on_read: OnRead) -> None:
     context = multiprocessing.get_context("spawn")  # this process may have threads and use CUDA
+    pipe: Any  # multiprocessing's type of what can be waited for is wider
     workers = {}
     try:
         for _ in range(processes):
@@ -232,35 +251,35 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
     """Raises UserError at a bad record unless they are skipped, and for a file that changes
     meanwhile."""
     temporary = f"{unit.id}{temporary_suffix()}"
-    writers = {split: _SplitWriter(job, tokenizer, temporary, split) for split in SPLITS}
     inputs: list[InputPart] = []
     skipped: Counter[str] = Counter()
     pieces = Pieces(tokenizer)
+    writers = {split: _SplitWriter(job, tokenizer, temporary, split) for split in SPLITS}
     try:
         for batch in _batches(_good_records(unit, job, inputs, skipped, on_read)):
-            if callable(batch[0].text):
-                encoded = [pieces.encode(batch[0].text())]
+            texts = [record.text for record in batch]
+            if len(texts[0]) > PIECE:
+                encoded: list[Iterable[np.ndarray]] = [pieces.encode(texts[0])]
             else:
-                ids = tokenizer.encode_batch([record.text for record in batch])
-                encoded = [[document] for document in ids]
+                encoded = [[ids] for ids in tokenizer.encode_batch(texts)]
             for record, ids in zip(batch, encoded, strict=True):
                 split = "heldout" if record.hash < HELD_OUT_BELOW else "train"
                 writers[split].add(record, ids)
         splits = {split: writer.finish() for split, writer in writers.items()}
         content = xxhash.xxh3_64_hexdigest("".join(known.hash for known in inputs).encode())
         shard = Shard(f"{unit.id}-{content[:8]}", len(inputs), **splits)
-        for final in shard_files(shard, job.manifest.dtype):
+        for final in shard.files(job.manifest.dtype):
             os.replace(job.folder / final.replace(shard.name, temporary, 1), job.folder / final)
     finally:
         for writer in writers.values():
             writer.discard()
-    record = {
+    fields = {
         "parts": [asdict(part) for part in inputs],
         "shard": asdict(shard),
         "skipped": dict(sorted(skipped.items())),
         "rough_cuts": pieces.rough_cuts,
     }
-    write_atomically(job.record_path(unit), json.dumps(record, indent=1))
+    write_atomically(job.record_path(unit), json.dumps(fields, indent=1))
 
 
 def _good_records(
@@ -268,6 +287,7 @@ def _good_records(
 ) -> Iterator[Record]:
     """Every document of the unit. Parts that were read are added to `inputs`, bad records are
     counted in `skipped`."""
+    source, any_good = job.manifest.source, False
     for part in unit.parts:
         content = xxhash.xxh3_128()
 
@@ -275,16 +295,21 @@ def _good_records(
             content.update(block)
             on_read(len(block))
 
-        for record in read_records(part, job.args.text_keys(job.manifest.source), on_bytes):
+        for record in read_records(part, job.args.text_keys(source), on_bytes):
             if not record.wrong:
+                any_good = True
                 yield record
             elif job.args.on_bad_record == "skip":
                 skipped[record.wrong] += 1
             else:
                 detail = f" ({record.detail})" if record.detail else ""
+                advice = "data.on_bad_record: skip leaves such records out and counts them"
+                if record.lacks_key and not any_good:  # skip might leave out the whole source
+                    key = f"data.source_files.{source}.text_key"
+                    advice = f"name the one that has the text in {key}"
                 raise UserError(
                     f"{part.full}:{records_before(part) + record.number}: {record.wrong}{detail}; "
-                    "data.on_bad_record: skip leaves such records out and counts them"
+                    f"{advice}"
                 )
         now = os.stat(part.full)
         if (now.st_size, now.st_mtime_ns) != (part.size, part.mtime_ns):
@@ -298,7 +323,7 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
     batch: list[Record] = []
     size = 0
     for record in records:
-        if batch and (size >= BATCH_BYTES or callable(record.text)):
+        if batch and (size >= BATCH_BYTES or len(record.text) > PIECE):
             yield batch
             batch, size = [], 0
         batch.append(record)
@@ -311,40 +336,28 @@ class _SplitWriter:
     """The two files of one split of a shard, under a temporary name."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, name: str, split: str) -> None:
-        self._dtype, self._vocab_size = np.dtype(job.manifest.dtype), tokenizer.vocab_size
-        self._bos = np.array([tokenizer.bos_id] if job.args.add_bos else [], tokenizer.dtype)
-        self._eos = np.array([tokenizer.eos_id] if job.args.add_eos else [], tokenizer.dtype)
+        self._dtype = np.dtype(job.manifest.dtype)
+        self._bos = [tokenizer.bos_id] if job.args.add_bos else []
+        self._eos = [tokenizer.eos_id] if job.args.add_eos else []
         self._paths = [job.folder / f"{name}.{split}.{what}" for what in ("tokens", "documents")]
         self._tokens, self._documents = map(open_synced, self._paths)
         self._counts = Split(tokens=0, documents=0, bytes=0, hash="")
         self._content = xxhash.xxh3_128()
-        self._buffer: list[np.ndarray] = []
-        self._n_buffered = 0
 
     def add(self, record: Record, ids: Iterable[np.ndarray]) -> None:
         """A document, whose ids come in one or more arrays."""
         n_tokens = 0
         for part in chain([self._bos], ids, [self._eos]):
-            self._buffer.append(part)
-            n_tokens += len(part)
-            self._n_buffered += len(part)
-            if self._n_buffered >= BUFFER_TOKENS:
-                self._flush()
+            tokens = np.asarray(part, self._dtype)
+            self._tokens.write(tokens.data)
+            self._content.update(tokens.data)
+            n_tokens += len(tokens)
         self._documents.write(_DOCUMENT.pack(n_tokens, record.n_bytes, record.hash))
         self._counts.tokens += n_tokens
         self._counts.documents += 1
         self._counts.bytes += record.n_bytes
 
-    def _flush(self) -> None:
-        tokens = np.concatenate([self._bos[:0], *self._buffer])
-        self._buffer, self._n_buffered = [], 0
-        assert tokens.max(initial=0) < self._vocab_size
-        data = tokens.astype(self._dtype, copy=False).data
-        self._tokens.write(data)
-        self._content.update(data)
-
     def finish(self) -> Split:
-        self._flush()
         self._tokens.close()
         self._documents.close()
         self._counts.hash = self._content.hexdigest()

@@ -1,0 +1,75 @@
+"""Between two log steps the host does not wait for the device: counted in the real loop by the
+values that the host reads from tensors."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apps.main import app
+from apps.main.run import Run
+from apps.main.train import Objective, train
+from lingua.data.loader import MicroBatch
+from lingua.dtensor import local
+from tests.apps.runs import Runs, Sizes, arguments
+
+FIRST, LAST = 2, 5  # the steps between whose forwards the reads are counted
+
+
+class Reads(TorchDispatchMode):
+    """Counts `.item()`, `bool()`, `.tolist()` and whatever else brings a value to the host."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(Objective):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.reads = Reads()
+
+    def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
+        step = self.run.progress.step + 1
+        if step == FIRST:
+            self.reads.__enter__()
+        elif step == LAST:
+            self.reads.__exit__(None, None, None)
+        return super().gradients(batch, valid)
+
+
+def read_the_norm(run: Run) -> None:
+    """The fault: a probe that looks at a gradient in every step."""
+    assert local(next(run.model.parameters()).grad).norm().isfinite()
+
+
+def reads_of(overrides: dict[str, Any], faulty: bool) -> float:
+    """Values that the host reads in a step without a log line."""
+    seen: list[Counting] = []
+
+    def objective(run: Run) -> Counting:
+        seen.append(Counting(run))
+        return seen[0]
+
+    probe = read_the_norm if faulty else None
+    train(replace(app, objective=objective, probe=probe), arguments(overrides))
+    return seen[0].reads.n / (LAST - FIRST)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "optimizer"), [((1, 1, 1), "adamw"), ((1, 2, 1), "muon"), ((1, 1, 2), "adamw")]
+)
+def test_a_step_reads_nothing_but_the_counts_of_its_targets(
+    runs: Runs, sizes: Sizes, optimizer: str
+) -> None:
+    """Those two are of a tensor that is the host's: every view has targets, and no rank stops."""
+    quiet = {"logging.freq": 100, "data.batch_size": 2, "stop_at": LAST, "optim.name": optimizer}
+    for faulty in (False, True):
+        config = runs.config(sizes, quiet | {"dump_dir": runs.folder / f"reads {sizes} {faulty}"})
+        for n in runs.ranks.run(sizes[1] * sizes[2], reads_of, config, faulty):
+            assert n == 2 + faulty

@@ -1,0 +1,140 @@
+"""Models that come from Meta Lingua, and go there: used here by every program, and loaded there."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from apps.main import train
+from lingua.checkpoint.__main__ import main as checkpoint_program
+from tests import lingua_checkpoint
+from tests.apps import test_eval, test_generate
+from tests.apps.runs import SMALL, Outcome, Runs
+from tests.apps.tasks import write_tasks
+from tests.lingua_checkpoint import TOKENS, LMTransformer
+from tests.ranks import Ranks
+from tests.test_convert import convert_here
+
+DIM = 24  # which the number of heads divides, as transformers asks
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def theirs(
+    request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[bool, Path]:
+    """Whether its weights are tied, and a checkpoint that Meta Lingua wrote."""
+    folder = tmp_path_factory.mktemp("lingua") / "0000000003"
+    folder.mkdir()
+    ranks.run(2, lingua_checkpoint.save_here, folder, request.param, DIM)
+    return request.param, folder
+
+
+def load_theirs(file: Path, tied: bool, dim: int) -> nn.Module:
+    """As its programs load a consolidated.pth: strictly."""
+    model = LMTransformer(tied, dim)
+    model.load_state_dict(torch.load(file, weights_only=True)["model"])
+    return model.eval()
+
+
+def likeliest(model: nn.Module, prompt: str, n: int) -> list[int]:
+    tokens = [256, *prompt.encode()]  # 256: bos
+    for _ in range(n):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1, :258].argmax()))
+    return tokens[-n:]
+
+
+def logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad():
+        found = model(tokens)
+    return getattr(found, "logits", found)
+
+
+def test_a_model_of_meta_linguas_generates_is_evaluated_and_exported(
+    ranks: Ranks, theirs: tuple[bool, Path], tmp_path: Path
+) -> None:
+    tied, folder = theirs
+    consolidated = folder / "consolidated" / "consolidated.pth"
+    model = load_theirs(consolidated, tied, DIM)
+    for i, (source, step) in enumerate(((folder, 3), (consolidated, 0))):
+        ckpt = tmp_path / str(i)
+        ranks.run(1, checkpoint_program, ["convert", str(source), str(ckpt)])
+        assert [path.name for path in ckpt.iterdir()] == [f"{step:010d}"]
+        out = tmp_path / f"{i}.jsonl"
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("some words\n")
+        argv = [f"ckpt={ckpt}", f"prompts={prompts}", f"out={out}", "max_gen_tokens=8"]
+        argv += ["temperature=0", "stop_tokens=[]"]
+        [(refused, _)] = ranks.run(1, test_generate.main_here, *argv)
+        assert not refused
+        assert json.loads(out.read_text())["tokens"] == likeliest(model, "some words", 8)
+
+    tasks = write_tasks(tmp_path / "tasks")
+    argv = [f"ckpt={ckpt}", f"task_dir={tasks}", "tasks=[choice]", f"dump_dir={tmp_path / 'x'}"]
+    [(refused, _)] = ranks.run(1, test_eval.eval_here, *argv)
+    assert not refused
+    sample = test_eval.samples_in(tmp_path / "x", "choice")[0]
+    context, choice = sample["arguments"][0]
+    tokens = torch.tensor([[256, *(context + choice).encode()]])
+    of_each = logits(model, tokens)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])
+    score = of_each[len(context.rstrip().encode()) :].sum().item()  # a space is the choice's
+    assert test_eval.answers([sample])[0][0] == pytest.approx(score, rel=1e-4)
+
+    [refused] = ranks.run(1, convert_here, f"source={ckpt}", f"out={tmp_path / 'hf'}")
+    assert not refused
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(logits(exported), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_parameters_of_another_model_of_meta_linguas_are_refused_by_key(
+    ranks: Ranks, theirs: tuple[bool, Path], tmp_path: Path
+) -> None:
+    _, folder = theirs
+    folder = shutil.copytree(folder, tmp_path / "0000000003")
+    params = json.loads((folder / "params.json").read_text())
+    params["model"]["conv_size"] = 4  # as its apps/fastRNN has
+    (folder / "params.json").write_text(json.dumps(params))
+    ranks.run(1, checkpoint_program, ["convert", str(folder), str(tmp_path / "ours")])
+    argv = [f"ckpt={tmp_path / 'ours'}", "prompt=a"]
+    [(refused, _)] = ranks.run(1, test_generate.main_here, *argv)
+    assert "model.conv_size: unknown key" in refused
+    assert "its model is not that of apps.main; app=MODULE names another app" in refused
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_file_of_a_model_is_one_that_meta_lingua_loads(
+    runs: Runs, ranks: Ranks, tmp_path: Path, tied: bool
+) -> None:
+    run = runs.train((1, 2, 1), {"model.weight_tying": tied, "stop_at": 2})
+    file = tmp_path / "consolidated.pth"
+    ranks.run(1, checkpoint_program, ["convert", str(run.dump_dir), str(file)])
+    found = load_theirs(file, tied, SMALL["model.dim"]).state_dict()
+    saved = run.tensors(2)
+    for name, t in found.items():
+        ours = "tok_embeddings.weight" if "tied_module" in name else name
+        assert torch.equal(t, saved[f"model.{ours}"])
+    content = torch.load(file, weights_only=True)["model"]
+    places = {t.untyped_storage().data_ptr() for t in content.values()}
+    assert len(places) == len(content) - tied  # the tied weight is in the file once
+    # And the file begins a run here.
+    settings = {"model.weight_tying": tied, "stop_at": 1, "checkpoint.init_ckpt_path": file}
+    assert "starting from the model" in runs.train((1, 1, 1), settings).log
+
+
+def test_the_resolved_config_of_meta_lingua_trains_here(
+    runs: Runs, ranks: Ranks, tmp_path: Path
+) -> None:
+    """All but where its files are and on how many processes it ran."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(lingua_checkpoint.params(tied=True)))
+    argv = [f"config={config}", f"dump_dir={tmp_path / 'run'}", "stop_at=1", "device=cpu"]
+    argv += [f"data.root_dir={runs.text}", "data.sources={one: 1}", "data.seq_len=16"]
+    argv += ["distributed.dp_shard=1", "checkpoint.path=null"]
+    ranks.run(1, train.main, argv)
+    run = Outcome(tmp_path / "run", [])
+    assert "stopped after step 1" in run.log and run.checkpoint(1).is_dir()

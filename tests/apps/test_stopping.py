@@ -1,0 +1,219 @@
+"""How a run is asked to stop, and what it answers: a terminal that is closed, Ctrl-C while a rank
+is stuck, saves by the clock, a finished run that is given another config, and what is resumed."""
+
+import fcntl
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.main.config import TrainArgs
+from apps.main.transformer import build
+from lingua.app import Built
+from tests.apps.runs import SMALL, Interrupt, Runs, restore_here, train_here
+from tests.apps.test_resume import REPO, TWO_RANKS, process_of_rank, start
+
+ENDLESS = {"steps": 100_000, "stop_at": "null"}
+
+
+def wait_for(condition: Any, job: subprocess.Popen, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert job.poll() is None, "the run has ended"
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def n_lines(dump_dir: Path) -> int:
+    file = dump_dir / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def text_of(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+# ---- SIGHUP
+
+
+def test_a_run_whose_terminal_is_closed_saves(runs: Runs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = SMALL | ENDLESS | {"data.root_dir": runs.text, "dump_dir": run}
+    ours, terminal = os.openpty()
+    job = subprocess.Popen(
+        [sys.executable, "-m", "apps.main.train", *(f"{k}={v}" for k, v in settings.items())],
+        cwd=REPO,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(terminal)
+    try:
+        wait_for(lambda: n_lines(run) >= 2, job)
+        os.close(ours)
+        job.wait(60)
+    finally:
+        job.kill()
+    log = text_of(run / "train.log")
+    step = n_lines(run)
+    assert "SIGHUP: saving after this step" in log
+    assert f"stopped by SIGHUP after step {step}, which is saved" in log
+    assert (run / "checkpoints" / f"{step:010d}").is_dir()
+
+
+def train_without_hangups_here(overrides: dict[str, Any]) -> dict[str, Any]:
+    """As nohup starts it."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        return train_here(overrides, Interrupt(signal.SIGHUP, forward=2, rank=None))
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def test_a_run_under_nohup_ignores_hangups(runs: Runs, tmp_path: Path) -> None:
+    config = runs.config((1, 1, 1), {"dump_dir": tmp_path, "stop_at": 4})
+    runs.ranks.run(1, train_without_hangups_here, config)
+    log = text_of(tmp_path / "train.log")
+    assert "stopped after step 4, as stop_at asks" in log and "SIGHUP" not in log
+
+
+# ---- Ctrl-C
+
+
+def test_an_interrupt_is_acknowledged_in_a_collective_and_a_later_one_leaves(
+    runs: Runs, tmp_path: Path
+) -> None:
+    where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
+    job = start([*TWO_RANKS, "apps.main.train"], **where, **ENDLESS)
+    log = tmp_path / "run" / "train.log"
+    try:
+        wait_for(lambda: n_lines(tmp_path / "run") >= 2, job)
+        first, stuck = (process_of_rank(job.pid, rank) for rank in (0, 1))
+        os.kill(stuck, signal.SIGSTOP)
+        time.sleep(0.5)  # rank 0 now waits for it in a collective
+        n = n_lines(tmp_path / "run")
+        os.kill(first, signal.SIGINT)
+        note = "SIGINT: saving after this step; press Ctrl-C again after 2 s to leave now"
+        wait_for(lambda: note in text_of(log), job, seconds=1.0)
+        os.kill(first, signal.SIGINT)  # the same press, which torchrun passes on
+        time.sleep(2.1)
+        assert Path(f"/proc/{first}").exists() and n_lines(tmp_path / "run") == n
+        os.kill(first, signal.SIGINT)
+        end = time.monotonic() + 1.0
+        while state_of(first) not in ("Z", None):
+            assert time.monotonic() < end, "the process is still there"
+            time.sleep(0.02)
+        assert text_of(log).count(note) == 1
+    finally:
+        os.kill(stuck, signal.SIGKILL)
+        job.communicate(timeout=60)
+    assert job.returncode != 0 and not list((tmp_path / "run" / "checkpoints").glob("0*"))
+
+
+def state_of(process: int) -> str | None:
+    """Its state in the process table, Z for one that has exited; None: it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return None
+
+
+# ---- saves by the clock
+
+
+class ClockAhead:
+    """A builder of the model in whose n-th forward one rank's clock gains two hours."""
+
+    def __init__(self, rank: int, forward: int) -> None:
+        self.rank, self.forward = rank, forward
+
+    def __call__(self, args: TrainArgs) -> Built:
+        built, forwards = build(args), itertools.count(1)
+        clock = time.monotonic
+
+        def forward_pre(module: Any, inputs: Any) -> None:
+            if len(inputs) > 1 and next(forwards) == self.forward:
+                time.monotonic = lambda: clock() + 7200
+
+        if int(os.environ["RANK"]) == self.rank:
+            built.module.register_forward_pre_hook(forward_pre)
+        return built
+
+
+def train_with_clock_here(overrides: dict[str, Any], rank: int) -> dict[str, Any]:
+    clock = time.monotonic
+    try:
+        return train_here(overrides, ClockAhead(rank, forward=3))
+    finally:
+        time.monotonic = clock
+
+
+@pytest.mark.parametrize(
+    ("rank", "minutes", "saved"),
+    [(0, 60, [4, 6]), (0, "null", [6]), (0, 0, [6]), (1, 60, [6])],
+    ids=["after an hour", "null", "off", "another rank's clock"],
+)
+def test_a_run_saves_after_minutes_by_the_clock_of_rank_0(
+    runs: Runs, tmp_path: Path, rank: int, minutes: Any, saved: list[int]
+) -> None:
+    settings = {"stop_at": 6, "checkpoint.dump.every": 0, "data.batch_size": 4}
+    settings |= {"dump_dir": tmp_path, "checkpoint.dump.every_minutes": minutes}
+    config = runs.config((1, 2, 1), settings)
+    for seen in runs.ranks.run(2, train_with_clock_here, config, rank):
+        assert seen["error"] is None
+    found = [int(path.name) for path in (tmp_path / "checkpoints").glob("0*")]
+    assert sorted(found) == saved
+
+
+# ---- a finished run
+
+
+def test_a_finished_run_refuses_another_config(runs: Runs) -> None:
+    run = runs.train((1, 1, 1), {"stop_at": 2})
+    for key, value in (
+        ("seed", 7),
+        ("data.sources", "{one: 1, two: 1}"),
+        ("model.n_layers", 3),
+    ):
+        again = runs.train(
+            (1, 1, 1), {"stop_at": 2, key: value}, dump_dir=run.dump_dir, refused=True
+        )
+        assert f"\n  {key}: " in again.error
+        assert f"or name them in checkpoint.allow_change: [{key}]" in again.error
+    assert "the run is finished" not in run.log
+    runs.train((1, 1, 1), {"stop_at": 2}, dump_dir=run.dump_dir)
+    assert "the run is finished" in run.log
+
+
+# ---- what is resumed
+
+
+def restore_from_folders_here(overrides: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
+    former = Path.cwd()
+    os.chdir(folders[int(os.environ["RANK"])])
+    try:
+        return restore_here(overrides)
+    finally:
+        os.chdir(former)
+
+
+def test_what_is_loaded_is_decided_by_rank_0(runs: Runs, tmp_path: Path) -> None:
+    """Another rank sees a newer checkpoint, as on a file system whose view is late."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    runs.train((1, 1, 1), {"stop_at": 2}, dump_dir=folders[0] / "run")
+    shutil.copytree(*folders)
+    runs.train((1, 1, 1), {"stop_at": 4}, dump_dir=folders[1] / "run")
+    config = runs.config((2, 1, 1), {"dump_dir": "run"})
+    for seen in runs.ranks.run(2, restore_from_folders_here, config, folders):
+        assert seen["progress"]["step"] == 2
