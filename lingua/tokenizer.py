@@ -123,13 +123,13 @@ class Tokenizer:
 def build_tokenizer(args: TokenizerArgs) -> Tokenizer:
     """UserError when the file, or the library that reads it, is missing or wrong."""
     for key, need in args.validate():
-        raise _error(args, key, need)
+        raise _error(args, need, key)
     if args.name == "bytes":
         return _bytes()
     try:
         content = tokenizer_file(args).read_bytes()
     except OSError as e:
-        raise _path_error(args, f"cannot be read: {e.strerror}") from None
+        raise _error(args, f"cannot be read: {e.strerror}") from None
     build = {"sp": _sentencepiece, "tiktoken": _tiktoken, "hf": _hugging_face}[args.name]
     return build(args, content)
 
@@ -199,7 +199,7 @@ def _tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
             special_tokens={"<|begin_of_text|>": n_ranks},
         )
     except ValueError as e:
-        raise _path_error(args, f"{file} has a wrong pattern: {e}") from None
+        raise _error(args, f"{file} has a wrong pattern: {e}") from None
 
     def encode(text: str) -> np.ndarray:
         long_spaces = _LONG_SPACE.finditer(text) if len(text) >= LONGEST_SPACE else ()
@@ -276,7 +276,7 @@ def tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise _path_error(args, f"{path} beside it cannot be read: {e}") from None
+        raise _error(args, f"{path} beside it cannot be read: {e}") from None
     return config if isinstance(config, dict) else {}
 
 
@@ -289,7 +289,7 @@ def _special_ids(
         name = getattr(args, what)
         if name is not None and name not in ids:
             hint = nearest(name, [token for token in ids if token[:1] in ("<", "[")])
-            raise _error(args, what, f"must be a token of {args.path}{hint}")
+            raise _error(args, f"must be a token of {args.path}{hint}", what)
         wanted = own if name is None else [name]
         yield next((ids[token] for token in wanted if token in ids), None)
 
@@ -314,13 +314,9 @@ def _library(name: str, args: TokenizerArgs) -> ModuleType:
 
 
 def _wrong_file(args: TokenizerArgs, reason: str = "") -> UserError:
-    return _path_error(args, f"must be {FILES[args.name]}; this file is not{reason}")
+    return _error(args, f"must be {FILES[args.name]}; this file is not{reason}")
 
 
-def _path_error(args: TokenizerArgs, need: str) -> UserError:
-    return _error(args, "path", need)
-
-
-def _error(args: TokenizerArgs, key: str, need: str) -> UserError:
+def _error(args: TokenizerArgs, need: str, key: str = "path") -> UserError:
     value = json.dumps(getattr(args, key), ensure_ascii=False)
     return UserError(f"data.tokenizer.{key} = {value}: {need}")

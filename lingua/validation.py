@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lingua.config.schema import Free
 from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks
-from lingua.data.heldout import HeldOut
+from lingua.data.rows import HeldOut
 from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
 from lingua.parallel.parallelize import loss_context
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from pathlib import Path
 from typing import Literal
 
 from lingua.config.schema import Announced, Free, Guarded
@@ -99,10 +98,6 @@ class DataArgs:
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""
         stages = [(stage.from_step * self.step_rows, stage.sources) for stage in self.stages]
         return RowStream(sources, self.sources, self.seq_len, self.n_views, seed, stages)
-
-    def cache_path(self) -> Path:
-        """The folder that holds the folders of token shards."""
-        return Path(self.root_dir) / ".tokens" if self.cache_dir is None else Path(self.cache_dir)
 
 
 def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:

@@ -6,8 +6,9 @@ A shard is two files for each of its splits, `train` and `heldout`:
 """
 
 import functools
+import io
 import json
-import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
-OPEN_SHARDS = 256  # memory maps a source keeps open: each holds a file descriptor
+OPEN_SHARDS = 256  # files that a source keeps open
 
 
 @dataclass
@@ -129,7 +130,7 @@ class Source:
         self._numbers = np.flatnonzero(sizes)  # of the shards that have any
         self._sizes = sizes[self._numbers]
         self._ends = self._sizes.cumsum()
-        self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._map_train)
+        self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_train)
 
     @classmethod
     def open(cls, folder: Path) -> "Source":
@@ -162,24 +163,23 @@ class Source:
         places = list(zip(shards.tolist(), inside.tolist(), strict=True))
         # The disk is asked for all of them before the first one is waited for.
         for shard, begin in places:
-            first = begin * size & -mmap.PAGESIZE
-            memory = self._map(shard)[1]
-            memory.madvise(mmap.MADV_WILLNEED, first, (begin + length) * size - first)
+            file = self._open(shard)
+            os.posix_fadvise(file.fileno(), begin * size, length * size, os.POSIX_FADV_WILLNEED)
         for i, (shard, begin) in zip(where.tolist(), places, strict=True):
             row = out[i]
-            while len(piece := self._map(shard)[0][begin : begin + len(row)]) < len(row):
-                row[: len(piece)] = piece  # it goes on in the next shard
-                row, shard, begin = row[len(piece) :], shard + 1, 0
-            row[:] = piece
+            while len(row):
+                n = min(len(row), int(self._sizes[shard]) - begin)
+                data = os.pread(self._open(shard).fileno(), n * size, begin * size)
+                row[:n] = np.frombuffer(data, self.dtype)
+                row, shard, begin = row[n:], shard + 1, 0  # the rest is in the next shard
 
-    def _map_train(self, shard: int) -> tuple[np.ndarray, mmap.mmap]:
-        """The tokens of the shard `_numbers[shard]`, and the memory map that they lie in."""
+    def _open_train(self, shard: int) -> io.FileIO:
+        """The tokens of the shard `_numbers[shard]`."""
         name = self.manifest.shards[self._numbers[shard]].name
-        with (self.folder / f"{name}.train.tokens").open("rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        file = io.FileIO(self.folder / f"{name}.train.tokens")
         # Rows lie far apart: what the system would read ahead of each, megabytes, is in vain.
-        memory.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(memory, self.dtype), memory
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        return file
 
     def documents(self, shard: int, split: str) -> np.ndarray:
         """int64 [documents, DOCUMENT_COLUMNS] of a split of a shard, in the order of its tokens."""

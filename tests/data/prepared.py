@@ -43,6 +43,7 @@ class Prepared:
     def __init__(self, args: DataArgs, name: str = "a", **options):
         self.lines: list[str] = []
         tokenizer = build_tokenizer(args.tokenizer)
+        options.setdefault("processes", 1)  # to start more takes seconds
         self.source = prepare_source(name, args, tokenizer, self.lines.append, **options)
 
     @property

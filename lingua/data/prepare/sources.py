@@ -84,7 +84,7 @@ def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
     if name == STDLIB:  # machines that share the folder may have different ones
         key.append(platform.python_version())
     digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()
-    return args.cache_path() / f"{name}-{digest}"
+    return Path(args.cache_dir or Path(args.root_dir, ".tokens")) / f"{name}-{digest}"
 
 
 def prepare_source(

@@ -33,7 +33,14 @@ from tqdm import tqdm
 from lingua.data.args import DataArgs
 from lingua.data.prepare.files import FilePart
 from lingua.data.prepare.pieces import PIECE, Pieces
-from lingua.data.prepare.records import Record, hash_part, read_records, records_before, split_file
+from lingua.data.prepare.records import (
+    OnRead,
+    Record,
+    hash_part,
+    read_records,
+    records_before,
+    split_file,
+)
 from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
 from lingua.errors import UserError
 from lingua.files import open_synced, temporary_suffix, write_atomically
@@ -46,7 +53,6 @@ THREADS = 8  # that wait for the file system at once
 BATCH_BYTES = PIECE  # text tokenized at once; a longer document is a batch by itself
 HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
 _DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
-OnRead = Callable[[int], Any]  # gets the number of bytes of each read
 
 
 @dataclass(frozen=True)
@@ -289,33 +295,26 @@ def _good_records(
     counted in `skipped`."""
     source, any_good = job.manifest.source, False
     for part in unit.parts:
-        content = xxhash.xxh3_128()
-
-        def on_bytes(block: memoryview, content: xxhash.xxh3_128 = content) -> None:
-            content.update(block)
-            on_read(len(block))
-
-        for record in read_records(part, job.args.text_keys(source), on_bytes):
-            if not record.wrong:
+        for record in read_records(part, job.args.text_keys(source), on_read):
+            wrong = record.wrong
+            if wrong is None:
                 any_good = True
                 yield record
             elif job.args.on_bad_record == "skip":
-                skipped[record.wrong] += 1
+                skipped[wrong.kind] += 1
             else:
-                detail = f" ({record.detail})" if record.detail else ""
+                what = f"{wrong.kind} ({wrong.detail})" if wrong.detail else wrong.kind
                 advice = "data.on_bad_record: skip leaves such records out and counts them"
-                if record.lacks_key and not any_good:  # skip might leave out the whole source
+                if wrong.lacks_key and not any_good:  # skip might leave out the whole source
                     key = f"data.source_files.{source}.text_key"
                     advice = f"name the one that has the text in {key}"
-                raise UserError(
-                    f"{part.full}:{records_before(part) + record.number}: {record.wrong}{detail}; "
-                    f"{advice}"
-                )
-        now = os.stat(part.full)
+                line = records_before(part) + record.number
+                raise UserError(f"{part.full}:{line}: {what}; {advice}")
+        content, now = hash_part(part), os.stat(part.full)
         if (now.st_size, now.st_mtime_ns) != (part.size, part.mtime_ns):
             raise UserError(f"{part.full}: changed while it was read; start again")
         known = part.path, part.begin, part.end, part.size, part.mtime_ns
-        inputs.append(InputPart(*known, hash=content.hexdigest()))
+        inputs.append(InputPart(*known, hash=content))
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
