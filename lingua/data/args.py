@@ -78,6 +78,11 @@ class DataArgs:
             for name, need in _validate_weights(stage.sources):
                 yield f"stages[{i}].{name}", need
 
+    def source_key(self, name: str) -> str:
+        """What messages name a source by."""
+        group = "data" if name in self.used_sources() else "validation"
+        return f"{group}.sources.{name}"
+
     @property
     def step_rows(self) -> int:
         """`global_batch_size`, once it is resolved."""
@@ -100,11 +105,37 @@ class DataArgs:
         return RowStream(sources, self.sources, self.seq_len, self.n_views, seed, stages)
 
 
+@dataclass
+class ValidationArgs:
+    every: Free[int] = 0  # steps between two measurements; 0: at the end of the run only
+    tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
+    # names of further sources, as in data.sources, whose loss is measured and that are never
+    # trained on
+    sources: Free[list[str]] = field(default_factory=list)
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        if self.every < 0:
+            yield "every", "must be at least 0"
+        if self.tokens < 1:
+            yield "tokens", "must be at least 1"
+        for i, name in enumerate(self.sources):
+            if not _is_name(name):
+                yield f"sources[{i}]", SOURCE_NAME
+            if name in self.sources[:i]:
+                yield f"sources[{i}]", "is given twice"
+
+
+SOURCE_NAME = "the name must be that of a file or folder in data.root_dir, without a path"
+
+
+def _is_name(name: str) -> bool:
+    return name[:1] not in ("", ".") and not any(c in name for c in ("/", "\\", "\0"))
+
+
 def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
     for name, weight in weights.items():
-        if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
-            need = "the name must be that of a file or folder in data.root_dir, without a path"
-            yield f"sources.{name}", need
+        if not _is_name(name):
+            yield f"sources.{name}", SOURCE_NAME
         if not (isfinite(weight) and weight >= 0):
             yield f"sources.{name}", "must be a finite number, at least 0"
     if not any(weight > 0 for weight in weights.values()):

@@ -9,7 +9,8 @@ import functools
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
-OPEN_SHARDS = 256  # files that a source keeps open
+OPEN_FILES = 256  # that a source keeps open
 
 
 @dataclass
@@ -81,6 +82,9 @@ class Manifest:
     skipped: dict[str, int] = field(default_factory=dict)  # bad records by kind
     rough_cuts: int = 0  # of long documents, see lingua.data.prepare.pieces
     fingerprint: str = ""  # of the tokens of all shards: equal only for the same rows
+    # The source is one document, whose end is held out. Where it is not, documents are held out by
+    # their hash, as in all shards of earlier versions.
+    heldout_tail: bool = False
 
     def total(self, split: str, field: str) -> int:
         """The sum of `tokens`, `documents` or `bytes` of a split over the shards."""
@@ -128,9 +132,10 @@ class Source:
         self.n_tokens = manifest.total("train", "tokens")
         sizes = np.array([shard.train.tokens for shard in manifest.shards], np.int64)
         self._numbers = np.flatnonzero(sizes)  # of the shards that have any
+        self._files = [f"{manifest.shards[i].name}.train.tokens" for i in self._numbers]
         self._sizes = sizes[self._numbers]
         self._ends = self._sizes.cumsum()
-        self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open_train)
+        self._open = functools.lru_cache(maxsize=OPEN_FILES)(self._open_file)
 
     @classmethod
     def open(cls, folder: Path) -> "Source":
@@ -163,28 +168,49 @@ class Source:
         places = list(zip(shards.tolist(), inside.tolist(), strict=True))
         # The disk is asked for all of them before the first one is waited for.
         for shard, begin in places:
-            file = self._open(shard)
-            os.posix_fadvise(file.fileno(), begin * size, length * size, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):  # _read reports it
+                file = self._open(self._files[shard]).fileno()
+                os.posix_fadvise(file, begin * size, length * size, os.POSIX_FADV_WILLNEED)
         for i, (shard, begin) in zip(where.tolist(), places, strict=True):
             row = out[i]
             while len(row):
                 n = min(len(row), int(self._sizes[shard]) - begin)
-                data = os.pread(self._open(shard).fileno(), n * size, begin * size)
-                row[:n] = np.frombuffer(data, self.dtype)
+                row[:n] = self._read(self._files[shard], self.dtype, begin, n)
                 row, shard, begin = row[n:], shard + 1, 0  # the rest is in the next shard
 
-    def _open_train(self, shard: int) -> io.FileIO:
-        """The tokens of the shard `_numbers[shard]`."""
-        name = self.manifest.shards[self._numbers[shard]].name
-        file = io.FileIO(self.folder / f"{name}.train.tokens")
+    def _read(self, name: str, dtype: np.dtype, begin: int, n: int) -> np.ndarray:
+        """[n], the items of a file from `begin` on. Raises UserError where it has changed."""
+        out = np.empty(n, dtype)
+        buffer, done, reason = out.view(np.uint8).data, 0, "is shorter than its manifest says"
+        try:
+            file = self._open(name)
+            while done < len(buffer):
+                at = begin * dtype.itemsize + done
+                if not (n_read := os.preadv(file.fileno(), [buffer[done:]], at)):
+                    break
+                done += n_read
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+        if done < len(buffer):
+            raise UserError(
+                f"{self.folder / name}: {reason}. The tokens of a run must stay while it uses "
+                "them; start again to build what is missing",
+                local=True,
+            )
+        return out
+
+    def _open_file(self, name: str) -> io.FileIO:
+        file = io.FileIO(self.folder / name)
         # Rows lie far apart: what the system would read ahead of each, megabytes, is in vain.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         return file
 
     def documents(self, shard: int, split: str) -> np.ndarray:
         """int64 [documents, DOCUMENT_COLUMNS] of a split of a shard, in the order of its tokens."""
-        path = self.folder / f"{self.manifest.shards[shard].name}.{split}.documents"
-        return np.fromfile(path, "<i8").reshape(-1, DOCUMENT_COLUMNS)
+        known = self.manifest.shards[shard]
+        n = getattr(known, split).documents * DOCUMENT_COLUMNS
+        table = self._read(f"{known.name}.{split}.documents", np.dtype("<i8"), 0, n)
+        return table.reshape(-1, DOCUMENT_COLUMNS)
 
     def shard_inputs(self, shard: int) -> list[InputPart]:
         """The parts of files whose text a shard holds."""
@@ -205,18 +231,22 @@ class Source:
                 inside = int(firsts[d]), int(ends[d])
                 yield DocumentSpan(shard, d, *inside, n_tokens=int(lengths[d]))
 
-    def heldout_documents(self) -> np.ndarray:
-        """int64 [documents, 4]: shard, first token in the shard's file, tokens, bytes of text; in
-        the order of the text's hash, which depends on nothing but the documents themselves."""
-        tables = [np.empty((0, 2 + DOCUMENT_COLUMNS), np.int64)]
-        for shard in range(len(self.manifest.shards)):
-            table = self.documents(shard, "heldout")
-            first = table[:, 0].cumsum() - table[:, 0]
-            tables.append(np.column_stack([np.full(len(table), shard), first, table]))
+    def documents_by_hash(self, splits: Sequence[str]) -> np.ndarray:
+        """int64 [documents, 5]: number of the split in `splits`, shard, first token in the file,
+        tokens, bytes of text; in the order of the text's hash, which depends on nothing but the
+        documents themselves."""
+        tables = [np.empty((0, 3 + DOCUMENT_COLUMNS), np.int64)]
+        for i, split in enumerate(splits):
+            for shard in range(len(self.manifest.shards)):
+                table = self.documents(shard, split)
+                first = table[:, 0].cumsum() - table[:, 0]
+                file = np.full((len(table), 2), (i, shard))
+                tables.append(np.column_stack([file, first, table]))
         documents = np.concatenate(tables)
-        return documents[np.argsort(documents[:, 4], kind="stable")][:, :4]
+        return documents[np.argsort(documents[:, 5], kind="stable")][:, :5]
 
-    def heldout_tokens(self, shard: int, first: int, n: int) -> np.ndarray:
-        """Tokens [n] of one held-out document, as `heldout_documents` locates it."""
-        path = self.folder / f"{self.manifest.shards[shard].name}.heldout.tokens"
-        return np.fromfile(path, self.dtype, count=n, offset=first * self.dtype.itemsize)
+    def document(self, split: str, shard: int, first: int, n: int) -> np.ndarray:
+        """Tokens [n] of one document, as `documents_by_hash` locates it."""
+        return self._read(
+            f"{self.manifest.shards[shard].name}.{split}.tokens", self.dtype, first, n
+        )

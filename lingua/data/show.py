@@ -23,7 +23,6 @@ from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.args import DataArgs
 from lingua.data.prepare.records import read_records, records_before
 from lingua.data.prepare.sources import prepare_sources, source_files
-from lingua.data.prepare.units import HELD_OUT_BELOW
 from lingua.data.shards import DocumentSpan, Source
 from lingua.data.stream import RowStream, shares
 from lingua.format import align
@@ -114,7 +113,7 @@ def find_record(source: Source, span: DocumentSpan, args: DataArgs) -> str:
         (part, record.number)
         for part in parts
         for record in read_records(part, args.text_keys(source.name))
-        if record.wrong is None and record.hash >= HELD_OUT_BELOW
+        if record.wrong is None and (source.manifest.heldout_tail or not record.is_held_out)
     )
     part, number = next(islice(trained, span.document, None))
     return f"{part.full}:{records_before(part) + number}"

@@ -23,11 +23,15 @@ import pyarrow.parquet as pq
 import xxhash
 
 from lingua.data.prepare.files import FilePart
+from lingua.data.prepare.pieces import WORD_OR_LINE
 
 BLOCK = 2**18  # bytes read at once
 ROWS = 1024  # most parquet rows read at once
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BOM = b"\xef\xbb\xbf"
+HELD_OUT = 50  # one document of so many; of a source that is one document, one character
+HELD_OUT_BELOW = 2**64 // HELD_OUT  # of the documents' 64-bit hashes
+SHORTEST_TAIL, LONGEST_TAIL = 1000, 2**20  # characters
 OnRead = Callable[[int], Any]  # gets the number of bytes of each read
 
 
@@ -47,6 +51,7 @@ class Record(NamedTuple):
     text: str = ""
     n_bytes: int = 0  # of the text in UTF-8
     hash: int = 0  # of these bytes: 64 bits
+    is_held_out: bool = False
     wrong: Wrong | None = None
 
 
@@ -173,6 +178,24 @@ def read_records(
         yield Record(number + 1, wrong=Wrong("damaged file", f"as {codec or form}: {error}"))
 
 
+def _document(number: int, text: str) -> Record:
+    data = text.encode()
+    hashed = xxhash.xxh3_64_intdigest(data)
+    return Record(number, text, len(data), hashed, hashed < HELD_OUT_BELOW)
+
+
+def split_tail(record: Record) -> list[Record]:
+    """A document that is a whole source, as one to train on and one that is held out: its end, from
+    the beginning of a word or line. A short one is trained on as it is."""
+    text, n_held_out = record.text, min(len(record.text) // HELD_OUT, LONGEST_TAIL)
+    if n_held_out < SHORTEST_TAIL:
+        return [record._replace(is_held_out=False)]
+    start = WORD_OR_LINE.search(text, len(text) - n_held_out, len(text) - n_held_out // 2)
+    cut = start.start() if start else len(text) - n_held_out
+    head, tail = (_document(record.number, part) for part in (text[:cut], text[cut:]))
+    return [head._replace(is_held_out=False), tail._replace(is_held_out=True)]
+
+
 def _record(number: int, value: bytes | Wrong, form: str, keys: tuple[str, ...]) -> Record:
     if isinstance(value, Wrong):
         return Record(number, wrong=value)
@@ -181,9 +204,8 @@ def _record(number: int, value: bytes | Wrong, form: str, keys: tuple[str, ...])
             text = _json_text(value.removeprefix(_BOM).removesuffix(b"\n"), keys)
         else:
             text = value.decode("utf-8-sig" if form == "text" else "utf-8")
-        data = text.encode()
         if text:
-            return Record(number, text, len(data), xxhash.xxh3_64_intdigest(data))
+            return _document(number, text)
         wrong = Wrong("empty document")
     except Wrong as fault:
         wrong = fault

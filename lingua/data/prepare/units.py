@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from lingua.data.prepare.records import (
     read_records,
     records_before,
     split_file,
+    split_tail,
 )
 from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
 from lingua.errors import UserError
@@ -51,13 +52,13 @@ from lingua.tokenizer import Tokenizer, build_tokenizer
 UNIT_BYTES = 128 * 2**20  # small files are grouped and large ones split by this size
 THREADS = 8  # that wait for the file system at once
 BATCH_BYTES = PIECE  # text tokenized at once; a longer document is a batch by itself
-HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
 _DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
 
 
 @dataclass(frozen=True)
 class Unit:
     parts: tuple[FilePart, ...]
+    is_all: bool  # the source has no other
 
     @cached_property
     def id(self) -> str:
@@ -72,6 +73,11 @@ class Job:
     args: DataArgs
     folder: Path  # of the shards
     manifest: Manifest  # without parts and shards
+
+    @property
+    def key(self) -> str:
+        """What messages name the source by."""
+        return self.args.source_key(self.manifest.source)
 
     def lock_path(self, unit: Unit) -> Path:
         """The lock that the process which builds the unit holds."""
@@ -95,7 +101,7 @@ def plan_units(files: list[FilePart], unit_bytes: int) -> list[Unit]:
         else:
             groups += [[part] for part in parts]
             room = unit_bytes - parts[0].size if len(parts) == 1 else -1
-    return [Unit(tuple(group)) for group in groups]
+    return [Unit(tuple(group), is_all=len(groups) == 1) for group in groups]
 
 
 def finished(unit: Unit, job: Job) -> Manifest | None:
@@ -107,6 +113,8 @@ def finished(unit: Unit, job: Job) -> Manifest | None:
         manifest = replace(job.manifest, parts=parts, shards=shards, **fields)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+    if manifest.heldout_tail and not unit.is_all:
+        return None  # now the source has other documents to hold out
     return None if why_stale(manifest, unit.parts, job) else manifest
 
 
@@ -154,7 +162,7 @@ def build_units(
     todo, is_waiting = _unfinished(units, job), False
     total = _size(todo)
     report(
-        f"data.sources.{job.manifest.source}: tokenizing {total / 1e6:,.1f} MB into {job.folder} "
+        f"{job.key}: tokenizing {total / 1e6:,.1f} MB into {job.folder} "
         f"({why}; parts to build: {len(todo):,} of {len(units):,})"
     )
     with tqdm(
@@ -208,7 +216,7 @@ def _build_in_workers(units: list[Unit], job: Job, processes: int, on_read: OnRe
                     message = pipe.recv()
                 except EOFError:
                     message = UserError(
-                        f"data.sources.{job.manifest.source}: a process that tokenized it was "
+                        f"{job.key}: a process that tokenized it was "
                         "killed or failed (out of memory?); start again to continue after the "
                         "finished parts"
                     )
@@ -261,18 +269,22 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
     skipped: Counter[str] = Counter()
     pieces = Pieces(tokenizer)
     writers = {split: _SplitWriter(job, tokenizer, temporary, split) for split in SPLITS}
+    has_tail = False
     try:
-        for batch in _batches(_good_records(unit, job, inputs, skipped, on_read)):
+        records = _good_records(unit, job, inputs, skipped, on_read)
+        if unit.is_all:
+            records, has_tail = _hold_out_tail(records)
+        for batch in _batches(records):
             texts = [record.text for record in batch]
             if len(texts[0]) > PIECE:
                 encoded: list[Iterable[np.ndarray]] = [pieces.encode(texts[0])]
             else:
                 encoded = [[ids] for ids in tokenizer.encode_batch(texts)]
             for record, ids in zip(batch, encoded, strict=True):
-                split = "heldout" if record.hash < HELD_OUT_BELOW else "train"
-                writers[split].add(record, ids)
+                writers["heldout" if record.is_held_out else "train"].add(record, ids)
         splits = {split: writer.finish() for split, writer in writers.items()}
-        content = xxhash.xxh3_64_hexdigest("".join(known.hash for known in inputs).encode())
+        contents = "".join(known.hash for known in inputs) + "tail" * has_tail
+        content = xxhash.xxh3_64_hexdigest(contents.encode())
         shard = Shard(f"{unit.id}-{content[:8]}", len(inputs), **splits)
         for final in shard.files(job.manifest.dtype):
             os.replace(job.folder / final.replace(shard.name, temporary, 1), job.folder / final)
@@ -285,7 +297,18 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
         "skipped": dict(sorted(skipped.items())),
         "rough_cuts": pieces.rough_cuts,
     }
+    if has_tail:  # else the record is as that of earlier versions
+        fields["heldout_tail"] = True
     write_atomically(job.record_path(unit), json.dumps(fields, indent=1))
+
+
+def _hold_out_tail(records: Iterator[Record]) -> tuple[Iterator[Record], bool]:
+    """The documents of a source, and whether they are the two parts of a single long one."""
+    first = list(islice(records, 2))
+    if len(first) != 1:
+        return chain(first, records), False
+    parts = split_tail(first[0])
+    return iter(parts), len(parts) == 2
 
 
 def _good_records(
