@@ -72,12 +72,13 @@ class Saved:
 
 
 def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
-    """The values that a written config file, or its text, has for `keys`, by their dotted names."""
+    """The values of those of `keys`, dotted names, that a written config file, or its text, has."""
     tree = OmegaConf.load(config) if isinstance(config, Path) else OmegaConf.create(config)
     flat = {}
     for key in keys:
         value = OmegaConf.select(tree, key, default=ABSENT)
-        flat[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        if value != ABSENT:
+            flat[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return flat
 
 
@@ -166,10 +167,9 @@ def check_config(
 
 def _mixture_before(config: Mapping[str, Any], step: int) -> list[tuple[int, dict[str, Fraction]]]:
     """(from step, shares) of the stages that the first `step` steps drew their rows from."""
-    stages = config.get("data.stages")
+    stages = config.get("data.stages") or []  # a checkpoint may be older than the key
     stages_before = [(0, config.get("data.sources", {}))]
-    if isinstance(stages, list):  # a checkpoint may be older than the key
-        stages_before += [(s["from_step"], s["sources"]) for s in stages if s["from_step"] < step]
+    stages_before += [(s["from_step"], s["sources"]) for s in stages if s["from_step"] < step]
     return [(start, shares(weights)) for start, weights in stages_before]
 
 
