@@ -75,10 +75,10 @@ def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
     """The values of those of `keys`, dotted names, that a written config file, or its text, has.
     It is read as data, since it may be somebody else's: `${...}` stays text."""
     if isinstance(config, str):
-        values = parse_mapping(config, CONFIG)
+        tree = plain(parse_mapping(config, CONFIG))
     else:
-        values = read_file(config, str(config))
-    tree, flat = plain(values), {}
+        tree = plain(read_file(config, str(config)))
+    flat = {}
     for key in keys:
         value = tree
         for name in key.split("."):
