@@ -157,8 +157,8 @@ def open_model(args: OpenArgs, argv: list[str]) -> Opened:
     init_logger(None, dist.get_rank())
     app = named_app(argv)
     # A run may be saving and pruning meanwhile: one rank decides which checkpoint is the newest.
-    newest = on_rank_0(lambda: open_trained("ckpt", args.ckpt, app).checkpoint.path)
-    trained = open_trained("ckpt", str(newest), app)
+    newest = on_rank_0(lambda: str(open_trained("ckpt", args.ckpt, app).checkpoint.path))
+    trained = open_trained("ckpt", newest, app)
     tokenizer = trained.build_tokenizer(args.tokenizer_path)
     data = trained.args.data
     return Opened(trained, tokenizer, mesh, data.add_bos, args.context or data.seq_len)
