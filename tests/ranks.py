@@ -1,7 +1,8 @@
 """Real ranks for tests: processes started once, each test runs its function in the first n of them.
 
 Every run makes a process group of its own, of just its n ranks, by the variables that torchrun
-sets, so what is tested is what torchrun starts; only the seconds of importing torch are shared.
+sets, so what is tested is what torchrun starts; only the seconds of importing torch are shared:
+a server imports it once, and every rank is forked from that.
 """
 
 import functools
@@ -74,7 +75,8 @@ class Ranks:
         self.processes: list[mp.process.BaseProcess] = []
 
     def _grow(self, n: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["apps.main.train"])
         while len(self.processes) < n:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
