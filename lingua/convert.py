@@ -160,17 +160,17 @@ def write_tokenizer(folder: Path, args: TokenizerArgs, tokenizer: Tokenizer, dat
     path = tokenizer_file(args)
     if args.name == "hf":
         shutil.copyfile(path, folder / "tokenizer.json")
-    elif args.name == "sp" and is_llama_tokenizer(str(path)):
+    elif args.name == "sp" and is_llama_tokenizer(tokenizer):
         shutil.copyfile(path, folder / "tokenizer.model")
     else:
         return f"transformers has no form of its {args.name} tokenizer: no file of it is there"
     if args.name == "hf" and path.with_name(TOKENIZER_CONFIG).is_file():
         shutil.copyfile(path.with_name(TOKENIZER_CONFIG), folder / TOKENIZER_CONFIG)
         if args.bos or args.eos:
-            config = tokenizer_config(args) | special_tokens(args, tokenizer)
+            config = tokenizer_config(args) | special_tokens(tokenizer)
             write_json(folder / TOKENIZER_CONFIG, config)
         return "with its tokenizer"
-    config = special_tokens(args, tokenizer) | {
+    config = special_tokens(tokenizer) | {
         "model_max_length": data.seq_len,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": data.add_bos,
@@ -182,28 +182,20 @@ def write_tokenizer(folder: Path, args: TokenizerArgs, tokenizer: Tokenizer, dat
     return "with its tokenizer"
 
 
-def is_llama_tokenizer(path: str) -> bool:
+def is_llama_tokenizer(tokenizer: Tokenizer) -> bool:
     """Whether a sentencepiece model does what transformers' LlamaTokenizer makes of it: it is a
     BPE, and puts a space before a text, of which it changes nothing else."""
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_file=path)
+    model = tokenizer.library
     if model.normalize(" \ufb01  x ") != "▁▁\ufb01▁▁x▁":  # a ligature
         return False
     # BPE scores a piece by its rank, a whole number; others by its probability.
     return all(model.get_score(i).is_integer() for i in range(model.vocab_size()))
 
 
-def special_tokens(args: TokenizerArgs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """How the first and the last token are spelled."""
-    if args.name == "hf":
-        import tokenizers
-
-        spell = tokenizers.Tokenizer.from_file(str(tokenizer_file(args))).id_to_token
-    else:
-        import sentencepiece
-
-        spell = sentencepiece.SentencePieceProcessor(model_file=args.path).id_to_piece
+def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
+    """How the first and the last token are spelled, of an `hf` or `sp` tokenizer."""
+    library = tokenizer.library
+    spell = library.id_to_token if tokenizer.name == "hf" else library.id_to_piece
     special = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     return {name: spell(i) for name, i in special.items() if i is not None}
 
@@ -259,12 +251,8 @@ def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:
     add_bos_token in the tokenizer_config.json beside it says; else, unless it is `hf`, they do."""
     if args.name == "bytes":
         return True
-    if args.name == "hf":
-        import tokenizers
-
-        made = tokenizers.Tokenizer.from_file(str(tokenizer_file(args)))
-        if made.encode("").ids[:1] == [tokenizer.bos_id]:
-            return True
+    if args.name == "hf" and tokenizer.library.encode("").ids[:1] == [tokenizer.bos_id]:
+        return True
     asked = tokenizer_config(args).get("add_bos_token", args.name != "hf")
     return tokenizer.bos_id is not None and bool(asked)
 

@@ -1,11 +1,15 @@
-"""Files that are on the disk when they are closed."""
+"""Files that are on the disk when they are closed, and reading files that may be anybody's."""
 
 import io
+import json
 import os
 import socket
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from lingua.errors import UserError
 
 AT_ONCE = 32 << 20  # bytes written before their write-back to the disk is started
 
@@ -64,3 +68,39 @@ def write_atomically(path: Path, text: str) -> None:
 def temporary_suffix() -> str:
     """Marks what this process is still writing; no two processes of a file system share it."""
     return f".tmp-{socket.gethostname()}-{os.getpid()}"
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file. Raises OSError, also for a folder, a pipe or a device: those have no end, or
+    wait for another program."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path.name} is not a file")
+    return found.st_size
+
+
+def read_bytes(path: Path, at_most: int = 1 << 30) -> bytes:
+    """The content of a file. Raises OSError, also for one of more bytes."""
+    if (size := file_size(path)) > at_most:
+        raise OSError(f"{path.name} has {size} bytes; must be at most {at_most}")
+    return path.read_bytes()
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; numbers that are not finite are None. Raises OSError or
+    ValueError."""
+    try:
+        content = json.loads(read_bytes(path, 1 << 28), parse_constant=lambda name: None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it must be a JSON object")
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """As `load_json`. Raises UserError, which names the file."""
+    try:
+        return load_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error})") from None

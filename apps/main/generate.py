@@ -60,7 +60,12 @@ class PromptArgs(SamplingArgs):
     """The keys that a line of a .jsonl file may set."""
 
     seed: Free[int] = 0
-    id: Free[str | int | None] = None  # copied to the result
+    id: Free[Any] = None  # text or a whole number, copied to the result
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
+        if self.id is not None and type(self.id) not in (str, int):
+            yield "id", "must be text, a whole number or null"
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     if streamed:
         print_on_rank_0(prompts[0].text)
         requests = [replace(requests[0], on_text=print_on_rank_0)]
-    chunk = (
-        8 * args.batch_size * dp_degree(opened.mesh)
-    )  # prompts whose results are written at once
+    chunk = 8 * args.batch_size * dp_degree(opened.mesh)  # prompts between two writes of results
     for first in range(0, len(prompts), chunk):
         now = slice(first, first + chunk)
         part = prompts[now]

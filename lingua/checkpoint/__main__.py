@@ -33,6 +33,7 @@ from lingua.checkpoint.resume import (
     check_changes,
     check_config,
     check_data,
+    flat_config,
     read_saved,
 )
 from lingua.checkpoint.retention import BEST, mark, marks, unmark
@@ -189,7 +190,8 @@ def _to_file(source: TensorSource, names: list[str], dst: Path) -> Path:
         raise UserError(f"{dst} exists: nothing is overwritten")
     model = {name.removeprefix("model."): t for name, t in source.whole(names).items()}
     embedding, head = TIED
-    if OmegaConf.select(OmegaConf.create(source.config), "model.weight_tying") is True:
+    tying = "model.weight_tying"
+    if flat_config(source.config, [tying])[tying] is True:
         model |= {head: model[embedding]} if embedding in model else {}  # the same memory
     content: dict[str, Any] = {"model": model, "config": source.config}
     if source.step is not None:

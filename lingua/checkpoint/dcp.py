@@ -4,78 +4,173 @@ torch's own reader unpickles anything in `.metadata`. It also reads every chunk 
 may hold a small part of it, and copies it; this one reads a part into its place.
 """
 
+import io
 import pickle
-from collections import OrderedDict
+import pickletools
 from collections.abc import Iterable, Sequence
-from io import FileIO
-from pathlib import Path, PosixPath
-from typing import IO, cast
+from pathlib import Path
+from typing import IO, Any, cast
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch import Size, Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from lingua.checkpoint.tensors import Part
+from lingua.files import file_size, read_bytes
 
 METADATA = ".metadata"
-_METADATA_MODULE = dcp_metadata.__name__
 
-_ALLOWED: dict[tuple[str, str], object] = {
-    **{  # all classes that the module itself defines are plain data
-        (_METADATA_MODULE, name): kind
-        for name, kind in vars(dcp_metadata).items()
-        if getattr(kind, "__module__", "") == _METADATA_MODULE
-    },
-    **{("torch", name): v for name, v in vars(torch).items() if isinstance(v, torch.dtype)},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("pathlib", "PosixPath"): PosixPath,
-}
+# Import paths that `.metadata` may name.
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {
+    f"{_DCP}.filesystem": ("_StorageInfo",),
+    f"{_DCP}.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata",
+    ),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+    "torch": ("Size", *(name for name, v in vars(torch).items() if isinstance(v, torch.dtype))),
+    "torch.serialization": ("_get_layout",),
+}  # fmt: skip
+# The opcodes that pickle.dump writes for it. Others name classes in other ways, or have Python take
+# memory for a number in the file.
+_OPCODES = """PROTO FRAME MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE
+    BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+    EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS STACK_GLOBAL NEWOBJ REDUCE BUILD"""
+_WITH_LENGTH = {"LONG1": 1, "SHORT_BINUNICODE": 1, "BINUNICODE": 4}  # bytes of the length
+
+
+class _StandIn:
+    """What is unpickled in place of an object of a class that `.metadata` names, or of what a
+    function returns: it has the first argument and the state, and does nothing."""
+
+    __slots__ = ("argument", "state")
+    argument: Any
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "_StandIn":
+        if len(arguments) > 4096:  # a path has as many parts; more, again and again, take hours
+            raise ValueError(f"it has {len(arguments)} arguments for {cls.__name__}")
+        made = super().__new__(cls)
+        made.argument = arguments[0] if arguments else None
+        return made
+
+    def __setstate__(self, state: Any) -> None:  # on a class, this is an error
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Of an OrderedDict, which is in nothing that is read here."""
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in _ALLOWED:
+    def __init__(self, pickled: bytes) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._classes: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
             raise ValueError(f"it refers to {module}.{name}, which is not executed")
-        return _ALLOWED[module, name]
+        if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if name not in self._classes:
+            self._classes[name] = type(name, (_StandIn,), {"__slots__": ()})
+        return self._classes[name]
+
+
+def _check_opcodes(pickled: bytes) -> None:
+    """Raise ValueError, or IndexError, where a pickle is not one of DCP's."""
+    known = {op.name: op for op in pickletools.opcodes if op.name in _OPCODES.split()}
+    fixed = {ord(op.code): 1 + (op.arg.n if op.arg else 0) for op in known.values()}
+    with_length = {ord(known[name].code): 1 + n for name, n in _WITH_LENGTH.items()}
+    at = 0
+    while (code := pickled[at]) != ord(pickle.STOP):
+        if code in with_length:
+            end = at + with_length[code]
+            at = end + int.from_bytes(pickled[at + 1 : end], "little")
+        elif code in fixed:
+            at += fixed[code]
+        else:
+            raise ValueError(f"it has the opcode {code:#04x}, which is not executed")
+
+
+def _state(made: Any, kind: str) -> dict[str, Any]:
+    """The attributes of an object of the class named `kind`."""
+    if type(made).__name__ != kind or not isinstance(made.state, dict):
+        raise ValueError(f"it has {type(made).__name__} where DCP has {kind}")
+    return made.state
+
+
+def _sizes(made: Any) -> Size:
+    sizes = made.argument if isinstance(made, _StandIn) else None
+    if not isinstance(sizes, tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in sizes):
+        raise ValueError("it has sizes of a tensor that are no whole numbers")
+    return Size(sizes)
+
+
+def _tensor(made: Any) -> TensorStorageMetadata:
+    attributes = _state(made, "TensorStorageMetadata")
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in attributes["chunks"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=attributes["properties"].state[0]),
+        _sizes(attributes["size"]),
+        [ChunkStorageMetadata(_sizes(c["offsets"]), _sizes(c["sizes"])) for c in chunks],
+    )
 
 
 class DCPFolder:
     """The tensors in a folder of DCP's. Other entries are not read.
 
-    tensors: by name, on the meta device.
+    tensors: by name, on the meta device. They have no more bytes than the files.
     """
 
     def __init__(self, path: Path) -> None:
         """Reads `.metadata`. Raises ValueError, or whatever a damaged pickle makes Python raise."""
         self.path = path
-        with (path / METADATA).open("rb") as f:
-            metadata = _Unpickler(f).load()
-        self._stored: dict[dcp_metadata.MetadataIndex, _StorageInfo] = metadata.storage_data
-        for info in self._stored.values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise ValueError(f"it refers to the file {info.relative_path}")
-        self._entries: dict[str, dcp_metadata.TensorStorageMetadata] = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, dcp_metadata.TensorStorageMetadata)
+        pickled = read_bytes(path / METADATA)
+        _check_opcodes(pickled)
+        metadata = _state(_Unpickler(pickled).load(), "Metadata")
+        self._entries = {
+            str(name): _tensor(entry)
+            for name, entry in metadata["state_dict_metadata"].items()
+            if type(entry).__name__ == "TensorStorageMetadata"
         }
+        self._stored: dict[MetadataIndex, _StorageInfo] = {}
+        sizes: dict[str, int] = {}  # of files
+        for index, info in metadata["storage_data"].items():
+            index, info = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+            if index.get("offset") is None:  # not a tensor
+                continue
+            file, begin, length = info["relative_path"], info["offset"], info["length"]
+            if Path(file).name != file:
+                raise ValueError(f"it refers to the file {file}")
+            if file not in sizes:
+                sizes[file] = file_size(path / file)
+            if not 0 <= begin <= begin + length <= sizes[file]:
+                raise ValueError(f"it refers to bytes that {file} does not have")
+            key = MetadataIndex(index["fqn"], _sizes(index["offset"]))
+            self._stored[key] = _StorageInfo(file, begin, length)
         self.tensors: dict[str, Tensor] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             for name, entry in self._entries.items()
         }
+        if sum(t.nbytes for t in self.tensors.values()) > sum(sizes.values()):
+            raise ValueError("it has tensors that are larger than the files")
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of each part. Every file is read once, from its begin to its end."""
         reads: dict[str, list[tuple[_StorageInfo, Part]]] = {}
         for part in parts:
-            begin = torch.Size(side.start for side in part.box)
-            wanted = dcp_metadata.ChunkStorageMetadata(begin, part.out.shape)
+            begin = Size(side.start for side in part.box)
+            wanted = ChunkStorageMetadata(begin, part.out.shape)
             of_chunks = create_read_items_for_chunk_list(
                 part.name, self._entries[part.name], [wanted]
             )
@@ -99,7 +194,7 @@ def _box(begin: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(begin, sizes, strict=True))
 
 
-def _read_chunk(f: FileIO, stored: _StorageInfo, part: Part) -> None:
+def _read_chunk(f: io.FileIO, stored: _StorageInfo, part: Part) -> None:
     """Fill a part of a chunk, which torch.save wrote into `f`."""
     view = cast(IO[bytes], _create_file_view(f, stored.offset, stored.length))
     chunk = torch.load(view, map_location="meta", weights_only=True)  # reads no elements

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,6 +25,7 @@ from lingua.checkpoint.folder import CONFIG, Checkpoint, newest, read_state
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import TensorSource, find_source
 from lingua.checkpoint.tensors import settings_of, tensors_of
+from lingua.config.values import parse_mapping, plain, read_file
 from lingua.data.stream import shares
 from lingua.data.text import CONTENT
 from lingua.errors import UserError
@@ -72,12 +72,19 @@ class Saved:
 
 
 def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
-    """The values that a written config file, or its text, has for `keys`, by their dotted names."""
-    tree = OmegaConf.load(config) if isinstance(config, Path) else OmegaConf.create(config)
-    flat = {}
+    """The values of those of `keys`, dotted names, that a written config file, or its text, has.
+    It is read as data, since it may be somebody else's: `${...}` stays text."""
+    if isinstance(config, str):
+        values = parse_mapping(config, CONFIG)
+    else:
+        values = read_file(config, str(config))
+    tree, flat = plain(values), {}
     for key in keys:
-        value = OmegaConf.select(tree, key, default=ABSENT)
-        flat[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        value = tree
+        for name in key.split("."):
+            value = value.get(name, ABSENT) if isinstance(value, dict) else ABSENT
+        if value != ABSENT:
+            flat[key] = value
     return flat
 
 
@@ -166,10 +173,9 @@ def check_config(
 
 def _mixture_before(config: Mapping[str, Any], step: int) -> list[tuple[int, dict[str, Fraction]]]:
     """(from step, shares) of the stages that the first `step` steps drew their rows from."""
-    stages = config.get("data.stages")
+    stages = config.get("data.stages") or []  # a checkpoint may be older than the key
     stages_before = [(0, config.get("data.sources", {}))]
-    if isinstance(stages, list):  # a checkpoint may be older than the key
-        stages_before += [(s["from_step"], s["sources"]) for s in stages if s["from_step"] < step]
+    stages_before += [(s["from_step"], s["sources"]) for s in stages if s["from_step"] < step]
     return [(start, shares(weights)) for start, weights in stages_before]
 
 

@@ -108,7 +108,9 @@ def field_comments(cls: type) -> dict[str, str]:
             lines = textwrap.dedent(inspect.getsource(owner)).splitlines()
         except (OSError, TypeError):
             continue
-        for node in ast.walk(ast.parse("\n".join(lines))):
+        [definition] = ast.parse("\n".join(lines)).body
+        assert isinstance(definition, ast.ClassDef)
+        for node in definition.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 last, end = node.end_lineno or 0, node.end_col_offset  # in bytes
                 beside = lines[last - 1].encode()[end:].decode()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from lingua.config.help import first_example, help_text
 from lingua.config.schema import Keys, leaves, schema, split_optional, type_name
 from lingua.config.values import (
     COMMAND_LINE,
@@ -60,22 +61,16 @@ def load(
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        from lingua.config.help import help_text
-
         chosen = [word for word in argv if "=" not in word and not word.startswith("-")]
         print(help_text(cls, chosen))
         raise SystemExit(0)
-    keys, report = schema(cls), _Report()
+    keys, report = schema(cls), _Report(example="" if argv else first_example())
     arguments = _read_arguments(argv, keys, report)
     config = arguments.pop("config", None)
     files = read_layers(Path(str(config.text)), f"config={config.text}") if config else []
     layers = [leaves(file, keys) for file in files]
     if partial:
         layers = [{k: v for k, v in layer.items() if k.split(".")[0] in keys} for layer in layers]
-    if not argv:
-        from lingua.config.help import first_example
-
-        report.example = first_example()
     given = _merge([*layers, arguments], foreign or Foreign(), keys, report)
     _resolve(cls, given, keys, report)
     args = _build(cls, given, keys, report)

@@ -85,26 +85,33 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
 
 
 def read_file(path: Path, named_by: str) -> Values:
-    """The mapping that a file holds."""
+    """The mapping that a file holds, read as data: `${...}` stays text, `base` is a key."""
     try:
-        layer = _parse(path.read_text(encoding="utf-8"), str(path))
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise UserError(f"{named_by}: is not UTF-8 text (byte {e.start})") from None
     except OSError as e:
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() and not path.exists() else []
         hint = nearest(path.name, [p.name for p in beside])
         raise UserError(f"{named_by}: cannot be read: {e.strerror or e}{hint}") from None
+    return parse_mapping(text, str(path))
+
+
+def parse_mapping(text: str, name: str) -> Values:
+    """The mapping that the text of a file holds. `name` stands for the file in messages."""
+    try:
+        layer = _parse(text, name)
     except RecursionError:
         raise UserError(
-            f"{path}: is not valid YAML: an alias stands for what contains it"
+            f"{name}: is not valid YAML: an alias stands for what contains it"
         ) from None
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         reason = getattr(e, "problem", None) or str(e).splitlines()[0]
-        raise UserError(f"{path}{line}: is not valid YAML: {reason}") from None
+        raise UserError(f"{name}{line}: is not valid YAML: {reason}") from None
     if not isinstance(layer.value, dict | None):
-        raise UserError(f"{path}: must hold lines `key: value`, not {show(layer)}")
+        raise UserError(f"{name}: must hold lines `key: value`, not {show(layer)}")
     return layer.value or {}
 
 

@@ -104,10 +104,10 @@ def open_trained(key: str, path: str, app: App | None) -> Trained:
         ) from None
     config = checkpoint.path / CONFIG
     required = ("data.seq_len", "data.tokenizer.name", "data.tokenizer.path")
-    flat = flat_config(config, dict.fromkeys(("app", *required)))
-    if absent := [name for name in required if flat[name] == "(absent)"]:
+    flat = flat_config(config, ("app", *required))
+    if absent := [name for name in required if name not in flat]:
         raise UserError(f"{config}: must have the key {absent[0]}")
-    app = app or find_app(None if flat["app"] == "(absent)" else flat["app"], str(config))
+    app = app or find_app(flat.get("app"), str(config))
     try:
         args: Any = read_saved(app.config, config)
     except UserError as error:

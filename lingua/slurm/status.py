@@ -2,8 +2,10 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lingua.config.values import plain, read_file
 from lingua.errors import UserError
@@ -44,10 +46,7 @@ def status(folder: Path | str) -> list[RunStatus]:
 
 
 def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
-    lines = _tail(dump_dir / "metrics.jsonl")
-    # About a step, and complete; other lines are events.
-    lines = [line for line in lines if '"loss": ' in line and line[0] + line[-1] == "{}"]
-    last = json.loads(lines[-1]) if lines else {}
+    last = _last_metrics(dump_dir / "metrics.jsonl")
     config = plain(read_file(dump_dir / BASE, str(dump_dir / BASE)))
     steps = config.get("steps", 0)
     steps = min(steps, config.get("stop_at") or steps)
@@ -81,6 +80,16 @@ def table(runs: list[RunStatus]) -> str:
         rows.append((run.name, run.state, step, loss, speed, left, run.job_id))
     lines = align(rows, left=len(rows[0]))
     return "\n".join(lines + [f"{run.name}: {error}" for run in runs for error in run.errors])
+
+
+def _last_metrics(path: Path) -> dict[str, Any]:
+    """The last complete line about a step. Other lines are events."""
+    for line in reversed(_tail(path)):
+        with suppress(ValueError):  # incomplete
+            values = json.loads(line)
+            if isinstance(values, dict) and "loss" in values:
+                return values
+    return {}
 
 
 def _errors(logs: Path, job: str) -> list[str]:

@@ -376,7 +376,8 @@ class Outcome:
 
     def _lines(self, file: str) -> list[dict[str, Any]]:
         path = self.dump_dir / file
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        text = path.read_text() if path.exists() else ""  # nothing was measured, or no text shown
+        return [json.loads(line) for line in text.splitlines()]
 
     @property
     def lines(self) -> list[dict[str, Any]]:

@@ -168,7 +168,7 @@ def test_the_program_of_its_jobs_validates_them_before_the_run_is_launched(
         "{limit: 1.5}": "limit = 1.5: must be a whole number",
         "{script: apps.main.evl}": "No module named 'apps.main.evl'",
         "{script: lingua.convert}": "must have a function check(arguments, world_size)",
-        "{time: 2}": "signal_s = 120: must be below time = 2, 120 s",
+        "{time: 2}": "signal_s = 120: must be below time = 2",
         "{sweep.seed: 1}": "eval.job: must not have the keys",
         "{name: 'a:b'}": "must not contain ':'",
     }

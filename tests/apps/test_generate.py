@@ -105,14 +105,14 @@ def test_keys_of_a_json_line_win_over_those_of_the_command_line(results, tmp_pat
     prompts = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "a line\nand another", "temperature": 0, "id": "x1"},
-        {"prompt": "A", "seed": 7, "max_gen_tokens": 3, "top_k": None, "stop_tokens": []},
+        {"prompt": "A", "seed": 7, "max_gen_tokens": 3, "top_k": None, "stop_tokens": [], "id": 1},
         {"prompt": "A", "seed": 7, "stop_tokens": []},
         {"prompt": ""},  # of which bos is left
     ]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     first, short, long, empty = results(prompts, "stop_tokens=[]")
     assert first["id"] == "x1" and first["tokens"] == likeliest(lines[0]["prompt"], 8)
-    assert "id" not in short and short["seed"] == 7
+    assert short["id"] == 1 and short["seed"] == 7 and "id" not in long
     assert len(short["tokens"]) == 3 and short["tokens"] == long["tokens"][:3]
     assert empty["seed"] == 3 and len(empty["tokens"]) == 8
 
@@ -201,17 +201,10 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         "object": (b'["a"]\n', "jsonl", ':1: must be an object with a text "prompt"'),
         "no prompt": (b'{"text": "a"}\n', "jsonl", ':1: must be an object with a text "prompt"'),
         "key": (b'{"prompt": "a", "temprature": 1}\n', "jsonl", 'did you mean "temperature"?'),
-        "type": (
-            b'{"prompt": "a", "top_k": 1.5}\n',
-            "jsonl",
-            "top_k = 1.5: must be a whole",
-        ),
-        "element": (
-            b'{"prompt": "a", "stop_tokens": ["b"]}\n',
-            "jsonl",
-            'stop_tokens[0] = "b": must',
-        ),
+        "type": (b'{"prompt": "a", "top_k": 1.5}\n', "jsonl", "top_k = 1.5: must be a whole"),
+        "element": (b'{"prompt": "a", "stop_tokens": ["b"]}\n', "jsonl", 'tokens[0] = "b": must'),
         "range": (b'{"prompt": "a", "top_p": 2}\n', "jsonl", "top_p = 2: must be above 0"),
+        "id": (b'{"prompt": "a", "id": [1]}\n', "jsonl", "id = [1]: must be text, a whole number"),
         "surrogate": (b'{"prompt": "\\ud800"}\n', "jsonl", ":1: has half a surrogate pair"),
         "room": (b'{"prompt": "a", "max_gen_tokens": 64}\n', "jsonl", "max_gen_tokens = 64"),
     }

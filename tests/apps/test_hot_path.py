@@ -67,9 +67,10 @@ def reads_of(overrides: dict[str, Any], faulty: bool) -> float:
 def test_a_step_reads_nothing_but_the_counts_of_its_targets(
     runs: Runs, sizes: Sizes, optimizer: str
 ) -> None:
-    """Those two are of a tensor that is the host's: every view has targets, and no rank stops."""
+    """Those three are of a tensor that is the host's: every view has targets, no rank stops, and no
+    save is overdue."""
     quiet = {"logging.freq": 100, "data.batch_size": 2, "stop_at": LAST, "optim.name": optimizer}
     for faulty in (False, True):
         config = runs.config(sizes, quiet | {"dump_dir": runs.folder / f"reads {sizes} {faulty}"})
         for n in runs.ranks.run(sizes[1] * sizes[2], reads_of, config, faulty):
-            assert n == 2 + faulty
+            assert n == 3 + faulty

@@ -69,7 +69,7 @@ class Killed:
         if moment == "start":
             time.sleep(self.chance.uniform(1, 5))
         else:
-            self.wait(job, lambda: re.search(r" step +\d+/", self.log()[len(log) :]))
+            self.wait(job, lambda: re.search(r" step +\d+ loss", self.log()[len(log) :]))
             time.sleep(self.chance.uniform(0, 0.5))
         if moment == "save":
             leftovers = self.unfinished()
@@ -185,7 +185,7 @@ def survives(runs: Runs, folder: Path, topologies: list[Sizes], seed: int) -> Ki
 
 def test_a_run_killed_at_any_moment_goes_on_as_the_same_run(runs: Runs, tmp_path: Path) -> None:
     killed = survives(runs, tmp_path, THREE, seed=5)
-    assert killed.in_a_save and killed.steps[-1] > 5
+    assert killed.in_a_save and killed.steps[-1] > 0
 
 
 @pytest.mark.soak

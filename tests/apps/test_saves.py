@@ -1,5 +1,6 @@
 """Saves of real runs that fail, or are written in the background: the run is the same one."""
 
+import ctypes
 import itertools
 import os
 import resource
@@ -16,6 +17,7 @@ from apps.main.transformer import build
 from lingua.app import Built
 from tests.apps.runs import Outcome, Runs, differs, digests, train_here
 
+LIBC = ctypes.CDLL(None)
 LIMIT = 30_000  # bytes: enough for the lines of a run, not for its tensors
 OFTEN = {"checkpoint.dump.every": 2, "stop_at": 7}
 BACKGROUND = {"checkpoint.async_save": True}
@@ -45,7 +47,6 @@ class Fault:
                 else:
                     protect(dump_dir / "checkpoints")
             elif int(os.environ["RANK"]) == self.rank and step == self.end:
-                os.seteuid(os.getuid())
                 wait_until(lambda: "could not be saved" in (dump_dir / "train.log").read_text())
                 mend(dump_dir / "checkpoints")
 
@@ -64,16 +65,26 @@ def limit(n_bytes: int) -> None:
 
 
 def protect(folder: Path) -> None:
-    """This process can make no files in a folder."""
+    """This thread can make no files in a folder."""
     folder.chmod(0o555)
-    if os.geteuid() == 0:  # to whom nothing is forbidden
-        os.seteuid(65534)
+    set_privileged(False)
 
 
 def mend(folder: Path) -> None:
     limit(resource.RLIM_INFINITY)
-    os.seteuid(os.getuid())
+    set_privileged(True)
     folder.chmod(0o755)
+
+
+def set_privileged(privileged: bool) -> None:
+    """Whether the mode of a file concerns root too: by the capability CAP_DAC_OVERRIDE."""
+    if os.geteuid() == 0:
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+        sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low half first
+        assert LIBC.capget(header, sets) == 0
+        bit = 1 << 1
+        sets[0] = sets[0] | bit if privileged else sets[0] & ~bit
+        assert LIBC.capset(header, sets) == 0
 
 
 def train_with_here(overrides: dict[str, Any], fault: Fault) -> dict[str, Any]:

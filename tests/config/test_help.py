@@ -25,7 +25,7 @@ class Optim:
     clip: Announced[float | None] = 1.0
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        lr = self.lr  # no comment of the field
+        lr: float = self.lr  # not the comment of the field
         if lr < 0:
             yield "lr", "must be at least 0"
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 
+from lingua.checkpoint.resume import ABSENT, flat_config
 from lingua.config.load import Foreign, flatten, load, read_saved, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Announced, Free, Guarded
@@ -510,6 +511,18 @@ def test_a_saved_config_is_read_as_data(tmp_path):
     assert got.name == "${oc.env:HOME}"  # and the keys and groups that Use lacks are ignored
     assert (got.model, got.data.stages) == (Model(8), [Stage(5)])
     assert got.optim.warmup == 3
+
+
+def test_values_of_a_foreign_config_stay_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    text = "base: /etc/passwd\nname: ${oc.env:HF_TOKEN}\noptim: {lr: '${oc.env:HF_TOKEN}'}\n"
+    write(tmp_path / "c.yaml", text)
+    literal = "${oc.env:HF_TOKEN}"
+    for config in (tmp_path / "c.yaml", text):
+        assert flat_config(config, ["base", "name", "optim", "optim.lr", "name.x", "steps"]) == {
+            "base": "/etc/passwd", "name": literal, "optim": {"lr": literal}, "optim.lr": literal,
+            "name.x": ABSENT, "steps": ABSENT,
+        }  # fmt: skip
 
 
 def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch):

@@ -1,6 +1,11 @@
-"""Slurm's environment variables; its commands are tested in test_stool.py."""
+"""What needs no Slurm: environment variables, and the progress of a run. Jobs are tested in
+test_stool.py."""
 
+from pathlib import Path
+
+from lingua.monitor.metrics import append_line
 from lingua.slurm.jobs import environment_of_another
+from lingua.slurm.status import status
 
 
 def test_another_job_does_not_inherit_the_variables_of_this_one(monkeypatch) -> None:
@@ -12,3 +17,15 @@ def test_another_job_does_not_inherit_the_variables_of_this_one(monkeypatch) -> 
         monkeypatch.setenv(name, "1")
     env = environment_of_another()
     assert not env.keys() & set(own) and env.keys() >= set(kept)
+
+
+def test_status_shows_the_last_complete_line_about_a_step(tmp_path: Path) -> None:
+    (tmp_path / "base_config.yaml").write_text("steps: 10\nstop_at: 8\n")
+    metrics = tmp_path / "metrics.jsonl"
+    for step in (2, 4):
+        append_line(metrics, {"step": step, "loss": 1 / step, "step_time_s": 0.5})
+    append_line(metrics, {"step": 5, "event": "topology"})
+    with metrics.open("a") as file:
+        file.write('\n[]\n{"step": 6, "loss": 0.1')
+    [run] = status(tmp_path)
+    assert (run.step, run.steps, run.loss, run.left_s) == (4, 8, 0.25, 2.0)

@@ -282,7 +282,7 @@ def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_sho
     [run] = status(dump_dir)
     assert (run.state, run.job_id, run.step) == ("FAILED", job, 2)
     rank_1 = dump_dir / "logs" / job / f"{job}_1_log.err"
-    assert run.errors[0] == f"[rank1]: RuntimeError: this rank was told to fail ({rank_1})"
+    assert run.errors[0] == f"[rank1]: RuntimeError: this rank fails, as FAIL_RANK asks ({rank_1})"
     assert run.errors[0] in table([run])
 
 
