@@ -34,7 +34,6 @@ def _caches() -> list[Any]:
 
 
 def _serve(pipe: Connection) -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each rank starts compilers of its own
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
@@ -76,7 +75,8 @@ class Ranks:
 
     def _grow(self, n: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["apps.main.train"])
+        context.set_forkserver_preload(["apps.main.train", "torch._inductor.compile_fx"])
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each rank starts compilers
         while len(self.processes) < n:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
