@@ -97,9 +97,10 @@ def _writing(work: Callable[[], None]) -> None:
 
     def attempt() -> str | None:
         try:
-            return work()
+            work()
         except OSError as error:
             return str(error)
+        return None
 
     if (why := on_rank_0(attempt)) is not None:
         raise NotSaved(why)
