@@ -6,6 +6,7 @@ score and generate what the harness requests of the model.
 
 import json
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,9 +38,10 @@ Report = Callable[[list[dict[str, Any]]], None]
 
 @dataclass
 class HarnessArgs:
-    # names of tasks, groups and tags of the harness or of task_dir, or YAML files of tasks
+    # names of tasks, groups and tags of the harness or of task_dir, or YAML files of tasks. The
+    # files of tasks execute code (`!function`, templates): use those that you trust
     tasks: Free[list[str]] = field(default_factory=list)
-    task_dir: Free[str | None] = None  # folder of your own task files
+    task_dir: Free[str | None] = None  # folder of your own task files, which execute code
     num_fewshot: Free[int | None] = None  # solved examples in each prompt; null: each task's own
     # documents of each task at most; below 1 the share of them; null: all
     limit: Free[float | None] = None
@@ -50,7 +52,7 @@ class HarnessArgs:
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.tasks:
             yield "tasks", "must name at least one task"
-        if self.task_dir is not None and not Path(self.task_dir).is_dir():
+        if self.task_dir is not None and not os.path.isdir(self.task_dir):
             yield "task_dir", "must be a folder of task files"
         if self.num_fewshot is not None and self.num_fewshot < 0:
             yield "num_fewshot", "must be at least 0, or null"
@@ -73,7 +75,7 @@ def find_tasks(args: HarnessArgs) -> Any:
         raise UserError(
             "tasks: need the Python package lm_eval, which is not installed (pip install lm_eval)"
         ) from None
-    named = [name for name in args.tasks if not Path(name).is_file()]
+    named = [name for name in args.tasks if not os.path.isfile(name)]
     # The harness reads all of its 14,000 task files: not where task_dir is enough.
     manager = TaskManager(include_path=args.task_dir, include_defaults=False)
     if not set(named) <= {*manager.all_subtasks}:
