@@ -58,11 +58,16 @@ class DataArgs:
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for name, least in (("seq_len", 1), ("n_views", 2), ("batch_size", 1), ("workers", 0)):
-            if getattr(self, name) < least:
-                yield name, f"must be at least {least}"
-        if self.global_batch_size is not None and self.global_batch_size < 1:
-            yield "global_batch_size", "must be at least 1, or null"
+        for name, least, most in (
+            ("seq_len", 1, 2**24),
+            ("n_views", 2, 2**10),
+            ("batch_size", 1, 2**24),
+            ("global_batch_size", 1, 2**32),
+            ("workers", 0, 256),
+        ):
+            value, null = getattr(self, name), ", or null" if name == "global_batch_size" else ""
+            if value is not None and not least <= value <= most:
+                yield name, f"must be {least} to {most:,}{null}"
         if self.document_mask != "none" and not (self.add_bos or self.add_eos):
             need = "must be none where documents have neither a first nor a last token; "
             yield "document_mask", need + "set data.add_bos or data.add_eos to true"
