@@ -49,7 +49,8 @@ def held_out_in_order():
 )
 @pytest.mark.parametrize("seq_len", [16, 100_000])
 def test_every_token_of_the_documents_is_a_target_once(corpus, seq_len, bos, eos, first):
-    source = Prepared(make_args(corpus, add_bos=bos, add_eos=eos), unit_bytes=50_000).source
+    args = make_args(corpus, add_bos=bos, add_eos=eos)
+    source = Prepared(args, processes=1, unit_bytes=50_000).source
     windows = held_out_windows(source, seq_len, max_tokens=10**9)
     texts = held_out_in_order()
     stream = [t for s in texts for t in [*[BOS] * bos, *s.encode(), *[EOS] * eos]]
@@ -63,7 +64,7 @@ def test_every_token_of_the_documents_is_a_target_once(corpus, seq_len, bos, eos
 
 
 def test_the_budget_takes_whole_documents_in_an_order_of_their_own(corpus, tmp_path_factory):
-    source = Prepared(make_args(corpus), unit_bytes=50_000).source
+    source = Prepared(make_args(corpus), processes=1, unit_bytes=50_000).source
     texts = held_out_in_order()
     lengths = np.cumsum([len(text.encode()) + 2 for text in texts])
     for budget, documents in ((1, 1), (lengths[3], 4), (lengths[3] + 1, 5)):
