@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.config.schema import Free
+from lingua.config.schema import Free, bounds
 from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks
 from lingua.data.heldout import HeldOut
@@ -22,10 +22,8 @@ class ValidationArgs:
     tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if self.every < 0:
-            yield "every", "must be at least 0"
-        if self.tokens < 1:
-            yield "tokens", "must be at least 1"
+        yield from bounds(self, 0, "every")
+        yield from bounds(self, 1, "tokens")
 
 
 @torch.no_grad()

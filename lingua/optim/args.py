@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lingua.config.schema import Announced, Guarded
+from lingua.config.schema import Announced, Guarded, bounds
 from lingua.optim.muon import MuonArgs
 
 
@@ -51,8 +51,7 @@ class OptimArgs:
                 yield key, "must be above 0"
         if not self.clip > 0:
             yield "clip", "must be above 0 (.inf: no clipping)"
-        if self.warmup < 0:
-            yield "warmup", "must be at least 0"
+        yield from bounds(self, 0, "warmup")
         for key in ("lr_min_ratio", "decay_fraction"):
             if not 0 <= getattr(self, key) <= 1:
                 yield key, "must be between 0 and 1"

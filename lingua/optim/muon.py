@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lingua.config.schema import Announced
+from lingua.config.schema import Announced, bounds
 from lingua.dtensor import local, map_whole
 
 # Of the quintic a x + b x^3 + c x^5 (Jordan et al.): steep at 0, and a few applications take all
@@ -33,8 +33,7 @@ class MuonArgs:
     def validate(self) -> Iterator[tuple[str, str]]:
         if not 0 <= self.momentum < 1:
             yield "momentum", "must be at least 0 and below 1"
-        if self.ns_steps < 1:
-            yield "ns_steps", "must be at least 1"
+        yield from bounds(self, 1, "ns_steps", most=1000)
         if not 0 < self.rms < math.inf:
             yield "rms", "must be above 0 and finite"
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.config.schema import Announced, Free
+from lingua.config.schema import Announced, Free, bounds
 from lingua.errors import UserError
 
 T = TypeVar("T")
@@ -49,12 +49,8 @@ class DistributedArgs:
         return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for key in ("dp_replicate", "dp_shard"):
-            size = getattr(self, key)
-            if size is not None and size < 1:
-                yield key, "must be at least 1, or null for what remains"
-        if self.tp_size < 1:
-            yield "tp_size", "must be at least 1"
+        yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", most=1 << 24)
+        yield from bounds(self, 1, "rendezvous_s", most=86400)
         if self.dp_replicate is None and self.dp_shard is None:
             yield "dp_replicate", "must be given when distributed.dp_shard is null"
 
