@@ -31,8 +31,8 @@ class MuonArgs:
     dtype: Announced[Literal["bf16", "fp32"]] = "bf16"  # of the iterations; the mean stays float32
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "momentum")
         yield from bounds(self, 1, "ns_steps", most=1000)
+        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "momentum")
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "rms")
 
 
