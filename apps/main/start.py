@@ -2,7 +2,7 @@
 and described."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -140,17 +140,20 @@ def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | N
         )
 
 
-def prepare_data(begin: Start, args: TrainArgs, stop: StopRequest) -> bool:
-    """Build the data that is missing; on rank 0. False where a signal ended that: it may take
-    hours, and what is finished stays."""
-    try:
-        with stop.at_once():
-            begin.data.prepare(args, begin.tokenizer, logger.info)
-    except Stopped:
-        where = "while the text was prepared. The same command resumes it"
-        logger.info(f"stopped by {stop.signal} {where}")
-        return False
-    return True
+def unless_stopped(work: Callable[[], object], stop: StopRequest, what: str) -> bool:
+    """Run `work`, which may take hours, on rank 0. False where a signal ended it, which is logged:
+    what is finished stays. Called by every rank."""
+
+    def attempt() -> bool:
+        try:
+            with stop.at_once():
+                work()
+        except Stopped:
+            logger.info(f"stopped by {stop.signal} while {what}. The same command resumes it")
+            return False
+        return True
+
+    return on_rank_0(attempt)
 
 
 def default_optimizer(model: nn.Module, args: TrainArgs, plan: ParallelPlan | None) -> Optimizer:

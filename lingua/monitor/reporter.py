@@ -5,7 +5,7 @@ Only rank 0 writes. `log` is called by every rank, since it sums over ranks.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,22 @@ class Reporter:
     """Measures the time of a run and writes its lines."""
 
     def __init__(
-        self, args: Any, mesh: DeviceMesh, progress: Progress, flops_per_token: float
+        self,
+        args: Any,
+        mesh: DeviceMesh,
+        progress: Progress,
+        flops_per_token: float,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """Lines of later steps than `progress`, which a killed process left, are removed.
 
         Args:
             args: the run's configuration.
             flops_per_token: of forward and backward, for the MFU.
+            may_write: False once another run has the dump dir; asked on rank 0 for each line.
         """
         self.args, self.mesh, self.flops_per_token = args, mesh, flops_per_token
+        self.may_write = may_write
         self.folder = Path(args.dump_dir)
         self.device = torch.device(mesh.device_type)
         device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
@@ -150,7 +157,7 @@ class Reporter:
         self._write("metrics", {"event": event, "step": step, **values})
 
     def _write(self, kind: str, line: dict[str, Any]) -> None:
-        if dist.get_rank() != 0:
+        if dist.get_rank() != 0 or not self.may_write():
             return
         try:
             append_line(self.folder / f"{kind}.jsonl", line)
