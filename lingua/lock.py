@@ -37,10 +37,15 @@ class Lock:
     def create(self) -> bool:
         """Whether there was no such file, so that this process has the lock now."""
         try:
-            with open(self.path, "xb", buffering=0) as file:
-                file.write(self._content.encode())
+            file = open(self.path, "xb")  # noqa: SIM115, closed below
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(self._content.encode())
+        except OSError:  # a full disk: an empty file would be a lock too
+            self.path.unlink()
+            raise
         return True
 
     def is_held(self) -> bool:

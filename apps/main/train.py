@@ -26,7 +26,14 @@ from apps.main.config import TrainArgs
 from apps.main.run import Run
 from apps.main.samples import check_samples, write_samples
 from apps.main.start import check as check  # what lingua.stool calls before it launches
-from apps.main.start import check_start, default_optimizer, describe, restore, unless_stopped
+from apps.main.start import (
+    check_dump_dir,
+    check_start,
+    default_optimizer,
+    describe,
+    restore,
+    unless_stopped,
+)
 from lingua.app import App, choose_app
 from lingua.checkpoint.resume import TOKENIZER, check_data, state_to_save
 from lingua.checkpoint.saver import Saver
@@ -94,6 +101,7 @@ def set_up(
     launch = detect_launch()
     device = pick_device(args.device, launch)
     mesh = start(device, launch, args.distributed, args.deterministic)
+    on_rank_0(partial(check_dump_dir, args.folder))
     init_logger(args.folder, dist.get_rank(), app.path)
     saver = open_parts.enter_context(Saver(args.checkpoint_folder, args.checkpoint))
     if not unless_stopped(partial(saver.claim, args.folder), stop, "another run had its folder"):

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lingua.monitor.metrics import (
     start_wandb,
     wandb_values,
 )
-from lingua.parallel.mesh import dp_sum_
+from lingua.parallel.mesh import dp_sum_, on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,11 @@ class Reporter:
         self.device = torch.device(mesh.device_type)
         device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         self.peak = peak_flops(device_name, args.distributed.dtype)
+        for kind in ("metrics", "metrics.validation", "metrics.eval"):
+            on_rank_0(partial(cut_back, self.folder / f"{kind}.jsonl", progress.step))
         self.wandb = None
-        if dist.get_rank() == 0:
-            for kind in ("metrics", "metrics.validation", "metrics.eval"):
-                cut_back(self.folder / f"{kind}.jsonl", progress.step)
-            if args.logging.wandb is not None:
-                self.wandb = start_wandb(args.logging.wandb, args.name, flatten(args), self.folder)
+        if dist.get_rank() == 0 and args.logging.wandb is not None:
+            self.wandb = start_wandb(args.logging.wandb, args.name, flatten(args), self.folder)
         self.trained_s = progress.trained_s  # of the whole run, earlier processes included
         self.numbers: dict[str, Tensor] = {}  # that were added in the current step
         self._logged_step = progress.step

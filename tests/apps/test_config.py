@@ -108,3 +108,12 @@ def test_our_configs_leave_nothing_to_the_number_of_ranks_and_survive_a_round_tr
     written.write_text(to_yaml(args))
     again, _ = load(cls, [f"config={written}"], META_LINGUA)
     assert again == args
+
+
+@pytest.mark.parametrize("key", ["name", "dump_dir", "checkpoint.path"])
+@pytest.mark.parametrize("text", ["''", '"a\\tb"', "a\x1b[2Jb", '"\\0"', "a\udcffb"])
+def test_names_of_folders_are_neither_empty_nor_have_control_characters(
+    key: str, text: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{key} = .*must not be empty or have a control char"):
+        load(TrainArgs, [f"{key}={text}", "data.sources={a: 1}"])
