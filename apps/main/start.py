@@ -72,9 +72,8 @@ def check_dump_dir(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             mode = os.R_OK if path.name == "config.yaml" else os.R_OK | os.W_OK
-            if path.name in FILES and not (
-                path.is_file() and os.access(path, mode, effective_ids=True)
-            ):
+            usable = path.is_file() and os.access(path, mode, effective_ids=True)
+            if path.name in FILES and not usable:
                 raise UserError(f"{path}: must be a file that can be read and written, or absent")
             if path.name in FOLDERS and not path.is_dir():
                 raise UserError(f"{path}: must be a folder, or absent")

@@ -13,6 +13,7 @@ from apps.main.start import check
 from lingua.app import choose_app
 from lingua.config.load import flatten, load, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
+from lingua.errors import UserError
 
 PUBLISHED = Path(__file__).parent / "meta_lingua"  # its configs as of commit 437d680
 
