@@ -273,7 +273,7 @@ def test_a_scaling_of_frequencies_that_makes_no_sense_is_refused_by_name():
         ({"ffn_dim_multiplier": -1.0}, "ffn_dim_multiplier", "at least one hidden feature"),
         ({"ffn_dim_multiplier": 1e-6}, "ffn_dim_multiplier", "at least one hidden feature"),
         ({"ffn_dim_multiplier": math.inf}, "ffn_dim_multiplier", "finite"),
-        ({"sliding_window": 0}, "sliding_window", "at least 1, or null"),
+        ({"sliding_window": 0}, "sliding_window", "at least 1"),
         ({"n_heads": None}, "n_heads", "must be given when model.head_dim is null"),
         ({"n_heads": None, "head_dim": 6}, "head_dim", "must divide model.dim = 32"),
         ({"n_heads": 5}, "n_heads", "must divide model.dim = 32"),

@@ -1,6 +1,7 @@
 """The keys of a configuration class: types, defaults, groups, and what a change means on resume."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
@@ -15,6 +16,10 @@ Free = Annotated[T, "free"]  # may change
 Announced = Annotated[T, "announced"]  # may change, is printed
 Guarded = Annotated[T, "guarded"]  # refused unless allowed by name
 RESUME_CLASSES = ("free", "announced", "guarded")
+
+MOST_STEPS = 9_999_999_999  # the folder of a checkpoint has ten digits
+MOST_TOKENS = 1 << 24  # of a row, a context or a generated text
+MOST_ROWS = 1 << 24  # of a batch
 
 
 def require(
@@ -69,6 +74,18 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     if f.default_factory is not dataclasses.MISSING:
         return f.default_factory()
     return MISSING if f.default is dataclasses.MISSING else f.default
+
+
+def bounds(
+    args: Any, least: float, *keys: str, most: float = math.inf
+) -> Iterator[tuple[str, str]]:
+    """For `validate`: (key, what is required of it) where a number is out of range. Null is not."""
+    for key in keys:
+        value = getattr(args, key)
+        if value is not None and value < least:
+            yield key, f"must be at least {least:,}"
+        elif value is not None and value > most:
+            yield key, f"must be at most {most:,}"
 
 
 def leaves(entries: Values, keys: Keys, prefix: str = "") -> Values:

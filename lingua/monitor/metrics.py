@@ -16,7 +16,7 @@ from typing import Any, Literal
 import orjson
 import torch
 
-from lingua.config.schema import Free
+from lingua.config.schema import Free, bounds
 from lingua.errors import UserError
 from lingua.files import write_atomically
 
@@ -43,8 +43,7 @@ class LoggingArgs:
     wandb: Free[WandbArgs | None] = None  # Weights & Biases, when given
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if self.freq < 1:
-            yield "freq", "must be at least 1"
+        yield from bounds(self, 1, "freq")
 
 
 # ---- lines of JSON
