@@ -14,6 +14,8 @@ from lingua.app import choose_app
 from lingua.config.load import flatten, load, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 
+pytestmark = pytest.mark.quick
+
 PUBLISHED = Path(__file__).parent / "meta_lingua"  # its configs as of commit 437d680
 
 

@@ -8,6 +8,8 @@ from lingua.data import IGNORE
 from lingua.data.heldout import held_out_windows
 from tests.data.prepared import BOS, EOS, Prepared, is_held_out, make_args, write_jsonl
 
+pytestmark = pytest.mark.quick
+
 TEXTS = [f"{i} größer als 東京 😀 {'y' * (i % 50)}" for i in range(3000)]
 
 
