@@ -20,6 +20,8 @@ from lingua.data.show import ShowArgs
 from lingua.errors import UserError
 from lingua.slurm.launch import JobArgs
 
+pytestmark = pytest.mark.quick
+
 PUBLISHED = Path(__file__).parent / "meta_lingua"  # its configs as of commit 437d680
 
 

@@ -31,6 +31,8 @@ from lingua.monitor.metrics import (
     start_wandb,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def strict(text: str):
     """Parse JSON as the standard defines it: no NaN, no Infinity."""
