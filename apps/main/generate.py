@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lingua.config.load import from_values, load
-from lingua.config.schema import Free
+from lingua.config.schema import MOST_ROWS, Free, bounds
 from lingua.errors import UserError
 from lingua.files import append_whole, read_bytes
 from lingua.format import for_stdout
@@ -52,8 +52,7 @@ class GenerateArgs(SamplingArgs, OpenArgs):
         yield from OpenArgs.validate(self)
         if self.prompt is not None and self.prompts is not None:
             yield "prompt", "must not be given together with prompts"
-        if self.batch_size < 1:
-            yield "batch_size", "must be at least 1"
+        yield from bounds(self, 1, "batch_size", most=MOST_ROWS)
         # An empty file is what a start leaves that ends before its first result.
         out = self.out
         if out and os.path.exists(out) and (not os.path.isfile(out) or os.path.getsize(out) > 0):
