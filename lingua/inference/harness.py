@@ -269,7 +269,10 @@ def to_settings(gen_kwargs: Mapping[str, Any], max_gen_tokens: int) -> SamplingA
     """generation_kwargs of a task as our settings. UserError names a key that has none."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
-    values = normalize_gen_kwargs(dict(gen_kwargs), max_gen_tokens)
+    try:
+        values = normalize_gen_kwargs(dict(gen_kwargs), max_gen_tokens)
+    except (TypeError, ValueError, RecursionError) as error:  # it converts some of them
+        raise UserError(f"generation_kwargs: {error}") from None
     if not values.pop("do_sample"):
         values = {k: v for k, v in values.items() if k not in ("top_k", "top_p")}
         values["temperature"] = 0.0
