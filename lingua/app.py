@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -72,7 +73,7 @@ def find_app(path: str | None, where: str) -> App:
     """The app that a file names at the place `where`; None: apps/main. Importing executes code, so
     only the apps of this repository and those that installed packages register are imported."""
     trusted = known_apps()
-    path = path or trusted.get(MAIN)
+    path = trusted.get(MAIN) if path is None else str(path)  # a file may have a number
     if path is None:
         raise UserError("app: must be given here as app=MODULE; this installation has no app main")
     if path not in trusted.values():
@@ -106,10 +107,17 @@ def known_apps() -> dict[str, str]:
 
 def import_app(path: str, where: str) -> App:
     """The App of a module. Raises UserError where there is none."""
-    try:
-        app = getattr(importlib.import_module(path), "app", None)
-    except ImportError as error:
-        raise UserError(f"app = {path} ({where}): cannot be imported ({error})") from None
+    app = getattr(import_named(path, f"app = {path} ({where})"), "app", None)
     if not isinstance(app, App):
         raise UserError(f"app = {path} ({where}): the module has no lingua.app.App named app")
     return app
+
+
+def import_named(path: str, named_by: str) -> ModuleType:
+    """The module of a dotted path. Raises UserError, which begins with `named_by`."""
+    if not all(name.isidentifier() for name in path.split(".")):
+        raise UserError(f"{named_by}: must be the dotted path of a module, such as apps.main")
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        raise UserError(f"{named_by}: cannot be imported ({error})") from None

@@ -14,6 +14,11 @@ def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     return lines
 
 
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: control characters but for the end of a line."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def counted(n: int, noun: str) -> str:
     """`1 part`, `2,000 parts`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
