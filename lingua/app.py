@@ -60,7 +60,8 @@ def named_app(argv: list[str]) -> App | None:
     UserError: it cannot be imported, or a file names one that find_app does not trust."""
     named = [word.removeprefix("app=") for word in argv if word.startswith("app=")]
     if named:
-        return import_app(str(parse_argument(named[-1]).value), COMMAND_LINE)
+        path = parse_argument(named[-1]).value
+        return find_app(None, "") if path is None else import_app(str(path), COMMAND_LINE)
     files = [word.removeprefix("config=") for word in argv if word.startswith("config=")]
     layers = read_layers(Path(files[-1]), f"config={files[-1]}") if files else []
     for layer in reversed(layers):
