@@ -1,6 +1,16 @@
 """Tables, counts, times and sizes as text for people."""
 
+import re
 from collections.abc import Sequence
+
+# Of terminals, of the direction of text, and halves of characters.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text for a terminal, which may quote a file of anybody's: control characters other than tabs
+    and ends of lines are escaped, such as `\\x1b`."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -12,11 +22,6 @@ def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
         padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(cells)]
         lines.append("  ".join(padded).rstrip())
     return lines
-
-
-def printable(text: str) -> str:
-    """`text` without what a terminal would obey: control characters but for the end of a line."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def counted(n: int, noun: str) -> str:
@@ -33,15 +38,13 @@ def short_count(count: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """45s, 2m05s, 3h07m, 2d04h: the two largest units."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days}d{h:02d}h"
-    if hours:
-        return f"{hours}h{m:02d}m"
-    return f"{m}m{s:02d}s" if m else f"{s}s"
+    """45s, 2.1m, 59m, 3.1h, 2.2d: two digits."""
+    value, unit = seconds, "s"
+    for longer, n in (("m", 60), ("h", 60), ("d", 24)):
+        if round(value) < n:
+            break
+        value, unit = value / n, longer
+    return f"{value:.0f}{unit}" if unit == "s" or value >= 9.95 else f"{value:.1f}{unit}"
 
 
 def human_bytes(n: int) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lingua.config.schema import Announced, Guarded, bounds
+from lingua.config.schema import Announced, Guarded, bounds, require
 from lingua.data import IGNORE
 from lingua.hashing import hash_bits, key_of
 from lingua.model import Cache, PerRow
@@ -36,9 +36,8 @@ class RopeScaling:
     original_seq_len: Guarded[int] = 8192  # context the unscaled frequencies were trained on
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if not 1 <= self.factor < math.inf:
-            yield "factor", "must be at least 1 and finite"
         yield from bounds(self, 1, "original_seq_len")
+        yield from require(self, "at least 1 and finite", lambda v: 1 <= v < math.inf, "factor")
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             yield "low_freq_factor", f"must be above 0 and below {self.high_freq_factor} (high)"
 
@@ -73,15 +72,13 @@ class TransformerArgs:
         yield from wrong
         if wrong:
             return
-        for key in ("norm_eps", "rope_theta", "init_base_std"):
-            if (value := getattr(self, key)) is not None and not 0 < value < math.inf:
-                yield key, "must be above 0 and finite"
+        yield from bounds(self, 1, "sliding_window")
+        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "dropout")
+        positive = ("norm_eps", "rope_theta", "init_base_std")
+        yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
         scale = self.ffn_dim_multiplier
         if scale is not None and not 1 <= scale * int(8 * self.dim / 3) <= LARGEST:
             yield "ffn_dim_multiplier", f"must give 1 to {LARGEST:,} hidden features"
-        if not 0 <= self.dropout < 1:
-            yield "dropout", "must be at least 0 and below 1"
-        yield from bounds(self, 1, "sliding_window")
         if self.n_heads is None and self.head_dim is None:
             yield "n_heads", "must be given when model.head_dim is null"
             return

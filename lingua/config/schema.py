@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -69,12 +69,19 @@ def bounds(
     args: Any, least: float, *keys: str, most: float = math.inf
 ) -> Iterator[tuple[str, str]]:
     """For `validate`: (key, what is required of it) where a number is out of range. Null is not."""
+    yield from require(args, f"at least {least:,}", lambda value: value >= least, *keys)
+    yield from require(args, f"at most {most:,}", lambda value: not value > most, *keys)
+
+
+def require(
+    args: Any, need: str, holds: Callable[[Any], bool], *keys: str
+) -> Iterator[tuple[str, str]]:
+    """For `validate`: those of `keys` whose value is not null and for which `holds` is false, each
+    with "must be {need}"."""
     for key in keys:
         value = getattr(args, key)
-        if value is not None and value < least:
-            yield key, f"must be at least {least:,}"
-        elif value is not None and value > most:
-            yield key, f"must be at most {most:,}"
+        if value is not None and not holds(value):
+            yield key, f"must be {need}"
 
 
 def leaves(entries: Values, keys: Keys, prefix: str = "") -> Values:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from pathlib import Path
 from typing import Literal
 
 from lingua.config.schema import MOST_ROWS, MOST_TOKENS, Announced, Free, Guarded, bounds
@@ -78,6 +77,11 @@ class DataArgs:
             for name, need in _validate_weights(stage.sources):
                 yield f"stages[{i}].{name}", need
 
+    def source_key(self, name: str) -> str:
+        """What messages name a source by."""
+        group = "data" if name in self.used_sources() else "validation"
+        return f"{group}.sources.{name}"
+
     @property
     def step_rows(self) -> int:
         """`global_batch_size`, once it is resolved."""
@@ -99,16 +103,36 @@ class DataArgs:
         stages = [(stage.from_step * self.step_rows, stage.sources) for stage in self.stages]
         return RowStream(sources, self.sources, self.seq_len, self.n_views, seed, stages)
 
-    def cache_path(self) -> Path:
-        """The folder that holds the folders of token shards."""
-        return Path(self.root_dir) / ".tokens" if self.cache_dir is None else Path(self.cache_dir)
+
+@dataclass
+class ValidationArgs:
+    every: Free[int] = 0  # steps between two measurements; 0: at the end of the run only
+    tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
+    # names of further sources, as in data.sources, whose loss is measured and that are never
+    # trained on
+    sources: Free[list[str]] = field(default_factory=list)
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 0, "every")
+        yield from bounds(self, 1, "tokens")
+        for i, name in enumerate(self.sources):
+            if not _is_name(name):
+                yield f"sources[{i}]", SOURCE_NAME
+            if name in self.sources[:i]:
+                yield f"sources[{i}]", "is given twice"
+
+
+SOURCE_NAME = "the name must be that of a file or folder in data.root_dir, without a path"
+
+
+def _is_name(name: str) -> bool:
+    return name[:1] not in ("", ".") and not any(c in name for c in ("/", "\\", "\0"))
 
 
 def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
     for name, weight in weights.items():
-        if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
-            need = "the name must be that of a file or folder in data.root_dir, without a path"
-            yield f"sources.{name}", need
+        if not _is_name(name):
+            yield f"sources.{name}", SOURCE_NAME
         if not (isfinite(weight) and weight >= 0):
             yield f"sources.{name}", "must be a finite number, at least 0"
     if not any(weight > 0 for weight in weights.values()):

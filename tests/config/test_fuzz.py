@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -143,9 +144,9 @@ def main(seed: str, folder: Path) -> None:
         text = stderr.getvalue()
         names = ["config=", "argument", "unknown key", "sweep.", str(folder), *known]
         named = text.startswith("error: ") and any(name in text for name in names)
-        printable = len(text) < 20_000 and all(c.isprintable() or c in "\n\t" for c in text)
+        readable = len(text) < 20_000 and not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
         codes[code] = codes.get(code, 0) + 1
-        if code == 0 or (code == 2 and named and printable):
+        if code == 0 or (code == 2 and named and readable):
             return None
         return f"exit code {code}: {text[:300]!a}"
 
