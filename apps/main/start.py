@@ -1,6 +1,7 @@
 """Before a run trains: what is checked (also by lingua.stool, before it launches), built, restored
 and described."""
 
+import inspect
 import logging
 from collections.abc import Iterator
 from copy import deepcopy
@@ -87,9 +88,22 @@ def check_start(app: App, args: TrainArgs, sizes: tuple[int, ...]) -> Start:
     changes += check_origin(origin, config, tokenizer, classes, allowed)
     args.micro_steps(replicas * shards)
     built = app.build(args)
+    check_forward(built.module, args)
     check_layout(built.module, built.plan, tp)
     on_rank_0(lambda: check_benchmarks(args))
     return Start(data, tokenizer, built, saved, origin, changes)
+
+
+def check_forward(model: nn.Module, args: TrainArgs) -> None:
+    """Raise UserError where the config asks for an argument that the model's forward lacks."""
+    documents, noise = args.data.document_mask != "none", args.model.dropout > 0
+    wanted = {"data.document_mask": {"documents": None}} if documents else {}
+    wanted |= {"model.dropout": {"noise": None}} if noise else {}
+    for key, arguments in wanted.items():
+        try:
+            inspect.signature(model.forward).bind(None, None, **arguments)
+        except TypeError as error:
+            raise UserError(f"{key}: the forward of {type(model).__name__} {error}") from None
 
 
 def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
