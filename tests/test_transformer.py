@@ -27,6 +27,8 @@ from lingua.transformer import (
     sum_token_losses,
 )
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8)
 

@@ -57,7 +57,8 @@ class TrainArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "steps", "stop_at", "grad_acc_steps", most=MOST_STEPS)
-        for key, text in (("name", self.name), ("dump_dir", self.dump_dir)):
+        names = ("name", self.name), ("dump_dir", self.dump_dir)
+        for key, text in (*names, ("checkpoint.path", self.checkpoint.path)):
             if text is not None and not (text.strip() and text.isprintable()):
                 yield key, "must be a name without control characters"
         keys = resume_classes(type(self))

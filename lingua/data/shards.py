@@ -11,17 +11,19 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 
 from lingua.errors import UserError
+from lingua.files import load_json
 from lingua.format import counted
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 32  # bytes
 SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
 OPEN_FILES = 256  # that a source keeps open
@@ -54,11 +56,6 @@ class Shard:
     train: Split
     heldout: Split
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Shard":
-        splits = {split: Split(**fields[split]) for split in SPLITS}
-        return cls(fields["name"], fields["parts"], **splits)
-
     def files(self, dtype: str) -> dict[str, int]:
         """{file name: size in bytes} of its files, with tokens of `dtype`."""
         sizes = {}
@@ -86,6 +83,11 @@ class Manifest:
     # their hash, as in all shards of earlier versions.
     heldout_tail: bool = False
 
+    @property
+    def origin(self) -> tuple[Any, ...]:
+        """What is known of shards before they are built."""
+        return self.source, self.tokenizer, self.add_bos, self.add_eos, self.dtype
+
     def total(self, split: str, field: str) -> int:
         """The sum of `tokens`, `documents` or `bytes` of a split over the shards."""
         return sum(getattr(getattr(shard, split), field) for shard in self.shards)
@@ -97,18 +99,41 @@ class Manifest:
         return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False)
 
     @classmethod
-    def load(cls, folder: Path) -> "Manifest | None":
-        """The manifest of `folder`, or None where there is none of this version."""
+    def of_json(cls, fields: dict[str, Any]) -> "Manifest":
+        """Raises ValueError where they are not those of a manifest of this version."""
         try:
-            fields = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            if fields.pop("version") != FORMAT_VERSION:
-                return None
-            del fields["totals"]
-            fields["parts"] = [InputPart(**part) for part in fields["parts"]]
-            fields["shards"] = [Shard.from_json(shard) for shard in fields["shards"]]
-            return cls(version=FORMAT_VERSION, **fields)
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            found: Manifest = _typed(cls, fields)
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError("not the fields of a manifest") from None
+        n_parts = sum(shard.parts for shard in found.shards)
+        is_path = any("/" in shard.name for shard in found.shards)
+        if found.version != FORMAT_VERSION or n_parts != len(found.parts) or is_path:
+            raise ValueError("not a manifest of this version")
+        return found
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest | None":
+        """The manifest of `folder`, or None where there is none of this version. Raises OSError for
+        one that cannot be read."""
+        try:
+            fields = load_json(folder / MANIFEST, LARGEST_MANIFEST)
+            fields.pop("totals", None)
+            return cls.of_json(fields)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """A value of JSON as a `kind`: a dataclass, list, mapping, text, number or true and false."""
+    if is_dataclass(kind):
+        kinds = {f.name: f.type for f in fields(kind)}
+        return kind(**{k: _typed(kinds[k], v) for k, v in value.items()})  # type: ignore[operator]
+    origin = get_origin(kind)
+    if kind is not Any and type(value) is not (origin or kind):
+        raise TypeError
+    if origin is list:
+        return [_typed(get_args(kind)[0], v) for v in value]
+    return {k: _typed(get_args(kind)[1], v) for k, v in value.items()} if origin is dict else value
 
 
 @dataclass(frozen=True)
@@ -140,12 +165,13 @@ class Source:
     @classmethod
     def open(cls, folder: Path) -> "Source":
         """Raises UserError where `folder` holds no valid manifest."""
-        manifest = Manifest.load(folder)
-        if manifest is None:
-            raise UserError(
-                f"{folder}: is not a folder of token shards ({MANIFEST} is missing or not valid)"
-            )
-        return cls(folder, manifest)
+        reason = "is missing or not valid"
+        try:
+            if (manifest := Manifest.load(folder)) is not None:
+                return cls(folder, manifest)
+        except OSError as error:
+            reason = f"cannot be read: {error}"
+        raise UserError(f"{folder}: is not a folder of token shards ({MANIFEST} {reason})")
 
     def n_rows(self, seq_len: int, n_views: int) -> int:
         """How many rows one epoch has. Raises UserError when there is not even one."""

@@ -2,7 +2,6 @@
 depend on the device: peak FLOP/s, MFU, peak memory."""
 
 import errno
-import json
 import os
 import re
 import resource
@@ -73,20 +72,24 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove the lines of later steps than `step`, and an incomplete last line. The file is
-    replaced atomically, and not touched where all lines stay."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_up_to(step, line)]
-    if len(kept) < len(lines):
-        write_atomically(path, b"".join(kept).decode())
+    """Remove the lines of later steps than `step`, an incomplete last line, and what is no line of
+    a run. The file is replaced atomically, and not touched where all lines stay. Raises
+    UserError."""
+    try:
+        if not path.exists():
+            return
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _is_up_to(step, line)]
+        if len(kept) < len(lines):
+            write_atomically(path, b"".join(kept).decode())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be cut back to step {step}: {error}") from None
 
 
 def _is_up_to(step: int, line: bytes) -> bool:
     try:
-        return line.endswith(b"\n") and json.loads(line).get("step", step) <= step
-    except ValueError:  # incomplete
+        return line.endswith(b"\n") and orjson.loads(line).get("step", step) <= step
+    except (ValueError, AttributeError, TypeError):  # incomplete, or no line of a run
         return False
 
 

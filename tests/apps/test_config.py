@@ -20,6 +20,8 @@ from lingua.data.show import ShowArgs
 from lingua.errors import UserError
 from lingua.slurm.launch import JobArgs
 
+pytestmark = pytest.mark.quick
+
 PUBLISHED = Path(__file__).parent / "meta_lingua"  # its configs as of commit 437d680
 
 
@@ -119,7 +121,8 @@ def test_our_configs_leave_nothing_to_the_number_of_ranks_and_survive_a_round_tr
 SOURCES = ("data.sources={a: 1}", "model.n_heads=4")
 OF_A_RUN = [
     "steps=-1", "steps=1e10", "stop_at=0", "grad_acc_steps=-2", "name=", "name=a\x1b[31m",
-    "dump_dir=a\nb", "data.seq_len=1e13", "data.n_views=-1", "data.batch_size=1e9",
+    "dump_dir=a\nb", "checkpoint.path=a\x7f",
+    "data.seq_len=1e13", "data.n_views=-1", "data.batch_size=1e9",
     "data.global_batch_size=-8", "data.workers=100000", "data.workers=-1", "model.n_layers=1e8",
     "model.n_layers=-1", "model.dim=1e9", "model.multiple_of=-1", "model.vocab_size=-2",
     "model.vocab_size=1e12", "model.ffn_dim_multiplier=1e300", "model.sliding_window=-1",

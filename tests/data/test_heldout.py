@@ -28,6 +28,8 @@ from tests.data.prepared import (
     write_jsonl,
 )
 
+pytestmark = pytest.mark.quick
+
 TEXTS = [f"{i} größer als 東京 😀 {'y' * (i % 50)}" for i in range(3000)]
 
 
@@ -201,7 +203,9 @@ def test_validation_sources_are_measured_whole_and_never_trained_on(tmp_path):
     TextData().prepare(args, tokenizer, lines.append)
     opened = TextData().open(args, tokenizer)
     measured = opened.held_out["v"]
-    order = sorted(TEXTS[500:600], key=lambda text: xxhash.xxh3_64_intdigest(text.encode()))
+    hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in TEXTS[500:600]]
+    signed = np.array(hashes, np.uint64).view(np.int64).tolist()
+    order = [text for _, text in sorted(zip(signed, TEXTS[500:600], strict=True))]
     expected = [t for text in order for t in (BOS, *text.encode(), EOS)]
     flat = measured.targets.reshape(-1)
     assert flat[flat != IGNORE].tolist() == expected

@@ -9,6 +9,7 @@ installed packages.
 
 import glob
 import os
+import stat
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -127,6 +128,11 @@ def _raise(error: OSError) -> None:
 
 def _whole_file(full: Path, path: Path) -> FilePart:
     found = full.stat()
+    name = str(full).encode(errors="backslashreplace").decode()
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{name}: is a pipe, a socket or a device; must be a file")
+    if name != str(full):
+        raise UserError(f"{name}: the name of this file is not UTF-8; rename it")
     return FilePart(
         path.as_posix(), str(full), found.st_size, found.st_mtime_ns, begin=0, end=found.st_size
     )

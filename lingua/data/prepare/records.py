@@ -100,7 +100,8 @@ def _row_groups(metadata: pq.FileMetaData) -> list[_RowGroup]:
     for i in range(metadata.num_row_groups):
         group = metadata.row_group(i)
         columns = [group.column(c) for c in range(group.num_columns)]
-        begin = min(c.dictionary_page_offset or c.data_page_offset for c in columns) if i else 0
+        begins = [c.dictionary_page_offset or c.data_page_offset for c in columns if i]
+        begin = max(0, min(begins, default=0))
         found.append(_RowGroup(begin, group.num_rows, group.total_byte_size))
     return found
 
@@ -256,6 +257,9 @@ def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | W
         key = next((key for key in keys if key in names), None)
         if key is None:
             yield from repeat(_no_text("column", keys, names), n_rows)
+            return
+        if names.count(key) > 1:
+            yield from repeat(Wrong("no text", f"{names.count(key)} columns {key}"), n_rows)
             return
         kind = file.schema_arrow.field(key).type
         if not _is_text(kind):

@@ -20,6 +20,7 @@ import numpy as np
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.prepare.files import STDLIB, FilePart, find_files
 from lingua.data.prepare.units import UNIT_BYTES, Job, build_units, finished, plan_units, why_stale
+from lingua.data.prepare.verify import remove_damaged
 from lingua.data.shards import FORMAT_VERSION, MANIFEST, SPLITS, Manifest, Source
 from lingua.errors import UserError, all_of
 from lingua.files import write_atomically
@@ -125,7 +126,7 @@ def prepare_source(
     try:
         while True:
             files = source_files(name, args)
-            manifest, why = _valid_manifest(job, files)
+            manifest, why = _valid_manifest(job, files, report)
             if manifest is not None:
                 break
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -134,8 +135,9 @@ def prepare_source(
             lock = job.folder.with_name(f"{job.folder.name}.lock")
             with exclusive(lock, report, patient=True):
                 # Whoever held the lock before has written it, or the text has changed meanwhile.
-                if _valid_manifest(job, files)[0] is None:
+                if _valid_manifest(job, files, report)[0] is None:
                     _write_manifest([finished(unit, job) for unit in units], job)
+                    _valid_manifest(job, files, report)  # so that of many processes one verifies it
     except OSError as error:
         raise _cannot_prepare(job.key, error, job.folder) from error
     for line in _summary(manifest):
@@ -161,17 +163,21 @@ def _job(name: str, args: DataArgs, tokenizer: Tokenizer) -> Job:
     return Job(args, shard_folder(name, args, tokenizer), manifest)
 
 
-def _valid_manifest(job: Job, files: list[FilePart]) -> tuple[Manifest | None, str]:
+def _valid_manifest(job: Job, files: list[FilePart], report: Report) -> tuple[Manifest | None, str]:
     """(the manifest, "") if the shards are those of `files` as they are now, else (None, why)."""
     manifest = Manifest.load(job.folder)
     if manifest is None:
         return None, "no shards yet"
+    if manifest.origin != job.manifest.origin:
+        return None, "its manifest is not that of this source"
     before = [part.mtime_ns for part in manifest.parts]
     if why := why_stale(manifest, files, job):
         return None, why
     if before != [part.mtime_ns for part in manifest.parts]:
         with suppress(OSError):  # only saves reading the files again; the cache may be read-only
             write_atomically(job.folder / MANIFEST, manifest.to_json())
+    if damaged := remove_damaged(job.folder, manifest, report):
+        return None, f"{damaged[0]} was damaged"
     return manifest, ""
 
 

@@ -42,9 +42,9 @@ from lingua.data.prepare.records import (
     split_file,
     split_tail,
 )
-from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
+from lingua.data.shards import LARGEST_MANIFEST, SPLITS, InputPart, Manifest, Shard, Split
 from lingua.errors import UserError
-from lingua.files import open_synced, temporary_suffix, write_atomically
+from lingua.files import file_size, load_json, open_synced, temporary_suffix, write_atomically
 from lingua.format import counted
 from lingua.lock import POLL_S, claimed, holder, is_free
 from lingua.tokenizer import Tokenizer, build_tokenizer
@@ -107,11 +107,10 @@ def plan_units(files: list[FilePart], unit_bytes: int) -> list[Unit]:
 def finished(unit: Unit, job: Job) -> Manifest | None:
     """The unit's share of the manifest, if it is built from its files as they are now."""
     try:
-        fields = json.loads(job.record_path(unit).read_text(encoding="utf-8"))
-        shards = [Shard.from_json(fields.pop("shard"))]
-        parts = [InputPart(**part) for part in fields.pop("parts")]
-        manifest = replace(job.manifest, parts=parts, shards=shards, **fields)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        fields = load_json(job.record_path(unit), LARGEST_MANIFEST)
+        fields["shards"] = [fields.pop("shard", None)]
+        manifest = Manifest.of_json(asdict(job.manifest) | fields)
+    except (FileNotFoundError, ValueError):
         return None
     if manifest.heldout_tail and not unit.is_all:
         return None  # now the source has other documents to hold out
@@ -125,9 +124,10 @@ def why_stale(manifest: Manifest, files: Iterable[FilePart], job: Job) -> str:
         return "shards were built with data.on_bad_record: skip"
     for shard in manifest.shards:
         for name, size in shard.files(manifest.dtype).items():
-            path = job.folder / name
-            if not path.is_file() or path.stat().st_size != size:
-                return f"{name} is missing or not complete"
+            with suppress(FileNotFoundError):
+                if file_size(job.folder / name) == size:
+                    continue
+            return f"{name} is missing or not complete"
     found = {file.path: file for file in files}
     sizes = {(part.path, part.size) for part in manifest.parts}
     if changed := sizes ^ {(file.path, file.size) for file in found.values()}:
@@ -253,8 +253,8 @@ def _build_each(units: list[Unit], job: Job, tokenizer: Tokenizer, on_read: OnRe
     for unit in units[start:] + units[:start]:
         if finished(unit, job):
             continue
-        with claimed(job.lock_path(unit)) as is_held:
-            if is_held and not finished(unit, job):
+        with claimed(job.lock_path(unit)) as lock:
+            if lock is not None and not finished(unit, job):
                 _build_unit(unit, job, tokenizer, on_read)
 
 
