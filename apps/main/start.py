@@ -117,14 +117,16 @@ def check_start(app: App, args: TrainArgs, sizes: tuple[int, ...]) -> Start:
 
 def check_forward(model: nn.Module, args: TrainArgs) -> None:
     """Raise UserError where the config asks for an argument that the model's forward lacks."""
-    documents, noise = args.data.document_mask != "none", args.model.dropout > 0
-    wanted = {"data.document_mask": {"documents": None}} if documents else {}
-    wanted |= {"model.dropout": {"noise": None}} if noise else {}
-    for key, arguments in wanted.items():
+    mask, dropout = args.data.document_mask, args.model.dropout
+    asked = (("data.document_mask", mask, "none", "documents"),
+             ("model.dropout", dropout, 0.0, "noise"))  # fmt: skip
+    for key, value, off, argument in asked:
         try:
-            inspect.signature(model.forward).bind(None, None, **arguments)
-        except TypeError as error:
-            raise UserError(f"{key}: the forward of {type(model).__name__} {error}") from None
+            inspect.signature(model.forward).bind(None, None, **{argument: None})
+        except TypeError:
+            if value != off:
+                need = f"must be {off}, since the forward of this model does not take {argument}"
+                raise UserError(f"{key} = {value}: {need}") from None
 
 
 def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
