@@ -86,11 +86,11 @@ def read_bytes(path: Path, at_most: int = 1 << 30) -> bytes:
     return path.read_bytes()
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; numbers that are not finite are None. Raises OSError or
-    ValueError."""
+def load_json(path: Path, at_most: int = 1 << 28) -> dict[str, Any]:
+    """The JSON object in a file of `at_most` bytes; numbers that are not finite are None. Raises
+    OSError or ValueError."""
     try:
-        content = json.loads(read_bytes(path, 1 << 28), parse_constant=lambda name: None)
+        content = json.loads(read_bytes(path, at_most), parse_constant=lambda name: None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(content, dict):

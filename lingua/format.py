@@ -1,6 +1,15 @@
 """Tables, counts, times and sizes as text for people."""
 
+import re
 from collections.abc import Sequence
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text for a terminal, which may quote a file of anybody's: control characters other than tabs
+    and ends of lines are escaped, such as `\\x1b`."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -28,15 +37,13 @@ def short_count(count: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """45s, 2m05s, 3h07m, 2d04h: the two largest units."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days}d{h:02d}h"
-    if hours:
-        return f"{hours}h{m:02d}m"
-    return f"{m}m{s:02d}s" if m else f"{s}s"
+    """45s, 2.1m, 59m, 3.1h, 2.2d: two digits."""
+    value, unit = seconds, "s"
+    for longer, n in (("m", 60), ("h", 60), ("d", 24)):
+        if round(value) < n:
+            break
+        value, unit = value / n, longer
+    return f"{value:.0f}{unit}" if unit == "s" or value >= 9.95 else f"{value:.1f}{unit}"
 
 
 def human_bytes(n: int) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lingua.config.load import from_values, load
-from lingua.config.schema import Free
+from lingua.config.schema import MOST_ROWS, Free, bounds
 from lingua.errors import UserError
 from lingua.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
@@ -49,8 +49,7 @@ class GenerateArgs(SamplingArgs, OpenArgs):
         yield from OpenArgs.validate(self)
         if self.prompt is not None and self.prompts is not None:
             yield "prompt", "must not be given together with prompts"
-        if self.batch_size < 1:
-            yield "batch_size", "must be at least 1"
+        yield from bounds(self, 1, "batch_size", most=MOST_ROWS)
         if self.out is not None and Path(self.out).exists():
             yield "out", "exists already; must be a new file"
 
@@ -82,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_prompts(args)
     requests = to_requests(prompts, opened, args.on_long_prompt)
     on_rank_0(lambda: write_results(args.out, [], [], mode="x"))
-    model = opened.trained.load(args.distributed, opened.mesh, opened.device)
+    model = opened.trained.load(args.distributed, opened.mesh)
     if not prompts:
         complete_interactively(args, model, opened)
         return
@@ -92,9 +91,8 @@ def main(argv: list[str] | None = None) -> None:
         requests = [replace(requests[0], on_text=print_on_rank_0)]
     chunk = 8 * args.batch_size * dp_degree(opened.mesh)  # prompts between two writes of results
     for first in range(0, len(prompts), chunk):
-        now = slice(first, first + chunk)
-        part = prompts[now]
-        done = generate(model, requests[now], opened.tokenizer, opened.mesh, args.batch_size)
+        part, asked = prompts[first : first + chunk], requests[first : first + chunk]
+        done = generate(model, asked, opened.tokenizer, opened.mesh, args.batch_size)
         on_rank_0(partial(write_results, args.out, part, done))
         if args.out is None:
             for prompt, result in zip(part, done, strict=True):

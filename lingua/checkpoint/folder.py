@@ -89,6 +89,12 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
     return sorted(found, key=lambda c: c.serial, reverse=True)
 
 
+def found_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
+    """The checkpoints that `work` finds on rank 0. Called by every rank."""
+    found = on_rank_0(lambda: [(str(c.path), c.step, c.serial, c.files) for c in work()])
+    return [Checkpoint(Path(path), step, serial, files) for path, step, serial, files in found]
+
+
 def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
     """The last published checkpoint that verifies, None where there is none at all. Called by every
     rank; rank 0 chooses.
@@ -96,7 +102,7 @@ def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint
     Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
     them would remove what may be whole (a disk that fails, a folder without permission).
     """
-    checkpoint, _ = first_undamaged(on_rank_0(lambda: find(root, report)), verify, report)
+    checkpoint, _ = first_undamaged(found_on_rank_0(lambda: find(root, report)), verify, report)
     if checkpoint is None and on_rank_0(
         lambda: any(NAME.fullmatch(p.name) for p in root.glob("*"))
     ):

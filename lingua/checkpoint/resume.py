@@ -75,10 +75,10 @@ def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
     """The values of those of `keys`, dotted names, that a written config file, or its text, has.
     It is read as data, since it may be somebody else's: `${...}` stays text."""
     if isinstance(config, str):
-        values = parse_mapping(config, CONFIG)
+        tree = plain(parse_mapping(config, CONFIG))
     else:
-        values = read_file(config, str(config))
-    tree, flat = plain(values), {}
+        tree = plain(read_file(config, str(config)))
+    flat = {}
     for key in keys:
         value = tree
         for name in key.split("."):
@@ -96,6 +96,16 @@ def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
         what = "has only a model, and no run to resume; a new run starts from it"
         raise UserError(f"{checkpoint.path} {what} {advice}")
     return Saved(checkpoint, flat_config(checkpoint.path / CONFIG, keys), state)
+
+
+def _read_on_rank_0(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
+    """`read_saved`, called by every rank."""
+
+    def read() -> tuple[dict[str, Any], dict[str, Any]]:
+        saved = read_saved(checkpoint, keys)
+        return saved.config, saved.state
+
+    return Saved(checkpoint, *on_rank_0(read))
 
 
 # ------------------------------------------------------------------------------ what may change
@@ -265,7 +275,7 @@ def find_start(
     if own is not None:
         if path is not None:
             logger.info(f"{path} is not read: this run has checkpoints of its own")
-        return on_rank_0(lambda: read_saved(own, keys)), None
+        return _read_on_rank_0(own, keys), None
     if path is None:
         return None, None
     try:
@@ -278,7 +288,7 @@ def find_start(
     if checkpoint is not None:
         what = "model, optimizer, step and position"
         logger.info(f"branching from another run: {what} of {source.path}")
-        return on_rank_0(lambda: read_saved(checkpoint, keys)), None
+        return _read_on_rank_0(checkpoint, keys), None
     if source.kind == "file" or source.step is None:
         raise UserError(
             f"checkpoint.init_ckpt_path = {path}: gives a model alone; must be a checkpoint, a "

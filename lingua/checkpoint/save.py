@@ -31,6 +31,7 @@ from lingua.checkpoint.folder import (
     checksum_of,
     damage,
     find,
+    found_on_rank_0,
     read_checkpoint,
     temporary,
 )
@@ -52,6 +53,7 @@ def save(
     state: dict[str, Any],
     config: str,
     group: dist.ProcessGroup | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the checkpoint of `step` and publish it. Called by every rank.
 
@@ -60,19 +62,20 @@ def save(
         state: JSON-able; written as `train_state.json`.
         config: text of `config.yaml`.
         group: of all ranks, over gloo; another thread than the main one needs one of its own.
+        check: called on rank 0 before the folder is published; what it raises prevents that.
 
     Returns its folder. A step that is already published, and not damaged since, is left as it is.
     Raises NotSaved where a write failed on some rank.
     """
     final = root / f"{step:010d}"
-    published = on_rank_0(lambda: read_checkpoint(final)[0])
-    if published is not None and not damage(published, group):
+    published = found_on_rank_0(lambda: [c for c, _ in [read_checkpoint(final)] if c is not None])
+    if published and not damage(published[0], group):
         return final
-    folder = on_rank_0(lambda: temporary(final))
+    folder = Path(on_rank_0(lambda: str(temporary(final))))
     try:
         _writing(lambda: folder.mkdir(parents=True))
         files = _write_tensors(folder, tensors, group)
-        _writing(lambda: _publish(folder, final, step, files, state, config))
+        _writing(lambda: _publish(folder, final, step, files, state, config, check))
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
         if isinstance(error, NotSaved):
@@ -94,13 +97,15 @@ def publish_config(root: Path, config: str) -> Path:
 def _writing(work: Callable[[], None]) -> None:
     """Run `work` on rank 0; an error of its file system is NotSaved on every rank."""
 
-    def attempt() -> None:
+    def attempt() -> str | None:
         try:
             work()
         except OSError as error:
-            raise NotSaved(str(error)) from error
+            return str(error)
+        return None
 
-    on_rank_0(attempt)
+    if (why := on_rank_0(attempt)) is not None:
+        raise NotSaved(why)
 
 
 def _publish(
@@ -110,6 +115,7 @@ def _publish(
     files: dict[str, Entry],
     state: dict[str, Any],
     config: str,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     files[STATE] = write_text(folder / STATE, json.dumps(state, indent=1))
     files[CONFIG] = write_text(folder / CONFIG, config)
@@ -126,6 +132,7 @@ def _publish(
     if whole is None:
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
     sync_folder(folder)
+    check()
     if final.exists():  # a damaged one of the same step: out of the way, never modified
         final.rename(temporary(final))
     folder.rename(final)

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from pathlib import Path
 from typing import Literal
 
-from lingua.config.schema import Announced, Free, Guarded
+from lingua.config.schema import MOST_ROWS, MOST_TOKENS, Announced, Free, Guarded, bounds
 from lingua.data.shards import Source
 from lingua.data.stream import RowStream
 from lingua.tokenizer import TokenizerArgs
@@ -59,11 +58,10 @@ class DataArgs:
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for name, least in (("seq_len", 1), ("n_views", 2), ("batch_size", 1), ("workers", 0)):
-            if getattr(self, name) < least:
-                yield name, f"must be at least {least}"
-        if self.global_batch_size is not None and self.global_batch_size < 1:
-            yield "global_batch_size", "must be at least 1, or null"
+        yield from bounds(self, 1, "seq_len", most=MOST_TOKENS)
+        yield from bounds(self, 2, "n_views", most=1000)
+        yield from bounds(self, 1, "batch_size", "global_batch_size", most=MOST_ROWS)
+        yield from bounds(self, 0, "workers", most=256)
         if self.document_mask != "none" and not (self.add_bos or self.add_eos):
             need = "must be none where documents have neither a first nor a last token; "
             yield "document_mask", need + "set data.add_bos or data.add_eos to true"
@@ -78,6 +76,11 @@ class DataArgs:
             before = max(before, stage.from_step)
             for name, need in _validate_weights(stage.sources):
                 yield f"stages[{i}].{name}", need
+
+    def source_key(self, name: str) -> str:
+        """What messages name a source by."""
+        group = "data" if name in self.used_sources() else "validation"
+        return f"{group}.sources.{name}"
 
     @property
     def step_rows(self) -> int:
@@ -100,16 +103,36 @@ class DataArgs:
         stages = [(stage.from_step * self.step_rows, stage.sources) for stage in self.stages]
         return RowStream(sources, self.sources, self.seq_len, self.n_views, seed, stages)
 
-    def cache_path(self) -> Path:
-        """The folder that holds the folders of token shards."""
-        return Path(self.root_dir) / ".tokens" if self.cache_dir is None else Path(self.cache_dir)
+
+@dataclass
+class ValidationArgs:
+    every: Free[int] = 0  # steps between two measurements; 0: at the end of the run only
+    tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
+    # names of further sources, as in data.sources, whose loss is measured and that are never
+    # trained on
+    sources: Free[list[str]] = field(default_factory=list)
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 0, "every")
+        yield from bounds(self, 1, "tokens")
+        for i, name in enumerate(self.sources):
+            if not _is_name(name):
+                yield f"sources[{i}]", SOURCE_NAME
+            if name in self.sources[:i]:
+                yield f"sources[{i}]", "is given twice"
+
+
+SOURCE_NAME = "the name must be that of a file or folder in data.root_dir, without a path"
+
+
+def _is_name(name: str) -> bool:
+    return name[:1] not in ("", ".") and not any(c in name for c in ("/", "\\", "\0"))
 
 
 def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
     for name, weight in weights.items():
-        if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
-            need = "the name must be that of a file or folder in data.root_dir, without a path"
-            yield f"sources.{name}", need
+        if not _is_name(name):
+            yield f"sources.{name}", SOURCE_NAME
         if not (isfinite(weight) and weight >= 0):
             yield f"sources.{name}", "must be a finite number, at least 0"
     if not any(weight > 0 for weight in weights.values()):

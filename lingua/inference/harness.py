@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.config.load import flatten, from_values
-from lingua.config.schema import Free
+from lingua.config.schema import MOST_ROWS, MOST_TOKENS, Free, bounds
 from lingua.errors import UserError, nearest
 from lingua.inference.generate import Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
@@ -32,7 +32,7 @@ METRICS = "metrics.eval"  # the .jsonl file that collects results over the steps
 WAITING = "eval"  # the mark of a checkpoint whose evaluation job has not finished
 
 logger = logging.getLogger(__name__)
-Report = Callable[[list[dict[str, Any]], str], None]
+Report = Callable[[list[dict[str, Any]]], None]
 
 
 @dataclass
@@ -52,13 +52,12 @@ class HarnessArgs:
             yield "tasks", "must name at least one task"
         if self.task_dir is not None and not Path(self.task_dir).is_dir():
             yield "task_dir", "must be a folder of task files"
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            yield "num_fewshot", "must be at least 0, or null"
+        yield from bounds(self, 0, "num_fewshot")
         if self.limit is not None and not (0 < self.limit < 1 or self.limit % 1 == 0 < self.limit):
             yield "limit", "must be a whole number, a share between 0 and 1, or null"
-        for key in ("batch_size", "max_gen_tokens"):
-            if getattr(self, key) < 1:
-                yield key, "must be at least 1"
+        yield from bounds(self, 1, "batch_size", most=MOST_ROWS)
+        yield from bounds(self, 1, "max_gen_tokens", most=MOST_TOKENS)
+        yield from bounds(self, 0, "seed", most=2**32 - 1)  # as numpy's generators ask
 
 
 def find_tasks(args: HarnessArgs) -> Any:
@@ -150,13 +149,13 @@ class Evaluator:
     in_collectives = False  # all ranks are
 
     def evaluate(self, tasks: dict[str, Any], folder: Path, step: int, report: Report) -> None:
-        """Evaluate, and write results and every task's samples into new files of `folder`. Called
-        by every rank.
+        """Evaluate, log a table, and write results and every task's samples into new files of
+        `folder`. Called by every rank.
 
         Args:
             tasks: what load_tasks returned.
             report: called on rank 0, before anything is written, with the lines of
-                metrics.eval.jsonl (for each task, then for each group) and with a table.
+                metrics.eval.jsonl: of each task, then of each group.
 
         Raises:
             UserError: on every rank: the evaluation failed, or rank 0 was asked to stop.
@@ -167,7 +166,12 @@ class Evaluator:
             return
         results, failure = {}, ""
         try:
-            results = self._run_harness(tasks)
+            from lm_eval.evaluator import evaluate
+
+            for task in tasks["tasks"].values():
+                task.set_fewshot_seed(seed=self.args.seed)  # in a second evaluation too
+            seed_all(self.args.seed)
+            results = evaluate(lm=self, task_dict=tasks, limit=self.args.limit)
         except Exception as error:
             if self.in_collectives:  # no message reaches the other ranks there
                 raise
@@ -180,21 +184,14 @@ class Evaluator:
             if failure:
                 raise UserError(failure)
             try:
-                report(metrics_lines(results, step), results_table(results))
+                logger.info(f"step {step} on benchmarks:\n{results_table(results)}")
+                report(metrics_lines(results, step))
                 write_results(folder, {"step": step, "config": flatten(self.args)} | results)
             except OSError as error:
                 where = error.filename or folder
                 raise UserError(f"{where}: cannot be written ({error.strerror})") from None
 
         on_rank_0(finish)
-
-    def _run_harness(self, tasks: dict[str, Any]) -> dict[str, Any]:
-        from lm_eval.evaluator import evaluate
-
-        for task in tasks["tasks"].values():
-            task.set_fewshot_seed(seed=self.args.seed)  # in a second evaluation too
-        seed_all(self.args.seed)
-        return evaluate(lm=self, task_dict=tasks, limit=self.args.limit)
 
     def ask(self, kind: str, items: list) -> list:
         """Results for the items, computed in parts: between two parts the evaluation may stop."""

@@ -8,11 +8,12 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
-from lingua.format import short_count
+from lingua.format import short_count, short_time
 
 
 class _Format(logging.Formatter):
@@ -24,6 +25,25 @@ class _Format(logging.Formatter):
         return super().formatMessage(record)
 
 
+class _Console(logging.StreamHandler):
+    """Where a line cannot be written, as on a full disk, the run goes on and prints that once."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            with suppress(OSError):
+                print(f"error: {self.stream.name} cannot be written: {error}", file=sys.stderr)
+
+
+class _LogFile(_Console, logging.FileHandler):
+    pass
+
+
 def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
     """Rank 0 logs to stdout and, with times in UTC, appends to `<dump_dir>/train.log`; other ranks
     log warnings and errors to stderr. `app` is the import path of an app whose package logs too.
@@ -31,14 +51,14 @@ def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
 
     Raises UserError where the log cannot be written.
     """
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr if rank else sys.stdout)]
+    handlers: list[logging.Handler] = [_Console(sys.stderr if rank else sys.stdout)]
     prefix = f"[rank {rank}] " if rank else ""
     handlers[0].setFormatter(_Format(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     if rank == 0 and dump_dir is not None:
         path = Path(dump_dir) / "train.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(path, encoding="utf-8"))
+            handlers.append(_LogFile(path, encoding="utf-8"))
         except OSError as error:
             raise UserError(
                 f"dump_dir = {dump_dir}: {path} cannot be written ({error.strerror})"
@@ -67,18 +87,8 @@ def progress_line(step: int, steps: int, metrics: Mapping[str, Any], eta_s: floa
         f"lr {metrics['lr']:.1e}".replace("e-0", "e-").replace("e+0", "e+"),
         f"{short_count(metrics['tokens_per_s']):>5} tok/s",
         f"{metrics['peak_mem_gib']:.1f} GiB" if mfu is None else f"mfu {mfu:.0f}%",
-        f"eta {_rounded(eta_s)}",
+        f"eta {short_time(eta_s)}",
     ]
     if skipped:
         parts.append(f"skipped {skipped}")
     return " ".join(parts)
-
-
-def _rounded(seconds: float) -> str:
-    """45s, 2.1m, 59m, 3.1h, 2.2d: two digits, which is what an estimate is good for."""
-    value, unit = seconds, "s"
-    for longer, n in (("m", 60), ("h", 60), ("d", 24)):
-        if round(value) < n:
-            break
-        value, unit = value / n, longer
-    return f"{value:.0f}{unit}" if unit == "s" or value >= 9.95 else f"{value:.1f}{unit}"

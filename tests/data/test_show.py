@@ -12,8 +12,8 @@ from apps.main.config import TrainArgs
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.args import DataArgs, Stage
+from lingua.data.prepare.records import HELD_OUT_BELOW
 from lingua.data.prepare.sources import prepare_sources
-from lingua.data.prepare.units import HELD_OUT_BELOW
 from lingua.data.show import ShowArgs, describe_mixture, describe_row
 from lingua.errors import UserError
 from lingua.tokenizer import build_tokenizer
