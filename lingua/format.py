@@ -1,21 +1,16 @@
 """Tables, counts, times and sizes as text for people."""
 
 import re
-import sys
 from collections.abc import Sequence
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# Of terminals, of the direction of text, and halves of characters.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     """Text for a terminal, which may quote a file of anybody's: control characters other than tabs
     and ends of lines are escaped, such as `\\x1b`."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
-
-
-def for_stdout(text: str) -> str:
-    """The text as it is to be printed: `printable` on a terminal, as it is in a file or a pipe."""
-    return printable(text) if sys.stdout.isatty() else text
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:

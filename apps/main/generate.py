@@ -27,7 +27,7 @@ from lingua.config.load import from_values, load
 from lingua.config.schema import MOST_ROWS, Free, bounds
 from lingua.errors import UserError
 from lingua.files import append_whole, read_bytes
-from lingua.format import for_stdout
+from lingua.format import printable
 from lingua.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
 from lingua.inference.trained import OpenArgs, Opened, open_model
@@ -144,7 +144,7 @@ def ask() -> str | None:
 
 def print_on_rank_0(text: str) -> None:
     if dist.get_rank() == 0:
-        print(for_stdout(text), end="", flush=True)
+        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 # ----------------------------------------------------------------------------- prompts and results

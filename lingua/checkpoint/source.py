@@ -6,6 +6,7 @@ executed.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -141,7 +142,7 @@ def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
     the last published first; none where `path` is a file or Meta Lingua's. By one process. Raises
     UserError where it has none that is whole. `report` logs a line for each that is skipped.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # nor one whose name is too long
         raise UserError(f"{path}: no such file or folder")
     has = {n for n in (MANIFEST, METADATA, PARAMS, CONSOLIDATED) if (path / n).exists()}
     if path.is_file() or CONSOLIDATED in has or has == {METADATA, PARAMS}:
