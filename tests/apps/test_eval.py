@@ -362,5 +362,5 @@ def test_programs_end_quietly_where_the_reader_of_their_output_has_gone(run, tas
             process.stdout.close()
             printed = process.stderr.read().decode()
         assert not re.search("[Ee]rror|Traceback", printed), printed
-        assert process.returncode == 141
+        assert process.returncode in (0, 141)  # eval logs its table, and its results are written
     assert results_in(tmp_path / "out")["results"]["choice"]

@@ -263,7 +263,7 @@ def test_a_full_disk_leaves_a_file_that_the_same_command_may_write(ranks, ckpt, 
     out = tmp_path / "out.jsonl"
     argv = [f"ckpt={ckpt}", f"out={out}", "prompt=a", "max_gen_tokens=2"]
     [(refused, _)] = ranks.run(1, main_here, *argv, at_most=20)  # a part of a line fits
-    assert f"out = {out}: cannot be written (File too large)" in refused
+    assert f"out = {out}: cannot be written (No space left on device)" in refused
     assert out.read_bytes() == b""
     [(refused, _)] = ranks.run(1, main_here, *argv)
     assert not refused and json.loads(out.read_text())["prompt"] == "a"

@@ -85,7 +85,7 @@ def check(results: list[tuple], names: Callable[[list[str]], list[str]]) -> None
 
 def keys_of(command: list[str]) -> list[str]:
     """The last names of the keys that a command gives. What is no `key=value` is quoted."""
-    keys = [word.partition("=")[0].rpartition(".")[2] for word in command]
+    keys = [word.partition("=")[0].strip(".").rpartition(".")[2] for word in command]
     return [key for key in keys if key] + ["argument", "must have the form key=value"]
 
 
