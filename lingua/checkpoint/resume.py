@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lingua import __version__
-from lingua.checkpoint.folder import CONFIG, Checkpoint, newest, read_state
+from lingua.checkpoint.folder import CONFIG, Checkpoint, Progress, newest, read_state
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import TensorSource, find_source
 from lingua.checkpoint.tensors import settings_of, tensors_of
@@ -44,31 +44,15 @@ Classes = Mapping[str, str | None]  # resume class of each config key
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Progress:
-    """How far a run is: everything that is state besides tensors and config."""
-
-    step: int = 0  # completed updates, those that were skipped for a bad gradient included
-    position: int = 0  # rows consumed: where the row stream goes on
-    skipped_steps: int = 0  # updates suppressed since their gradient was not finite
-    trained_s: float = 0.0  # seconds of training, over all starts
-
-
 @dataclass(frozen=True)
 class Saved:
     """The checkpoint to resume from, with its configuration and state."""
 
     checkpoint: Checkpoint
     config: dict[str, Any]  # flat
-    state: dict[str, Any]
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(**self.state["progress"])
-
-    @property
-    def topology(self) -> tuple[int, ...]:
-        return tuple(self.state["topology"])
+    progress: Progress
+    topology: tuple[int, ...]
+    data: dict[str, Any]  # fingerprints
 
 
 def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
@@ -91,11 +75,12 @@ def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
 def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
     """A checkpoint with its configuration and state. Raises UserError."""
     state = read_state(checkpoint)
-    if "progress" not in state:  # made by `convert`
+    if state.progress is None:  # made by `convert`
         advice = "with checkpoint.init_ckpt_path, without continue_training_from_init"
         what = "has only a model, and no run to resume; a new run starts from it"
         raise UserError(f"{checkpoint.path} {what} {advice}")
-    return Saved(checkpoint, flat_config(checkpoint.path / CONFIG, keys), state)
+    config = flat_config(checkpoint.path / CONFIG, keys)
+    return Saved(checkpoint, config, state.progress, tuple(state.topology), state.data)
 
 
 # ------------------------------------------------------------------------------ what may change
@@ -191,7 +176,7 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
     read = {f"{CONTENT}{name}" for _, of_stage in past for name in of_stage}
     unread = {key for key in data if key.startswith(CONTENT)} - read
     classes = {key: "announced" if key in unread else "guarded" for key in data}
-    found = changes(saved.state["data"], data, classes)
+    found = changes(saved.data, data, classes)
     check_changes(found, allowed)
     return found
 
@@ -309,8 +294,8 @@ def check_origin(
     saved = flat_config(source.config, config)
     if everything:
         saved["optim.name"] = "adamw"  # Meta Lingua has no other
-    state = read_state(source.checkpoint) if source.checkpoint is not None else {}
-    saved[TOKENIZER] = state.get("data", {}).get(TOKENIZER, ABSENT)
+    data = {} if source.checkpoint is None else read_state(source.checkpoint).data
+    saved[TOKENIZER] = data.get(TOKENIZER, ABSENT)
     now = config | {TOKENIZER: tokenizer.fingerprint()}
     classes = {**classes, TOKENIZER: "guarded"}
     classes = {key: _change_class(key, kind, everything) for key, kind in classes.items()}

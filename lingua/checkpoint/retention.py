@@ -1,7 +1,6 @@
 """Which checkpoints are kept: options, marks, and what is removed after a save."""
 
 import logging
-import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lingua.checkpoint.folder import LEFTOVER, MANIFEST, Checkpoint, find, read_state, temporary
+from lingua.checkpoint.folder import (
+    LEFTOVER,
+    MANIFEST,
+    NAME,
+    Checkpoint,
+    find,
+    read_state,
+    temporary,
+)
 from lingua.config.schema import Free
 from lingua.errors import UserError
 
@@ -120,17 +127,18 @@ def best(found: list[Checkpoint]) -> list[Checkpoint]:
     measured when it was saved."""
     measured = []
     for checkpoint in found:
-        with suppress(ValueError):  # damaged: it is none to keep
-            loss = read_state(checkpoint).get("held_out")
-            if loss is not None and math.isfinite(loss):
+        with suppress(UserError):  # damaged: it is none to keep
+            loss = read_state(checkpoint).held_out
+            if loss is not None:
                 measured.append((loss, checkpoint.serial, checkpoint))
     return [min(measured)[2]] if measured else []
 
 
 def _mark_best(root: Path, found: list[Checkpoint]) -> None:
     lowest = [_mark_file(c.path, BEST) for c in best(found)]
-    for file in set(root.glob(f"*.{BEST}")) - set(lowest):
-        file.unlink()
+    for file in root.glob(f"*.{BEST}"):
+        if NAME.fullmatch(file.stem) and file.is_file() and file not in lowest:
+            file.unlink()
     for file in lowest:
         file.touch()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
-from lingua.format import short_count
+from lingua.format import printable, short_count
 
 
 class _Format(logging.Formatter):
@@ -21,6 +21,7 @@ class _Format(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
             record.message = f"{record.levelname.lower()}: {record.message}"
+        record.message = printable(record.message)
         return super().formatMessage(record)
 
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from lingua.errors import UserError
+from lingua.format import printable
 from lingua.parallel.launch import detect_launch, leave
 
 RANK_0_S = 10.0  # until rank 0 has found a mistake that all ranks find before they meet
@@ -67,7 +68,7 @@ def _report(error: UserError) -> None:
         time.sleep(RANK_0_S)
         first = True
     if first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
 
 
 def _show_in_torchrun(text: str) -> None:
