@@ -93,6 +93,7 @@ def load_json(path: Path) -> dict[str, Any]:
     too_deep = ValueError(f"it is nested more than {LEVELS} levels deep")
     try:
         content = json.loads(read_bytes(path, JSON_BYTES), parse_constant=lambda name: None)
+        json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no character
     except RecursionError:
         raise too_deep from None
     if not isinstance(content, dict):

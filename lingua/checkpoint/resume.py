@@ -10,9 +10,10 @@ folder, which branches the run; from one of Meta Lingua's come model, AdamW stat
 
 import logging
 import platform
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from lingua.checkpoint.folder import CONFIG, Checkpoint, Progress, newest, read_
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import TensorSource, find_source
 from lingua.checkpoint.tensors import settings_of, tensors_of
+from lingua.config.load import from_values
 from lingua.config.values import parse_mapping, plain, read_file
+from lingua.data.args import Stage
 from lingua.data.stream import shares
 from lingua.data.text import CONTENT
 from lingua.errors import UserError
@@ -55,13 +58,32 @@ class Saved:
     data: dict[str, Any]  # fingerprints
 
 
+@dataclass
+class Mixture:
+    """What a resume reads of a saved `data` group. Other values are only compared."""
+
+    sources: dict[str, float] | None = None
+    stages: list[Stage] | None = None
+    global_batch_size: int | None = None
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        for weights in (self.sources or {}, *(stage.sources for stage in self.stages or ())):
+            if not all(map(isfinite, weights.values())):
+                yield "sources", "must have finite weights"
+
+
+@dataclass
+class SavedConfig:
+    data: Mixture = field(default_factory=Mixture)
+
+
 def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
     """The values of those of `keys`, dotted names, that a written config file, or its text, has.
-    It is read as data, since it may be somebody else's: `${...}` stays text."""
+    It is read as data, since it may be somebody else's: `${...}` stays text. Raises UserError."""
     if isinstance(config, str):
-        tree = plain(parse_mapping(config, CONFIG))
+        tree, where = plain(parse_mapping(config, CONFIG)), CONFIG
     else:
-        tree = plain(read_file(config, str(config)))
+        tree, where = plain(read_file(config, str(config))), str(config)
     flat = {}
     for key in keys:
         value = tree
@@ -69,6 +91,8 @@ def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
             value = value.get(name, ABSENT) if isinstance(value, dict) else ABSENT
         if value != ABSENT:
             flat[key] = value
+    mixture = {name: flat.get(f"data.{name}") for name in Mixture.__dataclass_fields__}
+    from_values(SavedConfig(), {"data": mixture}, where)
     return flat
 
 
