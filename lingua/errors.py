@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+MOST_SHOWN = 50  # mistakes in one message
+
 
 class UserError(Exception):
     """A mistake of the user. The message is complete: it names the key or file, the value
@@ -21,7 +23,9 @@ def all_of(mistakes: Sequence[str]) -> UserError:
     """One error for all mistakes in a configuration, with their number if there are several."""
     if len(mistakes) == 1:
         return UserError(mistakes[0])
-    return UserError("\n  ".join([f"{len(mistakes)} mistakes in the configuration:", *mistakes]))
+    shown = [f"{len(mistakes)} mistakes in the configuration:", *mistakes[:MOST_SHOWN]]
+    shown += ["..."] if len(mistakes) > MOST_SHOWN else []
+    return UserError("\n  ".join(shown))
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lingua.errors import UserError
 
-JSON_BYTES, LEVELS = 256 << 20, 50  # more than any JSON file of a checkpoint or a model has
+LEVELS = 50  # of a JSON file, at most
 AT_ONCE = 32 << 20  # bytes written before their write-back to the disk is started
 
 
@@ -87,12 +87,12 @@ def read_bytes(path: Path, at_most: int = 1 << 30) -> bytes:
     return path.read_bytes()
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; numbers that are not finite are None. Raises OSError or
-    ValueError."""
+def load_json(path: Path, at_most: int = 1 << 28) -> dict[str, Any]:
+    """The JSON object in a file of `at_most` bytes; numbers that are not finite are None. Raises
+    OSError or ValueError."""
     too_deep = ValueError(f"it is nested more than {LEVELS} levels deep")
     try:
-        content = json.loads(read_bytes(path, JSON_BYTES), parse_constant=lambda name: None)
+        content = json.loads(read_bytes(path, at_most), parse_constant=lambda name: None)
         json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no character
     except RecursionError:
         raise too_deep from None

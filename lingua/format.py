@@ -37,15 +37,13 @@ def short_count(count: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """45s, 2m05s, 3h07m, 2d04h: the two largest units."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days}d{h:02d}h"
-    if hours:
-        return f"{hours}h{m:02d}m"
-    return f"{m}m{s:02d}s" if m else f"{s}s"
+    """45s, 2.1m, 59m, 3.1h, 2.2d: two digits."""
+    value, unit = seconds, "s"
+    for longer, n in (("m", 60), ("h", 60), ("d", 24)):
+        if round(value) < n:
+            break
+        value, unit = value / n, longer
+    return f"{value:.0f}{unit}" if unit == "s" or value >= 9.95 else f"{value:.1f}{unit}"
 
 
 def human_bytes(n: int) -> str:

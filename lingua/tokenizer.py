@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,14 @@ import numpy as np
 
 from lingua.config.schema import Guarded
 from lingua.errors import UserError, nearest
+from lingua.files import load_json, read_bytes
 
 FILES = {
     "sp": "a sentencepiece .model file",
     "tiktoken": "a file of tiktoken ranks",
     "hf": "a tokenizer.json of the Hugging Face tokenizers library, or its folder",
 }
+LARGEST_VOCABULARY = 2**24  # a model has a row for each id
 
 
 @dataclass
@@ -50,7 +53,7 @@ class TokenizerArgs:
             return
         if not self.path:
             yield "path", f"must be given for the tokenizer {self.name}: {FILES[self.name]}"
-        elif not (file := tokenizer_file(self)).is_file():
+        elif not os.path.isfile(file := tokenizer_file(self)):
             yield "path", f"must be {FILES[self.name]}; {file} is not a file"
 
 
@@ -87,13 +90,18 @@ class Tokenizer:
         return np.concatenate(parts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, without bos and eos, by one call of the library."""
+        """Ids of each text, without bos and eos, by one call of the library. Raises UserError where
+        the library fails."""
         try:
             return [np.asarray(ids, self.dtype) for ids in self.encode_texts(texts)]
-        except (TypeError, RuntimeError):  # what the libraries raise for a lone surrogate
+        except BaseException as error:
+            # The libraries raise any type, also one that is no Exception where Rust panics.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             for text in texts:
-                text.encode("utf-8")
-            raise
+                text.encode("utf-8")  # each library fails in its own way at a lone surrogate
+            need = f"its library fails at a text: {error}"
+            raise UserError(f"data.tokenizer.name = {self.name}: {need}") from error
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text. Special tokens are left out, and bytes that are not UTF-8 become U+FFFD. An id
@@ -123,15 +131,19 @@ class Tokenizer:
 def build_tokenizer(args: TokenizerArgs) -> Tokenizer:
     """UserError when the file, or the library that reads it, is missing or wrong."""
     for key, need in args.validate():
-        raise _error(args, key, need)
+        raise _error(args, need, key)
     if args.name == "bytes":
         return _bytes()
     try:
-        content = tokenizer_file(args).read_bytes()
+        content = read_bytes(tokenizer_file(args))
     except OSError as e:
-        raise _path_error(args, f"cannot be read: {e.strerror}") from None
+        raise _error(args, f"cannot be read: {e.strerror or e}") from None
     build = {"sp": _sentencepiece, "tiktoken": _tiktoken, "hf": _hugging_face}[args.name]
-    return build(args, content)
+    tokenizer = build(args, content)
+    if not 0 < tokenizer.vocab_size <= LARGEST_VOCABULARY:
+        need = f"must have ids below {LARGEST_VOCABULARY:,}; its largest is "
+        raise _error(args, f"{need}{tokenizer.vocab_size - 1:,}")
+    return tokenizer
 
 
 def _bytes() -> Tokenizer:
@@ -150,10 +162,10 @@ def _sentencepiece(args: TokenizerArgs, content: bytes) -> Tokenizer:
     model = _library("sentencepiece", args).SentencePieceProcessor()
     try:
         model.load_from_serialized_proto(content)
-    except (RuntimeError, ValueError):
+        size = model.vocab_size()
+        ids = {piece: i for i, piece in enumerate(model.id_to_piece(list(range(size))))}
+    except (RuntimeError, ValueError):  # pieces that are not UTF-8 among them
         raise _wrong_file(args) from None
-    size = model.vocab_size()
-    ids = {piece: i for i, piece in enumerate(model.id_to_piece(list(range(size))))}
     own = {"bos": model.bos_id(), "eos": model.eos_id()}  # -1: it has none
     names = {what: [model.id_to_piece(i)] if i >= 0 else [] for what, i in own.items()}
     bos_id, eos_id = _special_ids(args, names, ids)
@@ -188,8 +200,8 @@ def _tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
     n_ranks = len(ranks)
     # a file of the same name with the suffix .pattern replaces Llama 3's expression
     file = tokenizer_file(args).with_suffix(".pattern")
-    pattern = file.read_text(encoding="utf-8") if file.is_file() else SPLIT
     try:
+        pattern = read_bytes(file).decode() if file.is_file() else SPLIT
         encoding = _library("tiktoken", args).Encoding(
             "lingua",
             pat_str=_SPLIT_FAST if pattern == SPLIT else pattern,
@@ -198,8 +210,8 @@ def _tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
             # never allowed in a text.
             special_tokens={"<|begin_of_text|>": n_ranks},
         )
-    except ValueError as e:
-        raise _path_error(args, f"{file} has a wrong pattern: {e}") from None
+    except (OSError, ValueError) as e:
+        raise _error(args, f"{file} has a wrong pattern: {e}") from None
 
     def encode(text: str) -> np.ndarray:
         long_spaces = _LONG_SPACE.finditer(text) if len(text) >= LONGEST_SPACE else ()
@@ -257,6 +269,9 @@ def _hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
     for what in names:
         if (key := f"{what}_token") in config:
             token = config[key].get("content") if isinstance(config[key], dict) else config[key]
+            if not isinstance(token, str | None):
+                where = tokenizer_file(args).with_name("tokenizer_config.json")
+                raise _error(args, f"{where} beside it has a {key} that is not text")
             names[what] = [] if token is None else [token]
     bos_id, eos_id = _special_ids(args, names, ids)
 
@@ -274,10 +289,9 @@ def tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return load_json(path)
     except (OSError, ValueError) as e:
-        raise _path_error(args, f"{path} beside it cannot be read: {e}") from None
-    return config if isinstance(config, dict) else {}
+        raise _error(args, f"{path} beside it cannot be read: {e}") from None
 
 
 def _special_ids(
@@ -289,7 +303,7 @@ def _special_ids(
         name = getattr(args, what)
         if name is not None and name not in ids:
             hint = nearest(name, [token for token in ids if token[:1] in ("<", "[")])
-            raise _error(args, what, f"must be a token of {args.path}{hint}")
+            raise _error(args, f"must be a token of {args.path}{hint}", what)
         wanted = own if name is None else [name]
         yield next((ids[token] for token in wanted if token in ids), None)
 
@@ -300,7 +314,7 @@ def _special_ids(
 def tokenizer_file(args: TokenizerArgs) -> Path:
     """The file, also where `path` is the folder that has it."""
     path = Path(args.path or "")
-    return path / "tokenizer.json" if args.name == "hf" and path.is_dir() else path
+    return path / "tokenizer.json" if args.name == "hf" and os.path.isdir(path) else path
 
 
 def _library(name: str, args: TokenizerArgs) -> ModuleType:
@@ -314,13 +328,9 @@ def _library(name: str, args: TokenizerArgs) -> ModuleType:
 
 
 def _wrong_file(args: TokenizerArgs, reason: str = "") -> UserError:
-    return _path_error(args, f"must be {FILES[args.name]}; this file is not{reason}")
+    return _error(args, f"must be {FILES[args.name]}; this file is not{reason}")
 
 
-def _path_error(args: TokenizerArgs, need: str) -> UserError:
-    return _error(args, "path", need)
-
-
-def _error(args: TokenizerArgs, key: str, need: str) -> UserError:
+def _error(args: TokenizerArgs, need: str, key: str = "path") -> UserError:
     value = json.dumps(getattr(args, key), ensure_ascii=False)
     return UserError(f"data.tokenizer.{key} = {value}: {need}")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lingua.config.schema import Announced, Guarded
+from lingua.config.schema import Announced, Guarded, require
 from lingua.data import IGNORE
 from lingua.hashing import hash_bits, key_of
 from lingua.model import Cache, PerRow
@@ -34,10 +34,8 @@ class RopeScaling:
     original_seq_len: Guarded[int] = 8192  # context the unscaled frequencies were trained on
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if not 1 <= self.factor < math.inf:
-            yield "factor", "must be at least 1 and finite"
-        if self.original_seq_len < 1:
-            yield "original_seq_len", "must be at least 1"
+        yield from require(self, "at least 1 and finite", lambda v: 1 <= v < math.inf, "factor")
+        yield from require(self, "at least 1", lambda v: v >= 1, "original_seq_len")
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             yield "low_freq_factor", f"must be above 0 and below {self.high_freq_factor} (high)"
 
@@ -67,20 +65,18 @@ class TransformerArgs:
     attn_impl: Announced[Literal["sdpa"]] = "sdpa"  # implementation of attention
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for key in ("dim", "n_layers", "head_dim", "n_heads", "n_kv_heads", "multiple_of"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                yield key, "must be at least 1"
-                return
-        for key in ("norm_eps", "rope_theta", "init_base_std"):
-            if (value := getattr(self, key)) is not None and not 0 < value < math.inf:
-                yield key, "must be above 0 and finite"
+        sizes = ("dim", "n_layers", "head_dim", "n_heads", "n_kv_heads", "multiple_of")
+        if wrong := list(require(self, "at least 1", lambda v: v >= 1, *sizes)):
+            yield from wrong
+            return
+        positive = ("norm_eps", "rope_theta", "init_base_std")
+        yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
         scale = self.ffn_dim_multiplier
         if scale is not None and not 1 <= scale * int(8 * self.dim / 3) < math.inf:
             yield "ffn_dim_multiplier", "must be finite and leave at least one hidden feature"
-        if not 0 <= self.dropout < 1:
-            yield "dropout", "must be at least 0 and below 1"
-        if self.sliding_window is not None and self.sliding_window < 1:
-            yield "sliding_window", "must be at least 1, or null for all positions"
+        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "dropout")
+        need = "at least 1, or null for all positions"
+        yield from require(self, need, lambda v: v >= 1, "sliding_window")
         if self.n_heads is None and self.head_dim is None:
             yield "n_heads", "must be given when model.head_dim is null"
             return

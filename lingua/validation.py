@@ -1,31 +1,15 @@
 """The loss on held-out documents, the same number on every topology."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.config.schema import Free
 from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks
-from lingua.data.heldout import HeldOut
+from lingua.data.rows import HeldOut
 from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
 from lingua.parallel.parallelize import loss_context
-
-
-@dataclass
-class ValidationArgs:
-    every: Free[int] = 0  # steps between two measurements; 0: at the end of the run only
-    tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        if self.every < 0:
-            yield "every", "must be at least 0"
-        if self.tokens < 1:
-            yield "tokens", "must be at least 1"
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Real ranks for tests: processes started once, each test runs its function in the first n of them.
 
 Every run makes a process group of its own, of just its n ranks, by the variables that torchrun
-sets, so what is tested is what torchrun starts; only the seconds of importing torch are shared.
+sets, so what is tested is what torchrun starts; only the seconds of importing torch are shared:
+a server imports it once, and every rank is forked from that.
 """
 
 import functools
@@ -33,7 +34,6 @@ def _caches() -> list[Any]:
 
 
 def _serve(pipe: Connection) -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each rank starts compilers of its own
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
@@ -74,7 +74,9 @@ class Ranks:
         self.processes: list[mp.process.BaseProcess] = []
 
     def _grow(self, n: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["apps.main.train", "torch._inductor.compile_fx"])
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each rank starts compilers
         while len(self.processes) < n:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -35,6 +35,7 @@ from lingua.data.prepare.__main__ import PrepareArgs
 from lingua.data.show import ShowArgs
 from lingua.errors import UserError
 from lingua.slurm.launch import split_arguments
+from tests.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -243,7 +244,7 @@ def parse(words: list[str]) -> None:
     if words[:2] == ["python", "-m"]:
         parse_program(words[2], words[3:])
     elif words[0] == "python" and words[1].endswith(".py"):
-        check_options([sys.executable, words[1]], [w for w in words[2:] if w[0] == "-"])
+        check_options([words[1]], [w for w in words[2:] if w[0] == "-"])
 
 
 def parse_program(module: str, argv: list[str]) -> None:
@@ -265,15 +266,15 @@ def parse_program(module: str, argv: list[str]) -> None:
         swept = [f"{key}={values[0]}" for key, values in sweep.items()]
         parse_program(job.script or "apps.main.train", [*arguments, *swept])
     elif module == "lingua.checkpoint":
-        check_options([sys.executable, "-m", module], argv[:1])
+        check_options(["-m", module], argv[:1])
         options = [word for word in argv if word[0] == "-"]
-        check_options([sys.executable, "-m", module, "convert"], options)
+        check_options(["-m", module, "convert"], options)
     elif module == "apps.bench":
         assert argv[0] in MEASUREMENTS, argv[0]
         keys = [word for word in argv if "=" in word]
         keys += [] if any(key.startswith("config=") for key in keys) else [f"config={CONFIG}"]
         load(choose_app(keys).config, keys, META_LINGUA)
-        check_options([sys.executable, "-m", module], [word for word in argv if word[0] == "-"])
+        check_options(["-m", module], [word for word in argv if word[0] == "-"])
 
 
 def check_options(program: list[str], words: list[str]) -> None:
@@ -285,7 +286,8 @@ def check_options(program: list[str], words: list[str]) -> None:
 
 @cache
 def help_of(*program: str) -> str:
-    return subprocess.run([*program, "--help"], capture_output=True, text=True, check=True).stdout
+    command = [*python(), *program, "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(

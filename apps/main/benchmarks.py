@@ -8,7 +8,6 @@ import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from apps.main.config import TrainArgs
 from apps.main.run import Run
@@ -60,15 +59,19 @@ class Benchmarks:
     def evaluate(self, run: Run, stop: StopRequest) -> None:
         """Evaluate the model as it is, or launch a job for its checkpoint. A failure is logged and
         training continues; an evaluation stops where the run is asked to stop."""
+        args, data, step = run.args, run.args.data, run.progress.step
         with run.report.paused():
             try:
-                if run.args.eval.launcher == "slurm":
+                if args.eval.launcher == "slurm":
                     run.saver.wait()
                     on_rank_0(lambda: self._launch(run))
-                else:
-                    self._evaluate_here(run, stop)
+                    return
+                of_model = (run.model, run.tokenizer, run.mesh, data.add_bos, data.seq_len)
+                evaluator = Evaluator(args.eval, *of_model, lambda: stop.signal is not None)
+                folder = results_folder(args, step)
+                evaluator.evaluate(self.tasks, folder, step, run.report.evaluation)
             except UserError as error:  # on every rank
-                logger.error(f"step {run.progress.step} is not evaluated: {error}")
+                logger.error(f"step {step} is not evaluated: {error}")
 
     def evaluate_missed(self, run: Run, stop: StopRequest) -> None:
         """Run the missed evaluation of the step that a run resumes from, if one was due."""
@@ -79,17 +82,6 @@ class Benchmarks:
         # job_id: a job was launched for it
         if on_rank_0(lambda: not any((*folder.glob("results_*"), *folder.glob("job_id")))):
             self.evaluate(run, stop)
-
-    def _evaluate_here(self, run: Run, stop: StopRequest) -> None:
-        step, args, data = run.progress.step, run.args, run.args.data
-
-        def report(lines: list[dict[str, Any]], table: str) -> None:
-            run.report.evaluation(lines)
-            logger.info(f"step {step} on benchmarks:\n{table}")
-
-        of_model = (run.model, run.tokenizer, run.mesh, data.add_bos, data.seq_len)
-        evaluator = Evaluator(args.eval, *of_model, stopping=lambda: stop.signal is not None)
-        evaluator.evaluate(self.tasks, results_folder(args, step), step, report)
 
     def _launch(self, run: Run) -> None:
         """Launch the evaluation of the checkpoint just saved; on rank 0. Raises UserError."""

@@ -8,14 +8,13 @@ from typing import Any, Literal
 from apps.main.transformer import ModelArgs
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.config.schema import Announced, Free, Guarded
-from lingua.data.args import DataArgs
+from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.loader import micro_steps
 from lingua.inference.harness import HarnessArgs
 from lingua.monitor.metrics import LoggingArgs
 from lingua.monitor.profiling import ProfilingArgs
 from lingua.optim.args import OptimArgs
 from lingua.parallel.mesh import DistributedArgs
-from lingua.validation import ValidationArgs
 
 
 @dataclass
@@ -59,6 +58,9 @@ class TrainArgs:
         for key in ("steps", "stop_at", "grad_acc_steps"):
             if (value := getattr(self, key)) is not None and value < 1:
                 yield key, "must be at least 1"
+        for i, name in enumerate(self.validation.sources):
+            if name in self.data.used_sources():
+                yield f"validation.sources[{i}]", f"is trained on, as data.sources.{name}"
 
     @property
     def folder(self) -> Path:

@@ -71,18 +71,17 @@ def main(argv: list[str] | None = None) -> None:
         if args.wandb is not None:
             wandb_run = start_wandb(args.wandb, args.name, flatten(args), folder)
 
-    def report(lines: list[dict[str, Any]], table: str) -> None:
+    def report(lines: list[dict[str, Any]]) -> None:
         for line in lines:
             append_line(metrics, line)
         if wandb_run is not None:
             for line in lines:
                 wandb_run.log(wandb_values(METRICS, line))
             wandb_run.finish()
-        print(table, end="\n\n")
 
     tasks = load_tasks(args, opened.context)
     on_rank_0(prepare)  # finds mistakes before the model is loaded
-    model = opened.trained.load(args.distributed, opened.mesh, opened.device)
+    model = opened.trained.load(args.distributed, opened.mesh)
     of_model = (model, opened.tokenizer, opened.mesh, opened.add_bos, opened.context)
     Evaluator(args, *of_model).evaluate(tasks, folder, checkpoint.step, report)
     logger.info(f"step {checkpoint.step}: results and samples are in {folder}")

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_prompts(args)
     requests = to_requests(prompts, opened, args.on_long_prompt)
     on_rank_0(lambda: write_results(args.out, [], [], mode="x"))
-    model = opened.trained.load(args.distributed, opened.mesh, opened.device)
+    model = opened.trained.load(args.distributed, opened.mesh)
     if not prompts:
         complete_interactively(args, model, opened)
         return
@@ -92,9 +92,8 @@ def main(argv: list[str] | None = None) -> None:
         requests = [replace(requests[0], on_text=print_on_rank_0)]
     chunk = 8 * args.batch_size * dp_degree(opened.mesh)  # prompts between two writes of results
     for first in range(0, len(prompts), chunk):
-        now = slice(first, first + chunk)
-        part = prompts[now]
-        done = generate(model, requests[now], opened.tokenizer, opened.mesh, args.batch_size)
+        part, asked = prompts[first : first + chunk], requests[first : first + chunk]
+        done = generate(model, asked, opened.tokenizer, opened.mesh, args.batch_size)
         on_rank_0(partial(write_results, args.out, part, done))
         if args.out is None:
             for prompt, result in zip(part, done, strict=True):

@@ -6,16 +6,19 @@ Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name; 
 
 import hashlib
 import json
+import platform
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 
+from lingua import __version__
 from lingua.config.load import from_values
 from lingua.errors import UserError
 from lingua.files import file_size, load_json, read_json
@@ -40,7 +43,7 @@ class Checkpoint:
     step: int
     serial: int  # order of publication, which can differ from the order of steps
     files: dict[str, Entry]  # by name
-    created_at: str = ""
+    created_at: str
 
 
 def checksum_of(manifest: dict[str, Any]) -> str:
@@ -67,7 +70,7 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
                 return None, f"{name} has {size} bytes, its manifest lists {entry['size']}"
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         return None, f"{MANIFEST} cannot be read: {error}"
     return Checkpoint(path, step, serial, files, str(manifest.get("created_at", ""))), ""
 
@@ -87,15 +90,24 @@ class Progress:
                 yield key, "must be at least 0 and below 2^53"
 
 
+def versions() -> dict[str, str]:
+    python = platform.python_version()
+    return {"lingua": __version__, "torch": torch.__version__, "python": python}
+
+
 @dataclass
 class TrainState:
-    """What is read again of `train_state.json`. Its other keys are for people."""
+    """The content of `train_state.json`. Only `progress`, `data` and `held_out` matter when it is
+    read: the settings in `param_groups` come from the config, the mesh may be another."""
 
     progress: Progress | None = None  # None: of a model that a program converted
+    tokens: int = 0
+    schedule: dict[str, float] = field(default_factory=dict)  # the last step, and its rate
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
     topology: list[int] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)  # fingerprints
     held_out: float | None = None  # nats per byte, where this step was measured
-    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=versions)
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if not all(isinstance(group.get("param_names"), list) for group in self.param_groups):
@@ -130,6 +142,12 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
     return sorted(found, key=lambda c: c.serial, reverse=True)
 
 
+def found_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
+    """The checkpoints that `work` finds on rank 0. Called by every rank."""
+    found = on_rank_0(lambda: [asdict(c) | {"path": str(c.path)} for c in work()])
+    return [Checkpoint(**(values | {"path": Path(values["path"])})) for values in found]
+
+
 def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
     """The last published checkpoint that verifies, None where there is none at all. Called by every
     rank; rank 0 chooses.
@@ -137,7 +155,7 @@ def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint
     Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
     them would remove what may be whole (a disk that fails, a folder without permission).
     """
-    checkpoint, _ = first_undamaged(on_rank_0(lambda: find(root, report)), verify, report)
+    checkpoint, _ = first_undamaged(found_on_rank_0(lambda: find(root, report)), verify, report)
     if checkpoint is None and on_rank_0(
         lambda: any(NAME.fullmatch(p.name) for p in root.glob("*"))
     ):

@@ -9,23 +9,20 @@ folder, which branches the run; from one of Meta Lingua's come model, AdamW stat
 """
 
 import logging
-import platform
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lingua import __version__
 from lingua.checkpoint.folder import CONFIG, Checkpoint, Progress, newest, read_state
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import TensorSource, find_source
-from lingua.checkpoint.tensors import settings_of, tensors_of
+from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import from_values
 from lingua.config.values import parse_mapping, plain, read_file
 from lingua.data.args import Stage
@@ -33,7 +30,6 @@ from lingua.data.stream import shares
 from lingua.data.text import CONTENT
 from lingua.errors import UserError
 from lingua.format import align
-from lingua.parallel.mesh import on_rank_0
 from lingua.tokenizer import Tokenizer
 
 MIXTURE = ("data.sources", "data.stages")
@@ -205,7 +201,7 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
     return found
 
 
-# ------------------------------------------------------------------------ what is logged and saved
+# ---------------------------------------------------------------------------------- what is logged
 
 
 def log_resume(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:
@@ -218,35 +214,6 @@ def log_resume(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> 
         )
     for line in changes_table(found):
         logger.info(line)
-
-
-def state_to_save(
-    progress: Progress,
-    optimizer: Optimizer,
-    *,
-    tokens: int,
-    schedule: dict[str, float],
-    topology: tuple[int, ...],
-    data: dict[str, str],
-    held_out: float | None,
-) -> dict[str, Any]:
-    """The content of `train_state.json`. `param_groups` are to be read: on resume their values come
-    from the config. `held_out` is in nats per byte, None where this step was not measured.
-    """
-    return {
-        "progress": asdict(progress),
-        "tokens": tokens,
-        "schedule": schedule,
-        "param_groups": settings_of(optimizer),
-        "topology": list(topology),
-        "data": data,
-        "held_out": held_out,
-        "versions": {
-            "lingua": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
 
 
 # ------------------------------------------------------------------ a new run from other tensors
@@ -274,7 +241,7 @@ def find_start(
     if own is not None:
         if path is not None:
             logger.info(f"{path} is not read: this run has checkpoints of its own")
-        return on_rank_0(lambda: read_saved(own, keys)), None
+        return read_saved(own, keys), None
     if path is None:
         return None, None
     try:
@@ -287,7 +254,7 @@ def find_start(
     if checkpoint is not None:
         what = "model, optimizer, step and position"
         logger.info(f"branching from another run: {what} of {source.path}")
-        return on_rank_0(lambda: read_saved(checkpoint, keys)), None
+        return read_saved(checkpoint, keys), None
     if source.kind == "file" or source.step is None:
         raise UserError(
             f"checkpoint.init_ckpt_path = {path}: gives a model alone; must be a checkpoint, a "

@@ -31,6 +31,7 @@ from lingua.checkpoint.folder import (
     checksum_of,
     damage,
     find,
+    found_on_rank_0,
     read_checkpoint,
     temporary,
 )
@@ -65,10 +66,10 @@ def save(
     Raises NotSaved where a write failed on some rank.
     """
     final = root / f"{step:010d}"
-    published = on_rank_0(lambda: read_checkpoint(final)[0])
-    if published is not None and not damage(published, group):
+    published = found_on_rank_0(lambda: [c for c, _ in [read_checkpoint(final)] if c is not None])
+    if published and not damage(published[0], group):
         return final
-    folder = on_rank_0(lambda: temporary(final))
+    folder = Path(on_rank_0(lambda: str(temporary(final))))
     try:
         _writing(lambda: folder.mkdir(parents=True))
         files = _write_tensors(folder, tensors, group)
@@ -86,7 +87,6 @@ def publish_config(root: Path, config: str) -> Path:
     is not trained yet. By one process."""
     folder, final = root / "config", root / f"{0:010d}"
     folder.mkdir()
-    (folder / ".metadata").touch()
     _publish(folder, final, 0, {}, {}, config)
     return final
 
@@ -94,13 +94,15 @@ def publish_config(root: Path, config: str) -> Path:
 def _writing(work: Callable[[], None]) -> None:
     """Run `work` on rank 0; an error of its file system is NotSaved on every rank."""
 
-    def attempt() -> None:
+    def attempt() -> str | None:
         try:
             work()
         except OSError as error:
-            raise NotSaved(str(error)) from error
+            return str(error)
+        return None
 
-    on_rank_0(attempt)
+    if (why := on_rank_0(attempt)) is not None:
+        raise NotSaved(why)
 
 
 def _publish(

@@ -84,8 +84,8 @@ class Saver:
                 if final:
                     self.wait()
         if self._failure is not None and (final or self.gave_up):
-            left = on_rank_0(lambda: next(iter(find(self.root)), None))
-            newest = f"the newest checkpoint is {left.path}" if left else "there is no checkpoint"
+            left = on_rank_0(lambda: [str(c.path) for c in find(self.root)])
+            newest = f"the newest checkpoint is {left[0]}" if left else "there is no checkpoint"
             raise NotSaved(f"{self._failure}; {newest}")
 
     def wait(self) -> None:
@@ -108,7 +108,7 @@ class Saver:
                 logger.error(f"{failure}; training goes on, and the next save tries again")
             return
         self._saved_step = step
-        on_rank_0(lambda: prune(self.root, self.args))
+        on_rank_0(lambda: len(prune(self.root, self.args)))
         logger.info(f"saved {path}")
 
     def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

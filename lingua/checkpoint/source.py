@@ -24,6 +24,7 @@ from lingua.checkpoint.folder import (
     Checkpoint,
     find,
     first_undamaged,
+    found_on_rank_0,
     read_checkpoint,
 )
 from lingua.checkpoint.tensors import Part, local_parts
@@ -32,7 +33,6 @@ from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.values import show
 from lingua.errors import UserError
 from lingua.files import file_size, read_bytes, read_json
-from lingua.parallel.mesh import on_rank_0
 
 T = TypeVar("T")
 Shapes = dict[str, tuple[int, ...]]  # by name
@@ -183,7 +183,7 @@ def find_source(path: Path, verify: str, report: Callable[[str], None]) -> Tenso
         verify: `full` or `size`, of checkpoint.verify.
         report: logs a line for each checkpoint that is skipped.
     """
-    found = on_rank_0(lambda: locate(path, report))
+    found = found_on_rank_0(lambda: locate(path, report))
     if not found:
         path = path / CONSOLIDATED if (path / CONSOLIDATED).exists() else path
         work = _open_file if path.is_file() else _open_meta_lingua

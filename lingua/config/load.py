@@ -15,19 +15,24 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from lingua.config.help import first_example, help_text
+from lingua.config.references import References
 from lingua.config.schema import Keys, leaves, schema, split_optional, type_name
 from lingua.config.values import (
     COMMAND_LINE,
     MISSING,
+    MOST_VALUES,
+    NO_TEXT,
     LocatedValue,
     Values,
+    is_text,
     parse_argument,
     plain,
     read_file,
     read_layers,
+    shorten,
     show,
 )
-from lingua.errors import UserError, all_of, nearest
+from lingua.errors import MOST_SHOWN, UserError, all_of, nearest
 
 C = TypeVar("C")
 
@@ -149,10 +154,10 @@ class _Report:
 
     def add(self, path: str, given: LocatedValue, need: str, usable: bool = False) -> None:
         """A mistake: the key, its value, what is required and the place."""
-        written = given.text if type(given.value) in (int, float) else show(given)
+        written = str(given.text) if type(given.value) in (int, float) else show(given)
         value = "" if given.value == MISSING else f" = {written}"
         where = given.where or self.saved
-        self.mistakes.append(f"{path}{value}: {need}{f' ({where})' if where else ''}")
+        self.mistakes.append(f"{shorten(path)}{value}: {need}{f' ({where})' if where else ''}")
         if not usable:
             self.wrong.add(path)
 
@@ -169,8 +174,14 @@ class _Report:
 def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:
     """{key: value}, `config` among them, each where it was given last."""
     arguments: Values = {}
+    if len(argv) > MOST_VALUES:
+        raise UserError(f"the command line has more than {MOST_VALUES:,} arguments")
     for arg in argv:
+        if not is_text(arg):
+            report.mistakes.append(f"argument {shorten(arg)!a}: {NO_TEXT}")
+            continue
         name, equals, text = arg.partition("=")
+        arg = shorten(arg)
         if not equals or not name or name.startswith("-"):
             hint = f' (did you mean "config={arg}"?)' if arg.endswith((".yaml", ".yml")) else ""
             need = f"must have the form key=value or config=FILE{hint}; --help prints every key"
@@ -223,43 +234,42 @@ def _set(merged: Values, path: str, given: LocatedValue, keys: Keys) -> None:
         entries = below if isinstance(below, dict) else {}
         entry = path.removeprefix(f"{mapping}.")
         path, given = mapping, LocatedValue({**entries, entry: given}, given.where)
-    for other, value in list(merged.items()):  # a group set to null, and a key in it
-        null_over_key = given.value is None and other.startswith(f"{path}.")
-        key_over_null = value.value is None and path.startswith(f"{other}.")
-        if null_over_key or key_over_null:
+    if given.value is None and path in keys and keys[path].group is not None:
+        for other in [other for other in merged if other.startswith(f"{path}.")]:
             del merged[other]
+    group = path.rpartition(".")[0]
+    while group:  # which was null below
+        if group in merged and merged[group].value is None:
+            del merged[group]
+        group = group.rpartition(".")[0]
     merged[path] = given
 
 
 def _resolve(cls: type, given: Values, keys: Keys, report: _Report) -> None:
-    """Replace every `${other.key}` among the given values by what it stands for."""
-    paths = [p for p, value in given.items() if p in keys and "${" in str(plain(value))]
-    references = {path: given.pop(path) for path in paths}
+    """Replace every reference among the given values by what it stands for."""
+    references = {p: v for p, v in given.items() if p in keys and "${" in str(plain(v))}
+    for path in references:
+        del given[path]
     if not references:
         return
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    tree = OmegaConf.create(plain(_build(cls, given, keys, _Report())))
-
-    def put(path: str, value: LocatedValue) -> None:
-        OmegaConf.update(tree, path, plain(value), merge=False)
-
-    def replace(path: str, value: LocatedValue) -> None:
-        found = OmegaConf.select(tree, path, throw_on_missing=True)
-        if OmegaConf.is_config(found):
-            found = OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
-        if "${" in str(found):  # loading what to_yaml writes would resolve it once more
-            report.add(path, value, "must not stand for text that contains ${")
+    tree = plain(_build(cls, given, keys, _Report()))
+    for path, value in references.items():
+        *groups, name = path.split(".")
+        group = tree
+        for key in groups:
+            if not isinstance(group.get(key), dict):  # an optional group is null
+                group[key] = {}
+            group = group[key]
+        group[name] = plain(value)
+    resolver = References(tree)
+    for path, value in references.items():
+        try:
+            found = resolver.resolve(plain(value), path)
+        except UserError as error:
+            report.add(path, value, str(error))
+            continue
         for leaf, v in leaves({path: LocatedValue.of(found, value.where)}, keys).items():
             given.setdefault(leaf, v)
-
-    for step in (put, replace):  # one reference may stand for another
-        for path, value in references.items():
-            try:
-                step(path, value)
-            except OmegaConfBaseException as e:
-                report.add(path, value, str(e).splitlines()[0])
 
 
 # ---- from the values of leaves to dataclasses
@@ -269,7 +279,8 @@ def _build(cls: Any, given: Values, keys: Keys, report: _Report, prefix: str = "
     """The dataclass `cls`, validated. The paths of `given`, and of `keys`, begin with `prefix`."""
     for path in [p for p in given if p not in keys]:
         unknown = LocatedValue(MISSING, given[path].where)
-        report.add(path, unknown, f"unknown key{_nearest_key(path, keys)}")
+        many = len(report.mistakes) > MOST_SHOWN
+        report.add(path, unknown, f"unknown key{'' if many else _nearest_key(path, keys)}")
 
     def member(path: str) -> Any:
         key, value = keys[path], given.get(path, keys[path].default)
@@ -326,7 +337,9 @@ def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: 
     elif origin is dict and isinstance(value, dict):
         entry = split_optional(inner[1])
         return {k: _convert(f"{path}.{k}", v, *entry, report) for k, v in value.items()}
-    elif kind is str and given.text is not None:
+    elif type(value) is int and abs(value) >= 2**63:
+        need += " of at most 64 bits"  # which tensors and JSON have
+    elif kind is str and given.text is not None and is_text(given.text):
         if value is not None or (given.text == "" and given.where == COMMAND_LINE):
             return given.text
     elif kind is float and type(value) is int:

@@ -1,6 +1,7 @@
 """The keys of a configuration class: types, defaults, groups, and what a change means on resume."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -14,6 +15,17 @@ Free = Annotated[T, "free"]  # may change
 Announced = Annotated[T, "announced"]  # may change, is printed
 Guarded = Annotated[T, "guarded"]  # refused unless allowed by name
 RESUME_CLASSES = ("free", "announced", "guarded")
+
+
+def require(
+    args: Any, need: str, holds: Callable[[Any], bool], *keys: str
+) -> Iterator[tuple[str, str]]:
+    """For a dataclass's `validate`: those of `keys` whose value is not null and for which `holds`
+    is false, each with "must be {need}"."""
+    for key in keys:
+        value = getattr(args, key)
+        if value is not None and not holds(value):
+            yield key, f"must be {need}"
 
 
 @dataclass(frozen=True)

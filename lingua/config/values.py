@@ -1,9 +1,11 @@
 """The values that a user gives in YAML files and as `key=value`. Each remembers where and how it
 was written, so that every later mistake can name its line."""
 
+import errno
 import json
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from lingua.errors import UserError, nearest
 
 MISSING = "???"  # stands for a value that must be given; the same text as omegaconf.MISSING
 COMMAND_LINE = "command line"
+# Of one file or argument, and of a chain of `base:`. Nobody writes more, and reading it could take
+# minutes or all memory.
+MOST_BYTES, MOST_VALUES, MOST_LEVELS, MOST_BASES = 1 << 19, 10_000, 50, 20
+TOO_LARGE = f"has more than {MOST_VALUES:,} values or {MOST_LEVELS} levels, aliases included"
+NO_TEXT = "must be text of UTF-8 without NUL"
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,16 @@ def plain(value: Any) -> Any:
 
 def show(value: Any) -> str:
     """A value as it stands in an error message: like YAML, on one line, at most 80 characters."""
-    text = json.dumps(plain(value), ensure_ascii=False, default=str)
+    return shorten(json.dumps(plain(value), ensure_ascii=False, default=str))
+
+
+def shorten(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_text(text: str) -> bool:
+    """Whether files, and names of files, can have it."""
+    return not re.search("[\\0\\ud800-\\udfff]", text)
 
 
 # ---- arguments and files
@@ -61,7 +76,7 @@ def parse_argument(text: str) -> LocatedValue:
     """The value of `key=TEXT`. What is not valid YAML is text; only a string field takes it."""
     try:
         given = _parse(text, COMMAND_LINE)
-    except (yaml.YAMLError, UserError, RecursionError):
+    except (yaml.YAMLError, UserError):
         return LocatedValue(text, COMMAND_LINE, text)
     quoted = text[:1] in ("'", '"') and isinstance(given.value, str)
     return given if quoted else replace(given, text=text)
@@ -78,6 +93,10 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
         need = "must be the path of a YAML file, from the folder of the file that names it"
         raise UserError(f"{base.where}: base = {show(base)}: {need}")
     below, above = path.parent / base.value, (*above, path)
+    if len(above) > MOST_BASES:
+        raise UserError(
+            f"{base.where}: base: more than {MOST_BASES} files are laid over each other"
+        )
     if below.resolve() in [file.resolve() for file in above]:
         circle = " -> ".join(str(file) for file in (*above, below))
         raise UserError(f"{base.where}: base = {base.value}: the files form a circle: {circle}")
@@ -87,11 +106,17 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
 def read_file(path: Path, named_by: str) -> Values:
     """The mapping that a file holds, read as data: `${...}` stays text, `base` is a key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        if not stat.S_ISREG(path.stat().st_mode):  # another kind may never end
+            raise UserError(f"{named_by}: must be a file")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UserError(f"{named_by}: has more than {MOST_BYTES:,} bytes")
+        text = content.decode()
     except UnicodeDecodeError as e:
         raise UserError(f"{named_by}: is not UTF-8 text (byte {e.start})") from None
     except OSError as e:
-        beside = path.parent.glob("*.y*ml") if path.parent.is_dir() and not path.exists() else []
+        beside = path.parent.glob("*.y*ml") if e.errno == errno.ENOENT else []
         hint = nearest(path.name, [p.name for p in beside])
         raise UserError(f"{named_by}: cannot be read: {e.strerror or e}{hint}") from None
     return parse_mapping(text, str(path))
@@ -101,10 +126,6 @@ def parse_mapping(text: str, name: str) -> Values:
     """The mapping that the text of a file holds. `name` stands for the file in messages."""
     try:
         layer = _parse(text, name)
-    except RecursionError:
-        raise UserError(
-            f"{name}: is not valid YAML: an alias stands for what contains it"
-        ) from None
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -117,29 +138,40 @@ def parse_mapping(text: str, name: str) -> Values:
 
 def _parse(text: str, name: str) -> LocatedValue:
     """One YAML document; `name` is the path of its file, or COMMAND_LINE."""
-    node = yaml.compose(text, Loader=yaml.BaseLoader)
-    return LocatedValue(None, name, "") if node is None else _located(node, name)
+    try:
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except RecursionError:
+        raise UserError(f"{name}: {TOO_LARGE}") from None
+    if node is None:
+        return LocatedValue(None, name, "")
+    return _located(node, name, iter(range(MOST_VALUES)))
 
 
-def _located(node: yaml.Node, name: str) -> LocatedValue:
+def _located(node: yaml.Node, name: str, left: Iterator[int], level: int = 0) -> LocatedValue:
+    """A value of a document that may have as many more as `left` has numbers."""
     where = name if name == COMMAND_LINE else f"{name}:{node.start_mark.line + 1}"
+    # An alias can stand for what contains it, and a few of them for billions of values.
+    if next(left, None) is None or level > MOST_LEVELS:
+        raise UserError(f"{where}: {TOO_LARGE}")
     # To YAML, the bare !!!CHANGE_THIS!!! that Meta Lingua leaves for the user is a tag.
     if "CHANGE_THIS" in node.tag or node.value == "!!!CHANGE_THIS!!!":
         return LocatedValue(MISSING, where, MISSING)
     if node.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "seq", "map"):
         raise UserError(f"{where}: the YAML tag {node.tag} is not supported")
     if isinstance(node, yaml.ScalarNode):  # whose style is its quotes
+        if not is_text(node.value):
+            raise UserError(f"{where}: {shorten(node.value)!a}: {NO_TEXT}")
         return LocatedValue(node.value if node.style else _scalar(node.value), where, node.value)
     if isinstance(node, yaml.SequenceNode):
-        return LocatedValue([_located(child, name) for child in node.value], where)
+        return LocatedValue([_located(n, name, left, level + 1) for n in node.value], where)
     entries: Values = {}
     for key_node, child in node.value:
-        at, key = _located(key_node, name).where, key_node.value
+        at, key = _located(key_node, name, left, level + 1).where, key_node.value
         if not isinstance(key_node, yaml.ScalarNode):
             raise UserError(f"{at}: a key must be a word")
         if key in entries:
             raise UserError(f'{at}: key "{key}" is given twice; first at {entries[key].where}')
-        entries[key] = replace(_located(child, name), where=at)
+        entries[key] = replace(_located(child, name, left, level + 1), where=at)
     return LocatedValue(entries, where)
 
 
@@ -155,8 +187,12 @@ def _scalar(text: str) -> Any:
     lower = text.lower()
     if lower in _WORDS:
         return _WORDS[lower]
+    if len(lower) > 40:  # no number is as long, and matching takes the square of the length
+        return text
     if _INT.fullmatch(lower):
-        return int(lower, 16 if "x" in lower else 10)
+        number = int(lower, 16 if "x" in lower else 10)
+        if -(2**63) <= number < 2**63:  # which tensors and JSON have; others are about that float
+            return number
     if _FLOAT.fullmatch(lower):
         return float(re.sub(r"_|\.(?=[in])", "", lower))  # Python has inf and nan without the point
     return text

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from pathlib import Path
 from typing import Literal
 
 from lingua.config.schema import Announced, Free, Guarded
@@ -59,11 +58,16 @@ class DataArgs:
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for name, least in (("seq_len", 1), ("n_views", 2), ("batch_size", 1), ("workers", 0)):
-            if getattr(self, name) < least:
-                yield name, f"must be at least {least}"
-        if self.global_batch_size is not None and self.global_batch_size < 1:
-            yield "global_batch_size", "must be at least 1, or null"
+        for name, least, most in (
+            ("seq_len", 1, 2**24),
+            ("n_views", 2, 2**10),
+            ("batch_size", 1, 2**24),
+            ("global_batch_size", 1, 2**32),
+            ("workers", 0, 256),
+        ):
+            value, null = getattr(self, name), ", or null" if name == "global_batch_size" else ""
+            if value is not None and not least <= value <= most:
+                yield name, f"must be {least} to {most:,}{null}"
         if self.document_mask != "none" and not (self.add_bos or self.add_eos):
             need = "must be none where documents have neither a first nor a last token; "
             yield "document_mask", need + "set data.add_bos or data.add_eos to true"
@@ -78,6 +82,11 @@ class DataArgs:
             before = max(before, stage.from_step)
             for name, need in _validate_weights(stage.sources):
                 yield f"stages[{i}].{name}", need
+
+    def source_key(self, name: str) -> str:
+        """What messages name a source by."""
+        group = "data" if name in self.used_sources() else "validation"
+        return f"{group}.sources.{name}"
 
     @property
     def step_rows(self) -> int:
@@ -100,16 +109,38 @@ class DataArgs:
         stages = [(stage.from_step * self.step_rows, stage.sources) for stage in self.stages]
         return RowStream(sources, self.sources, self.seq_len, self.n_views, seed, stages)
 
-    def cache_path(self) -> Path:
-        """The folder that holds the folders of token shards."""
-        return Path(self.root_dir) / ".tokens" if self.cache_dir is None else Path(self.cache_dir)
+
+@dataclass
+class ValidationArgs:
+    every: Free[int] = 0  # steps between two measurements; 0: at the end of the run only
+    tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
+    # names of further sources, as in data.sources, whose loss is measured and that are never
+    # trained on
+    sources: Free[list[str]] = field(default_factory=list)
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        if self.every < 0:
+            yield "every", "must be at least 0"
+        if self.tokens < 1:
+            yield "tokens", "must be at least 1"
+        for i, name in enumerate(self.sources):
+            if not _is_name(name):
+                yield f"sources[{i}]", SOURCE_NAME
+            if name in self.sources[:i]:
+                yield f"sources[{i}]", "is given twice"
+
+
+SOURCE_NAME = "the name must be that of a file or folder in data.root_dir, without a path"
+
+
+def _is_name(name: str) -> bool:
+    return name[:1] not in ("", ".") and not any(c in name for c in ("/", "\\", "\0"))
 
 
 def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
     for name, weight in weights.items():
-        if not name or name[0] == "." or any(part in name for part in ("/", "\\", "\0")):
-            need = "the name must be that of a file or folder in data.root_dir, without a path"
-            yield f"sources.{name}", need
+        if not _is_name(name):
+            yield f"sources.{name}", SOURCE_NAME
         if not (isfinite(weight) and weight >= 0):
             yield f"sources.{name}", "must be a finite number, at least 0"
     if not any(weight > 0 for weight in weights.values()):

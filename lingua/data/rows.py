@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lingua.data.heldout import HeldOut
 from lingua.tokenizer import Tokenizer
 
 
@@ -22,6 +21,15 @@ class Rows(Protocol):
 
     def is_target(self, positions: np.ndarray) -> np.ndarray | None:
         """Which of these tokens may be targets, bool [n, seq_len + n_views - 1]; None: all."""
+
+
+@dataclass
+class HeldOut:
+    """Whole documents, one after another, cut into windows that do not overlap."""
+
+    tokens: np.ndarray  # int64 [windows, S]
+    targets: np.ndarray  # int64 [windows, S], IGNORE after the last token
+    n_bytes: int  # of the documents' text in UTF-8
 
 
 @dataclass(frozen=True)

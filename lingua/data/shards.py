@@ -6,23 +6,27 @@ A shard is two files for each of its splits, `train` and `heldout`:
 """
 
 import functools
+import io
 import json
-import mmap
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 
 from lingua.errors import UserError
+from lingua.files import load_json
 from lingua.format import counted
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 32  # bytes
 SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
-OPEN_SHARDS = 256  # memory maps a source keeps open: each holds a file descriptor
+OPEN_FILES = 256  # that a source keeps open
 
 
 @dataclass
@@ -52,11 +56,6 @@ class Shard:
     train: Split
     heldout: Split
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Shard":
-        splits = {split: Split(**fields[split]) for split in SPLITS}
-        return cls(fields["name"], fields["parts"], **splits)
-
     def files(self, dtype: str) -> dict[str, int]:
         """{file name: size in bytes} of its files, with tokens of `dtype`."""
         sizes = {}
@@ -80,6 +79,14 @@ class Manifest:
     skipped: dict[str, int] = field(default_factory=dict)  # bad records by kind
     rough_cuts: int = 0  # of long documents, see lingua.data.prepare.pieces
     fingerprint: str = ""  # of the tokens of all shards: equal only for the same rows
+    # The source is one document, whose end is held out. Where it is not, documents are held out by
+    # their hash, as in all shards of earlier versions.
+    heldout_tail: bool = False
+
+    @property
+    def origin(self) -> tuple[Any, ...]:
+        """What is known of shards before they are built."""
+        return self.source, self.tokenizer, self.add_bos, self.add_eos, self.dtype
 
     def total(self, split: str, field: str) -> int:
         """The sum of `tokens`, `documents` or `bytes` of a split over the shards."""
@@ -92,18 +99,41 @@ class Manifest:
         return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False)
 
     @classmethod
-    def load(cls, folder: Path) -> "Manifest | None":
-        """The manifest of `folder`, or None where there is none of this version."""
+    def of_json(cls, fields: dict[str, Any]) -> "Manifest":
+        """Raises ValueError where they are not those of a manifest of this version."""
         try:
-            fields = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            if fields.pop("version") != FORMAT_VERSION:
-                return None
-            del fields["totals"]
-            fields["parts"] = [InputPart(**part) for part in fields["parts"]]
-            fields["shards"] = [Shard.from_json(shard) for shard in fields["shards"]]
-            return cls(version=FORMAT_VERSION, **fields)
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            found: Manifest = _typed(cls, fields)
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError("not the fields of a manifest") from None
+        n_parts = sum(shard.parts for shard in found.shards)
+        is_path = any("/" in shard.name for shard in found.shards)
+        if found.version != FORMAT_VERSION or n_parts != len(found.parts) or is_path:
+            raise ValueError("not a manifest of this version")
+        return found
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest | None":
+        """The manifest of `folder`, or None where there is none of this version. Raises OSError for
+        one that cannot be read."""
+        try:
+            fields = load_json(folder / MANIFEST, LARGEST_MANIFEST)
+            fields.pop("totals", None)
+            return cls.of_json(fields)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """A value of JSON as a `kind`: a dataclass, list, mapping, text, number or true and false."""
+    if is_dataclass(kind):
+        kinds = {f.name: f.type for f in fields(kind)}
+        return kind(**{k: _typed(kinds[k], v) for k, v in value.items()})  # type: ignore[operator]
+    origin = get_origin(kind)
+    if kind is not Any and type(value) is not (origin or kind):
+        raise TypeError
+    if origin is list:
+        return [_typed(get_args(kind)[0], v) for v in value]
+    return {k: _typed(get_args(kind)[1], v) for k, v in value.items()} if origin is dict else value
 
 
 @dataclass(frozen=True)
@@ -127,19 +157,21 @@ class Source:
         self.n_tokens = manifest.total("train", "tokens")
         sizes = np.array([shard.train.tokens for shard in manifest.shards], np.int64)
         self._numbers = np.flatnonzero(sizes)  # of the shards that have any
+        self._files = [f"{manifest.shards[i].name}.train.tokens" for i in self._numbers]
         self._sizes = sizes[self._numbers]
         self._ends = self._sizes.cumsum()
-        self._map = functools.lru_cache(maxsize=OPEN_SHARDS)(self._map_train)
+        self._open = functools.lru_cache(maxsize=OPEN_FILES)(self._open_file)
 
     @classmethod
     def open(cls, folder: Path) -> "Source":
         """Raises UserError where `folder` holds no valid manifest."""
-        manifest = Manifest.load(folder)
-        if manifest is None:
-            raise UserError(
-                f"{folder}: is not a folder of token shards ({MANIFEST} is missing or not valid)"
-            )
-        return cls(folder, manifest)
+        reason = "is missing or not valid"
+        try:
+            if (manifest := Manifest.load(folder)) is not None:
+                return cls(folder, manifest)
+        except OSError as error:
+            reason = f"cannot be read: {error}"
+        raise UserError(f"{folder}: is not a folder of token shards ({MANIFEST} {reason})")
 
     def n_rows(self, seq_len: int, n_views: int) -> int:
         """How many rows one epoch has. Raises UserError when there is not even one."""
@@ -162,29 +194,49 @@ class Source:
         places = list(zip(shards.tolist(), inside.tolist(), strict=True))
         # The disk is asked for all of them before the first one is waited for.
         for shard, begin in places:
-            first = begin * size & -mmap.PAGESIZE
-            memory = self._map(shard)[1]
-            memory.madvise(mmap.MADV_WILLNEED, first, (begin + length) * size - first)
+            with suppress(OSError):  # _read reports it
+                file = self._open(self._files[shard]).fileno()
+                os.posix_fadvise(file, begin * size, length * size, os.POSIX_FADV_WILLNEED)
         for i, (shard, begin) in zip(where.tolist(), places, strict=True):
             row = out[i]
-            while len(piece := self._map(shard)[0][begin : begin + len(row)]) < len(row):
-                row[: len(piece)] = piece  # it goes on in the next shard
-                row, shard, begin = row[len(piece) :], shard + 1, 0
-            row[:] = piece
+            while len(row):
+                n = min(len(row), int(self._sizes[shard]) - begin)
+                row[:n] = self._read(self._files[shard], self.dtype, begin, n)
+                row, shard, begin = row[n:], shard + 1, 0  # the rest is in the next shard
 
-    def _map_train(self, shard: int) -> tuple[np.ndarray, mmap.mmap]:
-        """The tokens of the shard `_numbers[shard]`, and the memory map that they lie in."""
-        name = self.manifest.shards[self._numbers[shard]].name
-        with (self.folder / f"{name}.train.tokens").open("rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    def _read(self, name: str, dtype: np.dtype, begin: int, n: int) -> np.ndarray:
+        """[n], the items of a file from `begin` on. Raises UserError where it has changed."""
+        out = np.empty(n, dtype)
+        buffer, done, reason = out.view(np.uint8).data, 0, "is shorter than its manifest says"
+        try:
+            file = self._open(name)
+            while done < len(buffer):
+                at = begin * dtype.itemsize + done
+                if not (n_read := os.preadv(file.fileno(), [buffer[done:]], at)):
+                    break
+                done += n_read
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+        if done < len(buffer):
+            raise UserError(
+                f"{self.folder / name}: {reason}. The tokens of a run must stay while it uses "
+                "them; start again to build what is missing",
+                local=True,
+            )
+        return out
+
+    def _open_file(self, name: str) -> io.FileIO:
+        file = io.FileIO(self.folder / name)
         # Rows lie far apart: what the system would read ahead of each, megabytes, is in vain.
-        memory.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(memory, self.dtype), memory
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        return file
 
     def documents(self, shard: int, split: str) -> np.ndarray:
         """int64 [documents, DOCUMENT_COLUMNS] of a split of a shard, in the order of its tokens."""
-        path = self.folder / f"{self.manifest.shards[shard].name}.{split}.documents"
-        return np.fromfile(path, "<i8").reshape(-1, DOCUMENT_COLUMNS)
+        known = self.manifest.shards[shard]
+        n = getattr(known, split).documents * DOCUMENT_COLUMNS
+        table = self._read(f"{known.name}.{split}.documents", np.dtype("<i8"), 0, n)
+        return table.reshape(-1, DOCUMENT_COLUMNS)
 
     def shard_inputs(self, shard: int) -> list[InputPart]:
         """The parts of files whose text a shard holds."""
@@ -205,18 +257,22 @@ class Source:
                 inside = int(firsts[d]), int(ends[d])
                 yield DocumentSpan(shard, d, *inside, n_tokens=int(lengths[d]))
 
-    def heldout_documents(self) -> np.ndarray:
-        """int64 [documents, 4]: shard, first token in the shard's file, tokens, bytes of text; in
-        the order of the text's hash, which depends on nothing but the documents themselves."""
-        tables = [np.empty((0, 2 + DOCUMENT_COLUMNS), np.int64)]
-        for shard in range(len(self.manifest.shards)):
-            table = self.documents(shard, "heldout")
-            first = table[:, 0].cumsum() - table[:, 0]
-            tables.append(np.column_stack([np.full(len(table), shard), first, table]))
+    def documents_by_hash(self, splits: Sequence[str]) -> np.ndarray:
+        """int64 [documents, 5]: number of the split in `splits`, shard, first token in the file,
+        tokens, bytes of text; in the order of the text's hash, which depends on nothing but the
+        documents themselves."""
+        tables = [np.empty((0, 3 + DOCUMENT_COLUMNS), np.int64)]
+        for i, split in enumerate(splits):
+            for shard in range(len(self.manifest.shards)):
+                table = self.documents(shard, split)
+                first = table[:, 0].cumsum() - table[:, 0]
+                file = np.full((len(table), 2), (i, shard))
+                tables.append(np.column_stack([file, first, table]))
         documents = np.concatenate(tables)
-        return documents[np.argsort(documents[:, 4], kind="stable")][:, :4]
+        return documents[np.argsort(documents[:, 5], kind="stable")][:, :5]
 
-    def heldout_tokens(self, shard: int, first: int, n: int) -> np.ndarray:
-        """Tokens [n] of one held-out document, as `heldout_documents` locates it."""
-        path = self.folder / f"{self.manifest.shards[shard].name}.heldout.tokens"
-        return np.fromfile(path, self.dtype, count=n, offset=first * self.dtype.itemsize)
+    def document(self, split: str, shard: int, first: int, n: int) -> np.ndarray:
+        """Tokens [n] of one document, as `documents_by_hash` locates it."""
+        return self._read(
+            f"{self.manifest.shards[shard].name}.{split}.tokens", self.dtype, first, n
+        )

@@ -5,13 +5,14 @@
     python -m lingua.data.show config=runs/debug/config.yaml step=100 row=3
 
 Without a step it shows the mixture, else one row as text. The config is that of a training run,
-best the resolved one, <dump_dir>/config.yaml. Keys that are
-not about data are ignored. Sources that are not tokenized yet are tokenized first.
+best the resolved one, <dump_dir>/config.yaml; keys that are not about data are ignored. Sources
+that are not tokenized yet are tokenized first.
 """
 
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -22,7 +23,6 @@ from lingua.config.schema import Announced, Free, Guarded
 from lingua.data.args import DataArgs
 from lingua.data.prepare.records import read_records, records_before
 from lingua.data.prepare.sources import prepare_sources, source_files
-from lingua.data.prepare.units import HELD_OUT_BELOW
 from lingua.data.shards import DocumentSpan, Source
 from lingua.data.stream import RowStream, shares
 from lingua.format import align
@@ -54,10 +54,11 @@ class ShowArgs:
 
 def main() -> None:
     args, notices = load(ShowArgs, foreign=META_LINGUA, partial=True)
+    report = partial(print, file=sys.stderr, flush=True)
     for line in notices:
-        _report(line)
+        report(line)
     tokenizer = build_tokenizer(args.data.tokenizer)
-    sources = prepare_sources(args.data, tokenizer, _report)
+    sources = prepare_sources(args.data, tokenizer, report)
     stream = args.data.row_stream(sources, args.seed)
     if args.step is None:
         lines = describe_mixture(args, stream, sources)
@@ -65,10 +66,6 @@ def main() -> None:
         lines = describe_row(args, stream, sources, tokenizer)
     for line in lines:
         print(line)
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def describe_row(
@@ -116,7 +113,7 @@ def find_record(source: Source, span: DocumentSpan, args: DataArgs) -> str:
         (part, record.number)
         for part in parts
         for record in read_records(part, args.text_keys(source.name))
-        if not record.wrong and record.hash >= HELD_OUT_BELOW
+        if record.wrong is None and (source.manifest.heldout_tail or not record.is_held_out)
     )
     part, number = next(islice(trained, span.document, None))
     return f"{part.full}:{records_before(part) + number}"

@@ -200,7 +200,10 @@ class _Row:
         elif len(result.tokens) == settings.max_gen_tokens:
             result.finish, result.text = "length", self._decode(result.tokens)
         if self.request.on_text is not None:
-            self._pass_text(self.request.on_text)
+            text = result.text if result.finish else self._lasting_text()
+            if len(text) > self.n_passed:
+                self.request.on_text(text[self.n_passed :])
+                self.n_passed = len(text)
 
     def _decode(self, tokens: list[int]) -> str:
         if self.request.behind_prompt:
@@ -217,16 +220,12 @@ class _Row:
         if not any(stop in tail for stop in stops):
             return None
         text = self._decode(tokens)
-        found = [at for stop in stops if (at := text.find(stop)) >= 0]
-        return text[: min(found)] if found else None
+        before = min((text.partition(stop)[0] for stop in stops), key=len)
+        return before if len(before) < len(text) else None
 
-    def _pass_text(self, on_text: Callable[[str], None]) -> None:
-        text = self.result.text
-        if not self.result.finish:
-            text = self._decode(self.result.tokens).rstrip("\ufffd")  # half a character
-            stops = self.request.settings.stop  # the text may end with the begin of one
-            begun = (n for s in stops for n in range(1, len(s)) if text.endswith(s[:n]))
-            text = text[: len(text) - max(begun, default=0)]
-        if len(text) > self.n_passed:
-            on_text(text[self.n_passed :])
-            self.n_passed = len(text)
+    def _lasting_text(self) -> str:
+        """The text that no later token changes."""
+        text = self._decode(self.result.tokens).rstrip("\ufffd")  # half a character
+        stops = self.request.settings.stop  # the text may end with the begin of one
+        begun = (n for s in stops for n in range(1, len(s)) if text.endswith(s[:n]))
+        return text[: len(text) - max(begun, default=0)]

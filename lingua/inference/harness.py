@@ -32,7 +32,7 @@ METRICS = "metrics.eval"  # the .jsonl file that collects results over the steps
 WAITING = "eval"  # the mark of a checkpoint whose evaluation job has not finished
 
 logger = logging.getLogger(__name__)
-Report = Callable[[list[dict[str, Any]], str], None]
+Report = Callable[[list[dict[str, Any]]], None]
 
 
 @dataclass
@@ -150,13 +150,13 @@ class Evaluator:
     in_collectives = False  # all ranks are
 
     def evaluate(self, tasks: dict[str, Any], folder: Path, step: int, report: Report) -> None:
-        """Evaluate, and write results and every task's samples into new files of `folder`. Called
-        by every rank.
+        """Evaluate, log a table, and write results and every task's samples into new files of
+        `folder`. Called by every rank.
 
         Args:
             tasks: what load_tasks returned.
             report: called on rank 0, before anything is written, with the lines of
-                metrics.eval.jsonl (for each task, then for each group) and with a table.
+                metrics.eval.jsonl: of each task, then of each group.
 
         Raises:
             UserError: on every rank: the evaluation failed, or rank 0 was asked to stop.
@@ -167,7 +167,12 @@ class Evaluator:
             return
         results, failure = {}, ""
         try:
-            results = self._run_harness(tasks)
+            from lm_eval.evaluator import evaluate
+
+            for task in tasks["tasks"].values():
+                task.set_fewshot_seed(seed=self.args.seed)  # in a second evaluation too
+            seed_all(self.args.seed)
+            results = evaluate(lm=self, task_dict=tasks, limit=self.args.limit)
         except Exception as error:
             if self.in_collectives:  # no message reaches the other ranks there
                 raise
@@ -180,21 +185,14 @@ class Evaluator:
             if failure:
                 raise UserError(failure)
             try:
-                report(metrics_lines(results, step), results_table(results))
+                logger.info(f"step {step} on benchmarks:\n{results_table(results)}")
+                report(metrics_lines(results, step))
                 write_results(folder, {"step": step, "config": flatten(self.args)} | results)
             except OSError as error:
                 where = error.filename or folder
                 raise UserError(f"{where}: cannot be written ({error.strerror})") from None
 
         on_rank_0(finish)
-
-    def _run_harness(self, tasks: dict[str, Any]) -> dict[str, Any]:
-        from lm_eval.evaluator import evaluate
-
-        for task in tasks["tasks"].values():
-            task.set_fewshot_seed(seed=self.args.seed)  # in a second evaluation too
-        seed_all(self.args.seed)
-        return evaluate(lm=self, task_dict=tasks, limit=self.args.limit)
 
     def ask(self, kind: str, items: list) -> list:
         """Results for the items, computed in parts: between two parts the evaluation may stop."""

@@ -57,9 +57,9 @@ class Trained:
         divides = {k: n for k, n in plan.tp_divides.items() if not k.startswith("data.")}
         return built.module, replace(plan, tp_divides=divides)
 
-    def load(self, args: DistributedArgs, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    def load(self, args: DistributedArgs, mesh: DeviceMesh) -> nn.Module:
         """The model with its weights on a mesh. Called by every rank."""
-        module, plan = self.build()
+        (module, plan), device = self.build(), torch.device(mesh.device_type)
         # Of one process, which has nothing to shard, weights are cast once and not in each forward.
         one_process = mesh.size() == 1
         as_stored = replace(args, model_dtype="fp32")
@@ -145,7 +145,6 @@ class Opened:
     trained: Trained
     tokenizer: Tokenizer
     mesh: DeviceMesh
-    device: torch.device
     add_bos: bool  # texts begin with bos, as the model's training documents do
     context: int  # tokens that the model sees at once
 
@@ -154,13 +153,12 @@ def open_model(args: OpenArgs, argv: list[str]) -> Opened:
     """Start the processes of a program, and open the checkpoint that it names. Called by every
     rank; `argv` is the command line, which may name the app."""
     launch = detect_launch()
-    device = pick_device(args.device, launch)
-    mesh = start(device, launch, args.distributed)
+    mesh = start(pick_device(args.device, launch), launch, args.distributed)
     init_logger(None, dist.get_rank())
     app = named_app(argv)
     # A run may be saving and pruning meanwhile: one rank decides which checkpoint is the newest.
-    newest = on_rank_0(lambda: open_trained("ckpt", args.ckpt, app).checkpoint.path)
-    trained = open_trained("ckpt", str(newest), app)
+    newest = on_rank_0(lambda: str(open_trained("ckpt", args.ckpt, app).checkpoint.path))
+    trained = open_trained("ckpt", newest, app)
     tokenizer = trained.build_tokenizer(args.tokenizer_path)
     data = trained.args.data
-    return Opened(trained, tokenizer, mesh, device, data.add_bos, args.context or data.seq_len)
+    return Opened(trained, tokenizer, mesh, data.add_bos, args.context or data.seq_len)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
-from lingua.format import printable, short_count
+from lingua.format import printable, short_count, short_time
 
 
 class _Format(logging.Formatter):
@@ -68,18 +68,8 @@ def progress_line(step: int, steps: int, metrics: Mapping[str, Any], eta_s: floa
         f"lr {metrics['lr']:.1e}".replace("e-0", "e-").replace("e+0", "e+"),
         f"{short_count(metrics['tokens_per_s']):>5} tok/s",
         f"{metrics['peak_mem_gib']:.1f} GiB" if mfu is None else f"mfu {mfu:.0f}%",
-        f"eta {_rounded(eta_s)}",
+        f"eta {short_time(eta_s)}",
     ]
     if skipped:
         parts.append(f"skipped {skipped}")
     return " ".join(parts)
-
-
-def _rounded(seconds: float) -> str:
-    """45s, 2.1m, 59m, 3.1h, 2.2d: two digits, which is what an estimate is good for."""
-    value, unit = seconds, "s"
-    for longer, n in (("m", 60), ("h", 60), ("d", 24)):
-        if round(value) < n:
-            break
-        value, unit = value / n, longer
-    return f"{value:.0f}{unit}" if unit == "s" or value >= 9.95 else f"{value:.1f}{unit}"

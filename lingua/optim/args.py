@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lingua.config.schema import Announced, Guarded
+from lingua.config.schema import Announced, Guarded, require
 from lingua.optim.muon import MuonArgs
 
 
@@ -38,21 +38,11 @@ class OptimArgs:
     on_nonfinite: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        """(field, what is required of it) for every value out of range."""
-        finite = math.isfinite
-        for key in ("lr", "weight_decay"):
-            if not (finite(getattr(self, key)) and getattr(self, key) >= 0):
-                yield key, "must be at least 0"
-        for key in ("beta1", "beta2"):
-            if not 0 <= getattr(self, key) < 1:
-                yield key, "must be at least 0 and below 1"
-        for key in ("epsilon", "cycle_length", "cosine_theta", "exp_factor"):
-            if not (finite(getattr(self, key)) and getattr(self, key) > 0):
-                yield key, "must be above 0"
-        if not self.clip > 0:
-            yield "clip", "must be above 0 (.inf: no clipping)"
-        if self.warmup < 0:
-            yield "warmup", "must be at least 0"
-        for key in ("lr_min_ratio", "decay_fraction"):
-            if not 0 <= getattr(self, key) <= 1:
-                yield key, "must be between 0 and 1"
+        not_negative, positive = ("lr", "weight_decay"), ("epsilon", "cycle_length", "cosine_theta")
+        yield from require(self, "at least 0", lambda v: 0 <= v < math.inf, *not_negative)
+        yield from require(self, "at least 0", lambda v: v >= 0, "warmup")
+        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "beta1", "beta2")
+        yield from require(self, "above 0", lambda v: 0 < v < math.inf, *positive, "exp_factor")
+        yield from require(self, "above 0 (.inf: no clipping)", lambda v: v > 0, "clip")
+        shares = ("lr_min_ratio", "decay_fraction")
+        yield from require(self, "between 0 and 1", lambda v: 0 <= v <= 1, *shares)

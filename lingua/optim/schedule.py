@@ -5,19 +5,19 @@ lr_at(step), and a run of `steps` updates uses lr_at(0) ... lr_at(steps - 1).
 """
 
 import math
+from collections.abc import Iterator
 
 from lingua.optim.args import OptimArgs
 
 
-def schedule_warnings(args: OptimArgs, steps: int) -> list[str]:
+def schedule_warnings(args: OptimArgs, steps: int) -> Iterator[str]:
     """What is legal but probably not meant, a line each."""
-    if args.warmup <= steps:
-        return []
-    share = 100 * steps / args.warmup
-    return [
-        f"optim.warmup = {args.warmup} is longer than the run (steps = {steps}): "
-        f"the learning rate ends at {share:.3g} % of optim.lr = {args.lr:g} and never decays"
-    ]
+    if args.warmup > steps:
+        share = 100 * steps / args.warmup
+        yield (
+            f"optim.warmup = {args.warmup} is longer than the run (steps = {steps}): "
+            f"the learning rate ends at {share:.3g} % of optim.lr = {args.lr:g} and never decays"
+        )
 
 
 def lr_at(step: int, args: OptimArgs, steps: int) -> float:
@@ -37,22 +37,17 @@ def lr_at(step: int, args: OptimArgs, steps: int) -> float:
     cycle = max(args.cycle_length, 1 / steps)  # as a share of the run; at least one update
     match args.scheduler:
         case "constant":
-            share = 1.0
+            height = 1.0
         case "linear":
-            share = _between(1 - progress, args.lr_min_ratio)
+            height = 1 - progress
         case "inv_sqrt":
             power = (max(args.warmup, 1) / max(step, 1)) ** args.exp_factor
-            share = max(power, args.lr_min_ratio)
+            return args.lr * max(power, args.lr_min_ratio)
         case "cosine":
-            share = _between(_cosine(step, progress, cycle, args, steps), args.lr_min_ratio)
+            height = _cosine(step, progress, cycle, args, steps)
         case "wsd":
-            share = _between(_wsd(step, cycle, args, steps), args.lr_min_ratio)
-    return args.lr * share
-
-
-def _between(height: float, low: float) -> float:
-    """`low` at height 0, 1 at height 1, exactly at both ends."""
-    return height + (1 - height) * low
+            height = _wsd(step, cycle, args, steps)
+    return args.lr * (height + (1 - height) * args.lr_min_ratio)  # exact for heights 0 and 1
 
 
 def _cosine(step: int, progress: float, cycle: float, args: OptimArgs, steps: int) -> float:

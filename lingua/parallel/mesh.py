@@ -4,7 +4,7 @@ The mesh always has all three axes, each of any size, 1 included, so that no cal
 case.
 """
 
-import pickle
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.config.schema import Announced, Free
+from lingua.config.schema import Announced, Free, require
 from lingua.errors import UserError
 
 T = TypeVar("T")
@@ -49,12 +49,9 @@ class DistributedArgs:
         return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for key in ("dp_replicate", "dp_shard"):
-            size = getattr(self, key)
-            if size is not None and size < 1:
-                yield key, "must be at least 1, or null for what remains"
-        if self.tp_size < 1:
-            yield "tp_size", "must be at least 1"
+        need = "at least 1, or null for what remains"
+        yield from require(self, need, lambda size: size >= 1, "dp_replicate", "dp_shard")
+        yield from require(self, "at least 1", lambda size: size >= 1, "tp_size")
         if self.dp_replicate is None and self.dp_shard is None:
             yield "dp_replicate", "must be given when distributed.dp_shard is null"
 
@@ -117,29 +114,30 @@ def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh)
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and share its result, or the exception it raises, with every rank. The
-    others poll the store without a timeout, since tokenizing may take hours."""
+    """Run `work` on rank 0 and share its result with every rank: a value that JSON has, with lists
+    for tuples. What `work` raises is raised on every rank: UserError as it is, another error as
+    RuntimeError on the others. They poll the store without a timeout, since tokenizing may take
+    hours. It is JSON since whoever reaches the store can write to it."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     # The number of this rank's call, counted in the store: a process may outlive its group. Threads
     # count apart, since the order between them may differ from rank to rank.
     thread = f"lingua/on_rank_0/{threading.current_thread().name}"
     key = f"{thread}/{store.add(f'{thread}/calls_of_{rank}', 1)}"
     if rank == 0:
-        result, error = None, None
         try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        # Only a UserError is meant to be read; of others the text is enough and always pickles.
-        readable = error is None or isinstance(error, UserError)
-        shared = pickle.dumps((result, error if readable else RuntimeError(str(error))))
-        store.set(key, shared)  # type: ignore[arg-type]  # torch's stub knows only str
-    else:
-        pause_s = 0.001
-        while not store.check([key]):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.5)
-        result, error = pickle.loads(store.get(key))
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # None only where work() gives None
+            text = json.dumps({"result": work()})
+        except Exception as error:
+            local = error.local if isinstance(error, UserError) else None
+            store.set(key, json.dumps({"error": str(error), "local": local}))
+            raise
+        store.set(key, text)
+        return json.loads(text)["result"]
+    pause_s = 0.001
+    while not store.check([key]):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+    shared = json.loads(store.get(key))
+    if "result" in shared:
+        return shared["result"]
+    local = shared["local"]
+    raise RuntimeError(shared["error"]) if local is None else UserError(shared["error"], local)

@@ -28,6 +28,7 @@ from apps.main.transformer import build
 from lingua.config.load import load
 from lingua.errors import UserError
 from lingua.format import align
+from tests.programs import python
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def keys(tmp_path: Path) -> list[str]:
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "apps.bench", *arguments]
+    command = [*python(), "-m", "apps.bench", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -134,6 +135,7 @@ def test_gradient_traffic_is_what_arithmetic_says(ranks: Ranks, tmp_path, keys):
     assert len(table(list(found.values()))) == 4
 
 
+@pytest.mark.soak
 def test_a_start_is_the_sum_of_its_parts(tmp_path, keys):
     seconds = start_once(keys, tmp_path, "to build")
     assert seconds.keys() == {*PARTS, "all"}
@@ -141,6 +143,7 @@ def test_a_start_is_the_sum_of_its_parts(tmp_path, keys):
     assert sum(seconds[part] for part in PARTS) == pytest.approx(seconds["all"])
 
 
+@pytest.mark.soak
 def test_debug_reports_time_and_held_out_loss(keys):
     report = measure_debug([*keys, "steps=4"])
     assert report.results["steps"] == 4
@@ -153,6 +156,7 @@ def test_debug_reports_time_and_held_out_loss(keys):
     assert any("held-out text after step 4" in line for line in report.lines)
 
 
+@pytest.mark.soak
 def test_generation_is_timed_beside_transformers_which_finds_the_same_tokens(ranks: Ranks, keys):
     report = ranks.run(1, measure_generate, [*keys, "data.seq_len=72"], 2)[0]
     assert report.results["prompt_tokens"] == 64 and report.results["new_tokens"] == 8
@@ -177,6 +181,7 @@ def test_turns_alternate_and_a_token_that_differs_shows():
     assert [len(of) for of in seconds] == [3, 3]  # the first turn only warms up
 
 
+@pytest.mark.soak
 def test_checkpoints_are_timed_beside_plain_files_of_their_size(ranks: Ranks, tmp_path, keys):
     args, _ = load(TrainArgs, keys)
     found = ranks.run(2, measure_checkpoint, args, tmp_path, 2)[0]

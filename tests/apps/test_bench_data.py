@@ -5,6 +5,7 @@ import pytest
 from apps.bench import data
 
 
+@pytest.mark.soak
 def test_every_measurement_has_its_reference(monkeypatch):
     small = {
         "TEXT_BYTES": 400_000,

@@ -15,7 +15,15 @@ from tests.ranks import Ranks
 SAMPLES = Path(__file__).parents[1] / "samples"
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=name_of)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 2),
+        pytest.param((1, 1, 1), marks=pytest.mark.soak),
+        pytest.param((2, 1, 1), marks=pytest.mark.soak),
+    ],
+    ids=name_of,
+)
 @pytest.mark.parametrize("version", [folder.name for folder in SAMPLES.iterdir()])
 def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(
     ranks: Ranks, tmp_path: Path, version: str, sizes: tuple[int, int, int]

@@ -170,7 +170,7 @@ def test_the_program_of_its_jobs_validates_them_before_the_run_is_launched(
         "{script: lingua.convert}": "must have a function check(arguments, world_size)",
         "{time: 2}": "signal_s = 120: must be below time = 2",
         "{sweep.seed: 1}": "eval.job: must not have the keys",
-        "{name: 'a:b'}": "must not contain ':'",
+        "{name: 'a:b'}": "name = 'a:b': must not contain",
     }
     [found] = runs.ranks.run(1, checked_here, settings, list(cases))
     for (job, need), error in zip(cases.items(), found, strict=True):

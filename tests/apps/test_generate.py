@@ -21,6 +21,7 @@ from apps.main.generate import Prompt, PromptArgs, main, write_results
 from lingua.errors import UserError
 from lingua.inference.generate import Completion
 from tests.apps.test_model import initialised, model_args
+from tests.programs import python
 from tests.ranks import Ranks
 from tests.test_convert import a_model, save_here
 
@@ -150,7 +151,7 @@ def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckp
 
 def test_ctrl_c_ends_a_generation_then_the_program_without_a_traceback(ckpt):
     """In the real program; ten thousand tokens take longer than any wait here."""
-    command = [sys.executable, "-m", "apps.main.generate", f"ckpt={ckpt}", "device=cpu"]
+    command = [*python(), "-m", "apps.main.generate", f"ckpt={ckpt}", "device=cpu"]
     command += ["context=20000", "max_gen_tokens=10000", "stop_tokens=[]"]
 
     def start(*more: str) -> subprocess.Popen:

@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.dump.keep": 3,
 }
 ONE: Sizes = (1, 1, 1)
-THREE: list[Sizes] = [ONE, (1, 2, 1), ONE]
+TWO: list[Sizes] = [(1, 2, 1), ONE]
 TEN: list[Sizes] = [ONE, (1, 1, 2), ONE, (2, 1, 1), ONE, (1, 2, 2), ONE, (1, 2, 1), ONE, ONE]
 
 
@@ -184,7 +184,7 @@ def survives(runs: Runs, folder: Path, topologies: list[Sizes], seed: int) -> Ki
 
 
 def test_a_run_killed_at_any_moment_goes_on_as_the_same_run(runs: Runs, tmp_path: Path) -> None:
-    killed = survives(runs, tmp_path, THREE, seed=5)
+    killed = survives(runs, tmp_path, TWO, seed=5)
     assert killed.in_a_save and killed.steps[-1] > 0
 
 

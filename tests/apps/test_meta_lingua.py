@@ -23,7 +23,13 @@ from tests.test_convert import convert_here
 DIM = 24  # which the number of heads divides, as transformers asks
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="untied", marks=pytest.mark.soak),
+        pytest.param(True, id="tied"),
+    ],
+)
 def theirs(
     request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[bool, Path]:

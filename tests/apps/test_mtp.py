@@ -171,7 +171,10 @@ def test_the_fork_is_a_model_a_config_and_no_program():
 # The last has heads of two blocks on a trunk of one.
 MODEL = {"data.n_views": 4, "model.n_layers": 3, "model.head_layers": 2}
 SINGLE = (1, 1, 1)
-MESHES = [(2, 1, 1), (1, 2, 2)]  # (1, 2, 1) and (1, 1, 2) are in the run that is resumed
+MESHES = [
+    (1, 2, 2),
+    pytest.param((2, 1, 1), marks=pytest.mark.soak),
+]  # (1, 2, 1) and (1, 1, 2) are in the run that is resumed
 
 
 def command_line(overrides: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from tests.apps.runs import (
 )
 
 MUON: dict[str, Any] = {"optim.name": "muon"}
-END = 6
+END = 4
 MARGIN = 10  # times what another order of the sums changes
 bf16 = pytest.mark.parametrize("dtype", ["bf16"], indirect=True)
 
@@ -43,7 +43,7 @@ def alone(runs: Runs, dtype: dict[str, Any]) -> Outcome:
 @pytest.fixture(scope="module")
 def tolerance(runs: Runs, dtype: dict[str, Any], alone: Outcome) -> float:
     """Of a loss, relative."""
-    others = [runs.train((1, 1, 1), dtype | {"data.batch_size": size}) for size in (1, 2, 3)]
+    others = [runs.train((1, 1, 1), dtype | {"data.batch_size": size}) for size in (1, 3)]
     measured = max(max(relative(run.column("loss"), alone.column("loss"))) for run in others)
     assert measured < (1e-4 if dtype["optim.muon.dtype"] == "bf16" else 1e-6)
     return MARGIN * measured
@@ -56,8 +56,8 @@ def apart(run: Outcome, other: Outcome) -> float:
 @pytest.mark.parametrize(
     "sizes",
     [
-        (2, 2, 1),
         (1, 2, 2),
+        pytest.param((2, 2, 1), marks=pytest.mark.soak),
         pytest.param((1, 3, 1), marks=pytest.mark.soak),
         pytest.param((2, 1, 2), marks=pytest.mark.soak),
     ],

@@ -162,7 +162,13 @@ def logits_here(overrides: dict[str, Any]) -> Tensor:
             return whole(run.model(TOKENS))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="untied"),
+        pytest.param(True, id="tied", marks=pytest.mark.soak),
+    ],
+)
 def theirs(request, ranks: Ranks, tmp_path_factory) -> tuple[bool, Path, Tensor]:
     folder = tmp_path_factory.mktemp("lingua") / "0000000003"
     folder.mkdir()

@@ -117,12 +117,14 @@ def worst(found: tuple, expected: tuple) -> float:
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ((1, 1, 1), {}),
-        ((1, 1, 1), {"data.batch_size": 2, CHECKPOINTING: "full"}),
+        pytest.param((1, 1, 1), {}, marks=pytest.mark.soak),
+        pytest.param(
+            (1, 1, 1), {"data.batch_size": 2, CHECKPOINTING: "full"}, marks=pytest.mark.soak
+        ),
         ((1, 1, 1), {"data.batch_size": 3, CHECKPOINTING: "selective", COMPILE: True}),
-        ((2, 1, 1), {"data.batch_size": 1}),
+        pytest.param((2, 1, 1), {"data.batch_size": 1}, marks=pytest.mark.soak),
         ((1, 2, 1), {"data.batch_size": 3, CHECKPOINTING: "full"}),
-        ((1, 1, 2), {"data.batch_size": 2}),
+        pytest.param((1, 1, 2), {"data.batch_size": 2}, marks=pytest.mark.soak),
         pytest.param(
             (1, 1, 2),
             {"data.batch_size": 4, CHECKPOINTING: "full", COMPILE: True},

@@ -1,11 +1,10 @@
-"""A run that stops goes on as the same run, on any topology; and what is said when it cannot."""
+"""A run that stops goes on as the same run (on any topology: test_pairs.py), or says why not."""
 
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from lingua.tokenizer import build_tokenizer
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     SMALL,
-    TOPOLOGIES,
     Interrupt,
     NanAt,
     Outcome,
@@ -28,13 +26,12 @@ from tests.apps.runs import (
     arguments,
     differs,
     digests,
-    name_of,
     relative,
 )
+from tests.programs import python
 from tests.test_tokenizer import write_byte_level
 
 K, END = 4, 7  # where the run stops first, and then
-HERE: Sizes = (1, 2, 2)  # the topology it starts on
 STOP = {"stop_at": K}
 GO_ON = {"stop_at": END}
 REPO = Path(__file__).parents[2]
@@ -48,51 +45,12 @@ def through(runs: Runs) -> Outcome:
 
 @pytest.fixture(scope="module")
 def stopped(runs: Runs) -> Outcome:
-    return runs.train(HERE, STOP)
+    return runs.train((1, 2, 1), STOP)
 
 
 def copy_of(run: Outcome, folder: Path) -> Path:
     shutil.copytree(run.dump_dir, folder / "run")
     return folder / "run"
-
-
-def saved_digests(run: Outcome, step: int) -> dict[str, str]:
-    """Of a checkpoint as torch's own converter reads it, which knows nothing of topologies."""
-    tensors = run.tensors(step)
-    kinds = {name.split(".")[0] for name in tensors}
-    kinds |= {".".join(n.split(".")[:2]) for n in tensors if n.startswith("optim.")}
-    assert kinds == {"model", "optim", "optim.exp_avg", "optim.exp_avg_sq", "optim.step"}
-    return digests(tensors)
-
-
-# --------------------------------------------------------------------------- on any topology
-
-
-# test_pairs.py has the others, and shows that a lost moment would be seen.
-@pytest.mark.parametrize("sizes", [(1, 1, 1), HERE, (3, 1, 2), (2, 2, 2)], ids=name_of)
-def test_a_stopped_run_goes_on_as_the_same_run_on_any_topology(
-    runs: Runs, stopped: Outcome, through: Outcome, tmp_path: Path, sizes: Sizes
-) -> None:
-    state = stopped.state(K)
-    restored = runs.restore(sizes, copy_of(stopped, tmp_path / "looked at"))
-    assert restored["tensors"] == saved_digests(stopped, K)
-    assert restored["progress"] == state["progress"]
-    assert restored["progress"]["position"] == K * 7
-    assert state["schedule"]["step"] == K
-
-    batch_size, grad_sync = TOPOLOGIES[sizes]
-    settings = GO_ON | {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
-    run = runs.train(sizes, settings, dump_dir=copy_of(stopped, tmp_path))
-    assert run.column("step") == list(range(1, END + 1))
-    assert run.lines[K]["lr"] == state["schedule"]["lr"]
-    assert differs(run, through) == []
-    moved = [line for line in run.events if line["event"] == "topology"]
-    assert [(line["old"], line["new"]) for line in moved] == (
-        [] if sizes == HERE else [(list(HERE), list(sizes))]
-    )
-    # What this topology saves, one process restores.
-    restored = runs.restore((1, 1, 1), run.dump_dir, {"stop_at": 20})
-    assert restored["tensors"] == saved_digests(run, END)
 
 
 def test_a_model_with_buffers_frozen_and_unused_parameters_goes_on_too(
@@ -153,7 +111,7 @@ def test_text_that_changed_behind_its_name_is_refused(
     shutil.copy(runs.text / "two.jsonl", text)
     other = GO_ON | {"data.root_dir": text, "data.workers": 0}
     subprocess.run(
-        [sys.executable, "-c", PREPARE, *(f"{k}={v}" for k, v in (SMALL | other).items())],
+        [*python(), "-c", PREPARE, *(f"{k}={v}" for k, v in (SMALL | other).items())],
         check=True, cwd=REPO,
     )  # fmt: skip
     error = runs.train((1, 1, 1), other, dump_dir=dump_dir, refused=True).error
@@ -316,7 +274,14 @@ def nan_at_step_3(runs: Runs) -> NanAt:
     return NanAt(runs.stream().rows([position])[0, :16].tolist())
 
 
-@pytest.mark.parametrize(("sizes", "optimizer"), [((1, 2, 1), "adamw"), ((1, 2, 2), "muon")])
+@pytest.mark.parametrize(
+    ("sizes", "optimizer"),
+    [
+        ((1, 2, 1), "adamw"),
+        ((1, 1, 2), "muon"),
+        pytest.param((1, 2, 2), "muon", marks=pytest.mark.soak),
+    ],
+)
 def test_a_bad_step_changes_nothing_and_is_counted(
     runs: Runs, nan_at_step_3: NanAt, sizes: Sizes, optimizer: str
 ) -> None:
@@ -358,7 +323,6 @@ def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(
 # --------------------------------------------------------------------------------- being asked
 
 
-TWO_RANKS = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
 BACKGROUND = {"checkpoint.dump.every": 2, "checkpoint.async_save": True}
 MOMENTS: dict[str, tuple[Interrupt, dict[str, Any], int | None]] = {
     "in the first step": (Interrupt(signal.SIGINT, forward=1, rank=1), {}, 1),
@@ -401,7 +365,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_pat
             "data.sources": "{one: 1}",
             "dump_dir": tmp_path / "run",
         }
-        job = start([*TWO_RANKS, "apps.main.train"], **where)
+        job = start(2, python(), **where)
         log = tmp_path / "run" / "train.log"
         while not (log.exists() and "waiting for 1 part " in log.read_text()):
             assert job.poll() is None, job.stdout.read()
@@ -413,10 +377,12 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_pat
     assert "Traceback" not in said and list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-def start(module: list[str], **overrides: Any) -> subprocess.Popen[str]:
-    settings = [f"{k}={v}" for k, v in (SMALL | overrides).items()]
+def start(n_ranks: int, python: list[str], **overrides: Any) -> subprocess.Popen[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
+    launcher = [*python, *torchrun, "--no-python"] if n_ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, "-m", *module, *settings],
+        [*launcher, *python, "-m", "apps.main.train"]
+        + [f"{k}={v}" for k, v in (SMALL | overrides).items()],
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -439,7 +405,7 @@ def test_torchrun_ends_well_when_one_of_its_ranks_is_asked_to_stop(
 ) -> None:
     where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
     endless = {"steps": 20, "stop_at": "null", "checkpoint.dump.every": 1}
-    job = start([*TWO_RANKS, "apps.main.train"], **where, **endless, **{"distributed.tp_size": 2})
+    job = start(2, python(), **where, **endless, **{"distributed.tp_size": 2})
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert job.poll() is None, job.stdout.read()
@@ -462,7 +428,7 @@ def test_a_refused_change_ends_the_program_with_code_2_and_one_message(
     runs: Runs, stopped: Outcome, tmp_path: Path
 ) -> None:
     where = {"data.root_dir": runs.text, "dump_dir": copy_of(stopped, tmp_path)}
-    job = start(["apps.main.train"], **where, **GO_ON, **{"optim.name": "adamw", "seed": 1})
+    job = start(1, python(), **where, **GO_ON, **{"optim.name": "adamw", "seed": 1})
     said, _ = job.communicate(timeout=60)
     assert job.returncode == 2
     assert said.count("error: ") == 1 and "Traceback" not in said

@@ -19,7 +19,7 @@ from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import Built
 from tests.apps.runs import SMALL, Interrupt, Runs, restore_here, train_here
-from tests.apps.test_resume import REPO, TWO_RANKS, process_of_rank, start
+from tests.apps.test_resume import REPO, process_of_rank, start
 
 ENDLESS = {"steps": 100_000, "stop_at": "null"}
 
@@ -95,7 +95,7 @@ def test_an_interrupt_is_acknowledged_in_a_collective_and_a_later_one_leaves(
     runs: Runs, tmp_path: Path
 ) -> None:
     where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
-    job = start([*TWO_RANKS, "apps.main.train"], **where, **ENDLESS)
+    job = start(2, [sys.executable], **where, **ENDLESS)
     log = tmp_path / "run" / "train.log"
     try:
         wait_for(lambda: n_lines(tmp_path / "run") >= 2, job)

@@ -5,7 +5,6 @@ import pickle
 import resource
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lingua.checkpoint.__main__ import main, summary
 from lingua.checkpoint.folder import read_checkpoint
 from tests.checkpoint.test_checkpoint_load import Evil
 from tests.checkpoints import CONFIG, refusal, save_here, whole_values
+from tests.programs import python
 from tests.ranks import Ranks
 
 REPO = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_a_kill_once_all_bytes_are_written_leaves_nothing_that_looks_done(ranks,
     file, out = tmp_path / "model.pth", tmp_path / "out"
     assert ranks.run(1, convert_here, saved, file) == ["not refused"]
     for src, dst in ((saved, out / "again.pth"), (file, out)):
-        job = subprocess.run([sys.executable, "-c", KILLED, src, dst], cwd=REPO, check=False)
+        job = subprocess.run([*python(), "-c", KILLED, src, dst], cwd=REPO, check=False)
         assert job.returncode == -signal.SIGKILL
     left = {path.name.partition(".tmp-")[0] for path in out.iterdir()}
     assert left == {"again.pth", "0000000007"}  # the killed were at work
@@ -159,7 +159,7 @@ def test_a_kill_once_all_bytes_are_written_leaves_nothing_that_looks_done(ranks,
 
 
 def test_the_program_says_what_it_made_and_needs_no_launcher(saved, tmp_path):
-    program = [sys.executable, "-m", "lingua.checkpoint", "convert"]
+    program = [*python(), "-m", "lingua.checkpoint", "convert"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 
     def run(*arguments: Any) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,6 @@
 """The text of `--help`: every key of a configuration class, with the comment beside its field."""
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from lingua.config.help import field_comments, help_text
 from lingua.config.load import load, resume_classes
 from lingua.config.schema import Announced, Free
 from lingua.errors import UserError
+from tests.programs import python
 
 
 @dataclass
@@ -127,10 +127,11 @@ def test_help_says_what_the_program_does_with_examples_in_the_width(name, monkey
 
 def test_the_reader_of_help_may_stop_and_without_arguments_a_command_is_suggested():
     """The programs themselves, of which one starts at a time."""
-    command = "$PYTHON -m apps.main.train --help | true; echo ${PIPESTATUS[0]}"
-    env = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True)
+    command = [*python(), "-m", "apps.main.train"]
+    script = '"$@" --help | true; echo ${PIPESTATUS[0]}'
+    bash = ["bash", "-c", script, "bash", *command]
+    done = subprocess.run(bash, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("141\n", "")  # as if ended by SIGPIPE
-    done = subprocess.run([sys.executable, "-m", "apps.main.train"], capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     example = "\nAn example: python -m apps.main.train config=apps/main/configs/debug.yaml\n"
     assert done.returncode == 2 and done.stderr.endswith(example)

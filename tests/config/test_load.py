@@ -1,5 +1,6 @@
 """What a user may write in a config or on the command line, and the message of each mistake."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from lingua.checkpoint.resume import ABSENT, flat_config
+from lingua.checkpoint.resume import flat_config
 from lingua.config.load import Foreign, flatten, load, read_saved, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Announced, Free, Guarded
@@ -223,6 +224,14 @@ def test_same_values_mean_the_same_in_a_file(tmp_path):
         ("distributed.dp_shard=x", 'distributed.dp_shard = "x": must be a whole number, or null'),
         ("optim.lr=abc", 'optim.lr = "abc": must be a number'),
         ("optim.lr=.nan", "optim.lr = .nan: must be a number"),
+        ("steps=" + 5000 * "9", "999...: must be a whole number"),
+        ("seed=0x" + 5000 * "f", "fff...: must be a whole number"),
+        ("seed=9223372036854775808", "seed = 9223372036854775808: must be a whole number"),
+        ("name=a\0b", r"argument 'name=a\x00b': must be text of UTF-8 without NUL"),
+        ("name=\udcff", r"argument 'name=\udcff': must be text of UTF-8 without NUL"),
+        ("config=" + 300 * "x", "xxx: cannot be read: File name too long"),
+        ("config=", "config=: must be a file"),
+        (300 * "a." + "b=1", "a.a...: unknown key"),
         ("optim.lr=", "optim.lr = null: must be a number"),
         ("distributed.compile=1", "distributed.compile = 1: must be true or false"),
         ("name=null", "name = null: must be text"),
@@ -281,6 +290,15 @@ def test_all_mistakes_come_in_one_message(tmp_path):
     assert len(lines) == 6
 
 
+def test_a_thousand_mistakes_are_counted_and_some_are_shown(tmp_path):
+    path = write(tmp_path / "c.yaml", "".join(f"key{i}: 1\n" for i in range(200)))
+    with pytest.raises(UserError) as caught:
+        config(path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "200 mistakes in the configuration:"
+    assert len(lines) == 52 and lines[-1] == "  ..."
+
+
 def test_every_dataclass_is_validated_in_groups_lists_and_mappings():
     assert mistakes(
         "optim.lr=-1", "data.stages=[{from_step: 1}, {from_step: -1}]", "data.sources.a=-2",
@@ -325,6 +343,9 @@ def test_a_mistake_does_not_cause_a_second_false_one():
          4),
         (["logging.wandb.project=${name}"], "logging.wandb.project", "run"),
         (["name=${oc.env:LINGUA_TEST}"], "name", "of the environment"),
+        (["name=${oc.env:NOT_SET,a b}"], "name", "a b"),
+        (["dump_dir=${oc.env:NOT_SET,null}"], "dump_dir", None),
+        (["data.seq_len=${optim.ratios[0]}"], "data.seq_len", 1),
     ],
 )  # fmt: skip
 def test_a_reference_stands_for_the_value_of_another_key(monkeypatch, arguments, key, value):
@@ -334,19 +355,51 @@ def test_a_reference_stands_for_the_value_of_another_key(monkeypatch, arguments,
     assert made.checkpoint.dump == Every()  # what is referred to stays
 
 
-def test_every_wrong_reference_is_refused_by_name():
-    found = mistakes("name=${nope}", "seed=${name_}", "data.root_dir=${", r"dump_dir=\${seed}",
-                     "optim.warmup=${data.sources}", "eval=${gone}")  # fmt: skip
-    assert len(found) == 6
+def test_every_wrong_reference_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("DOLLAR", "${seed}")
+    found = mistakes("name=${nope}", "seed=${name}", "data.root_dir=${", r"dump_dir=\${seed}",
+                     "optim.warmup=${data.sources}", "eval=${gone}", "steps=${data.seq_len.x}",
+                     "optim.lr=${optim.clip}", "optim.clip=${.lr}", "optim.name=${oc.env:NOT_SET}",
+                     "data.seq_len=${oc.env:DOLLAR}")  # fmt: skip
     for start in (
-        "name = \"${nope}\": Interpolation key 'nope' not found (command line)",
-        "seed = \"${name_}\": Interpolation key 'name_' not found",
-        'data.root_dir = "${": ',
-        r'dump_dir = "\\${seed}": must not stand for text that contains ${',
+        'name = "${nope}": there is no key "nope" (command line)',
+        'seed = "${name}": there is no key "nope"',
+        'data.root_dir = "${": must not contain ${ besides the references ',
+        r'dump_dir = "\\${seed}": must not contain ${ besides',
         'optim.warmup = {"stdlib": 1.0}: must be a whole number (command line)',
-        "eval = \"${gone}\": Interpolation key 'gone' not found",
+        'eval = "${gone}": there is no key "gone"',
+        'steps = "${data.seq_len.x}": there is no key "data.seq_len.x"',
+        'optim.lr = "${optim.clip}": must not refer to itself',
+        'optim.clip = "${.lr}": must not refer to itself',
+        'optim.name = "${oc.env:NOT_SET}": the environment variable NOT_SET is not set',
+        'data.seq_len = "${oc.env:DOLLAR}": must not contain ${ besides',
     ):
-        assert any(line.startswith(start) for line in found), start
+        assert [line for line in found if line.startswith(start)], start
+    assert len(found) == 11
+
+
+def test_references_that_would_grow_without_end_are_refused_at_once(tmp_path):
+    sources = "data:\n  source_files:\n"
+    for i in range(30):  # two to the power of 30 values
+        sources += f"    a{i}: {{files: ['${{data.source_files.a{i + 1}.files}}', x]}}\n"
+    [line] = mistakes(write(tmp_path / "c.yaml", sources))
+    assert "must not refer to itself, nor through 20 other keys" in line
+    long = mistakes("name=" + "${dump_dir}" * 50, "dump_dir=" + "${data.root_dir}" * 50,
+                    "data.root_dir=" + "x" * 50, "steps=" + "${seed}" * 20_000)  # fmt: skip
+    assert len(long) == 2
+    assert "name" in long[0] and "must stand for at most 10,000 characters" in long[0]
+    assert "steps" in long[1] and "must have at most 10,000 characters" in long[1]
+
+
+def test_a_secret_of_the_environment_is_only_written_where_that_is_asked_for(monkeypatch):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "wandb_api_key"):
+        monkeypatch.setenv(name, "hf_secret")
+        [line] = mistakes(f"name=${{oc.env:{name}}}")
+        assert f"{name} looks like a secret, which config.yaml" in line and "hf_secret" not in line
+        assert config(f"name=${{oc.env.secret:{name}}}").name == "hf_secret"
+    for name in ("USER_NAME", "TOKENIZER", "MAX_TOKENS_", "KEYBOARD"):
+        monkeypatch.setenv(name, "x")
+        assert config(f"name=a ${{oc.env:{name}}}").name == "a x"
 
 
 # ---- files
@@ -385,6 +438,11 @@ def test_the_later_word_on_an_optional_group_wins(tmp_path):
     assert config("eval={}").eval == Benchmarks()
 
 
+BOMB = "a: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
+    f"b{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 9)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -395,7 +453,13 @@ def test_the_later_word_on_an_optional_group_wins(tmp_path):
         ("- 1\n", "c.yaml: must hold lines `key: value`, not [1]"),
         ("seed: 1\nname: !!!CHANGE_THIS!!!\n", "name: must be given ("),
         ("seed: 1\nname: !!!CHANGE_THIS!!!\n", "c.yaml:2)"),
-        ("name: &a [*a]\n", "c.yaml: is not valid YAML: an alias stands for what contains it"),
+        ("name: &a [*a]\n", "c.yaml:1: has more than 10,000 values or 50 levels, aliases included"),
+        (BOMB, "has more than 10,000 values or 50 levels"),
+        ("a: " + 400 * "[" + 400 * "]", "has more than 10,000 values or 50 levels"),
+        ("a: " + "x" * 600_000, "c.yaml: has more than 524,288 bytes"),
+        ('name: "a\\0b"\n', r"c.yaml:1: 'a\x00b': must be text of UTF-8 without NUL"),
+        ('base: "a\\ud800b"\n', "must be text of UTF-8 without NUL"),
+        (f"base: {300 * 'a'}\n", "aaa...: cannot be read: File name too long"),
         ("steps: !odd 3\n", "c.yaml:1: the YAML tag !odd is not supported"),
         ("name: !!python/name:os.system\n", "os.system is not supported"),
         ("? [1]\n: 2\n", "c.yaml:1: a key must be a word"),
@@ -420,7 +484,14 @@ def test_files_that_cannot_be_read(tmp_path):
     assert line.endswith('cannot be read: No such file or directory (did you mean "debug.yaml"?)')
     (tmp_path / "folder.yaml").mkdir()
     [line] = mistakes(f"config={tmp_path}/folder.yaml")
-    assert line.endswith("cannot be read: Is a directory")
+    assert line.endswith("folder.yaml: must be a file")
+    os.mkfifo(tmp_path / "fifo")
+    [line] = mistakes(f"config={tmp_path}/fifo")
+    assert line.endswith("fifo: must be a file")
+    for i in range(30):
+        write(tmp_path / f"{i}.yaml", f"base: {i + 1}.yaml\n")
+    [line] = mistakes(f"config={tmp_path}/0.yaml")
+    assert line.endswith("20.yaml:1: base: more than 20 files are laid over each other")
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     [line] = mistakes(f"config={tmp_path}/latin.yaml")
     assert "is not UTF-8 text (byte 9)" in line
@@ -521,7 +592,6 @@ def test_values_of_a_foreign_config_stay_text(tmp_path, monkeypatch):
     for config in (tmp_path / "c.yaml", text):
         assert flat_config(config, ["base", "name", "optim", "optim.lr", "name.x", "steps"]) == {
             "base": "/etc/passwd", "name": literal, "optim": {"lr": literal}, "optim.lr": literal,
-            "name.x": ABSENT, "steps": ABSENT,
         }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Sources that are prepared from text written here, and what must come of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,9 @@ class Prepared:
 
     def __init__(self, args: DataArgs, name: str = "a", **options):
         self.lines: list[str] = []
+        args = replace(args, sources=args.sources | {name: 1.0})
         tokenizer = build_tokenizer(args.tokenizer)
+        options.setdefault("processes", 1)  # to start more takes seconds
         self.source = prepare_source(name, args, tokenizer, self.lines.append, **options)
 
     @property

@@ -1,12 +1,32 @@
 """Held-out windows: every token of whole documents a target once, bytes those of the text."""
 
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import xxhash
 
+from apps.main.config import TrainArgs
+from lingua.config.load import load
 from lingua.data import IGNORE
-from lingua.data.heldout import held_out_windows
-from tests.data.prepared import BOS, EOS, Prepared, is_held_out, make_args, write_jsonl
+from lingua.data.args import SourceFiles, ValidationArgs
+from lingua.data.prepare.sources import check_sources, shard_folder
+from lingua.data.text import TextData, held_out_windows
+from lingua.errors import UserError
+from lingua.tokenizer import build_tokenizer
+from tests.data.prepared import (
+    BOS,
+    EOS,
+    Prepared,
+    contents,
+    is_held_out,
+    make_args,
+    train_tokens,
+    write_jsonl,
+)
 
 TEXTS = [f"{i} größer als 東京 😀 {'y' * (i % 50)}" for i in range(3000)]
 
@@ -29,7 +49,8 @@ def held_out_in_order():
 )
 @pytest.mark.parametrize("seq_len", [16, 100_000])
 def test_every_token_of_the_documents_is_a_target_once(corpus, seq_len, bos, eos, first):
-    source = Prepared(make_args(corpus, add_bos=bos, add_eos=eos), unit_bytes=50_000).source
+    args = make_args(corpus, add_bos=bos, add_eos=eos)
+    source = Prepared(args, processes=1, unit_bytes=50_000).source
     windows = held_out_windows(source, seq_len, max_tokens=10**9)
     texts = held_out_in_order()
     stream = [t for s in texts for t in [*[BOS] * bos, *s.encode(), *[EOS] * eos]]
@@ -43,7 +64,7 @@ def test_every_token_of_the_documents_is_a_target_once(corpus, seq_len, bos, eos
 
 
 def test_the_budget_takes_whole_documents_in_an_order_of_their_own(corpus, tmp_path_factory):
-    source = Prepared(make_args(corpus), unit_bytes=50_000).source
+    source = Prepared(make_args(corpus), processes=1, unit_bytes=50_000).source
     texts = held_out_in_order()
     lengths = np.cumsum([len(text.encode()) + 2 for text in texts])
     for budget, documents in ((1, 1), (lengths[3], 4), (lengths[3] + 1, 5)):
@@ -63,3 +84,154 @@ def test_a_source_without_held_out_documents_has_no_windows(tmp_path):
     windows = held_out_windows(Prepared(make_args(tmp_path)).source, 8, 1000)
     assert windows.tokens.shape == windows.targets.shape == (0, 8)
     assert windows.n_bytes == 0
+
+
+# ---- a source that is one document
+
+BOOK = "".join(random.Random(0).choices(["word ", "line\n", "größe "], k=20_000))
+
+
+def held_out_tokens(source) -> list[int]:
+    windows = held_out_windows(source, 64, max_tokens=1)
+    flat = windows.targets.reshape(-1)
+    return flat[flat != IGNORE].tolist()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_the_end_of_a_source_that_is_one_long_document_is_held_out(tmp_path, name):
+    if name == "a.txt":
+        (tmp_path / name).write_text(BOOK, encoding="utf-8")
+    else:
+        write_jsonl(tmp_path / name, [BOOK])
+    prepared = Prepared(make_args(tmp_path))
+    train, held_out = train_tokens(prepared.source), held_out_tokens(prepared.source)
+    head, tail = bytes(train[1:-1]).decode(), bytes(held_out[1:-1]).decode()
+    assert [train[0], train[-1], held_out[0], held_out[-1]] == [BOS, EOS, BOS, EOS]
+    assert head + tail == BOOK  # each token is in one of them
+    assert 0.015 < len(tail) / len(BOOK) < 0.021 and tail[0] in " wlg"  # where a word begins
+    assert held_out_windows(prepared.source, 64, 1).n_bytes == len(tail.encode())
+    assert prepared.source.manifest.heldout_tail
+    line = f"1 document, {len(train) + len(held_out):,} tokens (1.00 bytes a token); held out the "
+    assert line + f"end of it, {len(held_out):,} tokens" in prepared.lines[-1]
+    again = Prepared(make_args(tmp_path))
+    assert not again.built and again.lines[-1] == prepared.lines[-1]
+
+
+@pytest.mark.parametrize("text", [BOOK[:40_000], next(t for t in TEXTS if is_held_out(t))])
+def test_a_short_source_of_one_document_is_trained_on_whatever_its_hash(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    source = Prepared(make_args(tmp_path)).source
+    assert train_tokens(source) == [BOS, *text.encode(), EOS]
+    assert not held_out_tokens(source) and not source.manifest.heldout_tail
+
+
+def test_a_document_that_is_joined_by_others_is_held_out_or_not_by_its_hash(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.txt").write_text(BOOK, encoding="utf-8")
+    assert Prepared(make_args(tmp_path), unit_bytes=1).source.manifest.heldout_tail
+    (tmp_path / "a" / "2.txt").write_text("another", encoding="utf-8")
+    both = Prepared(make_args(tmp_path), unit_bytes=1).source
+    assert train_tokens(both) == [BOS, *BOOK.encode(), EOS, BOS, *b"another", EOS]
+    assert not held_out_tokens(both) and not both.manifest.heldout_tail
+
+
+def write_shards_of_earlier_version(folder: Path, path: Path) -> list[int]:
+    """Token shards of a source that is one text file, as lingua 0.1.0 wrote them; its tokens."""
+    text = path.read_bytes()
+    tokens = np.array([BOS, *text, EOS], "<u2")
+    table = np.array([[len(tokens), len(text), xxhash.xxh3_64_intdigest(text)]], np.uint64)
+    folder.mkdir(parents=True)
+    for split, n in (("train", 1), ("heldout", 0)):
+        (folder / f"unit.{split}.tokens").write_bytes(tokens.tobytes() * n)
+        (folder / f"unit.{split}.documents").write_bytes(table.tobytes() * n)
+    hashes = [xxhash.xxh3_128_hexdigest(tokens.tobytes()), xxhash.xxh3_128_hexdigest(b"")]
+    train = {"tokens": len(tokens), "documents": 1, "bytes": len(text), "hash": hashes[0]}
+    heldout = {"tokens": 0, "documents": 0, "bytes": 0, "hash": hashes[1]}
+    part = {"path": path.name, "begin": 0, "end": len(text), "size": len(text)}
+    part |= {"mtime_ns": path.stat().st_mtime_ns, "hash": xxhash.xxh3_128_hexdigest(text)}
+    tokenizer = build_tokenizer(make_args(folder).tokenizer)
+    manifest = {
+        "totals": {},
+        "version": 2,
+        "source": "a",
+        "tokenizer": {
+            "name": "bytes",
+            "fingerprint": tokenizer.fingerprint(),
+            "vocab_size": 258,
+            "bos_id": BOS,
+            "eos_id": EOS,
+        },
+        "add_bos": True,
+        "add_eos": True,
+        "dtype": "<u2",
+        "parts": [part],
+        "shards": [{"name": "unit", "parts": 1, "train": train, "heldout": heldout}],
+        "skipped": {},
+        "rough_cuts": 0,
+        "fingerprint": "of then",
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return tokens.tolist()
+
+
+def test_shards_of_an_earlier_version_keep_the_end_of_their_document(tmp_path):
+    (tmp_path / "a.txt").write_text(BOOK, encoding="utf-8")
+    args = make_args(tmp_path)
+    folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
+    tokens = write_shards_of_earlier_version(folder, tmp_path / "a.txt")
+    before = contents(folder)
+    prepared = Prepared(args)
+    assert not prepared.built and prepared.source.fingerprint == "of then"
+    assert train_tokens(prepared.source) == tokens and not held_out_tokens(prepared.source)
+    assert {name: contents(folder)[name] for name in before} == before
+    (folder / "manifest.json").unlink()  # the control: shards that are built now
+    assert train_tokens(Prepared(args).source) != tokens
+
+
+# ---- validation.sources
+
+
+def test_validation_sources_are_measured_whole_and_never_trained_on(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:500])
+    write_jsonl(tmp_path / "v" / "1.jsonl", TEXTS[500:600])
+    data = make_args(tmp_path, seq_len=32, global_batch_size=4)
+    args = SimpleNamespace(data=data, seed=1, validation=ValidationArgs(0, 10**6, ["v"]))
+    tokenizer, lines = build_tokenizer(data.tokenizer), []
+    TextData().check(args, tokenizer)
+    TextData().prepare(args, tokenizer, lines.append)
+    opened = TextData().open(args, tokenizer)
+    measured = opened.held_out["v"]
+    hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in TEXTS[500:600]]
+    signed = np.array(hashes, np.uint64).view(np.int64).tolist()
+    order = [text for _, text in sorted(zip(signed, TEXTS[500:600], strict=True))]
+    expected = [t for text in order for t in (BOS, *text.encode(), EOS)]
+    flat = measured.targets.reshape(-1)
+    assert flat[flat != IGNORE].tolist() == expected
+    assert measured.n_bytes == sum(len(text.encode()) for text in order)
+    assert any(line.startswith("validation.sources.v: 100 documents, ") for line in lines)
+    assert opened.rows.names == ("a",) and list(opened.fingerprints) == ["data.content.a"]
+    assert set(opened.held_out) == {"a", "v"}
+
+
+def test_files_that_are_trained_on_are_refused_as_validation_sources(tmp_path):
+    write_jsonl(tmp_path / "a" / "1.jsonl", TEXTS[:9])
+    args = make_args(tmp_path, source_files={"v": SourceFiles(["a/*.jsonl"])})
+    with pytest.raises(UserError) as error:
+        check_sources(args, build_tokenizer(args.tokenizer), ["v", "missing"])
+    message, path = str(error.value), f"{tmp_path}/a/1.jsonl"
+    assert f"validation.sources.v: {path} is also trained on, as a" in message
+    assert f"validation.sources.missing: there is no {tmp_path}/missing" in message
+
+
+def test_a_wrong_validation_source_is_named_with_its_line(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("data: {sources: {a: 1, b: 0}}\nvalidation:\n  sources: [a, b, ../c, b]\n")
+    with pytest.raises(UserError) as error:
+        load(TrainArgs, [f"config={config}"])
+    for i, mistake in (
+        (0, '"a": is trained on, as data.sources.a'),
+        (2, '"../c": the name must be that of a file or folder in data.root_dir, without a path'),
+        (3, '"b": is given twice'),
+    ):
+        assert f"validation.sources[{i}] = {mistake} ({config}:3)" in str(error.value)
+    assert "sources[1]" not in str(error.value)

@@ -186,7 +186,7 @@ def test_a_run_in_progress_never_reads_tokens_of_changed_text(corpus):
     running = Prepared(make_args(corpus), unit_bytes=27_000).source
     write_jsonl(corpus / "a" / "a.jsonl", ["other"] * 300)
     Prepared(make_args(corpus), unit_bytes=27_000)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UserError, match=r"\.tokens: cannot be read: No such file.* start again"):
         train_tokens(running)
 
 

@@ -27,6 +27,7 @@ from tests.data.prepared import (
     train_tokens,
     write_jsonl,
 )
+from tests.programs import python
 
 BUILD = """
 import sys
@@ -230,7 +231,7 @@ def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, mon
         "  stages: [{from_step: 5, sources: {late: 1}}]\n"
     )
     config = f"config={corpus / 'c.yaml'}"
-    command = [sys.executable, "-m", "lingua.data.prepare", config, "processes=1"]
+    command = [*python(), "-m", "lingua.data.prepare", config, "processes=1"]
     first = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert first.returncode == 0, first.stderr
     held_out = [text for text in TEXTS if is_held_out(text)]

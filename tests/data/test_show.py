@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ from apps.main.config import TrainArgs
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.args import DataArgs, Stage
+from lingua.data.prepare.records import HELD_OUT_BELOW
 from lingua.data.prepare.sources import prepare_sources
-from lingua.data.prepare.units import HELD_OUT_BELOW
 from lingua.data.show import ShowArgs, describe_mixture, describe_row
 from lingua.errors import UserError
 from lingua.tokenizer import build_tokenizer
+from tests.programs import python
 
 HEADER = re.compile(
     r"--- tokens (\d+) to (\d+) of the row: document (\d+) \((.*)\), "
@@ -139,14 +139,14 @@ def test_it_runs_on_a_training_config_and_prepares_what_is_missing(corpus, tmp_p
         "  sources: {a: 3, b: 1}\n  stages: [{from_step: 20, sources: {b: 1}}]\n"
         "  seq_len: 48\n  n_views: 3\n  on_bad_record: skip\n  prefetch_size: 4\n"
     )
-    command = [sys.executable, "-m", "lingua.data.show", f"config={tmp_path / 'c.yaml'}"]
+    command = [*python(), "-m", "lingua.data.show", f"config={tmp_path / 'c.yaml'}"]
     options = {"capture_output": True, "encoding": "utf-8", "timeout": 120}
     done = subprocess.run([*command, "data.global_batch_size=8", "step=2", "row=7"], **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("step 2, row 7: position 15 of the run")
     assert "tokenizing" in done.stderr and "data.prefetch_size has no effect" in done.stderr
     with pytest.raises(UserError) as error:  # a device count would be needed
-        load(ShowArgs, command[3:], META_LINGUA, partial=True)
+        load(ShowArgs, command[-1:], META_LINGUA, partial=True)
     assert "data.global_batch_size" in str(error.value) and "config.yaml" in str(error.value)
 
 

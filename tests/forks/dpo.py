@@ -127,7 +127,7 @@ class Preferences(Objective):
     def __init__(self, run: Run) -> None:
         self.run = run
         trained = open_reference(run.args)
-        self.reference = trained.load(run.args.distributed, run.mesh, run.device)
+        self.reference = trained.load(run.args.distributed, run.mesh)
         self.reference.requires_grad_(False)
 
     def margins(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import numpy as np
 from apps.main import app as main_app
 from apps.main.config import TrainArgs as MainArgs
 from lingua.data.args import DataArgs
-from lingua.data.heldout import HeldOut
-from lingua.data.rows import OpenData
+from lingua.data.rows import HeldOut, OpenData
 from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer
 

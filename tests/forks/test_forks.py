@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
     "validation.tokens": 200,
 }
 # Where a run is stopped and on what it resumes: (dp_replicate, dp_shard, tp), micro-batch, end.
-STARTS = (((1, 2, 1), 1, 2), ((1, 1, 2), 3, 4), ((2, 1, 1), 2, 6))
+STARTS = (((1, 2, 1), 1, 2), ((1, 1, 2), 3, 4), ((1, 1, 1), 2, 6))
 
 
 def words(fork: str, settings: dict[str, Any]) -> list[str]:

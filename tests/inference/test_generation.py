@@ -41,6 +41,10 @@ def requests(settings: SamplingArgs = GREEDY) -> list[Request]:
     return [Request(prompt, settings, seed) for seed, prompt in enumerate(PROMPTS)]
 
 
+def with_cache(model: nn.Module) -> nn.Module:
+    return model
+
+
 class NoCache(nn.Module):
     """A fork's model, whose forward knows nothing of caches."""
 
@@ -59,7 +63,7 @@ def generate_here(
     args: ModelArgs,
     sizes: Sizes,
     cases: list[Case],
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    wrap: Callable[[nn.Module], nn.Module] = with_cache,
     dtype: str = "fp32",
 ) -> list[list[Completion]]:
     """Completions of the requests of each case."""
@@ -136,19 +140,25 @@ def test_greedy_tokens_are_those_that_transformers_generates(run):
         assert completion.tokens == text[0, len(prompt) :].tolist()
 
 
-def test_every_topology_generates_the_same_tokens_with_a_cache_and_without(run):
+@pytest.mark.parametrize(
+    ("sizes", "wrap"),
+    [
+        ((1, 2, 2), with_cache),
+        ((1, 1, 2), NoCache),
+        pytest.param((2, 1, 1), with_cache, marks=pytest.mark.soak),
+        pytest.param((1, 1, 2), with_cache, marks=pytest.mark.soak),
+        pytest.param(SINGLE, NoCache, marks=pytest.mark.soak),
+    ],
+)
+def test_every_topology_generates_the_same_tokens_with_a_cache_and_without(run, sizes, wrap):
     """Fewer prompts than ranks, and other numbers of tokens on each, included."""
     given = requests(replace(GREEDY, max_gen_tokens=6))
     given[1] = replace(given[1], settings=replace(GREEDY, max_gen_tokens=3))
     given += [Request(p, SamplingArgs(max_gen_tokens=5, top_p=0.9), 7) for p in PROMPTS[:3]]
     cases = (given, 2), (given[:1], 2)
     expected = [[c.tokens for c in found] for found in run(ARGS, SINGLE, *cases)]
-    for sizes in ((2, 1, 1), (1, 1, 2), (1, 2, 2)):
-        found = run(ARGS, sizes, *cases)
-        assert [[c.tokens for c in part] for part in found] == expected, sizes
-    for sizes in (SINGLE, (1, 1, 2)):
-        found = run(ARGS, sizes, *cases, wrap=NoCache)
-        assert [[c.tokens for c in part] for part in found] == expected, sizes
+    found = run(ARGS, sizes, *cases, wrap=wrap)
+    assert [[c.tokens for c in part] for part in found] == expected
 
 
 def test_in_bfloat16_the_log_probabilities_are_those_of_float32_arithmetic(run):

@@ -246,17 +246,11 @@ def test_the_progress_line_and_its_time_fit_80_columns(mfu, steps, speed):
         assert len(text) <= 80, text
 
 
-def test_the_time_left_has_two_digits():
-    shown = {0.4: "0s", 59.6: "1.0m", 90: "1.5m", 599: "10m", 3570: "1.0h", 86_399: "1.0d"}
-    shown |= {45: "45s", 190_000: "2.2d", 120 * 86_400: "120d"}
-    assert {s: progress_line(1, 5, LINE, s).split("eta ")[1] for s in shown} == shown
-
-
 def test_counts_and_times_are_short():
     counts = {0: "0", 999: "999", 999.6: "1.00k", 12_345: "12.3k", 999_600: "1.00M", 2.5e9: "2.50G"}
     assert {count: short_count(count) for count in counts} == counts
-    times = {0.4: "0s", 59.6: "1m00s", 3599: "59m59s", 3600: "1h00m", 86_399: "23h59m"}
-    times |= {90_000: "1d01h"}
+    times = {0.4: "0s", 59.6: "1.0m", 90: "1.5m", 599: "10m", 3570: "1.0h", 86_399: "1.0d"}
+    times |= {45: "45s", 190_000: "2.2d", 120 * 86_400: "120d"}
     assert {seconds: short_time(seconds) for seconds in times} == times
 
 

@@ -263,8 +263,8 @@ class Model(nn.Module):
         return loss + self.late(h).sum() if step >= LATE else loss
 
 
-SHARDED: dict[str, Build] = {name: ELEMENTWISE[name] for name in ("NAdam", "SGD", "Adagrad")}
-SHARDED |= {"fused AdamW": ELEMENTWISE["fused AdamW"], "Normalised": lambda g: Normalised(g, 7.0)}
+SHARDED: dict[str, Build] = {name: ELEMENTWISE[name] for name in ("NAdam", "fused AdamW")}
+SHARDED["Normalised"] = lambda g: Normalised(g, 7.0)
 
 
 def backward(model: nn.Module, step: int, rank: int = 0, degree: int = 1) -> None:
@@ -354,7 +354,9 @@ def test_sharded_it_is_torchs_own_on_one_process(saved):
         check(found)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (2, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.soak)]
+)
 def test_saved_and_resumed_elsewhere_it_is_the_same(ranks, saved, sizes):
     for found in ranks.run(math.prod(sizes), in_ranks, sizes, saved[0], True):
         check(found)

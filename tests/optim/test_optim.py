@@ -152,7 +152,7 @@ def test_inverse_square_root_and_warmup_stable_decay_by_hand():
 def test_a_warmup_longer_than_the_run_is_a_warning_and_no_error():
     (line,) = schedule_warnings(OptimArgs(warmup=2000), steps=1000)
     assert "optim.warmup = 2000" in line and "50 %" in line
-    assert schedule_warnings(OptimArgs(warmup=2000), steps=2000) == []
+    assert not list(schedule_warnings(OptimArgs(warmup=2000), steps=2000))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -320,8 +321,8 @@ def shared_work() -> list[Any]:
     def fail() -> None:
         raise FileNotFoundError("gone")
 
-    seen: list[Any] = [on_rank_0(lambda: {"rank": rank, "path": Path("a")})]
-    for work in (refuse, fail):
+    seen: list[Any] = [on_rank_0(lambda: {"rank": rank, "rows": (1, None)})]
+    for work in (refuse, fail, lambda: Path("a")):
         try:
             on_rank_0(work)
         except Exception as error:
@@ -332,5 +333,37 @@ def shared_work() -> list[Any]:
 def test_the_result_or_error_of_rank_0_is_that_of_all(ranks: Ranks) -> None:
     """Also where a rank did more such work before, in another process group."""
     ranks.run(1, shared_work)
-    expected = [{"rank": 0, "path": Path("a")}, (True, "not so"), (False, "gone"), 0]
+    not_json = "Object of type PosixPath is not JSON serializable"
+    expected = [{"rank": 0, "rows": [1, None]}, (True, "not so"), (False, "gone")]
+    expected += [(False, not_json), 0]
     assert ranks.run(3, shared_work) == [expected] * 3
+
+
+class Planted:
+    """A pickle that creates a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def read_what_was_planted(path: Path) -> str:
+    start(CPU, detect_launch(), DistributedArgs())
+    if dist.get_rank() == 0:
+        store = dist.distributed_c10d._get_default_store()
+        store.set("lingua/on_rank_0/MainThread/1", pickle.dumps(Planted(path)))
+        return ""
+    try:
+        return on_rank_0(lambda: "")
+    except ValueError:
+        return "refused"
+
+
+def test_what_another_program_puts_into_the_store_is_not_executed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    assert ranks.run(2, read_what_was_planted, tmp_path / "made")[1] == "refused"
+    pickle.loads(pickle.dumps(Planted(tmp_path / "control")))
+    assert [file.name for file in tmp_path.iterdir()] == ["control"]

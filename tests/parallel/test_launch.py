@@ -4,7 +4,6 @@ import io
 import os
 import socket
 import subprocess
-import sys
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -16,6 +15,7 @@ from lingua.errors import UserError
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0
 from lingua.parallel.program import run_program
+from tests.programs import python
 
 
 def leave_here(case: str) -> tuple[int, str]:
@@ -59,7 +59,7 @@ def test_every_rank_leaves_with_its_code_and_one_tells_the_mistake(ranks, case, 
 
 
 def start_rank(**place: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "apps.main.train", "config=apps/main/configs/debug.yaml"]
+    command = [*python(), "-m", "apps.main.train", "config=apps/main/configs/debug.yaml"]
     command += ["distributed.rendezvous_s=1"]
     env = os.environ | {"WORLD_SIZE": "2"} | {key: str(value) for key, value in place.items()}
     return subprocess.Popen(
@@ -101,9 +101,9 @@ run_program(program)
 @pytest.mark.parametrize("kind", ["mistake", "fault"])
 def test_torchruns_report_does_not_hide_the_error(kind: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(
-        [*command, tmp_path / "program.py", kind],
+        [*command, *python(), tmp_path / "program.py", kind],
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,

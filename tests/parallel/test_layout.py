@@ -278,7 +278,14 @@ def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
     )
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 2, 2),
+        pytest.param((1, 1, 2), marks=pytest.mark.soak),
+        pytest.param((2, 1, 2), marks=pytest.mark.soak),
+    ],
+)
 def test_gradients_of_what_is_declared_equal_are_those_of_one_process(
     ranks: Ranks, sizes: Sizes
 ) -> None:
@@ -316,7 +323,7 @@ def with_extra_norms(sizes: Sizes | None, how: str) -> dict[str, Any] | str:
     return gradients(model, mesh)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("sizes", [(1, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.soak)])
 def test_a_forgotten_norm_over_split_positions_is_refused_and_with_its_style_trains(
     ranks: Ranks, sizes: Sizes
 ) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Free
-from lingua.data.args import DataArgs
+from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.prepare.sources import prepare_sources
 from lingua.tokenizer import build_tokenizer
 
@@ -25,6 +25,7 @@ from lingua.tokenizer import build_tokenizer
 class PrepareArgs:
     processes: Free[int | None] = None  # that tokenize on this machine; null: one per core
     data: DataArgs = field(default_factory=DataArgs)
+    validation: ValidationArgs = field(default_factory=ValidationArgs)
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if self.processes is not None and self.processes < 1:
@@ -37,7 +38,7 @@ def main() -> None:
     for line in notices:
         report(line)
     tokenizer = build_tokenizer(args.data.tokenizer)
-    prepare_sources(args.data, tokenizer, report, args.processes)
+    prepare_sources(args.data, tokenizer, report, args.processes, args.validation.sources)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ installed packages.
 
 import glob
 import os
+import stat
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,30 +36,34 @@ class FilePart:
     end: int
 
 
-def find_files(name: str, root_dir: Path, patterns: Iterable[str] = ()) -> list[FilePart]:
-    """The whole files of source `name` in order. Raises UserError."""
+def find_files(
+    name: str, root_dir: Path, patterns: Iterable[str] = (), key: str = ""
+) -> list[FilePart]:
+    """The whole files of source `name` in order. Raises UserError, which names the source by `key`
+    (default: data.sources.NAME)."""
+    key = key or f"data.sources.{name}"
     if patterns:
         files = _match(name, root_dir, patterns)
     elif name == STDLIB:
-        files = _stdlib(root_dir)
+        files = _stdlib(root_dir, key)
     else:
-        place = _find_source(name, root_dir)
+        place = _find_source(name, root_dir, key)
         files = _files_at(place, Path(place.name) if place.is_file() else Path())
         if not files:
-            raise UserError(f"data.sources.{name}: {place} has no files")
+            raise UserError(f"{key}: {place} has no files")
     for file in files:
         if Path(file.path).suffix.lower() in _NOT_TEXT:
             raise UserError(
-                f"data.sources.{name}: {file.full} cannot be read; must be .jsonl, .parquet or "
+                f"{key}: {file.full} cannot be read; must be .jsonl, .parquet or "
                 "text, which may be compressed as .gz or .zst"
             )
     return sorted(files, key=lambda file: os.fsencode(file.path))
 
 
-def _stdlib(root_dir: Path) -> list[FilePart]:
+def _stdlib(root_dir: Path, key: str) -> list[FilePart]:
     if (root_dir / STDLIB).exists():
         raise UserError(
-            f"data.sources.{STDLIB}: means the standard library of Python; rename "
+            f"{key}: means the standard library of Python; rename "
             f"{root_dir / STDLIB} to use it, or name it in data.source_files"
         )
     files = _files_at(Path(sysconfig.get_path("stdlib")), Path(), _NOT_MODULES)
@@ -81,20 +86,20 @@ def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]
     return list(found.values())
 
 
-def _find_source(name: str, root_dir: Path) -> Path:
+def _find_source(name: str, root_dir: Path, key: str) -> Path:
     tried = [root_dir / f"{name}{suffix}" for suffix in ("", *SUFFIXES)]
     found = [path for path in tried if path.exists()]
     if len(found) == 1:
         return found[0]
     if found:
         several = " and ".join(map(str, found))
-        raise UserError(f"data.sources.{name}: {several} exist; must be one of them")
+        raise UserError(f"{key}: {several} exist; must be one of them")
     known = [STDLIB]
     for path in root_dir.glob("[!.]*"):
         suffix = next((s for s in SUFFIXES if path.name.endswith(s)), "")
         known.append(path.name.removesuffix(suffix))
     raise UserError(
-        f"data.sources.{name}: there is no {tried[0]}, nor with {', '.join(SUFFIXES)}"
+        f"{key}: there is no {tried[0]}, nor with {', '.join(SUFFIXES)}"
         f"{nearest(name, known)}; data.source_files.{name} may name its files"
     )
 
@@ -123,6 +128,11 @@ def _raise(error: OSError) -> None:
 
 def _whole_file(full: Path, path: Path) -> FilePart:
     found = full.stat()
+    name = str(full).encode(errors="backslashreplace").decode()
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{name}: is a pipe, a socket or a device; must be a file")
+    if name != str(full):
+        raise UserError(f"{name}: the name of this file is not UTF-8; rename it")
     return FilePart(
         path.as_posix(), str(full), found.st_size, found.st_mtime_ns, begin=0, end=found.st_size
     )

@@ -25,7 +25,7 @@ PIECE = 2**18  # characters
 CONTEXT = 512  # characters on each side of a cut that are compared
 WINDOW = 2**16  # characters in which a word or line must begin
 TRIES = 16
-_WORD_OR_LINE = re.compile(r"(?<=\S)(?= \S)|(?<=\n)(?=\S)")
+WORD_OR_LINE = re.compile(r"(?<=\S)(?= \S)|(?<=\n)(?=\S)")
 
 
 class Pieces:
@@ -54,7 +54,7 @@ class Pieces:
 
     def _find_cut(self, text: str, limit: int) -> tuple[int, np.ndarray]:
         """(where to cut, ids of the context before it): at `limit` or a little before."""
-        starts = _WORD_OR_LINE.finditer(text, limit - min(WINDOW, self._piece // 2), limit)
+        starts = WORD_OR_LINE.finditer(text, limit - min(WINDOW, self._piece // 2), limit)
         words = [found.start() for found in starts][: -TRIES - 1 : -1]
         for cut in [*words, *range(limit, limit - TRIES, -1)]:
             left = self._encode(text[cut - CONTEXT : cut])

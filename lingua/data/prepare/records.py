@@ -23,12 +23,25 @@ import pyarrow.parquet as pq
 import xxhash
 
 from lingua.data.prepare.files import FilePart
+from lingua.data.prepare.pieces import WORD_OR_LINE
 
 BLOCK = 2**18  # bytes read at once
 ROWS = 1024  # most parquet rows read at once
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BOM = b"\xef\xbb\xbf"
-OnBytes = Callable[[memoryview], Any]
+HELD_OUT = 50  # one document of so many; of a source that is one document, one character
+HELD_OUT_BELOW = 2**64 // HELD_OUT  # of the documents' 64-bit hashes
+SHORTEST_TAIL, LONGEST_TAIL = 1000, 2**20  # characters
+OnRead = Callable[[int], Any]  # gets the number of bytes of each read
+
+
+@dataclass
+class Wrong(Exception):
+    """What is wrong with a record."""
+
+    kind: str
+    detail: str = ""
+    lacks_key: bool = False  # its text may be under a key that is not one of those given
 
 
 class Record(NamedTuple):
@@ -38,9 +51,8 @@ class Record(NamedTuple):
     text: str = ""
     n_bytes: int = 0  # of the text in UTF-8
     hash: int = 0  # of these bytes: 64 bits
-    wrong: str = ""  # the kind of fault
-    detail: str = ""
-    lacks_key: bool = False  # its text may be under a key that is not one of those given
+    is_held_out: bool = False
+    wrong: Wrong | None = None
 
 
 def _form(file: FilePart) -> tuple[str, str | None]:
@@ -88,7 +100,8 @@ def _row_groups(metadata: pq.FileMetaData) -> list[_RowGroup]:
     for i in range(metadata.num_row_groups):
         group = metadata.row_group(i)
         columns = [group.column(c) for c in range(group.num_columns)]
-        begin = min(c.dictionary_page_offset or c.data_page_offset for c in columns) if i else 0
+        begins = [c.dictionary_page_offset or c.data_page_offset for c in columns if i]
+        begin = max(0, min(begins, default=0))
         found.append(_RowGroup(begin, group.num_rows, group.total_byte_size))
     return found
 
@@ -107,18 +120,15 @@ def records_before(part: FilePart) -> int:
 def hash_part(part: FilePart) -> str:
     """The hash of the part's bytes in a manifest."""
     content = xxhash.xxh3_128()
-    with _open_part(part, content.update) as file:
-        for _ in _blocks(file):
-            pass
+    with _open_part(part) as file:
+        for block in _blocks(file):
+            content.update(block)
     return content.hexdigest()
 
 
-def _open_part(
-    part: FilePart, on_bytes: OnBytes | None = None, codec: str | None = None
-) -> BinaryIO:
-    """The part's bytes, decompressed if there is a `codec`, to be read once in order. `on_bytes`
-    gets them as they are in the file."""
-    file = io.BufferedReader(_PartFile(part, on_bytes), BLOCK)
+def _open_part(part: FilePart, on_read: OnRead | None = None, codec: str | None = None) -> BinaryIO:
+    """The part's bytes, decompressed if there is a `codec`, to be read once in order."""
+    file = io.BufferedReader(_PartFile(part, on_read), BLOCK)
     if codec is None:
         return file
     stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
@@ -130,80 +140,86 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _PartFile(io.FileIO):
-    def __init__(self, part: FilePart, on_bytes: OnBytes | None) -> None:
+    def __init__(self, part: FilePart, on_read: OnRead | None) -> None:
         super().__init__(part.full)
         self.seek(part.begin)
-        self._left, self._on_bytes = part.end - part.begin, on_bytes
+        self._left, self._on_read = part.end - part.begin, on_read
 
     def readinto(self, buffer: Any) -> int:
-        block = memoryview(buffer)[: self._left]
-        n = super().readinto(block)
+        n = super().readinto(memoryview(buffer)[: self._left])
         self._left -= n
-        if self._on_bytes is not None:
-            self._on_bytes(block[:n])
+        if self._on_read is not None:
+            self._on_read(n)
         return n
 
 
 # ---- records
 
 
-@dataclass
-class _Wrong(Exception):
-    """What is wrong with a record."""
-
-    kind: str
-    detail: str = ""
-    lacks_key: bool = False
-
-
 def read_records(
-    part: FilePart, keys: tuple[str, ...], on_bytes: OnBytes | None = None
+    part: FilePart, keys: tuple[str, ...], on_read: OnRead | None = None
 ) -> Iterator[Record]:
-    """Every record of a part. `keys` are those of the text: the first that exists is read.
-    `on_bytes` gets the part's bytes as they are read."""
+    """Every record of a part. `keys` are those of the text: the first that exists is read."""
     form, codec = _form(part)
     number = 0
     try:
-        with _open_part(part, on_bytes, codec) as stream:
-            values: Iterable[bytes | _Wrong] = stream
+        with _open_part(part, on_read, codec) as stream:
+            values: Iterable[bytes | Wrong] = stream
             if form == "text":
                 values = [b"".join(_blocks(stream))]
             elif form == "parquet":
-                for _ in _blocks(stream):  # pyarrow reads only a column, in an order of its own
-                    pass
                 values = _parquet_values(part, keys)
+                if on_read is not None:
+                    on_read(part.end - part.begin)
             for number, value in enumerate(values, start=1):
                 yield _record(number, value, form, keys)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the operating system
             raise
-        yield Record(number + 1, wrong="damaged file", detail=f"as {codec or form}: {error}")
+        yield Record(number + 1, wrong=Wrong("damaged file", f"as {codec or form}: {error}"))
 
 
-def _record(number: int, value: bytes | _Wrong, form: str, keys: tuple[str, ...]) -> Record:
-    if isinstance(value, _Wrong):
-        return Record(number, wrong=value.kind, detail=value.detail, lacks_key=value.lacks_key)
+def _document(number: int, text: str) -> Record:
+    data = text.encode()
+    hashed = xxhash.xxh3_64_intdigest(data)
+    return Record(number, text, len(data), hashed, hashed < HELD_OUT_BELOW)
+
+
+def split_tail(record: Record) -> list[Record]:
+    """A document that is a whole source, as one to train on and one that is held out: its end, from
+    the beginning of a word or line. A short one is trained on as it is."""
+    text, n_held_out = record.text, min(len(record.text) // HELD_OUT, LONGEST_TAIL)
+    if n_held_out < SHORTEST_TAIL:
+        return [record._replace(is_held_out=False)]
+    start = WORD_OR_LINE.search(text, len(text) - n_held_out, len(text) - n_held_out // 2)
+    cut = start.start() if start else len(text) - n_held_out
+    head, tail = (_document(record.number, part) for part in (text[:cut], text[cut:]))
+    return [head._replace(is_held_out=False), tail._replace(is_held_out=True)]
+
+
+def _record(number: int, value: bytes | Wrong, form: str, keys: tuple[str, ...]) -> Record:
+    if isinstance(value, Wrong):
+        return Record(number, wrong=value)
     try:
         if form == "json":
             text = _json_text(value.removeprefix(_BOM).removesuffix(b"\n"), keys)
         else:
             text = value.decode("utf-8-sig" if form == "text" else "utf-8")
-        data = text.encode()
         if text:
-            return Record(number, text, len(data), xxhash.xxh3_64_intdigest(data))
-        kind, detail = "empty document", ""
-    except _Wrong as fault:
-        return _record(number, fault, form, keys)
+            return _document(number, text)
+        wrong = Wrong("empty document")
+    except Wrong as fault:
+        wrong = fault
     except UnicodeDecodeError as error:
         byte = f"0x{error.object[error.start]:02x}"
-        kind, detail = "not UTF-8", f"{error.reason} {byte} at byte {error.start + 1}"
+        wrong = Wrong("not UTF-8", f"{error.reason} {byte} at byte {error.start + 1}")
         if form == "text":
             number += error.object.count(b"\n", 0, error.start)
     except UnicodeEncodeError as error:  # "\ud800" is JSON, but no text
-        kind, detail = "not UTF-8", f"\\u{ord(text[error.start]):04x} alone"
+        wrong = Wrong("not UTF-8", f"\\u{ord(text[error.start]):04x} alone")
     except (ValueError, RecursionError) as error:
-        kind, detail = "not JSON", str(error)
-    return Record(number, wrong=kind, detail=detail)
+        wrong = Wrong("not JSON", str(error))
+    return Record(number, wrong=wrong)
 
 
 def _json_text(line: bytes, keys: tuple[str, ...]) -> str:
@@ -212,23 +228,23 @@ def _json_text(line: bytes, keys: tuple[str, ...]) -> str:
     except orjson.JSONDecodeError:
         decoded = line.decode()
         if not decoded.strip():
-            raise _Wrong("blank line") from None
+            raise Wrong("blank line") from None
         # May be valid for Python: NaN, a lone surrogate in another key. Its errors name the place.
         record = json.loads(decoded)
     if not isinstance(record, dict):
-        raise _Wrong("no text", f"a {type(record).__name__}, not an object with a text")
+        raise Wrong("no text", f"a {type(record).__name__}, not an object with a text")
     key = next((key for key in keys if key in record), None)
     if key is None:
         raise _no_text("key", keys, record)
     text = record[key]
     if text is None:
-        raise _Wrong("null text", f"key {key}")
+        raise Wrong("null text", f"key {key}")
     if not isinstance(text, str):
-        raise _Wrong("text is not a string", f"key {key} is {json.dumps(text)[:40]}")
+        raise Wrong("text is not a string", f"key {key} is {json.dumps(text)[:40]}")
     return text
 
 
-def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | _Wrong]:
+def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | Wrong]:
     """The text of each row, or what is wrong with it."""
     # Without a buffer, a whole column of a row group would be in memory.
     with pq.ParquetFile(
@@ -242,16 +258,19 @@ def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | _
         if key is None:
             yield from repeat(_no_text("column", keys, names), n_rows)
             return
+        if names.count(key) > 1:
+            yield from repeat(Wrong("no text", f"{names.count(key)} columns {key}"), n_rows)
+            return
         kind = file.schema_arrow.field(key).type
         if not _is_text(kind):
-            fault = _Wrong("text is not a string", f"column {key} is {kind}", lacks_key=True)
+            fault = Wrong("text is not a string", f"column {key} is {kind}", lacks_key=True)
             yield from repeat(fault, n_rows)
             return
         rows = max(1, min(ROWS, BLOCK * n_rows // max(1, size)))
         for batch in file.iter_batches(rows, row_groups=chosen, columns=[key], use_threads=False):
             # As bytes, since pyarrow does not check that a string is UTF-8.
             for value in batch.column(0).cast(pa.large_binary()).to_pylist():
-                yield _Wrong("null text", f"column {key}") if value is None else value
+                yield Wrong("null text", f"column {key}") if value is None else value
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -259,6 +278,6 @@ def _is_text(kind: pa.DataType) -> bool:
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
-def _no_text(what: str, keys: tuple[str, ...], names: Iterable[str]) -> _Wrong:
+def _no_text(what: str, keys: tuple[str, ...], names: Iterable[str]) -> Wrong:
     wanted = f"neither {what} {' nor '.join(keys)}" if len(keys) > 1 else f"no {what} {keys[0]}"
-    return _Wrong("no text", f"{wanted}, but {', '.join(names) or 'none'}", lacks_key=True)
+    return Wrong("no text", f"{wanted}, but {', '.join(names) or 'none'}", lacks_key=True)

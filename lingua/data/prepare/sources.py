@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,6 +20,7 @@ import numpy as np
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.prepare.files import STDLIB, FilePart, find_files
 from lingua.data.prepare.units import UNIT_BYTES, Job, build_units, finished, plan_units, why_stale
+from lingua.data.prepare.verify import remove_damaged
 from lingua.data.shards import FORMAT_VERSION, MANIFEST, SPLITS, Manifest, Source
 from lingua.errors import UserError, all_of
 from lingua.files import write_atomically
@@ -31,22 +32,38 @@ Report = Callable[[str], None]  # gets lines for the user
 
 
 def prepare_sources(
-    args: DataArgs, tokenizer: Tokenizer, report: Report, processes: int | None = None
+    args: DataArgs,
+    tokenizer: Tokenizer,
+    report: Report,
+    processes: int | None = None,
+    validation: Sequence[str] = (),
 ) -> dict[str, Source]:
-    """Every source with a weight above 0 at some step, built where needed. Raises UserError."""
-    check_sources(args, tokenizer)
+    """Every source with a weight above 0 at some step, and those of `validation.sources`, built
+    where needed. Raises UserError."""
+    check_sources(args, tokenizer, validation)
     return {
         name: prepare_source(name, args, tokenizer, report, processes)
-        for name in args.used_sources()
+        for name in [*args.used_sources(), *validation]
     }
 
 
-def check_sources(args: DataArgs, tokenizer: Tokenizer) -> None:
+def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str] = ()) -> None:
     """Raises UserError with all mistakes of all sources: the first may take hours to tokenize."""
+    used: dict[str, str] = {}  # the source of each file that is trained on
+
+    def check_files(name: str) -> None:
+        paths = [os.path.realpath(file.full) for file in source_files(name, args)]
+        if name not in validation:
+            used.update(dict.fromkeys(paths, name))
+        elif shared := next((path for path in paths if path in used), None):
+            raise UserError(
+                f"{args.source_key(name)}: {shared} is also trained on, as {used[shared]}"
+            )
+
     checks: list[Callable[[], object]] = [
         partial(tokenizer.encode, "", bos=args.add_bos),
         partial(tokenizer.encode, "", eos=args.add_eos),
-        *(partial(source_files, name, args) for name in args.used_sources()),
+        *(partial(check_files, name) for name in [*args.used_sources(), *validation]),
     ]
     wrong: list[str] = []
     for check in checks:
@@ -58,23 +75,27 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer) -> None:
         raise all_of(wrong)
 
 
-def open_sources(args: DataArgs, tokenizer: Tokenizer) -> dict[str, Source]:
-    """The sources that another process has prepared, without a look at their text."""
-    return {name: Source.open(shard_folder(name, args, tokenizer)) for name in args.used_sources()}
+def open_sources(
+    args: DataArgs, tokenizer: Tokenizer, names: Iterable[str] | None = None
+) -> dict[str, Source]:
+    """The sources that another process has prepared, without a look at their text: those to train
+    on, or `names`."""
+    names = args.used_sources() if names is None else names
+    return {name: Source.open(shard_folder(name, args, tokenizer)) for name in names}
 
 
 def source_files(name: str, args: DataArgs) -> list[FilePart]:
     """The whole files of a source. Raises UserError."""
     patterns = args.source_files.get(name, SourceFiles()).files
     try:
-        return find_files(name, Path(args.root_dir), patterns)
+        return find_files(name, Path(args.root_dir), patterns, args.source_key(name))
     except OSError as error:
-        raise _cannot_prepare(name, error, args.root_dir) from error
+        raise _cannot_prepare(args.source_key(name), error, args.root_dir) from error
 
 
-def _cannot_prepare(name: str, error: OSError, place: str | Path) -> UserError:
+def _cannot_prepare(key: str, error: OSError, place: str | Path) -> UserError:
     reason = f"{error.filename or place}: {error.strerror or error}"
-    return UserError(f"data.sources.{name}: cannot be prepared: {reason}")
+    return UserError(f"{key}: cannot be prepared: {reason}")
 
 
 def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
@@ -84,7 +105,7 @@ def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
     if name == STDLIB:  # machines that share the folder may have different ones
         key.append(platform.python_version())
     digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()
-    return args.cache_path() / f"{name}-{digest}"
+    return Path(args.cache_dir or Path(args.root_dir, ".tokens")) / f"{name}-{digest}"
 
 
 def prepare_source(
@@ -105,7 +126,7 @@ def prepare_source(
     try:
         while True:
             files = source_files(name, args)
-            manifest, why = _valid_manifest(job, files)
+            manifest, why = _valid_manifest(job, files, report)
             if manifest is not None:
                 break
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -114,12 +135,13 @@ def prepare_source(
             lock = job.folder.with_name(f"{job.folder.name}.lock")
             with exclusive(lock, report, patient=True):
                 # Whoever held the lock before has written it, or the text has changed meanwhile.
-                if _valid_manifest(job, files)[0] is None:
+                if _valid_manifest(job, files, report)[0] is None:
                     _write_manifest([finished(unit, job) for unit in units], job)
+                    _valid_manifest(job, files, report)  # so that of many processes one verifies it
     except OSError as error:
-        raise _cannot_prepare(name, error, job.folder) from error
+        raise _cannot_prepare(job.key, error, job.folder) from error
     for line in _summary(manifest):
-        report(f"data.sources.{name}: {line}")
+        report(f"{job.key}: {line}")
     return Source(job.folder, manifest)
 
 
@@ -141,17 +163,21 @@ def _job(name: str, args: DataArgs, tokenizer: Tokenizer) -> Job:
     return Job(args, shard_folder(name, args, tokenizer), manifest)
 
 
-def _valid_manifest(job: Job, files: list[FilePart]) -> tuple[Manifest | None, str]:
+def _valid_manifest(job: Job, files: list[FilePart], report: Report) -> tuple[Manifest | None, str]:
     """(the manifest, "") if the shards are those of `files` as they are now, else (None, why)."""
     manifest = Manifest.load(job.folder)
     if manifest is None:
         return None, "no shards yet"
+    if manifest.origin != job.manifest.origin:
+        return None, "its manifest is not that of this source"
     before = [part.mtime_ns for part in manifest.parts]
     if why := why_stale(manifest, files, job):
         return None, why
     if before != [part.mtime_ns for part in manifest.parts]:
         with suppress(OSError):  # only saves reading the files again; the cache may be read-only
             write_atomically(job.folder / MANIFEST, manifest.to_json())
+    if damaged := remove_damaged(job.folder, manifest, report):
+        return None, f"{damaged[0]} was damaged"
     return manifest, ""
 
 
@@ -162,10 +188,13 @@ def _summary(manifest: Manifest) -> Iterator[str]:
         sum(manifest.total(split, what) for split in SPLITS)
         for what in ("documents", "tokens", "bytes")
     )
+    if manifest.heldout_tail:
+        documents, part = 1, "the end of it"
+    else:
+        part = f"{counted(held_out, 'document')} ({held_out / max(1, documents):.2%})"
     yield (
         f"{counted(documents, 'document')}, {counted(tokens, 'token')} "
-        f"({n_bytes / max(1, tokens):.2f} bytes a token); held out "
-        f"{counted(held_out, 'document')} ({held_out / max(1, documents):.2%}), "
+        f"({n_bytes / max(1, tokens):.2f} bytes a token); held out {part}, "
         f"{counted(held_out_tokens, 'token')} ({held_out_tokens / max(1, tokens):.2%})"
     )
     if manifest.skipped:
@@ -195,6 +224,7 @@ def _write_manifest(shares: list[Manifest | None], job: Job) -> None:
         skipped=dict(sorted(skipped.items())),
         rough_cuts=sum(share.rough_cuts for share in built),
         fingerprint=hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
+        heldout_tail=any(share.heldout_tail for share in built),
     )
     write_atomically(job.folder / MANIFEST, manifest.to_json())
     # Of what killed or earlier builds left, nothing that is in use is removed. Names of all files

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,18 @@ from tqdm import tqdm
 from lingua.data.args import DataArgs
 from lingua.data.prepare.files import FilePart
 from lingua.data.prepare.pieces import PIECE, Pieces
-from lingua.data.prepare.records import Record, hash_part, read_records, records_before, split_file
-from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
+from lingua.data.prepare.records import (
+    OnRead,
+    Record,
+    hash_part,
+    read_records,
+    records_before,
+    split_file,
+    split_tail,
+)
+from lingua.data.shards import LARGEST_MANIFEST, SPLITS, InputPart, Manifest, Shard, Split
 from lingua.errors import UserError
-from lingua.files import open_synced, temporary_suffix, write_atomically
+from lingua.files import file_size, load_json, open_synced, temporary_suffix, write_atomically
 from lingua.format import counted
 from lingua.lock import POLL_S, claimed, holder, is_free
 from lingua.tokenizer import Tokenizer, build_tokenizer
@@ -44,14 +52,13 @@ from lingua.tokenizer import Tokenizer, build_tokenizer
 UNIT_BYTES = 128 * 2**20  # small files are grouped and large ones split by this size
 THREADS = 8  # that wait for the file system at once
 BATCH_BYTES = PIECE  # text tokenized at once; a longer document is a batch by itself
-HELD_OUT_BELOW = 2**64 // 50  # of the documents' 64-bit hashes: one document in fifty
 _DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
-OnRead = Callable[[int], Any]  # gets the number of bytes of each read
 
 
 @dataclass(frozen=True)
 class Unit:
     parts: tuple[FilePart, ...]
+    is_all: bool  # the source has no other
 
     @cached_property
     def id(self) -> str:
@@ -66,6 +73,11 @@ class Job:
     args: DataArgs
     folder: Path  # of the shards
     manifest: Manifest  # without parts and shards
+
+    @property
+    def key(self) -> str:
+        """What messages name the source by."""
+        return self.args.source_key(self.manifest.source)
 
     def lock_path(self, unit: Unit) -> Path:
         """The lock that the process which builds the unit holds."""
@@ -89,18 +101,19 @@ def plan_units(files: list[FilePart], unit_bytes: int) -> list[Unit]:
         else:
             groups += [[part] for part in parts]
             room = unit_bytes - parts[0].size if len(parts) == 1 else -1
-    return [Unit(tuple(group)) for group in groups]
+    return [Unit(tuple(group), is_all=len(groups) == 1) for group in groups]
 
 
 def finished(unit: Unit, job: Job) -> Manifest | None:
     """The unit's share of the manifest, if it is built from its files as they are now."""
     try:
-        fields = json.loads(job.record_path(unit).read_text(encoding="utf-8"))
-        shards = [Shard.from_json(fields.pop("shard"))]
-        parts = [InputPart(**part) for part in fields.pop("parts")]
-        manifest = replace(job.manifest, parts=parts, shards=shards, **fields)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        fields = load_json(job.record_path(unit), LARGEST_MANIFEST)
+        fields["shards"] = [fields.pop("shard", None)]
+        manifest = Manifest.of_json(asdict(job.manifest) | fields)
+    except (FileNotFoundError, ValueError):
         return None
+    if manifest.heldout_tail and not unit.is_all:
+        return None  # now the source has other documents to hold out
     return None if why_stale(manifest, unit.parts, job) else manifest
 
 
@@ -111,9 +124,10 @@ def why_stale(manifest: Manifest, files: Iterable[FilePart], job: Job) -> str:
         return "shards were built with data.on_bad_record: skip"
     for shard in manifest.shards:
         for name, size in shard.files(manifest.dtype).items():
-            path = job.folder / name
-            if not path.is_file() or path.stat().st_size != size:
-                return f"{name} is missing or not complete"
+            with suppress(FileNotFoundError):
+                if file_size(job.folder / name) == size:
+                    continue
+            return f"{name} is missing or not complete"
     found = {file.path: file for file in files}
     sizes = {(part.path, part.size) for part in manifest.parts}
     if changed := sizes ^ {(file.path, file.size) for file in found.values()}:
@@ -148,7 +162,7 @@ def build_units(
     todo, is_waiting = _unfinished(units, job), False
     total = _size(todo)
     report(
-        f"data.sources.{job.manifest.source}: tokenizing {total / 1e6:,.1f} MB into {job.folder} "
+        f"{job.key}: tokenizing {total / 1e6:,.1f} MB into {job.folder} "
         f"({why}; parts to build: {len(todo):,} of {len(units):,})"
     )
     with tqdm(
@@ -202,7 +216,7 @@ def _build_in_workers(units: list[Unit], job: Job, processes: int, on_read: OnRe
                     message = pipe.recv()
                 except EOFError:
                     message = UserError(
-                        f"data.sources.{job.manifest.source}: a process that tokenized it was "
+                        f"{job.key}: a process that tokenized it was "
                         "killed or failed (out of memory?); start again to continue after the "
                         "finished parts"
                     )
@@ -255,18 +269,22 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
     skipped: Counter[str] = Counter()
     pieces = Pieces(tokenizer)
     writers = {split: _SplitWriter(job, tokenizer, temporary, split) for split in SPLITS}
+    has_tail = False
     try:
-        for batch in _batches(_good_records(unit, job, inputs, skipped, on_read)):
+        records = _good_records(unit, job, inputs, skipped, on_read)
+        if unit.is_all:
+            records, has_tail = _hold_out_tail(records)
+        for batch in _batches(records):
             texts = [record.text for record in batch]
             if len(texts[0]) > PIECE:
                 encoded: list[Iterable[np.ndarray]] = [pieces.encode(texts[0])]
             else:
                 encoded = [[ids] for ids in tokenizer.encode_batch(texts)]
             for record, ids in zip(batch, encoded, strict=True):
-                split = "heldout" if record.hash < HELD_OUT_BELOW else "train"
-                writers[split].add(record, ids)
+                writers["heldout" if record.is_held_out else "train"].add(record, ids)
         splits = {split: writer.finish() for split, writer in writers.items()}
-        content = xxhash.xxh3_64_hexdigest("".join(known.hash for known in inputs).encode())
+        contents = "".join(known.hash for known in inputs) + "tail" * has_tail
+        content = xxhash.xxh3_64_hexdigest(contents.encode())
         shard = Shard(f"{unit.id}-{content[:8]}", len(inputs), **splits)
         for final in shard.files(job.manifest.dtype):
             os.replace(job.folder / final.replace(shard.name, temporary, 1), job.folder / final)
@@ -279,7 +297,18 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
         "skipped": dict(sorted(skipped.items())),
         "rough_cuts": pieces.rough_cuts,
     }
+    if has_tail:  # else the record is as that of earlier versions
+        fields["heldout_tail"] = True
     write_atomically(job.record_path(unit), json.dumps(fields, indent=1))
+
+
+def _hold_out_tail(records: Iterator[Record]) -> tuple[Iterator[Record], bool]:
+    """The documents of a source, and whether they are the two parts of a single long one."""
+    first = list(islice(records, 2))
+    if len(first) != 1:
+        return chain(first, records), False
+    parts = split_tail(first[0])
+    return iter(parts), len(parts) == 2
 
 
 def _good_records(
@@ -289,33 +318,26 @@ def _good_records(
     counted in `skipped`."""
     source, any_good = job.manifest.source, False
     for part in unit.parts:
-        content = xxhash.xxh3_128()
-
-        def on_bytes(block: memoryview, content: xxhash.xxh3_128 = content) -> None:
-            content.update(block)
-            on_read(len(block))
-
-        for record in read_records(part, job.args.text_keys(source), on_bytes):
-            if not record.wrong:
+        for record in read_records(part, job.args.text_keys(source), on_read):
+            wrong = record.wrong
+            if wrong is None:
                 any_good = True
                 yield record
             elif job.args.on_bad_record == "skip":
-                skipped[record.wrong] += 1
+                skipped[wrong.kind] += 1
             else:
-                detail = f" ({record.detail})" if record.detail else ""
+                what = f"{wrong.kind} ({wrong.detail})" if wrong.detail else wrong.kind
                 advice = "data.on_bad_record: skip leaves such records out and counts them"
-                if record.lacks_key and not any_good:  # skip might leave out the whole source
+                if wrong.lacks_key and not any_good:  # skip might leave out the whole source
                     key = f"data.source_files.{source}.text_key"
                     advice = f"name the one that has the text in {key}"
-                raise UserError(
-                    f"{part.full}:{records_before(part) + record.number}: {record.wrong}{detail}; "
-                    f"{advice}"
-                )
-        now = os.stat(part.full)
+                line = records_before(part) + record.number
+                raise UserError(f"{part.full}:{line}: {what}; {advice}")
+        content, now = hash_part(part), os.stat(part.full)
         if (now.st_size, now.st_mtime_ns) != (part.size, part.mtime_ns):
             raise UserError(f"{part.full}: changed while it was read; start again")
         known = part.path, part.begin, part.end, part.size, part.mtime_ns
-        inputs.append(InputPart(*known, hash=content.hexdigest()))
+        inputs.append(InputPart(*known, hash=content))
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:

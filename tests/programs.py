@@ -1,0 +1,157 @@
+"""Starts the programs of this repository without the seconds that importing torch takes.
+
+    subprocess.run([*python(), "-m", "apps.main.train", ...], cwd=..., env=..., stdout=...)
+
+`python()` stands for sys.executable in a command. Its process has a server, which has imported what
+the programs share, fork one that is given its arguments, folder, environment and standard files. It
+passes signals on, ends as the program does, and killed takes the program with it. What Python reads
+from the environment when it starts (PYTHONUTF8, OMP_NUM_THREADS) has no effect on a fork.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+SHARED = ("torch.distributed.run", "apps.main.train", "apps.main.generate")
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+
+
+def python() -> list[str]:
+    """The beginning of a command."""
+    return [sys.executable, "-IS", __file__, start_server()[0]]
+
+
+@cache
+def start_server() -> tuple[str, subprocess.Popen[bytes]]:
+    """Its address. It ends with this process, which has the other end of its standard input."""
+    address = f"lingua-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{address}")  # without a file
+        listener.listen()
+        server = subprocess.Popen(
+            [sys.executable, __file__, "serve", str(listener.fileno())],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+    return address, server
+
+
+# ------------------------------------------------------------------------ the process of a command
+
+
+def ask(address: str, argv: list[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    with socket.socket(socket.AF_UNIX) as server, server.makefile() as answers:
+        server.connect(f"\0{address}")
+        socket.send_fds(server, [b"\n"], [0, 1, 2])
+        request = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}
+        server.sendall(json.dumps(request).encode() + b"\n")
+        pid = int(answers.readline())
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        code = int(answers.readline())
+    if code < 0:
+        if -code in PASSED_ON:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+# ------------------------------------------------------------------------------------- the server
+
+
+def serve(listener: socket.socket) -> list[str]:
+    """Returns in every fork, with the arguments of its program."""
+    sys.path[0] = str(Path(__file__).parents[1])
+    for name in SHARED:
+        importlib.import_module(name)
+    gc.freeze()
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    commands: dict[int, socket.socket] = {}  # by the program's process
+    with selectors.DefaultSelector() as events:
+        for source in (0, listener, ended):
+            events.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in events.select():
+                if key.fileobj == 0:
+                    for pid in commands:
+                        os.kill(pid, signal.SIGKILL)
+                    sys.exit()
+                elif key.fileobj is listener:
+                    command, _ = listener.accept()
+                    _, files, *_ = socket.recv_fds(command, 1, 3)
+                    request = json.loads(command.makefile().readline())
+                    pid = os.fork()
+                    if not pid:
+                        break
+                    for file in files:
+                        os.close(file)
+                    command.sendall(b"%d\n" % pid)
+                    commands[pid] = command
+                    events.register(command, selectors.EVENT_READ, pid)
+                elif key.fileobj == ended:
+                    os.read(ended, 4096)
+                else:  # the process of a command was killed
+                    os.kill(key.data, signal.SIGKILL)
+                    events.unregister(key.fileobj)
+            else:
+                while commands and (found := os.waitpid(-1, os.WNOHANG))[0]:
+                    command = commands.pop(found[0])
+                    if command in events.get_map():
+                        events.unregister(command)
+                        command.sendall(b"%d\n" % os.waitstatus_to_exitcode(found[1]))
+                    command.close()
+                continue
+            break
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for file in (listener, command, *commands.values()):
+        file.close()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.closerange(3, max(files) + 1)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    return request["argv"]
+
+
+def run(argv: list[str]) -> None:
+    """As Python does with these arguments."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [os.getcwd(), *filter(None, paths)]
+    match argv:
+        case "-m", module, *words:
+            sys.argv = [module, *words]
+            sys.modules.pop(module, None)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case "-c", code, *words:
+            sys.argv = ["-c", *words]
+            exec(code, {"__name__": "__main__"})
+        case script, *words:
+            sys.path[0] = str(Path(script).parent)
+            sys.argv = [script, *words]
+            runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        run(serve(socket.socket(fileno=int(sys.argv[2]))))
+    else:
+        ask(sys.argv[1], sys.argv[2:])
