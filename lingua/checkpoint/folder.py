@@ -43,7 +43,7 @@ class Checkpoint:
     step: int
     serial: int  # order of publication, which can differ from the order of steps
     files: dict[str, Entry]  # by name
-    created_at: str
+    created_at: str = ""
 
 
 def checksum_of(manifest: dict[str, Any]) -> str:
