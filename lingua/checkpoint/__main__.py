@@ -191,7 +191,7 @@ def _to_file(source: TensorSource, names: list[str], dst: Path) -> Path:
     model = {name.removeprefix("model."): t for name, t in source.whole(names).items()}
     embedding, head = TIED
     tying = "model.weight_tying"
-    if flat_config(source.config, [tying]).get(tying) is True:
+    if flat_config(source, [tying]).get(tying) is True:
         model |= {head: model[embedding]} if embedding in model else {}  # the same memory
     content: dict[str, Any] = {"model": model, "config": source.config}
     if source.step is not None:

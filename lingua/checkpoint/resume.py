@@ -73,13 +73,15 @@ class SavedConfig:
     data: Mixture = field(default_factory=Mixture)
 
 
-def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
-    """The values of those of `keys`, dotted names, that a written config file, or its text, has.
-    It is read as data, since it may be somebody else's: `${...}` stays text. Raises UserError."""
-    if isinstance(config, str):
-        tree, where = plain(parse_mapping(config, CONFIG)), CONFIG
-    else:
+def flat_config(config: Path | TensorSource, keys: Iterable[str]) -> dict[str, Any]:
+    """The values of those of `keys`, dotted names, that a written config file, or that of a source,
+    has. It is read as data, since it may be somebody else's: `${...}` stays text. Raises UserError.
+    """
+    if isinstance(config, Path):
         tree, where = plain(read_file(config, str(config))), str(config)
+    else:
+        where = f"config of {config.path}"
+        tree = plain(parse_mapping(config.config, where))
     flat = {}
     for key in keys:
         value = tree
@@ -282,7 +284,7 @@ def check_origin(
             f"steps = {config['steps']}: must be above {origin.step or 0}, the steps that "
             f"{source.path} has made"
         )
-    saved = flat_config(source.config, config)
+    saved = flat_config(source, config)
     if everything:
         saved["optim.name"] = "adamw"  # Meta Lingua has no other
     data = {} if source.checkpoint is None else read_state(source.checkpoint).data
