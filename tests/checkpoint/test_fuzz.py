@@ -148,7 +148,7 @@ def check(case: str, folder: Path, programs: list[Callable[[], Any]]) -> int:
 
     refused = 0
     signal.signal(signal.SIGALRM, too_long)
-    for i, program in enumerate(programs):
+    for program in programs:
         signal.alarm(CASE_S)
         try:
             program()
@@ -156,11 +156,11 @@ def check(case: str, folder: Path, programs: list[Callable[[], Any]]) -> int:
             told = str(error)
             none_left = f"{folder.parent}: has checkpoints, but none that can be used"
             named = (str(folder), none_left, "in the checkpoint, ", "data.tokenizer.")
-            assert any(name in told for name in named), f"{case}, program {i}: {told}"
-            assert "MemoryError" not in told and len(told) < 20_000, f"{case}, program {i}: {told}"
+            assert any(name in told for name in named), f"{case}: {told}"
+            assert "MemoryError" not in told and len(told) < 20_000, f"{case}: {told}"
             refused += 1
         except Exception as error:
-            raise AssertionError(f"{case}, program {i}") from error
+            raise AssertionError(case) from error
         finally:
             signal.alarm(0)
     return refused
@@ -178,7 +178,8 @@ def fuzz(
             change_file(folder / name, draw)
             if signed and name != "manifest.json":
                 resign(folder)
-            refused += check(f"{name}, case {case}", folder, programs)
+            some = draw.sample(programs, min(3, len(programs)))
+            refused += check(f"{name}, case {case}", folder, some)
             shutil.rmtree(folder)
             shutil.copytree(original, folder)
             case += 1
