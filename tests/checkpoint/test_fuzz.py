@@ -117,10 +117,11 @@ def change_file(path: Path, draw: random.Random) -> None:
         path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + n :])
     elif path.suffix == ".yaml":
         path.write_text(yaml.safe_dump(change_tree(yaml.safe_load(content), draw)))
-    elif path.name == "manifest.json":
-        write_manifest(path.parent, change_tree(json.loads(content), draw))
     else:
-        path.write_text(json.dumps(change_tree(json.loads(content), draw)))
+        tree = change_tree(json.loads(content), draw)
+        path.write_text(json.dumps(tree))
+        if path.name == "manifest.json" and isinstance(tree, dict):
+            write_manifest(path.parent, tree)
 
 
 # ---------------------------------------------------------------------------- what is checked
