@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,10 @@ from lingua.errors import UserError
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+# of the files that a save writes
+FILE = re.compile(
+    r"(__\d+_\d+\.distcp|\.metadata|(train_state|manifest)\.json|config\.yaml)(\.tmp)?"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +116,20 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
             gone.append(c.path)
         _mark_best(root, [c for c in found if c.path not in gone])
         for path in root.iterdir():
-            if LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+            if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                _remove(path)
     except OSError as error:
         logger.warning(f"old checkpoints cannot be removed: {error}")
     return gone
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files that a save writes, and the folder unless it has others."""
+    for file in folder.iterdir():
+        if FILE.fullmatch(file.name) and file.is_file():
+            file.unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _to_keep(found: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:

@@ -308,10 +308,13 @@ def test_pruning_takes_only_names_and_files_of_ours(folder: Path) -> None:
     (root / f"{STEP}.best").mkdir()  # in the place of a mark, and of one that goes
     (root / "x.best").mkdir()
     (root / "0000000001.best").touch()
-    (root / "0000000002.tmp-0123abcd").mkdir()
+    for leftover in ("0000000002.tmp-0123abcd", "0000000003.tmp-0123abcd"):
+        shutil.copytree(folder, root / leftover)
+    (root / "0000000003.tmp-0123abcd" / "notes").write_text("mine")
     mark(root / "0000000001", "paper")
     prune(root, CheckpointArgs(SaveEvery(keep=1)))
     left = {path.name for path in root.iterdir()}
-    assert left == {*others, STEP, f"{STEP}.best", "x.best", "0000000001.paper"}
+    assert left == {*others, STEP, f"{STEP}.best", "x.best", "0000000001.paper", leftover}
+    assert [path.name for path in (root / leftover).iterdir()] == ["notes"]
     assert [c.step for c in find(root)] == [6] and marks(folder) == []
     assert isinstance(find(root)[0], Checkpoint)
