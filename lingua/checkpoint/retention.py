@@ -22,9 +22,8 @@ from lingua.errors import UserError
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-# of the files that a save writes
-FILE = re.compile(
-    r"(__\d+_\d+\.distcp|\.metadata|(train_state|manifest)\.json|config\.yaml)(\.tmp)?"
+FILE = re.compile(  # that a save writes
+    r"(__\d+_\d+\.distcp|\.metadata|train_state\.json|config\.yaml|manifest\.json)(\.tmp)?"
 )
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ VALUES: list[Any] = [
 
 
 def a_value(draw: random.Random) -> Any:
-    return draw.choice(VALUES)
+    return deepcopy(draw.choice(VALUES))
 
 
 def places_in(tree: Any) -> Iterator[tuple[Any, Any]]:
