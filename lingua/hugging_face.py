@@ -137,6 +137,6 @@ def _open_files(folder: Path) -> list[Any]:
         try:
             file_size(folder / name)
             opened.append(safe_open(folder / name, framework="pt", device="cpu"))
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{folder / name}: cannot be read as safetensors ({error})") from None
     return opened

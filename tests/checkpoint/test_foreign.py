@@ -21,6 +21,8 @@ import torch
 import yaml
 from torch.distributed.checkpoint.metadata import Metadata
 
+from apps.main.hugging_face import llama
+from apps.main.transformer import ModelArgs
 from lingua import convert
 from lingua.checkpoint.__main__ import main
 from lingua.checkpoint.dcp import _ALLOWED, DCPFolder
@@ -29,6 +31,7 @@ from lingua.checkpoint.resume import find_start, read_saved
 from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, mark, marks, prune
 from lingua.checkpoint.source import find_source
 from lingua.errors import UserError
+from lingua.hugging_face import open_folder
 from lingua.inference.trained import open_trained
 from lingua.parallel.launch import one_process
 from tests.checkpoints import resign, write_manifest
@@ -241,6 +244,49 @@ def test_a_mixture_that_is_none_is_refused_when_a_run_resumes(folder: Path) -> N
         forge(folder, yaml.safe_dump(changed).encode(), "config.yaml")
         told = said(lambda: main(["diff", str(folder), f"config={SAMPLE / 'config.yaml'}"]))
         assert f"data.{key}" in told and str(folder / "config.yaml") in told
+
+
+# ------------------------------------------------------------------- a folder of transformers
+
+ABSURD: dict[str, list[Any]] = {
+    "num_hidden_layers": [10**9, 0, -1, True, 2.5, "2", [2], 10**400],
+    "head_dim": [10**9, -2, {}],
+    "hidden_size": [2**40, None, "x" * 10**6],
+    "vocab_size": [None, -1, 1e300],
+    "intermediate_size": [10**400, False],
+    "max_position_embeddings": [0, "many"],
+    "rms_norm_eps": [-1e-5, "small", 10**400],
+    "rope_theta": [0, "\x1b[31m"],
+    "rope_parameters": ["llama3", [1], {"rope_type": ["llama3"]}, {"rope_type": "llama3"}],
+    "tie_word_embeddings": ["yes", [], 2],
+    "model_type": [None, 3, {"llama": 1}],
+}
+
+
+def test_absurd_values_of_a_config_json_are_refused_by_key() -> None:
+    good = llama.to_config(ModelArgs(dim=48, n_heads=6, vocab_size=259), 512)
+    assert llama.from_config(good, "config.json")[1] == 512
+    for key, values in ABSURD.items():
+        for value in values:
+            changed = good | {key: value}
+            changed |= {"rope_parameters": None} if key == "rope_theta" else {}
+            told = said(lambda changed=changed: llama.from_config(changed, "config.json"))
+            where = "config.json: factor" if value == {"rope_type": "llama3"} else key[:4]
+            assert told.startswith("config.json: ") and where in told, (key, value)
+            assert len(told) < 300
+
+
+def test_weights_of_a_folder_of_transformers_are_files_of_it(tmp_path: Path) -> None:
+    config = llama.to_config(ModelArgs(dim=48, n_heads=6, vocab_size=259), 512)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "empty.safetensors").touch()
+    index = tmp_path / "model.safetensors.index.json"
+    files = ["pipe.safetensors", "empty.safetensors", "../x", "/dev/zero", "no\0name", "", 5]
+    for weight_map in (None, [], *({"a": file} for file in files)):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        told = said(lambda: open_folder(llama, str(tmp_path), "source"))
+        assert str(tmp_path) in told, weight_map
 
 
 # ----------------------------------------------------------------------- its config, its terminal
