@@ -110,9 +110,17 @@ def from_values(defaults: C, values: Mapping[str, Any], where: str) -> C:
 
 def to_yaml(args: Any) -> str:
     """The whole configuration; loading it again gives an equal one."""
-    from omegaconf import OmegaConf
+    import yaml
+    from omegaconf._utils import get_omega_conf_dumper
 
-    return OmegaConf.to_yaml(plain(args))
+    # As OmegaConf.to_yaml, which refuses text such as "${".
+    return yaml.dump(
+        plain(args),
+        Dumper=get_omega_conf_dumper(),
+        default_flow_style=False,
+        allow_unicode=True,
+        sort_keys=False,
+    )
 
 
 def flatten(args: Any) -> dict[str, Any]:
