@@ -341,7 +341,7 @@ def split_values(key: str, text: str) -> list[str]:
     flow = f"[{text}]"
     try:
         nodes = yaml.compose(flow).value
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         nodes = []
     if not nodes:
         raise UserError(f"sweep.{key} = {text}: must be values separated by commas")

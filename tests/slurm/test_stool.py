@@ -571,7 +571,7 @@ def test_the_values_of_a_sweep_are_split_at_commas_outside_of_brackets_and_quote
     assert split_values("key", text) == values
 
 
-@pytest.mark.parametrize("text", ["", "[1,2", "a,,b"])
+@pytest.mark.parametrize("text", ["", "[1,2", "a,,b", 500 * "[" + 500 * "]"])
 def test_values_of_a_sweep_that_are_no_list_are_refused(text: str) -> None:
     with pytest.raises(
         UserError, match=r"sweep\.optim\.lr = .*: must be values separated by commas"
