@@ -95,9 +95,7 @@ def test_help_lists_every_key_within_the_width(width):
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_printed_in_the_terminals_width_and_nothing_else_happens(
-    flag, capsys, monkeypatch
-):
+def test_help_is_printed_in_the_terminals_width_and_nothing_else_happens(flag, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "64")
     with pytest.raises(SystemExit) as caught:
         load(Config, ["config=missing.yaml", flag])
