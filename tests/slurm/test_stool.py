@@ -550,6 +550,13 @@ def test_status_does_not_obey_what_a_foreign_log_contains(
     (dump_dir / "logs" / "1").mkdir(parents=True)
     (dump_dir / "base_config.yaml").write_text("steps: 3\n")
     (dump_dir / "job_id").write_text("1")
+    (dump_dir / "metrics.jsonl").write_bytes(
+        b'\xff\n[1]\n{"step": "a", "loss": [], "step_time_s": 1e999, "tokens_per_s": NaN}\n'
+    )
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "base_config.yaml").write_text("steps: [x]\nstop_at: ${oc.env:HOME}\n")
+    os.mkfifo(other / "job_id")
     (dump_dir / "logs" / "1" / "1_0_log.err").write_text("ValueError: \x1b]0;owned\x07\n")
     shown = table(status(tmp_path))
     assert "\\x1b[31m" in shown and r"ValueError: \x1b]0;owned\x07" in shown
