@@ -509,15 +509,22 @@ def test_wrong_input_is_refused_where_slurm_is_not(tmp_path: Path) -> None:
     values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
     arguments = [f"{k}={v}" for k, v in values.items()]
 
-    def refused(sweep: dict[str, list[str]] | None = None, **job: Any) -> str:
+    def refused(
+        sweep: dict[str, list[str]] | None = None, more: tuple[str, ...] = (), **job: Any
+    ) -> str:
         with pytest.raises(UserError) as raised:
-            launch(JobArgs(**({"launcher": "print"} | job)), arguments, sweep)
+            launch(JobArgs(**({"launcher": "print"} | job)), [*arguments, *more], sweep)
         return str(raised.value)
 
     for script in ("", "..", ".x", "a b", "/etc/passwd"):
         need = f"script = {script}: must be the dotted path of a module, such as apps.main"
         assert refused(script=script) == need
     assert refused(setup=["true", "module load a \\"]).startswith("setup[1] = ['true', ")
+    no_folder = f"{tmp_path}/one.jsonl"  # a file
+    error = refused(more=(f"dump_dir={no_folder}/x",), launcher="local")
+    assert error.startswith(f"{no_folder}/x") and error.endswith(
+        "cannot be written: Not a directory"
+    )
     for key in ("name", "dump_dir"):
         assert f"sweep.{key}: must be another key" in refused({key: ["a", "b"]})
     error = refused({"optim.lr": ["1e-3", "0.001"]})
