@@ -129,28 +129,33 @@ def start(
     elif "OMP_NUM_THREADS" not in os.environ and launch.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=args.timeout_s)
     if launch.by == "python":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(
             backend,
-            store=_meet(launch, args.rendezvous_s),
+            store=_meet(launch, args.rendezvous_s, timeout),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timedelta(minutes=30),
+            timeout=timeout,
         )
-    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    for group in mesh.get_all_groups():  # they do not take it from the group of all ranks
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
 
 
-def _meet(launch: Launch, patience_s: float) -> dist.Store:
-    """The store of rank 0, once all processes have reached it. Raises UserError if they do not."""
+def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
+    """The store of rank 0, with this timeout, once all processes have reached it. Raises UserError
+    if they do not."""
     try:
         if launch.by == "slurm":
             _slurm_rendezvous(dict(os.environ))
         if launch.rank:
             _wait_for_rank_0(patience_s)
-        timeout = timedelta(seconds=patience_s)
-        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
+        patience = timedelta(seconds=patience_s)
+        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
         store: dist.Store = next(rendezvous)[0]
     except (dist.DistError, UserError, OSError, ValueError, KeyError) as error:
         place = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
@@ -164,7 +169,7 @@ def _meet(launch: Launch, patience_s: float) -> dist.Store:
             f"MASTER_PORT = {place}: {reason}",
             local=True,
         ) from None
-    store.set_timeout(timedelta(minutes=30))
+    store.set_timeout(timeout)
     return store
 
 

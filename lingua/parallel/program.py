@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lingua.errors import UserError
 from lingua.format import printable
 from lingua.parallel.launch import detect_launch, leave
+from lingua.parallel.mesh import silent_ranks
 
 RANK_0_S = 10.0  # until rank 0 has found a mistake that all ranks find before they meet
 
@@ -51,7 +52,13 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         code = 128 + signal.SIGINT
         if detect_launch().world_size > 1:  # the other ranks may be in a collective
             os._exit(code)
-    except Exception:
+    except Exception as error:
+        if dist.is_initialized() and "Timed out waiting" in str(error):  # gloo's words
+            for rank in silent_ranks():
+                error.add_note(
+                    f"rank {rank} did not answer for distributed.timeout_s seconds: its process is "
+                    "stopped, or its machine cannot be reached"
+                )
         _show_in_torchrun(traceback.format_exc())
         raise
     # Slurm may still send its early signal, which must not turn the end of a run into a failure.

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lingua.errors import UserError
 from lingua.parallel.launch import detect_launch, start
@@ -84,6 +86,35 @@ def test_a_wrong_place_in_the_environment_is_refused_by_name(
         detect_launch(wrong)
 
 
+def wait_for_a_stopped_rank() -> list[str]:
+    """What a program adds to the error of a collective that rank 1 does not join."""
+
+    def program() -> None:
+        start(torch.device("cpu"), detect_launch(), DistributedArgs(dp_shard=3, timeout_s=5))
+        dist.all_gather_object(pids, os.getpid())
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            dist.all_reduce(torch.ones(()))
+
+    pids = [0, 0, 0]
+    try:
+        run_program(program)
+    except SystemExit:
+        return []
+    except RuntimeError as error:
+        if dist.get_rank() == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        return error.__notes__
+
+
+def test_a_rank_that_is_stopped_is_named_by_the_others(ranks) -> None:
+    first, stopped, last = ranks.run(3, wait_for_a_stopped_rank)
+    assert first == last and stopped == []
+    [note] = first
+    assert note.startswith("rank 1 did not answer for distributed.timeout_s seconds")
+
+
 def start_rank(**place: object) -> subprocess.Popen[str]:
     command = [*python(), "-m", "apps.main.train", "config=apps/main/configs/debug.yaml"]
     command += ["distributed.rendezvous_s=1"]
@@ -118,6 +149,9 @@ import os, sys, time
 from lingua.errors import UserError
 from lingua.parallel.program import run_program
 def program():
+    while os.environ["RANK"] == "0" and not os.path.exists("rank 1 raises"):
+        time.sleep(0.1)
+    open("rank 1 raises", "w").close()
     time.sleep(1 - int(os.environ["RANK"]))  # rank 1 is first
     raise (UserError if sys.argv[1] == "mistake" else RuntimeError)("this is wrong")
 run_program(program)
@@ -130,6 +164,7 @@ def test_torchruns_report_does_not_hide_the_error(kind: str, tmp_path: Path) -> 
     command = [*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(
         [*command, *python(), tmp_path / "program.py", kind],
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
