@@ -25,7 +25,7 @@ def leave_here(case: str) -> tuple[int, str]:
 
     def work() -> None:
         if case == "a mistake":
-            raise UserError("steps = 0: must be at least 1")
+            raise UserError("steps = 0\x1b[31m: must be at least 1")
 
     def program() -> None:
         launch = detect_launch()
@@ -34,6 +34,8 @@ def leave_here(case: str) -> tuple[int, str]:
             if launch.rank == 1:
                 raise UserError("no device here", local=True)
             return
+        if case == "a name that is too long":
+            Path("n" * 300).read_text()
         if launch.rank == 1:
             time.sleep(0.5)  # rank 0 is at its end before this one asks what it found
         on_rank_0(work)
@@ -49,7 +51,8 @@ def leave_here(case: str) -> tuple[int, str]:
     ("case", "first", "second"),
     [
         ("nothing", (0, ""), (0, "")),
-        ("a mistake", (2, "error: steps = 0: must be at least 1\n"), (2, "")),
+        ("a mistake", (2, "error: steps = 0\\x1b[31m: must be at least 1\n"), (2, "")),
+        ("a name that is too long", (2, f"error: {'n' * 300}: File name too long\n"), (2, "")),
         ("a mistake of one machine", (0, ""), (2, "error: no device here\n")),
     ],
 )
@@ -58,6 +61,29 @@ def test_every_rank_leaves_with_its_code_and_one_tells_the_mistake(ranks, case, 
     began = time.monotonic()
     assert ranks.run(2, leave_here, case) == [first, second]
     assert time.monotonic() - began < 25  # nobody waited in vain
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_STEP_NUM_TASKS": "2"},
+            "SLURM_PROCID",
+        ),
+    ],
+)
+def test_a_wrong_place_in_the_environment_is_refused_by_name(
+    wrong: dict[str, str], name: str
+) -> None:
+    with pytest.raises(UserError, match=f"^the environment variable {name}: must be a number"):
+        detect_launch(wrong)
 
 
 def wait_for_a_stopped_rank() -> list[str]:
