@@ -1,6 +1,15 @@
 """Tables, counts, times and sizes as text for people."""
 
+import re
 from collections.abc import Sequence
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text for a terminal, which may quote a file of anybody's: control characters other than tabs
+    and ends of lines are escaped, such as `\\x1b`."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:

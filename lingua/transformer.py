@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lingua.config.schema import Announced, Guarded, require
+from lingua.config.schema import Announced, Guarded, bounds, require
 from lingua.data import IGNORE
 from lingua.hashing import hash_bits, key_of
 from lingua.model import Cache, PerRow
+
+LARGEST = 1 << 24  # features
 
 
 @dataclass
@@ -34,8 +36,8 @@ class RopeScaling:
     original_seq_len: Guarded[int] = 8192  # context the unscaled frequencies were trained on
 
     def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "original_seq_len")
         yield from require(self, "at least 1 and finite", lambda v: 1 <= v < math.inf, "factor")
-        yield from require(self, "at least 1", lambda v: v >= 1, "original_seq_len")
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             yield "low_freq_factor", f"must be above 0 and below {self.high_freq_factor} (high)"
 
@@ -65,18 +67,18 @@ class TransformerArgs:
     attn_impl: Announced[Literal["sdpa"]] = "sdpa"  # implementation of attention
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        sizes = ("dim", "n_layers", "head_dim", "n_heads", "n_kv_heads", "multiple_of")
-        if wrong := list(require(self, "at least 1", lambda v: v >= 1, *sizes)):
-            yield from wrong
+        sizes = ("dim", "head_dim", "n_heads", "n_kv_heads", "multiple_of")
+        wrong = [*bounds(self, 1, *sizes, most=LARGEST), *bounds(self, 1, "n_layers", most=4096)]
+        yield from wrong
+        if wrong:
             return
+        yield from bounds(self, 1, "sliding_window")
+        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "dropout")
         positive = ("norm_eps", "rope_theta", "init_base_std")
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
         scale = self.ffn_dim_multiplier
-        if scale is not None and not 1 <= scale * int(8 * self.dim / 3) < math.inf:
-            yield "ffn_dim_multiplier", "must be finite and leave at least one hidden feature"
-        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "dropout")
-        need = "at least 1, or null for all positions"
-        yield from require(self, need, lambda v: v >= 1, "sliding_window")
+        if scale is not None and not 1 <= scale * int(8 * self.dim / 3) <= LARGEST:
+            yield "ffn_dim_multiplier", f"must give 1 to {LARGEST:,} hidden features"
         if self.n_heads is None and self.head_dim is None:
             yield "n_heads", "must be given when model.head_dim is null"
             return
@@ -88,6 +90,8 @@ class TransformerArgs:
             yield given, f"must divide model.dim = {self.dim} when model.{derived} is null"
         elif head_dim % 2:
             yield given, f"gives heads of {head_dim} features: rotary embedding needs pairs"
+        elif n_heads * head_dim > LARGEST:
+            yield given, f"gives {n_heads * head_dim:,} features, and at most {LARGEST:,} may be"
         elif n_heads % n_kv_heads:
             yield "n_kv_heads", f"must divide model.n_heads = {n_heads}"
 

@@ -1,7 +1,7 @@
 """Files of the Hugging Face hub, for the two download scripts beside this file.
 
 A download is retried as long as waiting may help, and one that was stopped resumes with the files
-that are missing. The only token used is the environment's HF_TOKEN.
+that are missing. The only token used is the environment's HF_TOKEN; no message contains it.
 """
 
 import errno
@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from typing import TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts run without install
 
 from lingua.errors import UserError
+from lingua.format import printable
 
 T = TypeVar("T")
 
@@ -30,11 +32,32 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped; the same command resumes the download", file=sys.stderr, flush=True)
+        report("stopped; the same command resumes the download")
         sys.exit(130)
+    except Exception:
+        report(traceback.format_exc())
+        sys.exit(1)
+
+
+def report(text: str) -> None:
+    """Print a message, which may quote the library or the hub, without the token."""
+    token = os.environ.get("HF_TOKEN", "").strip()
+    text = text.replace(token, "<HF_TOKEN>") if token else text
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def hub_token() -> str | None:
+    """HF_TOKEN without the blanks around it, None where it is not set. Raises UserError."""
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise UserError(
+            "HF_TOKEN: must be a token of the hub, one word of ASCII characters; the value of this "
+            "environment variable is another text"
+        )
+    return token or None
 
 
 def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, int]:
@@ -47,7 +70,7 @@ def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, 
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import filter_repo_objects
 
-    token = os.environ.get("HF_TOKEN") or False  # False: nor one that a login has stored
+    token = hub_token() or False  # False: nor one that a login has stored
     api = hub.HfApi(token=token)
 
     def listed() -> tuple[str, dict[str, int]]:
@@ -111,7 +134,7 @@ def retry(
                     f"{what}: gave up after {len(PAUSES_S) + 1} attempts: {reason}. Is there a "
                     "connection to the network? The same command resumes the download"
                 ) from None
-        print(f"{what}: {reason}; trying again in {pause} s", file=sys.stderr, flush=True)
+        report(f"{what}: {reason}; trying again in {pause} s")
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
@@ -138,7 +161,7 @@ def _explain(error: Exception, repo: str, kind: str, folder: Path) -> str:
     )
 
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repo}"
-    token = "HF_TOKEN is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+    token = "HF_TOKEN is set" if hub_token() else "HF_TOKEN is not set"
     if isinstance(error, GatedRepoError):
         return (
             f"{repo} is gated: ask for access at {page}, then set the environment variable "

@@ -19,6 +19,7 @@ class Hub:
         self.repos: dict[str, dict[str, bytes]] = {}
         self.files: dict[str, bytes] = {}
         self.gated: set[str] = set()
+        self.quoting: set[str] = set()  # refused with a message that quotes the token
         self.cut: dict[str, int] = {}  # path -> bytes after which its next download breaks off
         self.go_on = threading.Event()  # a download that is cut waits for it before it breaks off
         self.go_on.set()
@@ -57,6 +58,8 @@ class Hub:
                 continue
             if repo in self.gated and token != f"Bearer {TOKEN}":
                 return self.send(request, 401, code="GatedRepo")
+            if repo in self.quoting:
+                return self.send(request, 400, message=f"\x1b[31mno right for {token}")
             if path in (api, f"{api}/revision/main"):
                 name = repo.removeprefix("datasets/")
                 info = {"id": name, "sha": REVISION, "siblings": [{"rfilename": f} for f in files]}
@@ -80,6 +83,7 @@ class Hub:
         status: int,
         content: bytes = b"",
         code: str = "",
+        message: str = "",
         cut: int | None = None,
     ) -> None:
         tag, begin = etag(content), 0
@@ -96,6 +100,8 @@ class Hub:
             request.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
         if code:
             request.send_header("X-Error-Code", code)
+        if message:
+            request.send_header("X-Error-Message", message)
         request.end_headers()
         if request.command == "GET":
             with suppress(ConnectionError):  # of a client that was killed

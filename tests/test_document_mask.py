@@ -13,6 +13,8 @@ from lingua.errors import UserError
 from lingua.init import init_parameters
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 
+pytestmark = pytest.mark.quick
+
 BOS, EOS = 256, 257
 LENGTHS = [5, 1, 9, 2, 3]  # of the documents in the row, 20 tokens in all
 

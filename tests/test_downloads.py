@@ -142,6 +142,8 @@ def test_what_is_missing_is_one_clear_message(hub, tmp_path):
     hub.repos["datasets/some/corpus"] = {"a.jsonl": b"{}"}
     hub.repos["datasets/some/gated"] = {"a.jsonl": jsonl(TEXTS)}
     hub.gated.add("datasets/some/gated")
+    hub.repos["datasets/some/quoting"] = {"a.jsonl": b"{}"}
+    hub.quoting.add("datasets/some/quoting")
     pattern = ("--pattern", "*.jsonl")
     for words, options, message in [
         (["fineweb"], {}, "fineweb_edu, fineweb_edu_10bt"),
@@ -156,6 +158,9 @@ def test_what_is_missing_is_one_clear_message(hub, tmp_path):
             {"HF_TOKEN": "hf_of_another"},
             "is gated: ask for access at https://huggingface.co/datasets/some/gated",
         ),
+        (["some/quoting", *pattern], {"HF_TOKEN": " hf_of_another "}, "no right for Bearer <HF_TO"),
+        (["some/corpus", *pattern], {"HF_TOKEN": "hf_of_two\nlines"}, "HF_TOKEN: must be a token"),
+        (["some/corpus", *pattern], {"HF_TOKEN": "hf_of two"}, "HF_TOKEN: must be a token"),
         (
             ["some/corpus", *pattern],
             {"before": "import sys; sys.modules['huggingface_hub'] = None\n"},
@@ -174,9 +179,10 @@ def test_what_is_missing_is_one_clear_message(hub, tmp_path):
         assert done.returncode == 2, (words, done.stderr)
         assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.count("error:") == 1 and "hf_of" not in done.stdout + done.stderr
+        assert "\x1b" not in done.stderr
     assert not (tmp_path / "data").exists()
 
-    done = data(hub, tmp_path, "some/gated", *pattern, HF_TOKEN=TOKEN)
+    done = data(hub, tmp_path, "some/gated", *pattern, HF_TOKEN=f" {TOKEN}\n")
     assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
 
 

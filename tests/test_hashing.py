@@ -9,6 +9,8 @@ import torch
 from lingua.data import IGNORE
 from lingua.hashing import batch_hash, hash_bits, key_of
 
+pytestmark = pytest.mark.quick
+
 MASK = 2**64 - 1
 
 

@@ -21,6 +21,8 @@ from lingua.config.load import load
 from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 
+pytestmark = pytest.mark.quick
+
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 2024, and they'll jump 1234567 times!\n",
     "Grüße aus Köln: naïve Œuvre, ça va? Привет, мир! Ψωμί Δέλτα.\n",

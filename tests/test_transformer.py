@@ -27,6 +27,8 @@ from lingua.transformer import (
     sum_token_losses,
 )
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8)
 
@@ -270,10 +272,10 @@ def test_a_scaling_of_frequencies_that_makes_no_sense_is_refused_by_name():
         ({"norm_eps": 0.0}, "norm_eps", "above 0"),
         ({"rope_theta": math.inf}, "rope_theta", "finite"),
         ({"init_base_std": -0.02}, "init_base_std", "above 0"),
-        ({"ffn_dim_multiplier": -1.0}, "ffn_dim_multiplier", "at least one hidden feature"),
-        ({"ffn_dim_multiplier": 1e-6}, "ffn_dim_multiplier", "at least one hidden feature"),
-        ({"ffn_dim_multiplier": math.inf}, "ffn_dim_multiplier", "finite"),
-        ({"sliding_window": 0}, "sliding_window", "at least 1, or null"),
+        ({"ffn_dim_multiplier": -1.0}, "ffn_dim_multiplier", "must give 1 to 1,"),
+        ({"ffn_dim_multiplier": 1e-6}, "ffn_dim_multiplier", "must give 1 to 1,"),
+        ({"ffn_dim_multiplier": math.inf}, "ffn_dim_multiplier", "must give 1"),
+        ({"sliding_window": 0}, "sliding_window", "at least 1"),
         ({"n_heads": None}, "n_heads", "must be given when model.head_dim is null"),
         ({"n_heads": None, "head_dim": 6}, "head_dim", "must divide model.dim = 32"),
         ({"n_heads": 5}, "n_heads", "must divide model.dim = 32"),

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 from apps.main.transformer import ModelArgs
 from lingua.checkpoint.retention import CheckpointArgs
-from lingua.config.schema import Announced, Free, Guarded
+from lingua.config.load import resume_classes
+from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds
 from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.loader import micro_steps
+from lingua.errors import nearest
 from lingua.inference.harness import HarnessArgs
 from lingua.monitor.metrics import LoggingArgs
 from lingua.monitor.profiling import ProfilingArgs
@@ -27,8 +29,7 @@ class EvaluationArgs(HarnessArgs):
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()
-        if self.every < 1:
-            yield "every", "must be at least 1"
+        yield from bounds(self, 1, "every")
 
 
 @dataclass
@@ -55,9 +56,15 @@ class TrainArgs:
     profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for key in ("steps", "stop_at", "grad_acc_steps"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                yield key, "must be at least 1"
+        yield from bounds(self, 1, "steps", "stop_at", "grad_acc_steps", most=MOST_STEPS)
+        names = ("name", self.name), ("dump_dir", self.dump_dir)
+        for key, text in (*names, ("checkpoint.path", self.checkpoint.path)):
+            if text is not None and not (text.strip() and text.isprintable()):
+                yield key, "must be a name without control characters"
+        keys = resume_classes(type(self))
+        for i, key in enumerate(self.checkpoint.allow_change):
+            if key not in keys and not key.startswith("data."):  # data.content.NAME, of each source
+                yield f"checkpoint.allow_change[{i}]", f"must be a config key{nearest(key, keys)}"
         for i, name in enumerate(self.validation.sources):
             if name in self.data.used_sources():
                 yield f"validation.sources[{i}]", f"is trained on, as data.sources.{name}"

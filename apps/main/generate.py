@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lingua.config.load import from_values, load
-from lingua.config.schema import Free
+from lingua.config.schema import MOST_ROWS, Free, bounds
 from lingua.errors import UserError
 from lingua.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
@@ -49,8 +49,7 @@ class GenerateArgs(SamplingArgs, OpenArgs):
         yield from OpenArgs.validate(self)
         if self.prompt is not None and self.prompts is not None:
             yield "prompt", "must not be given together with prompts"
-        if self.batch_size < 1:
-            yield "batch_size", "must be at least 1"
+        yield from bounds(self, 1, "batch_size", most=MOST_ROWS)
         if self.out is not None and Path(self.out).exists():
             yield "out", "exists already; must be a new file"
 

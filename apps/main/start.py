@@ -2,9 +2,11 @@
 and described."""
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,13 +25,12 @@ from lingua.checkpoint.resume import (
     check_config,
     check_origin,
     find_start,
-    flat_config,
     log_resume,
     start_from,
 )
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import flatten, load, resume_classes
+from lingua.config.load import flatten, load, read_saved, resume_classes
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.rows import Data
 from lingua.data.text import TextData
@@ -47,6 +48,11 @@ from lingua.tokenizer import Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
 
+# What a run writes into its dump dir, besides the files of its saves and of other programs.
+FILES = ("config.yaml", "train.log", "metrics.jsonl", "metrics.validation.jsonl",
+         "metrics.eval.jsonl", "samples.jsonl", "wandb_id")  # fmt: skip
+FOLDERS = ("checkpoints", "evals", "profiling", "wandb")
+
 
 @dataclass(frozen=True)
 class Start:
@@ -58,6 +64,21 @@ class Start:
     saved: Saved | None  # the checkpoint to resume
     origin: Origin | None  # or what a new run takes tensors from
     changes: list[Change]  # since it was saved
+
+
+def check_dump_dir(folder: Path) -> None:
+    """Make the dump dir. Raises UserError where something in it is not what a run can write."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            mode = os.R_OK if path.name == "config.yaml" else os.R_OK | os.W_OK
+            usable = path.is_file() and os.access(path, mode, effective_ids=True)
+            if path.name in FILES and not usable:
+                raise UserError(f"{path}: must be a file that can be read and written, or absent")
+            if path.name in FOLDERS and not path.is_dir():
+                raise UserError(f"{path}: must be a folder, or absent")
+    except OSError as error:
+        raise UserError(f"dump_dir = {folder}: cannot be used: {error}") from None
 
 
 def check_start(app: App, args: TrainArgs, sizes: tuple[int, ...]) -> Start:
@@ -111,24 +132,26 @@ def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | N
     takes the global batch size from the checkpoint or the dump dir's config.yaml."""
     if args.data.global_batch_size is None:
         key, written = "data.global_batch_size", args.folder / "config.yaml"
-        if saved is not None:
-            former = saved.config
-        else:
-            former = on_rank_0(
-                lambda: flat_config(written, {key: None}) if written.exists() else {}
-            )
+
+        def former_rows() -> int | None:
+            if saved is not None:
+                return saved.config[key]
+            exists = written.exists()
+            return read_saved(type(args), written).data.global_batch_size if exists else None
+
+        former = on_rank_0(former_rows)
         rows = args.data.batch_size * degree * (args.grad_acc_steps or 1)
-        args.data.global_batch_size = former.get(key, rows)
-        if key not in former:
+        args.data.global_batch_size = former or rows
+        if former is None:
             logger.info(
                 f"{key} = {rows}: it was left open, so it is data.batch_size = "
                 f"{args.data.batch_size} times {degree} data-parallel ranks times "
                 f"{args.grad_acc_steps or 1} micro-steps. Set it for a run that does not depend on "
                 "the number of processes"
             )
-        elif args.data.global_batch_size != rows:
+        elif former != rows:
             logger.info(
-                f"{key} = {former[key]}, as this run was started with; null would give {rows} now"
+                f"{key} = {former}, as this run was started with; null would give {rows} now"
             )
             args.grad_acc_steps = None
     if args.model.vocab_size == -1:
@@ -140,17 +163,20 @@ def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | N
         )
 
 
-def prepare_data(begin: Start, args: TrainArgs, stop: StopRequest) -> bool:
-    """Build the data that is missing; on rank 0. False where a signal ended that: it may take
-    hours, and what is finished stays."""
-    try:
-        with stop.at_once():
-            begin.data.prepare(args, begin.tokenizer, logger.info)
-    except Stopped:
-        where = "while the text was prepared. The same command resumes it"
-        logger.info(f"stopped by {stop.signal} {where}")
-        return False
-    return True
+def unless_stopped(work: Callable[[], object], stop: StopRequest, what: str) -> bool:
+    """Run `work`, which may take hours, on rank 0. False where a signal ended it, which is logged:
+    what is finished stays. Called by every rank."""
+
+    def attempt() -> bool:
+        try:
+            with stop.at_once():
+                work()
+        except Stopped:
+            logger.info(f"stopped by {stop.signal} while {what}. The same command resumes it")
+            return False
+        return True
+
+    return on_rank_0(attempt)
 
 
 def default_optimizer(model: nn.Module, args: TrainArgs, plan: ParallelPlan | None) -> Optimizer:

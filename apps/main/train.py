@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,14 @@ from apps.main.config import TrainArgs
 from apps.main.run import Run
 from apps.main.samples import check_samples, write_samples
 from apps.main.start import check as check  # what lingua.stool calls before it launches
-from apps.main.start import check_start, default_optimizer, describe, prepare_data, restore
+from apps.main.start import (
+    check_dump_dir,
+    check_start,
+    default_optimizer,
+    describe,
+    restore,
+    unless_stopped,
+)
 from lingua.app import App, choose_app
 from lingua.checkpoint.resume import TOKENIZER, check_data, state_to_save
 from lingua.checkpoint.saver import Saver
@@ -93,8 +101,11 @@ def set_up(
     launch = detect_launch()
     device = pick_device(args.device, launch)
     mesh = start(device, launch, args.distributed, args.deterministic)
+    on_rank_0(partial(check_dump_dir, args.folder))
     init_logger(args.folder, dist.get_rank(), app.path)
     saver = open_parts.enter_context(Saver(args.checkpoint_folder, args.checkpoint))
+    if not unless_stopped(partial(saver.claim, args.folder), stop, "another run had its folder"):
+        return None
 
     # ---- what can be wrong, and what an earlier start left
     begin = check_start(app, args, mesh.shape)
@@ -105,7 +116,8 @@ def set_up(
     benchmarks = Benchmarks(args)  # loads their tasks
 
     # ---- data
-    if not on_rank_0(lambda: prepare_data(begin, args, stop)):
+    prepare = partial(begin.data.prepare, args, begin.tokenizer, logger.info)
+    if not unless_stopped(prepare, stop, "the text was prepared"):
         return None
     data = begin.data.open(args, begin.tokenizer)
     fingerprints = {**data.fingerprints, TOKENIZER: begin.tokenizer.fingerprint()}
@@ -126,7 +138,7 @@ def set_up(
     micro = args.micro_steps(degree)
     loader = Loader(data.rows, args.data.step_rows, dp_rank(mesh), degree, *micro, device, marks)
     steps = open_parts.enter_context(closing(loader.steps(progress.position, args.data.workers)))
-    report = Reporter(args, mesh, progress, built.flops_per_token)
+    report = Reporter(args, mesh, progress, built.flops_per_token, saver.is_alone)
     if begin.saved is not None and begin.saved.topology != mesh.shape:
         report.event("topology", progress.step, old=begin.saved.topology, new=mesh.shape)
     run = Run(
@@ -156,7 +168,7 @@ def take_steps(
             batch = next(steps)  # this rank's micro-batches of the step
         # Every step's one message between hosts: targets of the whole global batch, whether any
         # rank stops, and whether by the clock of rank 0 the last save was long ago.
-        wants_stop = stop.signal is not None or run.saver.gave_up
+        wants_stop = stop.signal is not None or run.saver.must_stop
         overdue = dist.get_rank() == 0 and args.checkpoint.overdue(time.monotonic() - saved_at)
         valid, stopping, overdue = count_targets(batch, wants_stop, overdue, run.mesh)
         if stopping:
@@ -194,9 +206,11 @@ def take_steps(
         if evaluate_due:
             benchmarks.evaluate(run, stop)
     profiler.close()
-    if stopping and progress.step:
-        count_skipped(run, guard)
-        save_checkpoint(run, held_out, final=True)
+    if stopping:
+        run.saver.wait()  # raises the error that ends the run, if one does
+        if progress.step:
+            count_skipped(run, guard)
+            save_checkpoint(run, held_out, final=True)
     return stopping
 
 

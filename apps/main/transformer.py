@@ -36,8 +36,8 @@ class ModelArgs(TransformerArgs):
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()
-        if self.vocab_size != -1 and self.vocab_size < 1:
-            yield "vocab_size", "must be at least 1, or -1 for the tokenizer's"
+        if self.vocab_size != -1 and not 1 <= self.vocab_size <= 1 << 27:
+            yield "vocab_size", "must be 1 to 134,217,728, or -1 for the tokenizer's"
 
 
 class Transformer(nn.Module):

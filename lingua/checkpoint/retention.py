@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from lingua.checkpoint.folder import LEFTOVER, MANIFEST, Checkpoint, find, read_state, temporary
-from lingua.config.schema import Free
+from lingua.config.schema import Free, bounds
 from lingua.errors import UserError
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
@@ -25,11 +25,18 @@ class SaveEvery:
     every: Free[int] = 1000  # steps between two saves; 0 or -1: none
     keep: Free[int] = -1  # how many of the newest to keep; 0 or -1: all
 
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, -1, "every", "keep")
+
 
 @dataclass
 class DumpEvery(SaveEvery):
     # and minutes since the last save, by the clock of rank 0; 0 or null: none for that reason
     every_minutes: Free[float | None] = 30.0
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from super().validate()
+        yield from bounds(self, 0, "every_minutes")
 
 
 @dataclass
@@ -58,6 +65,7 @@ class CheckpointArgs:
     allow_change: Free[list[str]] = field(default_factory=list)
 
     def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 0, "keep_every")
         if self.continue_training_from_init and self.init_ckpt_path is None:
             yield "init_ckpt_path", "must be given when continue_training_from_init is true"
         if self.init_from is not None and self.init_ckpt_path is not None:

@@ -53,6 +53,7 @@ def save(
     state: dict[str, Any],
     config: str,
     group: dist.ProcessGroup | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the checkpoint of `step` and publish it. Called by every rank.
 
@@ -61,6 +62,7 @@ def save(
         state: JSON-able; written as `train_state.json`.
         config: text of `config.yaml`.
         group: of all ranks, over gloo; another thread than the main one needs one of its own.
+        check: called on rank 0 before the folder is published; what it raises prevents that.
 
     Returns its folder. A step that is already published, and not damaged since, is left as it is.
     Raises NotSaved where a write failed on some rank.
@@ -73,7 +75,7 @@ def save(
     try:
         _writing(lambda: folder.mkdir(parents=True))
         files = _write_tensors(folder, tensors, group)
-        _writing(lambda: _publish(folder, final, step, files, state, config))
+        _writing(lambda: _publish(folder, final, step, files, state, config, check))
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
         if isinstance(error, NotSaved):
@@ -113,6 +115,7 @@ def _publish(
     files: dict[str, Entry],
     state: dict[str, Any],
     config: str,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     files[STATE] = write_text(folder / STATE, json.dumps(state, indent=1))
     files[CONFIG] = write_text(folder / CONFIG, config)
@@ -129,6 +132,7 @@ def _publish(
     if whole is None:
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
     sync_folder(folder)
+    check()
     if final.exists():  # a damaged one of the same step: out of the way, never modified
         final.rename(temporary(final))
     folder.rename(final)

@@ -1,5 +1,5 @@
 """The saves of a run: what happens when one fails, which are written in the background, and that no
-other run writes into the same folder."""
+other run writes into the same folders."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from lingua.checkpoint.retention import CheckpointArgs, prune
 from lingua.checkpoint.save import NotSaved, save
 from lingua.dtensor import local
 from lingua.errors import UserError
-from lingua.lock import exclusive
+from lingua.lock import Lock, exclusive
 from lingua.parallel.mesh import on_rank_0
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,14 @@ class Saver:
     """Saves steps into `root`, following `checkpoint.async_save` and `.on_error`, and prunes.
 
     A context manager, entered by every rank; its methods too are called by every rank, in the same
-    order. While it is open no other run can open one on the same folder.
+    order, but for `claim`, `is_alone` and `must_stop`.
     """
 
     def __init__(self, root: Path, args: CheckpointArgs) -> None:
         self.root, self.args = root, args
         self._saved_step: int | None = None  # the last one
         self._failure: NotSaved | None = None  # of the last save
+        self._locks: list[Lock] = []  # of rank 0
         self._open = ExitStack()
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
@@ -42,20 +43,31 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
 
     def __enter__(self) -> Self:
-        on_rank_0(self._claim)
         if self.args.async_save:  # its collectives must not mix with those of training
             self._group = dist.new_group(backend="gloo")
             self._thread = self._open.enter_context(ThreadPoolExecutor(1, "save"))
         return self
 
-    def _claim(self) -> None:
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            # A job's earlier start may still run, on a node that Slurm has given up.
-            requeued = "SLURM_RESTART_COUNT" in os.environ
-            self._open.enter_context(exclusive(self.root / "run.lock", logger.warning, requeued))
-        except OSError as error:
-            raise UserError(f"{self.root}: checkpoints cannot be written there: {error}") from error
+    def claim(self, dump_dir: Path) -> None:
+        """Lock `root` and the dump dir, on rank 0, until the saver is closed. Raises UserError if
+        another run has one of them; in a job that Slurm requeued, waits until it is free."""
+        # A job's earlier start may still run, on a node that Slurm has given up.
+        requeued = "SLURM_RESTART_COUNT" in os.environ
+        for folder in dict.fromkeys((dump_dir.resolve(), self.root.resolve())):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = exclusive(folder / "run.lock", logger.warning, requeued)
+                self._locks.append(self._open.enter_context(lock))
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be written: {error}") from error
+
+    def is_alone(self) -> bool:
+        """Whether no other run has taken the folders: False ends this one. On any rank."""
+        return all(lock.is_held() for lock in self._locks)
+
+    def _check_locks(self) -> None:
+        for lock in self._locks:
+            lock.check()
 
     def __exit__(self, *_: object) -> None:
         self._open.close()  # waits for the save in the background, then releases the lock
@@ -65,6 +77,11 @@ class Saver:
         """Whether this rank knows that a save in the background failed and the run is to stop."""
         return self._failure is not None and self.args.on_error == "stop"
 
+    @property
+    def must_stop(self) -> bool:
+        """Whether this rank knows that the run cannot go on: `wait` raises why."""
+        return self.gave_up or any(lock.lost for lock in self._locks)
+
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict, config: str, final: bool = False
     ) -> None:
@@ -72,7 +89,7 @@ class Saver:
         written later, after the save before it; only a `final` one is waited for.
 
         Raises NotSaved where this save, or an earlier one in the background, failed, and it is
-        `final` or `on_error` is stop.
+        `final` or `on_error` is stop; UserError where another run has taken a folder.
         """
         self.wait()
         if step != self._saved_step:
@@ -89,10 +106,11 @@ class Saver:
             raise NotSaved(f"{self._failure}; {newest}")
 
     def wait(self) -> None:
-        """For the save in the background, if there is one."""
+        """For the save in the background, if there is one. Raises as `save` does."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
+        on_rank_0(self._check_locks)
         if self._failure is not None and self.gave_up:
             raise self._failure
 
@@ -101,15 +119,19 @@ class Saver:
     ) -> None:
         self._failure = None
         try:
-            path = save(self.root, step, tensors, state, config, self._group)
+            path = save(self.root, step, tensors, state, config, self._group, self._check_locks)
         except NotSaved as failure:
             self._failure = failure
             if dist.get_rank() == 0 and not (final or self.gave_up):
                 logger.error(f"{failure}; training goes on, and the next save tries again")
             return
         self._saved_step = step
-        on_rank_0(lambda: len(prune(self.root, self.args)))
+        on_rank_0(self._prune)
         logger.info(f"saved {path}")
+
+    def _prune(self) -> None:
+        self._check_locks()
+        prune(self.root, self.args)
 
     def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, in host memory that is used again at every save."""

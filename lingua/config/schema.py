@@ -1,6 +1,7 @@
 """The keys of a configuration class: types, defaults, groups, and what a change means on resume."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
@@ -16,16 +17,9 @@ Announced = Annotated[T, "announced"]  # may change, is printed
 Guarded = Annotated[T, "guarded"]  # refused unless allowed by name
 RESUME_CLASSES = ("free", "announced", "guarded")
 
-
-def require(
-    args: Any, need: str, holds: Callable[[Any], bool], *keys: str
-) -> Iterator[tuple[str, str]]:
-    """For a dataclass's `validate`: those of `keys` whose value is not null and for which `holds`
-    is false, each with "must be {need}"."""
-    for key in keys:
-        value = getattr(args, key)
-        if value is not None and not holds(value):
-            yield key, f"must be {need}"
+MOST_STEPS = 9_999_999_999  # the folder of a checkpoint has ten digits
+MOST_TOKENS = 1 << 24  # of a row, a context or a generated text
+MOST_ROWS = 1 << 24  # of a batch
 
 
 @dataclass(frozen=True)
@@ -69,6 +63,25 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     if f.default_factory is not dataclasses.MISSING:
         return f.default_factory()
     return MISSING if f.default is dataclasses.MISSING else f.default
+
+
+def bounds(
+    args: Any, least: float, *keys: str, most: float = math.inf
+) -> Iterator[tuple[str, str]]:
+    """For `validate`: (key, what is required of it) where a number is out of range. Null is not."""
+    yield from require(args, f"at least {least:,}", lambda value: value >= least, *keys)
+    yield from require(args, f"at most {most:,}", lambda value: not value > most, *keys)
+
+
+def require(
+    args: Any, need: str, holds: Callable[[Any], bool], *keys: str
+) -> Iterator[tuple[str, str]]:
+    """For `validate`: those of `keys` whose value is not null and for which `holds` is false, each
+    with "must be {need}"."""
+    for key in keys:
+        value = getattr(args, key)
+        if value is not None and not holds(value):
+            yield key, f"must be {need}"
 
 
 def leaves(entries: Values, keys: Keys, prefix: str = "") -> Values:

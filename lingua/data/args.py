@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
-from lingua.config.schema import Announced, Free, Guarded
+from lingua.config.schema import MOST_ROWS, MOST_TOKENS, Announced, Free, Guarded, bounds
 from lingua.data.shards import Source
 from lingua.data.stream import RowStream
 from lingua.tokenizer import TokenizerArgs
@@ -58,16 +58,10 @@ class DataArgs:
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for name, least, most in (
-            ("seq_len", 1, 2**24),
-            ("n_views", 2, 2**10),
-            ("batch_size", 1, 2**24),
-            ("global_batch_size", 1, 2**32),
-            ("workers", 0, 256),
-        ):
-            value, null = getattr(self, name), ", or null" if name == "global_batch_size" else ""
-            if value is not None and not least <= value <= most:
-                yield name, f"must be {least} to {most:,}{null}"
+        yield from bounds(self, 1, "seq_len", most=MOST_TOKENS)
+        yield from bounds(self, 2, "n_views", most=1000)
+        yield from bounds(self, 1, "batch_size", "global_batch_size", most=MOST_ROWS)
+        yield from bounds(self, 0, "workers", most=256)
         if self.document_mask != "none" and not (self.add_bos or self.add_eos):
             need = "must be none where documents have neither a first nor a last token; "
             yield "document_mask", need + "set data.add_bos or data.add_eos to true"
@@ -119,10 +113,8 @@ class ValidationArgs:
     sources: Free[list[str]] = field(default_factory=list)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if self.every < 0:
-            yield "every", "must be at least 0"
-        if self.tokens < 1:
-            yield "tokens", "must be at least 1"
+        yield from bounds(self, 0, "every")
+        yield from bounds(self, 1, "tokens")
         for i, name in enumerate(self.sources):
             if not _is_name(name):
                 yield f"sources[{i}]", SOURCE_NAME

@@ -19,7 +19,7 @@ import numpy as np
 
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.config.schema import Announced, Free, Guarded
+from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds
 from lingua.data.args import DataArgs
 from lingua.data.prepare.records import read_records, records_before
 from lingua.data.prepare.sources import prepare_sources, source_files
@@ -47,9 +47,7 @@ class ShowArgs:
             yield "row", f"must be 0 to {rows - 1}, as data.global_batch_size = {rows}"
         if self.step is None and self.row:
             yield "row", "must be given together with step"
-        for key in ("step", "steps"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                yield key, "must be at least 1"
+        yield from bounds(self, 1, "step", "steps", most=MOST_STEPS)
 
 
 def main() -> None:

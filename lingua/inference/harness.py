@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.config.load import flatten, from_values
-from lingua.config.schema import Free
+from lingua.config.schema import MOST_ROWS, MOST_TOKENS, Free, bounds
 from lingua.errors import UserError, nearest
 from lingua.inference.generate import Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
@@ -52,13 +52,12 @@ class HarnessArgs:
             yield "tasks", "must name at least one task"
         if self.task_dir is not None and not Path(self.task_dir).is_dir():
             yield "task_dir", "must be a folder of task files"
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            yield "num_fewshot", "must be at least 0, or null"
+        yield from bounds(self, 0, "num_fewshot")
         if self.limit is not None and not (0 < self.limit < 1 or self.limit % 1 == 0 < self.limit):
             yield "limit", "must be a whole number, a share between 0 and 1, or null"
-        for key in ("batch_size", "max_gen_tokens"):
-            if getattr(self, key) < 1:
-                yield key, "must be at least 1"
+        yield from bounds(self, 1, "batch_size", most=MOST_ROWS)
+        yield from bounds(self, 1, "max_gen_tokens", most=MOST_TOKENS)
+        yield from bounds(self, 0, "seed", most=2**32 - 1)  # as numpy's generators ask
 
 
 def find_tasks(args: HarnessArgs) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lingua.config.schema import Free
+from lingua.config.schema import MOST_TOKENS, Free, bounds
 from lingua.hashing import hash_bits, key_of
 
 
@@ -30,14 +30,14 @@ class SamplingArgs:
     def validate(self) -> Iterator[tuple[str, str]]:
         if not 0 <= self.temperature < math.inf:
             yield "temperature", "must be at least 0 and finite"
-        if self.top_k is not None and self.top_k < 1:
-            yield "top_k", "must be at least 1, or null"
+        yield from bounds(self, 1, "top_k")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             yield "top_p", "must be above 0 and at most 1, or null"
-        if self.max_gen_tokens < 1:
-            yield "max_gen_tokens", "must be at least 1"
+        yield from bounds(self, 1, "max_gen_tokens", most=MOST_TOKENS)
         if "" in self.stop:
             yield "stop", "must not have an empty text"
+        if any(token < 0 for token in self.stop_tokens or ()):
+            yield "stop_tokens", "must be tokens, numbers of at least 0"
 
 
 class Sampler:

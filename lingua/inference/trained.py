@@ -17,7 +17,7 @@ from lingua.checkpoint.resume import TOKENIZER, flat_config
 from lingua.checkpoint.source import locate_newest, open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import read_saved
-from lingua.config.schema import Free
+from lingua.config.schema import MOST_TOKENS, Free, bounds
 from lingua.errors import UserError
 from lingua.init import init_parameters, ties_kept
 from lingua.monitor.logger import init_logger
@@ -134,8 +134,7 @@ class OpenArgs:
     )
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if self.context is not None and self.context < 1:
-            yield "context", "must be at least 1, or null"
+        yield from bounds(self, 1, "context", most=MOST_TOKENS)
 
 
 @dataclass(frozen=True)

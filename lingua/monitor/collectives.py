@@ -7,7 +7,6 @@ print(table(counter.totals))
 torch's CommDebugMode counts neither bytes nor by mesh axis, and fails with checkpointed blocks.
 """
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ _KINDS = {
     "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
 }
-FIELDS = ("kind", "axis", "backward", "count", "bytes")
-Key = tuple[str, str, bool]
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -59,16 +56,12 @@ class CollectiveCounter(TorchDispatchMode):
             group = mesh.get_group(i)
             self._axes[group.group_name] = axis
             self._axes.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
-        self._counts: Counter[Key] = Counter()
-        self._bytes: Counter[Key] = Counter()
+        self._totals: dict[tuple[str, str, bool], dict[str, Any]] = {}
 
     @property
     def totals(self) -> list[dict[str, Any]]:
         """The most bytes first."""
-        return [
-            dict(zip(FIELDS, (*key, self._counts[key], n_bytes), strict=True))
-            for key, n_bytes in self._bytes.most_common()
-        ]
+        return sorted(self._totals.values(), key=lambda total: -total["bytes"])
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -96,10 +89,12 @@ class CollectiveCounter(TorchDispatchMode):
         group = values.get("process_group", values.get("group_name"))
         if group is None:  # not a collective: wait_tensor and the like
             return
+        kind, axis = _kind(func), self._axis(group)
         backward = torch._C._current_graph_task_id() != -1
-        key = (_kind(func), self._axis(group), backward)
-        self._counts[key] += 1
-        self._bytes[key] += max(map(_bytes, (*values.values(), result)))
+        zero = {"kind": kind, "axis": axis, "backward": backward, "count": 0, "bytes": 0}
+        total = self._totals.setdefault((kind, axis, backward), zero)
+        total["count"] += 1
+        total["bytes"] += max(map(_bytes, (*values.values(), result)))
 
     def _axis(self, group: Any) -> str:
         if isinstance(group, str):

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,25 @@ class _Format(logging.Formatter):
         return super().formatMessage(record)
 
 
+class _Console(logging.StreamHandler):
+    """Where a line cannot be written, as on a full disk, the run goes on and prints that once."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            with suppress(OSError):
+                print(f"error: {self.stream.name} cannot be written: {error}", file=sys.stderr)
+
+
+class _LogFile(_Console, logging.FileHandler):
+    pass
+
+
 def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
     """Rank 0 logs to stdout and, with times in UTC, appends to `<dump_dir>/train.log`; other ranks
     log warnings and errors to stderr. `app` is the import path of an app whose package logs too.
@@ -31,14 +51,14 @@ def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
 
     Raises UserError where the log cannot be written.
     """
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr if rank else sys.stdout)]
+    handlers: list[logging.Handler] = [_Console(sys.stderr if rank else sys.stdout)]
     prefix = f"[rank {rank}] " if rank else ""
     handlers[0].setFormatter(_Format(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     if rank == 0 and dump_dir is not None:
         path = Path(dump_dir) / "train.log"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(path, encoding="utf-8"))
+            handlers.append(_LogFile(path, encoding="utf-8"))
         except OSError as error:
             raise UserError(
                 f"dump_dir = {dump_dir}: {path} cannot be written ({error.strerror})"

@@ -2,7 +2,6 @@
 depend on the device: peak FLOP/s, MFU, peak memory."""
 
 import errno
-import json
 import os
 import re
 import resource
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import orjson
 import torch
 
-from lingua.config.schema import Free
+from lingua.config.schema import Free, bounds
 from lingua.errors import UserError
 from lingua.files import write_atomically
 
@@ -44,8 +43,7 @@ class LoggingArgs:
     wandb: Free[WandbArgs | None] = None  # Weights & Biases, when given
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if self.freq < 1:
-            yield "freq", "must be at least 1"
+        yield from bounds(self, 1, "freq")
 
 
 # ---- lines of JSON
@@ -74,20 +72,24 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove the lines of later steps than `step`, and an incomplete last line. The file is
-    replaced atomically, and not touched where all lines stay."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_up_to(step, line)]
-    if len(kept) < len(lines):
-        write_atomically(path, b"".join(kept).decode())
+    """Remove the lines of later steps than `step`, an incomplete last line, and what is no line of
+    a run. The file is replaced atomically, and not touched where all lines stay. Raises
+    UserError."""
+    try:
+        if not path.exists():
+            return
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _is_up_to(step, line)]
+        if len(kept) < len(lines):
+            write_atomically(path, b"".join(kept).decode())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be cut back to step {step}: {error}") from None
 
 
 def _is_up_to(step: int, line: bytes) -> bool:
     try:
-        return line.endswith(b"\n") and json.loads(line).get("step", step) <= step
-    except ValueError:  # incomplete
+        return line.endswith(b"\n") and orjson.loads(line).get("step", step) <= step
+    except (ValueError, AttributeError, TypeError):  # incomplete, or no line of a run
         return False
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerAction
 
-from lingua.config.schema import Free
+from lingua.config.schema import Free, bounds
 from lingua.monitor.collectives import CollectiveCounter, table
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,7 @@ class ProfilingArgs:
     profile_steps: Free[int] = 2  # steps that are traced; 0 for neither a trace nor a count
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for name in ("mem_warmup", "mem_steps", "profile_warmup", "profile_steps"):
-            if getattr(self, name) < 0:
-                yield name, "must be at least 0"
+        yield from bounds(self, 0, "mem_warmup", "mem_steps", "profile_warmup", "profile_steps")
 
 
 class Profiler:

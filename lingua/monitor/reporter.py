@@ -5,8 +5,9 @@ Only rank 0 writes. `log` is called by every rank, since it sums over ranks.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lingua.monitor.metrics import (
     start_wandb,
     wandb_values,
 )
-from lingua.parallel.mesh import dp_sum_
+from lingua.parallel.mesh import dp_sum_, on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +37,31 @@ class Reporter:
     """Measures the time of a run and writes its lines."""
 
     def __init__(
-        self, args: Any, mesh: DeviceMesh, progress: Progress, flops_per_token: float
+        self,
+        args: Any,
+        mesh: DeviceMesh,
+        progress: Progress,
+        flops_per_token: float,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """Lines of later steps than `progress`, which a killed process left, are removed.
 
         Args:
             args: the run's configuration.
             flops_per_token: of forward and backward, for the MFU.
+            may_write: False once another run has the dump dir; asked on rank 0 for each line.
         """
         self.args, self.mesh, self.flops_per_token = args, mesh, flops_per_token
+        self.may_write = may_write
         self.folder = Path(args.dump_dir)
         self.device = torch.device(mesh.device_type)
         device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         self.peak = peak_flops(device_name, args.distributed.dtype)
+        for kind in ("metrics", "metrics.validation", "metrics.eval"):
+            on_rank_0(partial(cut_back, self.folder / f"{kind}.jsonl", progress.step))
         self.wandb = None
-        if dist.get_rank() == 0:
-            for kind in ("metrics", "metrics.validation", "metrics.eval"):
-                cut_back(self.folder / f"{kind}.jsonl", progress.step)
-            if args.logging.wandb is not None:
-                self.wandb = start_wandb(args.logging.wandb, args.name, flatten(args), self.folder)
+        if dist.get_rank() == 0 and args.logging.wandb is not None:
+            self.wandb = start_wandb(args.logging.wandb, args.name, flatten(args), self.folder)
         self.trained_s = progress.trained_s  # of the whole run, earlier processes included
         self.numbers: dict[str, Tensor] = {}  # that were added in the current step
         self._logged_step = progress.step
@@ -150,7 +157,7 @@ class Reporter:
         self._write("metrics", {"event": event, "step": step, **values})
 
     def _write(self, kind: str, line: dict[str, Any]) -> None:
-        if dist.get_rank() != 0:
+        if dist.get_rank() != 0 or not self.may_write():
             return
         try:
             append_line(self.folder / f"{kind}.jsonl", line)

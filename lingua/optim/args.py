@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lingua.config.schema import Announced, Guarded, require
+from lingua.config.schema import Announced, Guarded, bounds, require
 from lingua.optim.muon import MuonArgs
 
 
@@ -38,11 +38,10 @@ class OptimArgs:
     on_nonfinite: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 0, "warmup")
+        yield from bounds(self, 0, "lr_min_ratio", "decay_fraction", most=1)
         not_negative, positive = ("lr", "weight_decay"), ("epsilon", "cycle_length", "cosine_theta")
         yield from require(self, "at least 0", lambda v: 0 <= v < math.inf, *not_negative)
-        yield from require(self, "at least 0", lambda v: v >= 0, "warmup")
         yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "beta1", "beta2")
         yield from require(self, "above 0", lambda v: 0 < v < math.inf, *positive, "exp_factor")
         yield from require(self, "above 0 (.inf: no clipping)", lambda v: v > 0, "clip")
-        shares = ("lr_min_ratio", "decay_fraction")
-        yield from require(self, "between 0 and 1", lambda v: 0 <= v <= 1, *shares)

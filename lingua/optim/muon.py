@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lingua.config.schema import Announced, require
+from lingua.config.schema import Announced, bounds, require
 from lingua.dtensor import local, map_whole
 
 # Of the quintic a x + b x^3 + c x^5 (Jordan et al.): steep at 0, and a few applications take all
@@ -31,8 +31,8 @@ class MuonArgs:
     dtype: Announced[Literal["bf16", "fp32"]] = "bf16"  # of the iterations; the mean stays float32
 
     def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "ns_steps", most=1000)
         yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "momentum")
-        yield from require(self, "at least 1", lambda v: v >= 1, "ns_steps")
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "rms")
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.config.schema import Announced, Free, require
+from lingua.config.schema import Announced, Free, bounds
 from lingua.errors import UserError
 
 T = TypeVar("T")
@@ -49,9 +49,8 @@ class DistributedArgs:
         return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        need = "at least 1, or null for what remains"
-        yield from require(self, need, lambda size: size >= 1, "dp_replicate", "dp_shard")
-        yield from require(self, "at least 1", lambda size: size >= 1, "tp_size")
+        yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", most=1 << 24)
+        yield from bounds(self, 1, "rendezvous_s", most=86400)
         if self.dp_replicate is None and self.dp_shard is None:
             yield "dp_replicate", "must be given when distributed.dp_shard is null"
 

@@ -20,6 +20,7 @@ import yaml
 
 from lingua.app import main_program
 from lingua.config.load import load, to_yaml
+from lingua.config.schema import bounds
 from lingua.errors import UserError
 from lingua.parallel.launch import run_slurm
 from lingua.signals import StopRequest, exec_program
@@ -56,9 +57,7 @@ class JobArgs:
     dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        for key in ("nodes", "ngpu", "ncpu", "signal_s", "at_once"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                yield key, "must be at least 1"
+        yield from bounds(self, 1, "nodes", "ngpu", "ncpu", "signal_s", "at_once", most=65535)
         minutes = self.time or ""
         if minutes.isdigit() and int(minutes) * 60 <= self.signal_s:
             yield "signal_s", f"must be below time = {minutes}, in seconds"

@@ -9,10 +9,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from apps.main.config import TrainArgs
+from apps.main.eval import EvalArgs
+from apps.main.generate import GenerateArgs
 from apps.main.start import check
 from lingua.app import choose_app
 from lingua.config.load import flatten, load, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
+from lingua.data.prepare.__main__ import PrepareArgs
+from lingua.data.show import ShowArgs
+from lingua.errors import UserError
+from lingua.slurm.launch import JobArgs
+
+pytestmark = pytest.mark.quick
 
 PUBLISHED = Path(__file__).parent / "meta_lingua"  # its configs as of commit 437d680
 
@@ -108,3 +116,60 @@ def test_our_configs_leave_nothing_to_the_number_of_ranks_and_survive_a_round_tr
     written.write_text(to_yaml(args))
     again, _ = load(cls, [f"config={written}"], META_LINGUA)
     assert again == args
+
+
+SOURCES = ("data.sources={a: 1}", "model.n_heads=4")
+OF_A_RUN = [
+    "steps=-1", "steps=1e10", "stop_at=0", "grad_acc_steps=-2", "name=", "name=a\x1b[31m",
+    "dump_dir=a\nb", "checkpoint.path=a\x7f",
+    "data.seq_len=1e13", "data.n_views=-1", "data.batch_size=1e9",
+    "data.global_batch_size=-8", "data.workers=100000", "data.workers=-1", "model.n_layers=1e8",
+    "model.n_layers=-1", "model.dim=1e9", "model.multiple_of=-1", "model.vocab_size=-2",
+    "model.vocab_size=1e12", "model.ffn_dim_multiplier=1e300", "model.sliding_window=-1",
+    "model.rope_scaling.original_seq_len=-1", "optim.warmup=-1", "optim.lr=-1",
+    "optim.muon.ns_steps=1e9", "distributed.dp_replicate=-1", "distributed.dp_shard=0",
+    "distributed.tp_size=-1", "distributed.rendezvous_s=-1", "distributed.rendezvous_s=.inf",
+    "checkpoint.dump.every=-5", "checkpoint.dump.keep=-2", "checkpoint.dump.every_minutes=-1",
+    "checkpoint.eval.every=-5", "checkpoint.eval.keep=-2", "checkpoint.keep_every=-1",
+    "validation.every=-1", "validation.tokens=-1", "logging.freq=-1", "profiling.mem_steps=-1",
+    "eval={tasks: [a], every: -1}", "eval={tasks: [a], num_fewshot: -1}",
+    "eval={tasks: [a], limit: -1}", "eval={tasks: [a], batch_size: -1}",
+    "eval={tasks: [a], max_gen_tokens: 1e9}", "eval={tasks: [a], seed: -1}",
+]  # fmt: skip
+OF_GENERATE = ["top_k=0", "top_p=-1", "temperature=-1", "max_gen_tokens=1e9", "stop_tokens=[-1]"]
+OF_GENERATE += ["context=0", "batch_size=-1"]
+OF_A_JOB = ["nodes=-1", "ngpu=1e6", "ncpu=-1", "signal_s=-1", "at_once=-1"]
+ROWS = ("data={sources: {a: 1}, global_batch_size: 2}", "step=1")
+OTHERS: list[tuple[type, tuple[str, ...], list[str]]] = [
+    (GenerateArgs, ("ckpt=runs/a",), OF_GENERATE),
+    (EvalArgs, ("ckpt=runs/a", "tasks=[a]"), ["tasks=[]", "context=-1", "seed=1e12"]),
+    (JobArgs, (), OF_A_JOB),
+    (PrepareArgs, SOURCES[:1], ["processes=-1", "processes=1e9"]),
+    (ShowArgs, ROWS, ["step=-1", "row=-1", "row=2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "needed", "argument"),
+    [
+        *((TrainArgs, SOURCES, argument) for argument in OF_A_RUN),
+        *((config, needed, word) for config, needed, words in OTHERS for word in words),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_its_key(
+    config: type, needed: tuple[str, ...], argument: str
+) -> None:
+    key = argument.partition("=")[0]
+    with pytest.raises(UserError) as caught:
+        load(config, [*needed, argument])
+    assert str(caught.value).startswith(key) and ": must " in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    # What is refused is that value and no other.
+    load(config, [*needed])
+
+
+def test_only_config_keys_and_fingerprints_of_data_may_be_allowed_to_change() -> None:
+    allowed = "checkpoint.allow_change=[model.dim, data.content.web, data.tokenizer.content]"
+    load(TrainArgs, [*SOURCES, allowed])
+    with pytest.raises(UserError, match=r'change\[1\] = "model\.dmi": .*mean "model\.dim"'):
+        load(TrainArgs, [*SOURCES, "checkpoint.allow_change=[model.dim, model.dmi]"])

@@ -370,7 +370,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_pat
         while not (log.exists() and "waiting for 1 part " in log.read_text()):
             assert job.poll() is None, job.stdout.read()
             time.sleep(0.02)
-        os.kill(process_of_rank(job.pid, 0), signal.SIGUSR2)
+        os.kill(process_of_rank(tmp_path / "run", 0), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
     assert "stopped by SIGUSR2 while the text was prepared. The same command resumes it" in said
@@ -391,36 +391,41 @@ def start(n_ranks: int, python: list[str], **overrides: Any) -> subprocess.Popen
     )
 
 
-def process_of_rank(launcher: int, rank: int) -> int:
-    """The child of torchrun that has this rank."""
-    for task in Path(f"/proc/{launcher}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-                return int(child)
-    raise AssertionError(f"torchrun has no child of rank {rank}")
+def process_of_rank(dump_dir: Path, rank: int) -> int:
+    """The process that torchrun started for a rank of the run."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environ = ((process / n).read_bytes() for n in ("cmdline", "environ"))
+        except OSError:  # it has ended
+            continue
+        wanted = f"dump_dir={dump_dir}".encode() in command.split(b"\0")
+        if wanted and f"RANK={rank}".encode() in environ.split(b"\0"):
+            return int(process.name)
+    raise AssertionError(f"no process of rank {rank}")
 
 
 def test_torchrun_ends_well_when_one_of_its_ranks_is_asked_to_stop(
     runs: Runs, through: Outcome, tmp_path: Path
 ) -> None:
     where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
-    endless = {"steps": 20, "stop_at": "null", "checkpoint.dump.every": 1}
-    job = start(2, python(), **where, **endless, **{"distributed.tp_size": 2})
+    endless = {"steps": 200, "stop_at": "null", "checkpoint.dump.every": 1}
+    job = start(2, python(), **where, **endless)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert job.poll() is None, job.stdout.read()
         time.sleep(0.02)
-    os.kill(process_of_rank(job.pid, 1), signal.SIGTERM)
+    os.kill(process_of_rank(tmp_path / "run", 1), signal.SIGTERM)
     said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
     run = Outcome(tmp_path / "run", [])
     step = run.column("step")[-1]
-    assert step < 20
+    assert step < 200
     assert f"stopped by a signal to another rank after step {step}, which is saved" in said
     assert "Traceback" not in said
 
-    resumed = runs.train((1, 1, 1), GO_ON | {"stop_at": 20}, dump_dir=run.dump_dir)
-    assert resumed.column("step") == list(range(1, 21))
+    end = {"steps": 200, "stop_at": max(step + 1, END)}
+    resumed = runs.train((1, 1, 1), end, dump_dir=run.dump_dir)
+    assert resumed.column("step") == list(range(1, end["stop_at"] + 1))
     assert resumed.column("batch_hash")[:END] == through.column("batch_hash")
 
 

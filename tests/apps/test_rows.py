@@ -26,7 +26,7 @@ from tests.apps.runs import (
 )
 from tests.ranks import Ranks
 
-BAD_STEP, END = 18, 25
+BAD_STEP, END = 18, 22
 SETTINGS: dict[str, Any] = {
     "steps": 30,
     "stop_at": END,
@@ -53,9 +53,9 @@ def starts(bad_row: list[int]) -> list[Start]:
         Start((2, 1, 1), Interrupt(signal.SIGKILL, forward=4, rank=0), killed=True),
         Start((1, 1, 2), Interrupt(signal.SIGUSR2, forward=5, rank=None)),
         Start((1, 3, 1), NanAt(bad_row), refused=True),
-        Start((1, 2, 2), Interrupt(signal.SIGINT, forward=2, rank=3)),
+        Start((2, 2, 1), Interrupt(signal.SIGINT, forward=2, rank=3)),
         Start((1, 2, 1), Interrupt(signal.SIGKILL, forward=None, rank=1), killed=True),
-        Start((2, 1, 2)),
+        Start((1, 2, 2)),
     ]
 
 

@@ -99,7 +99,7 @@ def test_an_interrupt_is_acknowledged_in_a_collective_and_a_later_one_leaves(
     log = tmp_path / "run" / "train.log"
     try:
         wait_for(lambda: n_lines(tmp_path / "run") >= 2, job)
-        first, stuck = (process_of_rank(job.pid, rank) for rank in (0, 1))
+        first, stuck = (process_of_rank(tmp_path / "run", rank) for rank in (0, 1))
         os.kill(stuck, signal.SIGSTOP)
         time.sleep(0.5)  # rank 0 now waits for it in a collective
         n = n_lines(tmp_path / "run")

@@ -2,9 +2,6 @@
 
 import os
 import resource
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -25,6 +22,7 @@ from lingua.checkpoint.source import open_checkpoint
 from lingua.errors import UserError
 from lingua.parallel.mesh import on_rank_0
 from tests.checkpoints import CONFIG, STATE, equal, join, refusal, tensors_on
+from tests.locks import hold_lock, lose
 
 
 @contextmanager
@@ -139,26 +137,14 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(ranks, tmp_pat
 
 # ----------------------------------------------------------------------------- one run a folder
 
-HOLDER = """
-import sys, time, torch
-from pathlib import Path
-from lingua.checkpoint.retention import CheckpointArgs
-from lingua.checkpoint.saver import Saver
-from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
-start(torch.device("cpu"), detect_launch({}), DistributedArgs())
-with Saver(Path(sys.argv[1]), CheckpointArgs()):
-    print("open", flush=True)
-    time.sleep(100)
-"""
-
 
 def open_here(root: Path) -> str:
-    join()
+    mesh = join()
 
     def work() -> None:
-        with Saver(root, CheckpointArgs()):
-            pass
+        with Saver(root, CheckpointArgs()) as saver:
+            on_rank_0(lambda: saver.claim(root.parent))
+            saver.save(1, tensors_on(mesh), STATE, CONFIG)
 
     return refusal(work, UserError)
 
@@ -168,25 +154,63 @@ def open_requeued_here(root: Path) -> str:
         return open_here(root)
 
 
-@pytest.mark.soak  # a lock is known to be dead after 20 seconds
+@pytest.mark.parametrize("folder", ["dump dir", "checkpoints"])
 def test_a_second_run_on_the_same_folder_is_refused_and_one_of_a_requeued_job_waits(
-    ranks, tmp_path
+    ranks, tmp_path, folder
 ):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "open\n"
-        for told in ranks.run(2, open_here, tmp_path):
-            assert f"process {process.pid} on " in told and f"{tmp_path / 'run.lock'}" in told
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    held = (tmp_path if folder == "dump dir" else root) / "run.lock"
+    with hold_lock(held) as process:
+        for told in ranks.run(2, open_here, root):
+            assert f"{held} is held by process {process.pid} on " in told
+            assert told.endswith(", which is running")
         begin = time.monotonic()
+        threading.Timer(1, process.kill).start()
+        assert ranks.run(2, open_requeued_here, root) == ["not refused"] * 2
+        assert 1 < time.monotonic() - begin < 35
+    assert os.listdir(tmp_path) == ["checkpoints"] and os.listdir(root) == ["0000000001"]
 
-        def end() -> None:
-            process.kill()
-            process.wait()
 
-        threading.Timer(5, end).start()
-        assert ranks.run(2, open_requeued_here, tmp_path) == ["not refused"] * 2
-        assert 4 < time.monotonic() - begin < 35 and process.poll() == -signal.SIGKILL
-    assert ranks.run(2, open_here, tmp_path) == ["not refused"] * 2
-    assert os.listdir(tmp_path) == []
+def lose_here(root: Path, after: str, settings: dict[str, Any]) -> tuple[str, str]:
+    """The errors of a save after the lock was lost to another machine, and of a wait. `after`: that
+    was before the save, or while its files were written."""
+    mesh = join()
+    with Saver(root, CheckpointArgs(**settings)) as saver:
+        on_rank_0(lambda: saver.claim(root.parent))
+        saver.save(1, tensors_on(mesh, fill=1), STATE, CONFIG, final=True)
+        if dist.get_rank() == 0:
+            lock = root / "run.lock"
+            if after == "files":
+                watcher = threading.Thread(target=lose_in_a_save, args=(root,))
+                watcher.start()
+            else:
+                lose(lock)
+        dist.barrier()
+
+        def save() -> None:
+            saver.save(2, tensors_on(mesh, fill=2) | {"model.large": torch.zeros(1 << 22)}, STATE,
+                       CONFIG, final=True)  # fmt: skip
+
+        return refusal(save, UserError), refusal(saver.wait, UserError)
+
+
+def lose_in_a_save(root: Path) -> None:
+    while not any(root.glob("*.tmp-*")):
+        time.sleep(0.0001)
+    lose(root / "run.lock")
+
+
+@pytest.mark.parametrize(
+    ("after", "settings"),
+    [("nothing", {}), ("files", {}), ("files", {"async_save": True})],
+)
+def test_a_run_that_lost_its_lock_publishes_and_prunes_nothing(ranks, tmp_path, after, settings):
+    root = tmp_path / "checkpoints"
+    settings = {"dump": SaveEvery(keep=1)} | settings
+    for told in ranks.run(2, lose_here, root, after, settings):
+        for error in told:
+            assert f"{root / 'run.lock'} is held by process 5 on node-2 now" in error
+            assert error.endswith("nothing more is written here")
+    assert sorted(os.listdir(root)) == ["0000000001", "run.lock"]
+    assert "node-2" in (root / "run.lock").read_text()

@@ -17,6 +17,8 @@ from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Announced, Free, Guarded
 from lingua.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass
 class Optim:

@@ -10,6 +10,8 @@ from lingua.data.prepare.files import find_files
 from lingua.errors import UserError
 from tests.data.prepared import Prepared, expected_tokens, make_args, train_tokens
 
+pytestmark = pytest.mark.quick
+
 GOOD = b'{"text": "ok"}\n'
 BAD_RECORDS = [
     (b"{'text': 'x'}\n", "not JSON"),

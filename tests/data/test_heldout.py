@@ -28,6 +28,8 @@ from tests.data.prepared import (
     write_jsonl,
 )
 
+pytestmark = pytest.mark.quick
+
 TEXTS = [f"{i} größer als 東京 😀 {'y' * (i % 50)}" for i in range(3000)]
 
 

@@ -15,6 +15,8 @@ from lingua.data.stream import RowStream
 from lingua.errors import UserError
 from tests.data.sources import make_source
 
+pytestmark = pytest.mark.quick
+
 SEQ_LEN = 8
 
 

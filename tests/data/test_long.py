@@ -12,6 +12,8 @@ from tests.data.prepared import Prepared, error_of, expected_tokens, make_args, 
 from tests.data.test_forms import write_form
 from tests.test_tokenizer import CORPUS, KINDS, paths  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.quick
+
 WORDS = [word for text in CORPUS[:5] for word in text.split(" ")]
 WORDS += [
     "\n",

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import lingua.lock
 from lingua.data.args import DataArgs
 from lingua.data.prepare import __main__ as prepare
 from lingua.data.prepare.sources import shard_folder, source_files
 from lingua.data.prepare.units import plan_units
 from lingua.errors import UserError
-from lingua.lock import is_free
 from lingua.tokenizer import build_tokenizer
 from tests.data.prepared import (
     TEXTS,
@@ -27,6 +27,7 @@ from tests.data.prepared import (
     train_tokens,
     write_jsonl,
 )
+from tests.locks import ELSEWHERE, hold_lock
 from tests.programs import python
 
 BUILD = """
@@ -124,23 +125,6 @@ def test_two_that_start_at_once_share_the_work(big_corpus, tmp_path_factory):
     assert not Prepared(make_args(big_corpus), unit_bytes=2_000_000).built
 
 
-def hold_lock(lock: Path, seconds: float, host: str = "") -> subprocess.Popen:
-    """A process that holds the lock without renewing it; with `host`, as if on that machine."""
-    script = (
-        "import sys, time\nfrom flufl.lock import Lock\n"
-        "lock = Lock(sys.argv[1], lifetime=60)\n"
-        "if sys.argv[3]:\n"
-        "    lock._hostname = sys.argv[3]\n"
-        "    lock._set_claimfile()\n"
-        "with lock:\n"
-        "    print('held', flush=True); time.sleep(float(sys.argv[2]))\n"
-    )
-    command = [sys.executable, "-c", script, str(lock), str(seconds), host]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
 def lock_of_a_part(args: DataArgs) -> Path:
     folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
     folder.mkdir(parents=True)
@@ -150,44 +134,33 @@ def lock_of_a_part(args: DataArgs) -> Path:
 def test_a_part_that_another_process_builds_is_waited_for_and_the_rest_built(corpus):
     args = make_args(corpus)
     begin = time.monotonic()
-    process = hold_lock(lock_of_a_part(args), 1.5)
-    waited = Prepared(args, processes=1, unit_bytes=27_000)
-    assert time.monotonic() - begin > 1.5
-    process.wait()
+    with hold_lock(lock_of_a_part(args), 1.5) as process:
+        waited = Prepared(args, processes=1, unit_bytes=27_000)
+        assert time.monotonic() - begin > 1.5
     (line,) = [line for line in waited.lines if "waiting" in line]
     assert f"waiting for 1 part of other processes, such as process {process.pid} on " in line
     assert train_tokens(waited.source) == expected_tokens(TEXTS)
 
 
-@pytest.mark.parametrize("host", ["elsewhere.example", ""])
-def test_a_part_whose_builder_died_elsewhere_or_has_its_number_reused_is_taken_over(corpus, host):
-    """Its lock expires: here it did 11 s ago, one more than the clocks may differ. The living
-    process that has the number of the builder is the one that made the lock."""
+@pytest.mark.parametrize("content", [ELSEWHERE, ""], ids=["elsewhere", "unreadable"])
+def test_a_part_whose_builder_died_elsewhere_is_taken_over(corpus, monkeypatch, content):
+    monkeypatch.setattr(lingua.lock, "LIFETIME_S", 1)
     args = make_args(corpus)
     lock = lock_of_a_part(args)
-    process = hold_lock(lock, 100, host)
-    if host:
-        process.kill()
-        process.wait()
-    assert not is_free(lock)
-    os.utime(lock, (time.time() - 9, time.time() - 9))
-    assert not is_free(lock)
-    os.utime(lock, (time.time() - 11, time.time() - 11))
-    assert is_free(lock)
+    lock.write_text(content)
+    begin = time.monotonic()
     taken = Prepared(args, processes=1, unit_bytes=27_000)
+    assert time.monotonic() - begin > 1
     assert train_tokens(taken.source) == expected_tokens(TEXTS)
     assert not list(lock.parent.glob("*.lock*"))
-    process.kill()
-    process.wait()
 
 
 def test_one_that_waits_says_for_whom(corpus):
     args = make_args(corpus)
     folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
     folder.mkdir(parents=True)
-    process = hold_lock(Path(f"{folder}.lock"), 1.5)
-    waited = Prepared(args)
-    process.wait()
+    with hold_lock(Path(f"{folder}.lock"), 1.5) as process:
+        waited = Prepared(args)
     (line,) = [line for line in waited.lines if "waiting" in line]
     assert f"{folder}.lock is held by process {process.pid} on " in line
     assert waited.built

@@ -13,6 +13,8 @@ from lingua.data.stream import Mixture, RowStream, Stages
 from lingua.errors import UserError
 from tests.data.sources import make_source
 
+pytestmark = pytest.mark.quick
+
 PLANS = [
     [(0, {"a": 1.0, "b": 1.0}), (1, {"b": 1.0})],
     [(0, {"a": 0.7, "b": 0.3}), (1500, {"b": 0.9, "a": 0.1}), (4096, {"c": 1.0, "a": 3.0})],

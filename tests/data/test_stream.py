@@ -13,6 +13,8 @@ from lingua.data.stream import Mixture, RowStream, Stages, permute, round_keys
 from lingua.errors import UserError
 from tests.data.sources import make_source
 
+pytestmark = pytest.mark.quick
+
 BESIDE_POWERS_OF_TWO = [2**b + d for b in (2, 5, 10, 13) for d in (-1, 0, 1)]
 FIRST_ORDER = [9, 8, 0, 7, 6, 4, 5, 1, 2, 3]
 WEIGHTS = [

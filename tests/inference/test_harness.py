@@ -12,6 +12,8 @@ from lingua.inference.sampling import SamplingArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.test_tokenizer import write_byte_level
 
+pytestmark = pytest.mark.quick
+
 BYTES = build_tokenizer(TokenizerArgs())
 BOS = [256]
 

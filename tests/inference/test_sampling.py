@@ -11,6 +11,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from lingua.inference.sampling import Sampler, SamplingArgs
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 V, DRAWS = 12, 20_000
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(4)) * 2

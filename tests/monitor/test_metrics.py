@@ -31,6 +31,8 @@ from lingua.monitor.metrics import (
     start_wandb,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def strict(text: str):
     """Parse JSON as the standard defines it: no NaN, no Infinity."""
@@ -252,6 +254,28 @@ def test_counts_and_times_are_short():
     times = {0.4: "0s", 59.6: "1.0m", 90: "1.5m", 599: "10m", 3570: "1.0h", 86_399: "1.0d"}
     times |= {45: "45s", 190_000: "2.2d", 120 * 86_400: "120d"}
     assert {seconds: short_time(seconds) for seconds in times} == times
+
+
+FULL_DISK = """
+import logging, pathlib, resource, sys
+from lingua.monitor.logger import init_logger
+init_logger(pathlib.Path(sys.argv[1]), 0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for i in range(200):
+    logging.getLogger("lingua.x").info("line %d", i)
+"""
+
+
+def test_a_log_that_cannot_be_written_is_reported_once(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and "line 199" in done.stdout
+    path = tmp_path / "train.log"
+    assert done.stderr == f"error: {path} cannot be written: [Errno 27] File too large\n"
+    with subprocess.Popen(command, cwd=root, stdout=-1, stderr=-1, text=True) as closed:
+        closed.stdout.close()
+        assert closed.stderr.read().count("\n") <= 3
 
 
 # ---- configuration and wandb

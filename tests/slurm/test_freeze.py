@@ -8,6 +8,8 @@ import pytest
 from lingua.errors import UserError
 from lingua.slurm.freeze import freeze_code
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_launch_from_frozen_code_copies_that_code(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"

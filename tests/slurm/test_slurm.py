@@ -3,9 +3,13 @@ test_stool.py."""
 
 from pathlib import Path
 
+import pytest
+
 from lingua.monitor.metrics import append_line
 from lingua.slurm.jobs import environment_of_another
 from lingua.slurm.status import status
+
+pytestmark = pytest.mark.quick
 
 
 def test_another_job_does_not_inherit_the_variables_of_this_one(monkeypatch) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.config.schema import Free
+from lingua.config.schema import Free, bounds
 from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.prepare.sources import prepare_sources
 from lingua.tokenizer import build_tokenizer
@@ -28,8 +28,7 @@ class PrepareArgs:
     validation: ValidationArgs = field(default_factory=ValidationArgs)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        if self.processes is not None and self.processes < 1:
-            yield "processes", "must be at least 1, or null"
+        yield from bounds(self, 1, "processes", most=4096)
 
 
 def main() -> None:

@@ -255,8 +255,8 @@ def _build_each(units: list[Unit], job: Job, tokenizer: Tokenizer, on_read: OnRe
     for unit in units[start:] + units[:start]:
         if finished(unit, job):
             continue
-        with claimed(job.lock_path(unit)) as is_held:
-            if is_held and not finished(unit, job):
+        with claimed(job.lock_path(unit)) as lock:
+            if lock is not None and not finished(unit, job):
                 _build_unit(unit, job, tokenizer, on_read)
 
 

@@ -1,0 +1,137 @@
+"""The folder of a run: no other run has it, and a run refuses one that it cannot use."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.main.start import check_dump_dir
+from lingua.errors import UserError
+from tests.apps.runs import Runs, train_here
+from tests.apps.test_resume import start
+from tests.apps.test_saves import set_privileged
+from tests.apps.test_stopping import ENDLESS, n_lines, text_of, wait_for
+from tests.locks import ELSEWHERE, lose
+from tests.programs import python
+
+
+def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(
+    runs: Runs, tmp_path: Path
+) -> None:
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    where = {"data.root_dir": runs.text, "dump_dir": run, "checkpoint.dump.every": 1}
+    job = start(1, python(), **where, **ENDLESS)
+    try:
+        wait_for(lambda: n_lines(run) >= 3, job)
+        pid = int(text_of(run / "run.lock").split()[1])
+        for stopped in (False, True):
+            if stopped:
+                os.kill(pid, signal.SIGSTOP)
+            before = text_of(run / "config.yaml"), n_lines(run)
+            for folder, lock in (
+                ({"dump_dir": run}, run),
+                ({"dump_dir": run, "checkpoint.path": tmp_path / "other"}, run),
+                ({"dump_dir": tmp_path / "third", "checkpoint.path": checkpoints}, checkpoints),
+            ):
+                refused = runs.train((1, 1, 1), folder, refused=True)
+                held = f"{lock / 'run.lock'} is held by process {pid} on "
+                assert refused.error.startswith(held)
+                assert refused.error.endswith(", which is running")
+            assert text_of(run / "config.yaml") == before[0] and n_lines(run) >= before[1]
+        assert n_lines(run) == before[1]  # it is stopped
+        lose(run / "run.lock")  # as if it had been stopped for longer than a lock lives
+        published = sorted(checkpoints.glob("?" * 10))
+        os.kill(pid, signal.SIGCONT)
+        said, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 2, said
+    assert f"error: {run / 'run.lock'} is held by process 5 on node-2 now, since " in said
+    assert "Traceback" not in said and "stopped by" not in said
+    assert n_lines(run) == before[1] and sorted(checkpoints.glob("?" * 10)) == published
+    assert text_of(run / "run.lock") == ELSEWHERE and not (checkpoints / "run.lock").exists()
+
+
+def terminated_while_it_waits_here(overrides: dict[str, Any]) -> dict[str, Any]:
+    log = Path(overrides["dump_dir"]) / "train.log"
+
+    def terminate() -> None:
+        while "is held by process 5 on node-2: waiting up to 60 s" not in text_of(log):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=terminate, daemon=True).start()
+    return train_here(overrides)
+
+
+def test_a_run_that_waits_for_a_lock_can_be_stopped(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text(ELSEWHERE)
+    config = runs.config((1, 2, 1), {"dump_dir": tmp_path})
+    for seen in runs.ranks.run(2, terminated_while_it_waits_here, config):
+        assert seen["error"] is None
+    log = text_of(tmp_path / "train.log")
+    assert "stopped by SIGTERM while another run had its folder. The same command" in log
+    assert not (tmp_path / "config.yaml").exists()
+
+
+# ---- folders that a run cannot use
+
+ODD = {
+    "config.yaml": Path.mkdir,
+    "train.log": os.mkfifo,
+    "metrics.jsonl": Path.mkdir,
+    "metrics.validation.jsonl": os.mkfifo,
+    "samples.jsonl": lambda path: path.symlink_to("nowhere"),
+    "checkpoints": Path.touch,
+    "profiling": os.mkfifo,
+}
+
+
+def test_what_is_in_the_place_of_a_runs_files_is_named(runs: Runs, tmp_path: Path) -> None:
+    for name, make in ODD.items():
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        make(folder / name)
+        run = runs.train((1, 2, 1), dump_dir=folder, refused=True)
+        assert run.error.startswith(f"{folder / name}: must be a f")
+        assert [path.name for path in folder.iterdir()] == [name]
+    (tmp_path / "a file").touch()
+    for name in ("a file", "a file/run", "x" * 300):
+        run = runs.train((1, 1, 1), dump_dir=tmp_path / name, refused=True)
+        assert run.error.startswith(f"dump_dir = {tmp_path / name}: cannot be used: ")
+
+
+def test_files_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    check_dump_dir(tmp_path)
+    path.chmod(0o200)
+    set_privileged(False)
+    try:
+        with pytest.raises(UserError, match=f"{path}: must be a file that can be read and written"):
+            check_dump_dir(tmp_path)
+    finally:
+        set_privileged(True)
+
+
+def test_a_run_resumes_beside_garbled_files(runs: Runs, tmp_path: Path) -> None:
+    settings = {"stop_at": 2, "data.global_batch_size": "null"}
+    config, metrics = tmp_path / "config.yaml", tmp_path / "metrics.jsonl"
+    config.write_bytes(b"data: {global_batch_size: [\xff")
+    refused = runs.train((1, 1, 1), settings, dump_dir=tmp_path, refused=True)
+    assert str(config) in refused.error
+    config.write_text("data: {global_batch_size: few}\n")
+    refused = runs.train((1, 1, 1), settings, dump_dir=tmp_path, refused=True)
+    assert f"data.global_batch_size = few: must be a whole number, or null ({config}:1)" in (
+        refused.error
+    ).replace('"', "")
+    config.write_text("name: of another version\n")
+    runs.train((1, 1, 1), settings, dump_dir=tmp_path)
+    with metrics.open("ab") as file:
+        file.write(b'[1]\n5\n{"step": "x"}\n\0\0\xff\n' + b"[" * 100_000 + b"\n{}\n{")
+    run = runs.train((1, 1, 1), settings | {"stop_at": 3}, dump_dir=tmp_path)
+    assert [line["step"] for line in run.lines if line] == [1, 2, 3]
