@@ -177,8 +177,6 @@ def _valid_manifest(job: Job, files: list[FilePart], report: Report) -> tuple[Ma
     manifest = Manifest.load(job.folder)
     if manifest is None:
         return None, "no shards yet"
-    if manifest.origin != job.manifest.origin:
-        return None, "its manifest is not that of this source"
     before = [part.mtime_ns for part in manifest.parts]
     if why := why_stale(manifest, files, job):
         return None, why

@@ -122,6 +122,8 @@ def finished(unit: Unit, job: Job) -> Manifest | None:
 def why_stale(manifest: Manifest, files: Iterable[FilePart], job: Job) -> str:
     """Why the manifest's shards are not those of `files` as they are now; "" if they are. A file
     is read only where its stat differs, and the manifest gets its new time."""
+    if manifest.origin != job.manifest.origin:
+        return "shards are those of another source"
     if manifest.skipped and job.args.on_bad_record != "skip":
         return "shards were built with data.on_bad_record: skip"
     for shard in manifest.shards:
