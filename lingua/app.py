@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -59,7 +60,8 @@ def named_app(argv: list[str]) -> App | None:
     UserError: it cannot be imported, or a file names one that find_app does not trust."""
     named = [word.removeprefix("app=") for word in argv if word.startswith("app=")]
     if named:
-        return import_app(str(parse_argument(named[-1]).value), COMMAND_LINE)
+        path = parse_argument(named[-1]).value
+        return find_app(None, "") if path is None else import_app(str(path), COMMAND_LINE)
     files = [word.removeprefix("config=") for word in argv if word.startswith("config=")]
     layers = read_layers(Path(files[-1]), f"config={files[-1]}") if files else []
     for layer in reversed(layers):
@@ -72,7 +74,7 @@ def find_app(path: str | None, where: str) -> App:
     """The app that a file names at the place `where`; None: apps/main. Importing executes code, so
     only the apps of this repository and those that installed packages register are imported."""
     trusted = known_apps()
-    path = path or trusted.get(MAIN)
+    path = trusted.get(MAIN) if path is None else str(path)  # a file may have a number
     if path is None:
         raise UserError("app: must be given here as app=MODULE; this installation has no app main")
     if path not in trusted.values():
@@ -106,10 +108,17 @@ def known_apps() -> dict[str, str]:
 
 def import_app(path: str, where: str) -> App:
     """The App of a module. Raises UserError where there is none."""
-    try:
-        app = getattr(importlib.import_module(path), "app", None)
-    except ImportError as error:
-        raise UserError(f"app = {path} ({where}): cannot be imported ({error})") from None
+    app = getattr(import_named(path, f"app = {path} ({where})"), "app", None)
     if not isinstance(app, App):
         raise UserError(f"app = {path} ({where}): the module has no lingua.app.App named app")
     return app
+
+
+def import_named(path: str, named_by: str) -> ModuleType:
+    """The module of a dotted path. Raises UserError, which begins with `named_by`."""
+    if not all(name.isidentifier() for name in path.split(".")):
+        raise UserError(f"{named_by}: must be the dotted path of a module, such as apps.main")
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        raise UserError(f"{named_by}: cannot be imported ({error})") from None

@@ -33,6 +33,17 @@ def _caches() -> list[Any]:
     return [cache for cache in found if (cache.__module__ or "").startswith("torch.distributed")]
 
 
+def _meet_again() -> None:
+    """Wait for the other ranks, at most two seconds: one may still be making the groups of a mesh,
+    which fails where a rank that is done closes its connections."""
+    import torch.distributed as dist
+
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + 2
+    store.add("tests/done", 1)
+    while store.add("tests/done", 0) < dist.get_world_size() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -50,6 +61,7 @@ def _serve(pipe: Connection) -> None:
         try:
             answer = (True, work(*args, **kwargs))
             if dist.is_initialized():
+                _meet_again()
                 leave(patience_s=30)
         except BaseException as error:
             answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")

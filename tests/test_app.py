@@ -12,8 +12,6 @@ from apps.mtp import app as mtp_app
 from lingua.app import choose_app, find_app, known_apps, named_app
 from lingua.errors import UserError
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).resolve().parents[1]
 FORK = """
 from dataclasses import replace

@@ -14,8 +14,6 @@ from lingua.hashing import hash_bits, key_of
 from lingua.init import init_parameters
 from lingua.transformer import Context, Dropout, TransformerArgs
 
-pytestmark = pytest.mark.quick
-
 CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8, dropout=0.25)
 ROWS, SEQ, DIM = 3, 40, 257  # of a mask: 30,840 elements

@@ -1,6 +1,7 @@
 """Before a run trains: what is checked (also by lingua.stool, before it launches), built, restored
 and described."""
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -108,9 +109,24 @@ def check_start(app: App, args: TrainArgs, sizes: tuple[int, ...]) -> Start:
     changes += check_origin(origin, config, tokenizer, classes, allowed)
     args.micro_steps(replicas * shards)
     built = app.build(args)
+    check_forward(built.module, args)
     check_layout(built.module, built.plan, tp)
     on_rank_0(lambda: check_benchmarks(args))
     return Start(data, tokenizer, built, saved, origin, changes)
+
+
+def check_forward(model: nn.Module, args: TrainArgs) -> None:
+    """Raise UserError where the config asks for an argument that the model's forward lacks."""
+    mask, dropout = args.data.document_mask, args.model.dropout
+    asked = (("data.document_mask", mask, "none", "documents"),
+             ("model.dropout", dropout, 0.0, "noise"))  # fmt: skip
+    for key, value, off, argument in asked:
+        try:
+            inspect.signature(model.forward).bind(None, None, **{argument: None})
+        except TypeError:
+            if value != off:
+                need = f"must be {off}, since the forward of this model does not take {argument}"
+                raise UserError(f"{key} = {value}: {need}") from None
 
 
 def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:

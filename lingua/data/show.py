@@ -25,7 +25,7 @@ from lingua.data.prepare.records import read_records, records_before
 from lingua.data.prepare.sources import prepare_sources, source_files
 from lingua.data.shards import DocumentSpan, Source
 from lingua.data.stream import RowStream, shares
-from lingua.format import align
+from lingua.format import align, printable
 from lingua.parallel.program import run_program
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
@@ -63,7 +63,7 @@ def main() -> None:
     else:
         lines = describe_row(args, stream, sources, tokenizer)
     for line in lines:
-        print(line)
+        print(printable(line))
 
 
 def describe_row(

@@ -30,24 +30,33 @@ class Launch:
 
 
 def detect_launch(env: dict[str, str] | None = None) -> Launch:
-    """Read the place of this process from torchrun's variables, else from those of a Slurm step."""
+    """Read the place of this process from torchrun's variables, else from those of a Slurm step.
+    Raises UserError for one that has another value than those launchers set."""
     env = dict(os.environ) if env is None else env
+
+    def number(name: str, default: str = "", least: int = 0, below: int = 1 << 31) -> int:
+        text = env.get(name, default)
+        if not text.isdecimal() or not least <= int(text[:20]) < below:
+            need = f"must be a number from {least} to {below - 1}, as torchrun and srun set it"
+            raise UserError(f"the environment variable {name}: {need}", local=True)
+        return int(text)
+
     if "RANK" in env and "WORLD_SIZE" in env:
+        world_size = number("WORLD_SIZE", least=1)
         return Launch(
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+            rank=number("RANK", below=world_size),
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK", "0", below=world_size),
+            local_world_size=number("LOCAL_WORLD_SIZE", "1", least=1),
             by="torchrun",
         )
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a task of srun, not the batch script
-        tasks = int(env["SLURM_STEP_NUM_TASKS"])
-        nodes = int(env.get("SLURM_STEP_NUM_NODES", 1))
+        tasks = number("SLURM_STEP_NUM_TASKS", least=1)
         return Launch(
-            rank=int(env["SLURM_PROCID"]),
+            rank=number("SLURM_PROCID", below=tasks),
             world_size=tasks,
-            local_rank=int(env["SLURM_LOCALID"]),
-            local_world_size=-(-tasks // nodes),
+            local_rank=number("SLURM_LOCALID", below=tasks),
+            local_world_size=-(-tasks // number("SLURM_STEP_NUM_NODES", "1", least=1)),
             by="slurm",
         )
     return Launch()
@@ -120,28 +129,33 @@ def start(
     elif "OMP_NUM_THREADS" not in os.environ and launch.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=args.timeout_s)
     if launch.by == "python":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(
             backend,
-            store=_meet(launch, args.rendezvous_s),
+            store=_meet(launch, args.rendezvous_s, timeout),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timedelta(minutes=30),
+            timeout=timeout,
         )
-    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    for group in mesh.get_all_groups():  # they do not take it from the group of all ranks
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
 
 
-def _meet(launch: Launch, patience_s: float) -> dist.Store:
-    """The store of rank 0, once all processes have reached it. Raises UserError if they do not."""
+def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
+    """The store of rank 0, with this timeout, once all processes have reached it. Raises UserError
+    if they do not."""
     try:
         if launch.by == "slurm":
             _slurm_rendezvous(dict(os.environ))
         if launch.rank:
             _wait_for_rank_0(patience_s)
-        timeout = timedelta(seconds=patience_s)
-        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
+        patience = timedelta(seconds=patience_s)
+        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
         store: dist.Store = next(rendezvous)[0]
     except (dist.DistError, UserError, OSError, ValueError, KeyError) as error:
         place = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
@@ -155,7 +169,7 @@ def _meet(launch: Launch, patience_s: float) -> dist.Store:
             f"MASTER_PORT = {place}: {reason}",
             local=True,
         ) from None
-    store.set_timeout(timedelta(minutes=30))
+    store.set_timeout(timeout)
     return store
 
 

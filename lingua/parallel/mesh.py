@@ -31,6 +31,8 @@ class DistributedArgs:
     dp_shard: Free[int | None] = None  # ranks each copy is sharded over; null takes what remains
     tp_size: Free[int] = 1  # ranks a layer is split over (tensor parallelism)
     rendezvous_s: Free[float] = 600.0  # seconds to wait for the other processes at the start
+    # seconds to wait for another rank in a collective; the run then ends and names it
+    timeout_s: Free[float] = 1800.0
     # when gradients are reduced: `last` micro-step only, `replica_last` reduce-scatters each
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient
@@ -50,7 +52,7 @@ class DistributedArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", most=1 << 24)
-        yield from bounds(self, 1, "rendezvous_s", most=86400)
+        yield from bounds(self, 1, "rendezvous_s", "timeout_s", most=86400)
         if self.dp_replicate is None and self.dp_shard is None:
             yield "dp_replicate", "must be given when distributed.dp_shard is null"
 
@@ -140,3 +142,26 @@ def on_rank_0(work: Callable[[], T]) -> T:
         return shared["result"]
     local = shared["local"]
     raise RuntimeError(shared["error"]) if local is None else UserError(shared["error"], local)
+
+
+def silent_ranks() -> list[int]:
+    """The ranks that the others wait for, where collectives time out: those that do not call this
+    within a tenth of that time. Where the store does not answer it is rank 0, whose process has the
+    store unless torchrun has it."""
+    store, silent = dist.distributed_c10d._get_default_store(), [0]
+    patience_s = store.timeout.total_seconds() / 10  # type: ignore[attr-defined]  # torch's stub
+    end = time.monotonic() + patience_s
+
+    def ask() -> None:
+        store.set(f"lingua/timed_out/{dist.get_rank()}", "")
+        while time.monotonic() < end:
+            ranks = range(dist.get_world_size())
+            silent[:] = [r for r in ranks if not store.check([f"lingua/timed_out/{r}"])]
+            time.sleep(patience_s / 20)
+
+    asking = threading.Thread(target=ask, daemon=True)  # torch's wait for the store has no end
+    asking.start()
+    asking.join(patience_s + 1)
+    if dist.get_rank() == 0:
+        time.sleep(patience_s)  # the others may still ask
+    return silent

@@ -1,5 +1,6 @@
 """The entry point of every program: a user's mistake becomes one message and exit code 2."""
 
+import errno
 import gc
 import json
 import os
@@ -15,7 +16,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from lingua.errors import UserError
+from lingua.format import printable
 from lingua.parallel.launch import detect_launch, leave
+from lingua.parallel.mesh import silent_ranks
 
 RANK_0_S = 10.0  # until rank 0 has found a mistake that all ranks find before they meet
 
@@ -39,11 +42,23 @@ def run_program(program: Callable[[], None]) -> NoReturn:
     except UserError as error:
         _report(error)
         code, patience_s = 2, 0.0 if error.local else patience_s
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            _show_in_torchrun(traceback.format_exc())
+            raise
+        _report(UserError(f"{error.filename}: {error.strerror}"))
+        code = 2
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         if detect_launch().world_size > 1:  # the other ranks may be in a collective
             os._exit(code)
-    except Exception:
+    except Exception as error:
+        if dist.is_initialized() and "Timed out waiting" in str(error):  # gloo's words
+            for rank in silent_ranks():
+                error.add_note(
+                    f"rank {rank} did not answer for distributed.timeout_s seconds: its process is "
+                    "stopped, or its machine cannot be reached"
+                )
         _show_in_torchrun(traceback.format_exc())
         raise
     # Slurm may still send its early signal, which must not turn the end of a run into a failure.
@@ -59,7 +74,8 @@ def _report(error: UserError) -> None:
     All ranks raise it together, so rank 0 prints it; one that concerns a single machine
     (`UserError(..., local=True)`) is printed by the rank that raised it.
     """
-    _show_in_torchrun(f"error: {error}")
+    text = f"error: {printable(str(error))}"
+    _show_in_torchrun(text)
     first = error.local or detect_launch().rank == 0
     if not first and not dist.is_initialized():
         # A launcher ends all ranks when one exits: rank 0 exits first, unless it has no mistake.
@@ -67,7 +83,7 @@ def _report(error: UserError) -> None:
         time.sleep(RANK_0_S)
         first = True
     if first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _show_in_torchrun(text: str) -> None:

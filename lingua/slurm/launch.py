@@ -10,18 +10,21 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
-from importlib import import_module
+from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import yaml
 
-from lingua.app import main_program
+from lingua.app import import_named, main_program
 from lingua.config.load import load, to_yaml
 from lingua.config.schema import bounds
+from lingua.config.values import parse_argument, plain
 from lingua.errors import UserError
+from lingua.format import printable
 from lingua.parallel.launch import run_slurm
 from lingua.signals import StopRequest, exec_program
 from lingua.slurm.freeze import CODE, COMMIT, DIFF, freeze_code, move_away
@@ -29,6 +32,7 @@ from lingua.slurm.jobs import ENDED, environment_of_another, job_states
 from lingua.slurm.status import BASE, JOB, status, table
 
 SCRIPT = "submit.slurm"
+MOST_RUNS = 1000  # of a sweep; Slurm's own default for an array
 
 
 @dataclass
@@ -58,6 +62,9 @@ class JobArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "nodes", "ngpu", "ncpu", "signal_s", "at_once", most=65535)
+        for i, line in enumerate(self.setup):
+            if line.endswith("\\"):
+                yield f"setup[{i}]", "must not end in a backslash, which joins the next line to it"
         minutes = self.time or ""
         if minutes.isdigit() and int(minutes) * 60 <= self.signal_s:
             yield "signal_s", f"must be below time = {minutes}, in seconds"
@@ -83,7 +90,7 @@ def launch(
     Returns the batch script with launcher=print. Raises UserError, and has submitted nothing.
     """
     for key, need in job.validate():
-        raise UserError(f"{key} = {getattr(job, key)}: {need}")
+        raise UserError(f"{key} = {getattr(job, key.partition('[')[0])}: {need}")
     module = _import_script(job)
     first = [f"{key}={values[0]}" for key, values in (sweep or {}).items()]
     whole, notices = _check(job, module, [*arguments, *first])
@@ -112,11 +119,8 @@ def launch(
 
 
 def _import_script(job: JobArgs) -> ModuleType:
-    name = job.script or main_program("train")
-    try:
-        module = import_module(name)
-    except ImportError as error:
-        raise UserError(f"script = {name}: cannot be imported ({error})") from None
+    name = main_program("train") if job.script is None else job.script
+    module = import_named(name, f"script = {name}")
     if not hasattr(module, "check"):
         need = "must have a function check(arguments, world_size) that validates its config"
         raise UserError(f"script = {name}: {need}")
@@ -144,11 +148,20 @@ def _check_sweep(
     job: JobArgs, module: ModuleType, arguments: list[str], sweep: dict[str, list[str]], whole: Any
 ) -> list[Any]:
     """The config of each combination of values, with a name and a dump dir of its own."""
+    for key, texts in sweep.items():
+        if key in ("name", "dump_dir"):
+            raise UserError(f"sweep.{key}: must be another key: each run gets a {key} of its own")
+        parsed = [plain(parse_argument(text)) for text in texts]
+        if any(parsed.count(value) > 1 for value in parsed):
+            raise UserError(f"sweep.{key} = {','.join(texts)}: each value must be given once")
+    if (count := prod(map(len, sweep.values()))) > MOST_RUNS:
+        raise UserError(f"the sweep has {count:,} runs: must be at most {MOST_RUNS:,}")
     configs, errors = [], []
     for i, values in enumerate(product(*sweep.values())):
         words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
         short = "_".join(re.sub(r"^[^=]*\.", "", word) for word in words)
         name = f"{i:03d}_" + re.sub(r"[^\w=.+-]+", "-", short)
+        name = name.encode()[:120].decode(errors="ignore")  # the name of a folder
         own = [f"name={whole.name}-{name}", f"dump_dir={whole.dump_dir}/{name}"]
         try:
             configs.append(_check(job, module, [*arguments, *words, *own])[0])
@@ -191,7 +204,9 @@ def _write_inputs(module: ModuleType, root: Path, configs: list[Any]) -> None:
     """Write what the runs start from: code and configs."""
     for name in (CODE, COMMIT, DIFF):
         move_away(root / name)
-    freeze_code(Path(str(module.__file__)), root)
+    # stdout is for the job, whose first line a program may read.
+    report = partial(print, "code:", file=sys.stderr)
+    freeze_code(Path(str(module.__file__)), root, lambda line: report(printable(line)))
     for config in configs:
         dump_dir = Path(config.dump_dir)
         (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -200,11 +215,12 @@ def _write_inputs(module: ModuleType, root: Path, configs: list[Any]) -> None:
 
 
 def _setup(job: JobArgs, root: Path) -> list[str]:
-    """Shell lines: those of the user, then modules are imported from the copy of the code, not from
-    the current folder, which relative paths refer to."""
+    """Shell lines: those of the user, of which the first that fails ends the job; then modules are
+    imported from the copy of the code, not from the current folder, which relative paths refer to.
+    """
     code = shlex.quote(str(root / CODE))
     search = [f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"', "export PYTHONSAFEPATH=1"]
-    return [*job.setup, *search]
+    return ["set -e", *job.setup, *search]
 
 
 def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
@@ -294,7 +310,7 @@ def _run_here(job: JobArgs, root: Path, configs: list[Any], program: list[str]) 
     which saves, and starts no other."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu), "--redirects", "3", "--tee", "0:3"]
-    shell = "\n".join(["set -e", *_setup(job, root), 'exec "$@"'])
+    shell = "\n".join([*_setup(job, root), 'exec "$@"'])
     # What torchrun prints before each line of rank 0; its default names the role.
     env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " "}
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "300"  # seconds to save, before torchrun kills
@@ -340,6 +356,8 @@ def split_arguments(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list
         key, _, value = word.partition("=")
         if key.startswith("sweep."):
             key = key.removeprefix("sweep.")
+            if key in sweep:
+                raise UserError(f"sweep.{key} is given twice; its values are separated by commas")
             sweep[key] = split_values(key, value)
         elif key.partition(".")[0] in job_keys:
             of_job.append(word)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lingua.config.values import plain, read_file
 from lingua.errors import UserError
-from lingua.format import align, short_count, short_time
+from lingua.format import align, printable, short_count, short_time
 from lingua.slurm.jobs import ENDED, job_states
 
 JOB = "job_id"  # file of a dump dir: the id of the job launched last
@@ -79,7 +79,8 @@ def table(runs: list[RunStatus]) -> str:
         left = "-" if run.left_s is None else short_time(run.left_s)
         rows.append((run.name, run.state, step, loss, speed, left, run.job_id))
     lines = align(rows, left=len(rows[0]))
-    return "\n".join(lines + [f"{run.name}: {error}" for run in runs for error in run.errors])
+    errors = [f"{run.name}: {error}" for run in runs for error in run.errors]
+    return printable("\n".join(lines + errors))
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:

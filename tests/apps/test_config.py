@@ -2,23 +2,28 @@
 
 from base64 import b64encode
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs
-from apps.main.start import check
+from apps.main.start import check, check_start
 from lingua.app import choose_app
 from lingua.config.load import flatten, load, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.prepare.__main__ import PrepareArgs
 from lingua.data.show import ShowArgs
 from lingua.errors import UserError
+from lingua.parallel.launch import one_process
 from lingua.slurm.launch import JobArgs
+from tests.apps.plain import build_plain
 
 pytestmark = pytest.mark.quick
 
@@ -173,3 +178,28 @@ def test_only_config_keys_and_fingerprints_of_data_may_be_allowed_to_change() ->
     load(TrainArgs, [*SOURCES, allowed])
     with pytest.raises(UserError, match=r'change\[1\] = "model\.dmi": .*mean "model\.dim"'):
         load(TrainArgs, [*SOURCES, "checkpoint.allow_change=[model.dim, model.dmi]"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.document_mask=ignore", "data.document_mask = ignore: must be none.* documents"),
+        ("model.dropout=0.1", "model.dropout = 0.1: must be 0.0, since .* does not take noise"),
+    ],
+)
+def test_what_a_models_forward_does_not_take_is_refused_at_the_start(
+    tmp_path: Path, setting: str, message: str
+) -> None:
+    (tmp_path / "one.txt").write_text("a text")
+    argv = [f"data.root_dir={tmp_path}", "data.sources={one: 1}", f"dump_dir={tmp_path / 'run'}"]
+    argv += ["data.global_batch_size=2", "model.n_heads=4", "device=cpu"]
+    plain = replace(app, build=build_plain)
+    for words in (argv, [*argv, setting]):
+        args = load(TrainArgs, words)[0]
+        with one_process():
+            check_start(app, deepcopy(args), (1, 1, 1))
+            if words is argv:
+                check_start(plain, args, (1, 1, 1))
+            else:
+                with pytest.raises(UserError, match=message):
+                    check_start(plain, args, (1, 1, 1))

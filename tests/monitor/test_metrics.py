@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +31,7 @@ from lingua.monitor.metrics import (
     peak_mem_gib,
     start_wandb,
 )
-
-pytestmark = pytest.mark.quick
+from tests.programs import python
 
 
 def strict(text: str):
@@ -119,10 +119,10 @@ def test_after_a_process_was_killed_while_it_wrote_another_can_append(tmp_path):
         "    append_line(path, {'step': step, 'x': 'y' * 500})\n"
     )
     root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen([sys.executable, "-c", script, str(path)], cwd=root)
+    process = subprocess.Popen([*python(), "-c", script, str(path)], cwd=root)
     while process.poll() is None and not (path.exists() and path.stat().st_size > 50_000):
-        pass
-    process.kill()
+        time.sleep(0.001)
+    process.terminate()  # which nothing in it handles
     process.wait()
     cut_back(path, 20)
     append_line(path, {"step": 21})

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lingua.errors import UserError
 from lingua.parallel.launch import detect_launch, start
@@ -23,7 +25,7 @@ def leave_here(case: str) -> tuple[int, str]:
 
     def work() -> None:
         if case == "a mistake":
-            raise UserError("steps = 0: must be at least 1")
+            raise UserError("steps = 0\x1b[31m: must be at least 1")
 
     def program() -> None:
         launch = detect_launch()
@@ -32,6 +34,8 @@ def leave_here(case: str) -> tuple[int, str]:
             if launch.rank == 1:
                 raise UserError("no device here", local=True)
             return
+        if case == "a name that is too long":
+            Path("n" * 300).read_text()
         if launch.rank == 1:
             time.sleep(0.5)  # rank 0 is at its end before this one asks what it found
         on_rank_0(work)
@@ -47,7 +51,8 @@ def leave_here(case: str) -> tuple[int, str]:
     ("case", "first", "second"),
     [
         ("nothing", (0, ""), (0, "")),
-        ("a mistake", (2, "error: steps = 0: must be at least 1\n"), (2, "")),
+        ("a mistake", (2, "error: steps = 0\\x1b[31m: must be at least 1\n"), (2, "")),
+        ("a name that is too long", (2, f"error: {'n' * 300}: File name too long\n"), (2, "")),
         ("a mistake of one machine", (0, ""), (2, "error: no device here\n")),
     ],
 )
@@ -56,6 +61,58 @@ def test_every_rank_leaves_with_its_code_and_one_tells_the_mistake(ranks, case, 
     began = time.monotonic()
     assert ranks.run(2, leave_here, case) == [first, second]
     assert time.monotonic() - began < 25  # nobody waited in vain
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_STEP_NUM_TASKS": "2"},
+            "SLURM_PROCID",
+        ),
+    ],
+)
+def test_a_wrong_place_in_the_environment_is_refused_by_name(
+    wrong: dict[str, str], name: str
+) -> None:
+    with pytest.raises(UserError, match=f"^the environment variable {name}: must be a number"):
+        detect_launch(wrong)
+
+
+def wait_for_a_stopped_rank() -> list[str]:
+    """What a program adds to the error of a collective that rank 1 does not join."""
+
+    def program() -> None:
+        start(torch.device("cpu"), detect_launch(), DistributedArgs(dp_shard=3, timeout_s=5))
+        dist.all_gather_object(pids, os.getpid())
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            dist.all_reduce(torch.ones(()))
+
+    pids = [0, 0, 0]
+    try:
+        run_program(program)
+    except SystemExit:
+        return []
+    except RuntimeError as error:
+        if dist.get_rank() == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        return error.__notes__
+
+
+def test_a_rank_that_is_stopped_is_named_by_the_others(ranks) -> None:
+    first, stopped, last = ranks.run(3, wait_for_a_stopped_rank)
+    assert first == last and stopped == []
+    [note] = first
+    assert note.startswith("rank 1 did not answer for distributed.timeout_s seconds")
 
 
 def start_rank(**place: object) -> subprocess.Popen[str]:
@@ -92,6 +149,9 @@ import os, sys, time
 from lingua.errors import UserError
 from lingua.parallel.program import run_program
 def program():
+    while os.environ["RANK"] == "0" and not os.path.exists("rank 1 raises"):
+        time.sleep(0.1)
+    open("rank 1 raises", "w").close()
     time.sleep(1 - int(os.environ["RANK"]))  # rank 1 is first
     raise (UserError if sys.argv[1] == "mistake" else RuntimeError)("this is wrong")
 run_program(program)
@@ -104,6 +164,7 @@ def test_torchruns_report_does_not_hide_the_error(kind: str, tmp_path: Path) -> 
     command = [*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(
         [*command, *python(), tmp_path / "program.py", kind],
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,

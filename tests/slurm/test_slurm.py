@@ -31,5 +31,6 @@ def test_status_shows_the_last_complete_line_about_a_step(tmp_path: Path) -> Non
     append_line(metrics, {"step": 5, "event": "topology"})
     with metrics.open("a") as file:
         file.write('\n[]\n{"step": 6, "loss": 0.1')
+    (tmp_path / "job_id").write_text("")
     [run] = status(tmp_path)
     assert (run.step, run.steps, run.loss, run.left_s) == (4, 8, 0.25, 2.0)

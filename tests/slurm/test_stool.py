@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from lingua.errors import UserError
-from lingua.slurm.launch import JobArgs, launch, main, split_values
+from lingua.slurm.launch import JobArgs, launch, main, split_arguments, split_values
 from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.local_slurm import needs_slurm, slurm_here
@@ -502,6 +502,58 @@ def test_print_shows_the_script_and_needs_no_slurm(
     printed = set(capsys.readouterr().out.splitlines())  # Slurm applies the partition's own limit
     assert set(script.splitlines()) - printed == {"#SBATCH --time=1-00"}
     assert not (tmp_path / "a run").exists()
+
+
+def test_wrong_input_is_refused_where_slurm_is_not(tmp_path: Path) -> None:
+    write_sources(tmp_path)
+    values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
+    arguments = [f"{k}={v}" for k, v in values.items()]
+
+    def refused(sweep: dict[str, list[str]] | None = None, **job: Any) -> str:
+        with pytest.raises(UserError) as raised:
+            launch(JobArgs(**({"launcher": "print"} | job)), arguments, sweep)
+        return str(raised.value)
+
+    for script in ("", "..", ".x", "a b", "/etc/passwd"):
+        need = f"script = {script}: must be the dotted path of a module, such as apps.main"
+        assert refused(script=script) == need
+    assert refused(setup=["true", "module load a \\"]).startswith("setup[1] = ['true', ")
+    for key in ("name", "dump_dir"):
+        assert f"sweep.{key}: must be another key" in refused({key: ["a", "b"]})
+    error = refused({"optim.lr": ["1e-3", "0.001"]})
+    assert error == "sweep.optim.lr = 1e-3,0.001: each value must be given once"
+    numbers = list(map(str, range(1, 40)))
+    assert refused({"seed": numbers, "steps": numbers}).startswith("the sweep has 1,521 runs: ")
+    with pytest.raises(UserError, match=r"sweep\.seed is given twice"):
+        split_arguments(["sweep.seed=1", "sweep.seed=2"])
+    assert not (tmp_path / "a run").exists()
+    # Of long values, what names a run is cut.
+    long = {"data.cache_dir": [f"{tmp_path}/{c * 200}" for c in "ab"]}
+    assert isinstance(launch(JobArgs(launcher="print"), arguments, long), str)
+
+
+def test_a_line_of_setup_that_fails_ends_the_job(tmp_path: Path) -> None:
+    write_sources(tmp_path)
+    values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
+    job = JobArgs(launcher="print", setup=["false", "echo after"])
+    script = launch(job, [f"{k}={v}" for k, v in values.items()])
+    assert isinstance(script, str)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_status_does_not_obey_what_a_foreign_log_contains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    dump_dir = tmp_path / "run\x1b[31m"
+    (dump_dir / "logs" / "1").mkdir(parents=True)
+    (dump_dir / "base_config.yaml").write_text("steps: 3\n")
+    (dump_dir / "job_id").write_text("1")
+    (dump_dir / "logs" / "1" / "1_0_log.err").write_text("ValueError: \x1b]0;owned\x07\n")
+    shown = table(status(tmp_path))
+    assert "\\x1b[31m" in shown and r"ValueError: \x1b]0;owned\x07" in shown
+    assert "\x1b" not in shown and "\x07" not in shown
 
 
 @pytest.mark.parametrize(
