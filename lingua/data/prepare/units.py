@@ -304,9 +304,10 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
         "skipped": dict(sorted(skipped.items())),
         "rough_cuts": pieces.rough_cuts,
     }
-    # Without these the record is as that of earlier versions.
-    fields |= {"heldout_tail": True} if has_tail else {}
-    fields |= {"lost": lost} if lost else {}
+    if has_tail:  # without these keys the record is as that of earlier versions
+        fields["heldout_tail"] = True
+    if lost:
+        fields["lost"] = lost
     write_atomically(job.record_path(unit), json.dumps(fields, indent=1))
 
 
