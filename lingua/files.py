@@ -1,5 +1,6 @@
 """Files that are on the disk when they are closed, and reading files that may be anybody's."""
 
+import errno
 import io
 import json
 import os
@@ -64,6 +65,20 @@ def write_atomically(path: Path, text: str) -> None:
     with open_synced(temporary) as file:
         file.write(text.encode())
     os.replace(temporary, path)
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Append to a file, in one write to the operating system. Raises OSError where the disk is
+    full; the file is then as before."""
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def temporary_suffix() -> str:

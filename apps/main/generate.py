@@ -10,8 +10,8 @@ ranks divide the prompts among themselves. The text depends neither on the topol
 prompts.
 """
 
-import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,12 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import orjson
 import torch.distributed as dist
 from torch import nn
 
 from lingua.config.load import from_values, load
 from lingua.config.schema import MOST_ROWS, Free, bounds
 from lingua.errors import UserError
+from lingua.files import append_whole, read_bytes
+from lingua.format import printable
 from lingua.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
 from lingua.inference.trained import OpenArgs, Opened, open_model
@@ -50,7 +53,9 @@ class GenerateArgs(SamplingArgs, OpenArgs):
         if self.prompt is not None and self.prompts is not None:
             yield "prompt", "must not be given together with prompts"
         yield from bounds(self, 1, "batch_size", most=MOST_ROWS)
-        if self.out is not None and Path(self.out).exists():
+        # An empty file is what a start leaves that ends before its first result.
+        out = self.out
+        if out and os.path.exists(out) and (not os.path.isfile(out) or os.path.getsize(out) > 0):
             yield "out", "exists already; must be a new file"
 
 
@@ -80,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     opened = open_model(args, argv)
     prompts = read_prompts(args)
     requests = to_requests(prompts, opened, args.on_long_prompt)
-    on_rank_0(lambda: write_results(args.out, [], [], mode="x"))
+    on_rank_0(lambda: write_results(args.out, [], []))  # whether it can be written
     model = opened.trained.load(args.distributed, opened.mesh)
     if not prompts:
         complete_interactively(args, model, opened)
@@ -130,6 +135,8 @@ def complete_interactively(args: GenerateArgs, model: nn.Module, opened: Opened)
 def ask() -> str | None:
     try:
         return input("> ").replace("\\n", "\n")
+    except UnicodeDecodeError:
+        raise UserError("the input is not UTF-8 text; must be a prompt a line") from None
     except (EOFError, KeyboardInterrupt):
         print()
         return None
@@ -137,7 +144,7 @@ def ask() -> str | None:
 
 def print_on_rank_0(text: str) -> None:
     if dist.get_rank() == 0:
-        print(text, end="", flush=True)
+        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 # ----------------------------------------------------------------------------- prompts and results
@@ -157,9 +164,9 @@ def read_prompts(args: GenerateArgs) -> list[Prompt]:
         return []
     path = Path(args.prompts)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bytes(path).decode("utf-8-sig")
     except OSError as error:
-        why = f"cannot be read ({error.strerror}); must be a text file or a .jsonl file"
+        why = f"cannot be read ({error.strerror or error}); must be a text file or a .jsonl file"
         raise UserError(f"prompts = {path}: {why}") from None
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n")
@@ -179,12 +186,14 @@ def read_prompts(args: GenerateArgs) -> list[Prompt]:
 def read_json(line: str, args: PromptArgs, where: str) -> Prompt:
     """A line of a .jsonl file; its keys replace those of `args`."""
     try:
-        values = json.loads(line)
+        values = orjson.loads(line)  # which refuses NaN, half a surrogate pair and endless numbers
+        if not isinstance(values, dict) or not isinstance(text := values.pop("prompt", None), str):
+            raise UserError(f'{where}: must be an object with a text "prompt"')
+        return Prompt(text, from_values(args, values, where), where)
     except ValueError as error:
         raise UserError(f"{where}: is not JSON ({error})") from None
-    if not isinstance(values, dict) or not isinstance(text := values.pop("prompt", None), str):
-        raise UserError(f'{where}: must be an object with a text "prompt"')
-    return Prompt(text, from_values(args, values, where), where)
+    except RecursionError:
+        raise UserError(f"{where}: is nested too deeply") from None
 
 
 def to_requests(prompts: Sequence[Prompt], opened: Opened, on_long_prompt: str) -> list[Request]:
@@ -197,6 +206,12 @@ def to_requests(prompts: Sequence[Prompt], opened: Opened, on_long_prompt: str) 
             raise UserError(f"{prompt.where}: has half a surrogate pair, no character") from None
         if not tokens:
             raise UserError(f"{prompt.where}: is empty, and documents of this model have no bos")
+        if (highest := max(prompt.args.stop_tokens or [0])) >= opened.tokenizer.vocab_size:
+            n = opened.tokenizer.vocab_size
+            raise UserError(
+                f"{prompt.where}: stop_tokens: {highest} is no token; must be below {n}, the "
+                f"number of tokens of the {opened.tokenizer.name} tokenizer"
+            )
         room = opened.context - prompt.args.max_gen_tokens
         if on_long_prompt == "refuse" and len(tokens) > room:
             raise UserError(
@@ -208,17 +223,18 @@ def to_requests(prompts: Sequence[Prompt], opened: Opened, on_long_prompt: str) 
 
 
 def write_results(
-    path: str | None, prompts: Sequence[Prompt], results: Sequence[Completion], mode: str = "a"
+    path: str | None, prompts: Sequence[Prompt], results: Sequence[Completion]
 ) -> None:
-    """Write a line of JSON for each result, if there is a file for them."""
+    """Append a line of JSON for each result to the file, if there is one for them."""
     if path is None:
         return
+    lines = []
+    for prompt, result in zip(prompts, results, strict=True):
+        line = {} if prompt.args.id is None else {"id": prompt.args.id}
+        line |= {"prompt": prompt.text, "seed": prompt.args.seed} | asdict(result)
+        lines.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
     try:
-        with Path(path).open(mode, encoding="utf-8") as file:
-            for prompt, result in zip(prompts, results, strict=True):
-                line: dict[str, Any] = {} if prompt.args.id is None else {"id": prompt.args.id}
-                line |= {"prompt": prompt.text, "seed": prompt.args.seed} | asdict(result)
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        append_whole(Path(path), b"".join(lines))
     except OSError as error:
         raise UserError(f"out = {path}: cannot be written ({error.strerror})") from None
 

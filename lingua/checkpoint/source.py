@@ -5,6 +5,7 @@ Tensors have our names, `model.<name>` and `optim.<state>.<name>`. Nothing of wh
 executed.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -150,7 +151,7 @@ def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
     the last published first; none where `path` is a file or Meta Lingua's. By one process. Raises
     UserError where it has none that is whole. `report` logs a line for each that is skipped.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # nor one whose name is too long
         raise UserError(f"{path}: no such file or folder")
     has = {n for n in (MANIFEST, METADATA, PARAMS, CONSOLIDATED) if (path / n).exists()}
     if path.is_file() or CONSOLIDATED in has or has == {METADATA, PARAMS}:

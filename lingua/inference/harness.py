@@ -6,6 +6,7 @@ score and generate what the harness requests of the model.
 
 import json
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,9 +38,10 @@ Report = Callable[[list[dict[str, Any]]], None]
 
 @dataclass
 class HarnessArgs:
-    # names of tasks, groups and tags of the harness or of task_dir, or YAML files of tasks
+    # names of tasks, groups and tags of the harness or of task_dir, or YAML files of tasks. The
+    # files of tasks execute code (`!function`, templates): use those that you trust
     tasks: Free[list[str]] = field(default_factory=list)
-    task_dir: Free[str | None] = None  # folder of your own task files
+    task_dir: Free[str | None] = None  # folder of your own task files, which execute code
     num_fewshot: Free[int | None] = None  # solved examples in each prompt; null: each task's own
     # documents of each task at most; below 1 the share of them; null: all
     limit: Free[float | None] = None
@@ -50,7 +52,7 @@ class HarnessArgs:
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.tasks:
             yield "tasks", "must name at least one task"
-        if self.task_dir is not None and not Path(self.task_dir).is_dir():
+        if self.task_dir is not None and not os.path.isdir(self.task_dir):
             yield "task_dir", "must be a folder of task files"
         yield from bounds(self, 0, "num_fewshot")
         if self.limit is not None and not (0 < self.limit < 1 or self.limit % 1 == 0 < self.limit):
@@ -72,7 +74,7 @@ def find_tasks(args: HarnessArgs) -> Any:
         raise UserError(
             "tasks: need the Python package lm_eval, which is not installed (pip install lm_eval)"
         ) from None
-    named = [name for name in args.tasks if not Path(name).is_file()]
+    named = [name for name in args.tasks if not os.path.isfile(name)]
     # The harness reads all of its 14,000 task files: not where task_dir is enough.
     manager = TaskManager(include_path=args.task_dir, include_defaults=False)
     if not set(named) <= {*manager.all_subtasks}:
@@ -267,7 +269,10 @@ def to_settings(gen_kwargs: Mapping[str, Any], max_gen_tokens: int) -> SamplingA
     """generation_kwargs of a task as our settings. UserError names a key that has none."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
-    values = normalize_gen_kwargs(dict(gen_kwargs), max_gen_tokens)
+    try:
+        values = normalize_gen_kwargs(dict(gen_kwargs), max_gen_tokens)
+    except (TypeError, ValueError, RecursionError) as error:  # it converts some of them
+        raise UserError(f"generation_kwargs: {error}") from None
     if not values.pop("do_sample"):
         values = {k: v for k, v in values.items() if k not in ("top_k", "top_p")}
         values["temperature"] = 0.0

@@ -27,7 +27,8 @@ class _Format(logging.Formatter):
 
 
 class _Console(logging.StreamHandler):
-    """Where a line cannot be written, as on a full disk, the run goes on and prints that once."""
+    """Where a line cannot be written, as on a full disk, the run goes on and prints that once; not
+    where the reader has gone, such as `head`."""
 
     failed = False
 
@@ -35,7 +36,7 @@ class _Console(logging.StreamHandler):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self.failed:
+        elif not self.failed and not isinstance(error, BrokenPipeError):
             self.failed = True
             with suppress(OSError):
                 print(f"error: {self.stream.name} cannot be written: {error}", file=sys.stderr)

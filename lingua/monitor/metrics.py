@@ -1,13 +1,10 @@
 """What programs read: lines of JSON in the dump dir, and Weights & Biases; and the numbers that
 depend on the device: peak FLOP/s, MFU, peak memory."""
 
-import errno
-import os
 import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +15,7 @@ import torch
 
 from lingua.config.schema import Free, bounds
 from lingua.errors import UserError
-from lingua.files import write_atomically
+from lingua.files import append_whole, write_atomically
 
 
 @dataclass
@@ -59,16 +56,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     values = {**line, "created_at": datetime.now(UTC).isoformat()}
     # Scalars of numpy become numbers; NaN and infinity, which JSON lacks, become null.
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
-    text = orjson.dumps(values, option=options)
-    with open(path, "ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            if file.write(text) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        except OSError:
-            with suppress(OSError):
-                file.truncate(end)
-            raise
+    append_whole(path, orjson.dumps(values, option=options))
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -37,10 +39,12 @@ from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.apps.tasks import TASKS, write_tasks
 from tests.apps.test_model import initialised, model_args
+from tests.programs import python
 from tests.ranks import Ranks
 from tests.test_tokenizer import write_byte_level, write_ranks, write_sentencepiece
 
 CPU = torch.device("cpu")
+REPO = Path(__file__).parents[2]
 MODEL = model_args(vocab_size=400, dim=36, n_heads=6, n_kv_heads=2, init_base_std=0.3)
 SEQ_LEN = 64
 SP_BYTES = slice(3, 259)  # the ids of bytes in a sentencepiece model
@@ -295,6 +299,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_model_is_loaded(
             [*good, "tasks=[choice]", f"task_dir={tmp_path}/broken"],
             "tasks = ['choice']: cannot be loaded (FileNotFoundError: ... nowhere.jsonl",
         ),
+        "long folder": ([*good, "tasks=[a]", f"task_dir={'t' * 300}"], "must be a folder of task"),
         "setting": (
             [*good, "tasks=[odd]"],
             "tasks: odd: penalty: unknown key (generation_kwargs)",
@@ -341,3 +346,21 @@ def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tm
     assert all(f"eval/rolling/{key}".encode() in sent.read_bytes() for key in values)
     assert json.dumps(values["bits_per_byte,none"]).encode() in sent.read_bytes()
     assert marks(checkpoint) == []  # no job waits for it any longer
+
+
+def test_programs_end_quietly_where_the_reader_of_their_output_has_gone(run, task_dir, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a prompt\n" * 3)
+    out = f"dump_dir={tmp_path / 'out'}"
+    commands = {
+        "generate": [f"prompts={tmp_path / 'prompts.txt'}", "max_gen_tokens=70", "context=72"],
+        "eval": [out, "tasks=[choice]", f"task_dir={task_dir}", "limit=1"],
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": REPO}
+    for name, words in commands.items():
+        command = [*python(), "-m", f"apps.main.{name}", f"ckpt={run}", *words]
+        with subprocess.Popen(command, **pipes) as process:
+            process.stdout.close()
+            printed = process.stderr.read().decode()
+        assert not re.search("[Ee]rror|Traceback", printed), printed
+        assert process.returncode == 141
+    assert results_in(tmp_path / "out")["results"]["choice"]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,9 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apps.main.generate import Prompt, PromptArgs, main, write_results
+from apps.main.generate import main
 from lingua.errors import UserError
-from lingua.inference.generate import Completion
 from tests.apps.test_model import initialised, model_args
 from tests.programs import python
 from tests.ranks import Ranks
@@ -38,15 +38,19 @@ def ckpt(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def main_here(*arguments: str, stdin: str = "") -> tuple[str, str]:
-    """(the error, what it prints)."""
-    printed, refused = io.StringIO(), ""
-    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "stdin", io.StringIO(stdin)):
+def main_here(*arguments: str, stdin: bytes = b"", at_most: int = -1) -> tuple[str, str]:
+    """(the error, what it prints). No file can have more than `at_most` bytes, as on a full disk;
+    -1: any."""
+    printed, refused, limit = io.StringIO(), "", resource.getrlimit(resource.RLIMIT_FSIZE)
+    typed = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
+    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "stdin", typed):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at_most, limit[1]))
         try:
             main(list(arguments))
         except UserError as error:
             refused = str(error)
         finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             if dist.is_initialized():
                 dist.destroy_process_group()
     return refused, printed.getvalue()
@@ -137,7 +141,8 @@ def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckp
     text = bytes(i for i in likeliest("four", 8) if i < 256).decode(errors="replace")
     assert not refused and printed == f"four{text}\n"
     out = tmp_path / "out.jsonl"
-    asked = ranks.run(2, main_here, *argv, f"out={out}", stdin="four\nfo\\nur\n" + "x" * 80 + "\n")
+    typed = b"four\nfo\\nur\n" + b"x" * 80 + b"\n"
+    asked = ranks.run(2, main_here, *argv, f"out={out}", stdin=typed)
     assert [refused for refused, _ in asked] == ["", ""]
     first, second, rest = asked[0][1].split("\n", 2)
     assert "0000000003, step 3: enter a prompt" in first and "Ctrl-D" in second
@@ -186,7 +191,7 @@ def test_ctrl_c_ends_a_generation_then_the_program_without_a_traceback(ckpt):
 def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
     ranks.run(1, save_here, tmp_path / "small", a_model(vocab_size=259), {"head_layers": 1})
     ranks.run(1, save_here, tmp_path / "few", model_args(vocab_size=100), {})
-    (tmp_path / "there.jsonl").write_text("")
+    (tmp_path / "there.jsonl").write_text("a result")
     other = tmp_path / "other"
     ranks.run(1, save_here, other, MODEL, {}, "another")
     damaged = shutil.copytree(ckpt, tmp_path / "damaged")
@@ -205,10 +210,20 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         "element": (b'{"prompt": "a", "stop_tokens": ["b"]}\n', "jsonl", 'tokens[0] = "b": must'),
         "range": (b'{"prompt": "a", "top_p": 2}\n', "jsonl", "top_p = 2: must be above 0"),
         "id": (b'{"prompt": "a", "id": [1]}\n', "jsonl", "id = [1]: must be text, a whole number"),
-        "surrogate": (b'{"prompt": "\\ud800"}\n', "jsonl", ":1: has half a surrogate pair"),
+        "surrogate": (b'{"prompt": "\\ud800"}\n', "jsonl", ":1: is not JSON (no low surrogate"),
+        "half an id": (b'{"prompt": "a", "id": "\\udc00"}\n', "jsonl", ":1: is not JSON"),
+        "half a stop": (b'{"prompt": "a", "stop": ["\\ud800"]}\n', "jsonl", ":1: is not JSON"),
+        "digits": (b'{"prompt": "a", "seed": %s}\n' % (b"9" * 400), "jsonl", ":1: is not JSON"),
+        "large": (b'{"prompt": "a", "top_k": %d}\n' % 2**70, "jsonl", "top_k = 1.18"),
+        "nan": (b'{"prompt": "a", "temperature": NaN}\n', "jsonl", ":1: is not JSON"),
+        "deep": (b'{"prompt": "a", "id": %s}\n' % (b"[" * 1000 + b"]" * 1000), "jsonl", "too deep"),
+        "group": (b'{"prompt": "a", "stop": {"a": ["b"]}}\n', "jsonl", "stop = {"),
+        "negative": (b'{"prompt": "a", "stop_tokens": [-1]}\n', "jsonl", "stop_tokens = [-1]"),
+        "no token": (b'{"prompt": "a", "stop_tokens": [1, 258]}\n', "jsonl", "258 is no token"),
         "room": (b'{"prompt": "a", "max_gen_tokens": 64}\n', "jsonl", "max_gen_tokens = 64"),
     }
     cases, expected = {}, {}
+    os.mkfifo(tmp_path / "pipe.txt")
     for name, (content, suffix, need) in bad.items():
         path = tmp_path / f"{name}.{suffix}"
         path.write_bytes(content)
@@ -224,6 +239,14 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged (__0_0.distcp: wrong checksum)"),
         ("both", [f"ckpt={ckpt}", "prompt=a", "prompts=b"], "not be given together"),
         ("no file", [f"ckpt={ckpt}", "prompts=/no/file"], "prompts = /no/file: cannot be read"),
+        ("pipe", [f"ckpt={ckpt}", f"prompts={tmp_path}/pipe.txt"], "pipe.txt is not a file"),
+        ("endless", [f"ckpt={ckpt}", "prompts=/dev/zero"], "prompts = /dev/zero: cannot be read"),
+        ("top_k", [f"ckpt={ckpt}", "prompt=a", f"top_k={2**63}"], f"top_k = {2**63}: must be"),
+        ("no context", [f"ckpt={ckpt}", "prompt=a", "context=0"], "context = 0: must be at"),
+        ("stop", [f"ckpt={ckpt}", "prompt=a", "stop_tokens=[-1]"], "stop_tokens = [-1]: must be"),
+        ("seconds", [f"ckpt={ckpt}", "prompt=a", "batch_size=-1"], "batch_size = -1: must be"),
+        ("long name", [f"ckpt={ckpt}", "prompt=a", f"out={'o' * 300}"], "cannot be written (F"),
+        ("folder", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}"], "exists already"),
         ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "exists already"),
         ("no folder", [f"ckpt={ckpt}", "prompt=a", "out=/no/o.jsonl"], "out = /no/o.jsonl: cannot"),
         ("sizes", [f"ckpt={ckpt}", "prompt=a", "distributed.tp_size=3"], "tp_size = 3"),
@@ -236,7 +259,18 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         assert name == "room" or str(tmp_path / name) in found[name]
 
 
-def test_a_full_disk_is_reported_as_such():
-    prompt, result = Prompt("a", PromptArgs(), "prompt"), Completion("b")
-    with pytest.raises(UserError, match=r"out = /dev/full: cannot be written \(No space left"):
-        write_results("/dev/full", [prompt], [result])
+def test_a_full_disk_leaves_a_file_that_the_same_command_may_write(ranks, ckpt, tmp_path):
+    out = tmp_path / "out.jsonl"
+    argv = [f"ckpt={ckpt}", f"out={out}", "prompt=a", "max_gen_tokens=2"]
+    [(refused, _)] = ranks.run(1, main_here, *argv, at_most=20)  # a part of a line fits
+    assert f"out = {out}: cannot be written (File too large)" in refused
+    assert out.read_bytes() == b""
+    [(refused, _)] = ranks.run(1, main_here, *argv)
+    assert not refused and json.loads(out.read_text())["prompt"] == "a"
+    [(refused, _)] = ranks.run(1, main_here, *argv)
+    assert "exists already; must be a new file" in refused
+
+
+def test_input_that_is_not_utf_8_ends_the_program_with_a_message(ranks, ckpt):
+    [(refused, printed)] = ranks.run(1, main_here, f"ckpt={ckpt}", stdin=b"\xff\n")
+    assert "the input is not UTF-8 text" in refused and "> " in printed

@@ -145,6 +145,9 @@ def test_it_runs_on_a_training_config_and_prepares_what_is_missing(corpus, tmp_p
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("step 2, row 7: position 15 of the run")
     assert "tokenizing" in done.stderr and "data.prefetch_size has no effect" in done.stderr
+    with subprocess.Popen([*command, "data.global_batch_size=8"], stdout=-1, stderr=-1) as process:
+        process.stdout.close()  # as `| head` does
+        assert b"Error" not in process.stderr.read() and process.wait() == 141
     with pytest.raises(UserError) as error:  # a device count would be needed
         load(ShowArgs, command[-1:], META_LINGUA, partial=True)
     assert "data.global_batch_size" in str(error.value) and "config.yaml" in str(error.value)

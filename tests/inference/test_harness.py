@@ -1,10 +1,12 @@
 """Requests of lm-evaluation-harness as tokens and settings. Scores are in apps/test_eval.py."""
 
+import re
 from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
 
+from lingua.config.help import help_text
 from lingua.errors import UserError
 from lingua.inference.generate import Completion
 from lingua.inference.harness import Evaluator, HarnessArgs, to_settings
@@ -97,6 +99,8 @@ def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):
         ({"num_beams": 4}, "num_beams: unknown key (generation_kwargs)"),
         ({"max_gen_toks": 0}, "max_gen_tokens = 0: must be at least 1 (generation_kwargs)"),
         ({"do_sample": True, "top_p": 2.0}, "top_p = 2.0: must be above 0"),
+        ({"max_gen_toks": "many"}, "generation_kwargs: invalid literal for int()"),
+        ({1: 2}, "generation_kwargs: keywords must be strings"),
     ],
 )
 def test_generation_kwargs_are_read_as_the_harness_does_or_refused(given, expected):
@@ -106,3 +110,8 @@ def test_generation_kwargs_are_read_as_the_harness_does_or_refused(given, expect
     with pytest.raises(UserError) as refused:
         to_settings(given, 5)
     assert expected in str(refused.value)
+
+
+def test_help_says_that_files_of_tasks_execute_code():
+    assert re.search(r"files of tasks execute\s+code", help_text(HarnessArgs, ["tasks"]))
+    assert re.search(r"own task files, which\s+execute", help_text(HarnessArgs, ["task_dir"]))
