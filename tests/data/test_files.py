@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from lingua.data.prepare import records
 from lingua.data.prepare.files import find_files
 from lingua.errors import UserError
 from tests.data.prepared import Prepared, expected_tokens, make_args, train_tokens
@@ -67,19 +66,6 @@ def test_a_bad_text_file_stops_with_file_and_line(tmp_path, data, line, kind):
     with pytest.raises(UserError) as error:
         Prepared(make_args(tmp_path))
     assert f"a.txt:{line}: {kind}" in str(error.value)
-
-
-@pytest.mark.parametrize("n", [1001, 2002, 5000])
-def test_a_record_longer_than_memory_may_hold_is_refused(tmp_path, monkeypatch, n):
-    monkeypatch.setattr(records, "LONGEST", 1000)  # a smaller bound, which a test can reach
-    (tmp_path / "a.jsonl").write_bytes(GOOD + b"x" * n + b"\n" + GOOD)
-    (tmp_path / "b.txt").write_bytes(b"y" * 10**6)
-    for name, line in (("a.jsonl", 2), ("b.txt", 1)):
-        with pytest.raises(UserError, match=rf"{name}:{line}: too long \(more than 1,000 bytes\)"):
-            Prepared(make_args(tmp_path), name)
-    skipping = Prepared(make_args(tmp_path, on_bad_record="skip")).source
-    assert train_tokens(skipping) == expected_tokens(["ok", "ok"])
-    assert skipping.manifest.skipped == {"too long": 1}
 
 
 def test_a_file_without_bad_records_serves_both_settings(tmp_path):

@@ -21,7 +21,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lingua.data.args import SourceFiles
 from lingua.data.shards import Source
 from lingua.data.text import held_out_windows
 from lingua.errors import UserError
@@ -99,9 +98,7 @@ def text_files(folder: Path) -> Callable[[random.Random], None]:
     def case(chance: random.Random) -> None:
         form = chance.choice(list(forms))
         (folder / f"a.{form}").write_bytes(changed_bytes(chance, forms[form]))
-        files = {"a": SourceFiles([f"a.{form}"])}
-        on_bad = chance.choice(["stop", "skip"])
-        args = make_args(folder, source_files=files, on_bad_record=on_bad)
+        args = make_args(folder, on_bad_record=chance.choice(["stop", "skip"]))
         try:
             train_tokens(Prepared(args, unit_bytes=chance.choice([1000, 10**9])).source)
         finally:

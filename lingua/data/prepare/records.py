@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise, repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,7 +26,6 @@ from lingua.data.prepare.files import FilePart
 from lingua.data.prepare.pieces import WORD_OR_LINE
 
 BLOCK = 2**18  # bytes read at once
-LONGEST = 2**32  # bytes of a document, which is in memory as a whole
 ROWS = 1024  # most parquet rows read at once
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BOM = b"\xef\xbb\xbf"
@@ -140,14 +139,6 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.read(BLOCK), b"")
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines, at most the first LONGEST + 1 bytes of each."""
-    while line := file.readline(LONGEST + 1):
-        yield line
-        while len(line) > LONGEST and line[-1:] != b"\n":
-            line = file.readline(LONGEST + 1)
-
-
 class _PartFile(io.FileIO):
     def __init__(self, part: FilePart, on_read: OnRead | None) -> None:
         super().__init__(part.full)
@@ -173,9 +164,9 @@ def read_records(
     number = 0
     try:
         with _open_part(part, on_read, codec) as stream:
-            values: Iterable[bytes | Wrong] = _lines(stream)
+            values: Iterable[bytes | Wrong] = stream
             if form == "text":
-                values = [b"".join(islice(_blocks(stream), LONGEST // BLOCK + 1))]
+                values = [b"".join(_blocks(stream))]
             elif form == "parquet":
                 values = _parquet_values(part, keys)
                 if on_read is not None:
@@ -210,8 +201,6 @@ def _record(number: int, value: bytes | Wrong, form: str, keys: tuple[str, ...])
     if isinstance(value, Wrong):
         return Record(number, wrong=value)
     try:
-        if len(value) > LONGEST:
-            raise Wrong("too long", f"more than {LONGEST:,} bytes")
         if form == "json":
             text = _json_text(value.removeprefix(_BOM).removesuffix(b"\n"), keys)
         else:
@@ -292,5 +281,4 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _no_text(what: str, keys: tuple[str, ...], names: Iterable[str]) -> Wrong:
     wanted = f"neither {what} {' nor '.join(keys)}" if len(keys) > 1 else f"no {what} {keys[0]}"
-    found = ", ".join(islice(names, 20)) or "none"
-    return Wrong("no text", f"{wanted}, but {found}", lacks_key=True)
+    return Wrong("no text", f"{wanted}, but {', '.join(names) or 'none'}", lacks_key=True)
