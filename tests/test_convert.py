@@ -453,6 +453,9 @@ def test_a_source_that_is_no_model_and_an_out_that_is_there_are_refused(ranks, t
 # ------------------------------------------------------------------------------------- init_from
 
 
+TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2)]
+
+
 def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> Any:
     """The model's tensors whole, what this rank holds of them, and what it read."""
     replicate, shard, tp = sizes
@@ -475,26 +478,19 @@ def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> An
     return found, held, sum(read)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "tied"),
-    [
-        ((1, 3, 1), False),
-        ((1, 2, 2), True),
-        pytest.param((1, 1, 1), False, marks=pytest.mark.soak),
-        pytest.param((2, 1, 2), False, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_holds(
-    ranks, convert_to, tmp_path, sizes, tied
+    ranks, convert_to, tmp_path, tied
 ):
     args = a_model(dim=36, n_heads=4, n_kv_heads=2, head_dim=10, multiple_of=7, weight_tying=tied)
     ranks.run(1, save_here, tmp_path / "ours", args, {})
     folder = convert_to(tmp_path / "ours", tmp_path / "theirs", "shard_gb=3e-5")
     expected = tensors_in(tmp_path / "ours" / "0000000003")
-    n = sizes[0] * sizes[1] * sizes[2]
-    for found, held, n_read in ranks.run(n, begin_here, folder, args, sizes):
-        assert same(found, expected)
-        assert n_read == held
+    for sizes in TOPOLOGIES:
+        n = sizes[0] * sizes[1] * sizes[2]
+        for found, held, n_read in ranks.run(n, begin_here, folder, args, sizes):
+            assert same(found, expected), sizes
+            assert n_read == held
 
 
 @pytest.mark.parametrize(

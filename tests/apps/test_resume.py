@@ -365,7 +365,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_pat
             "data.sources": "{one: 1}",
             "dump_dir": tmp_path / "run",
         }
-        job = start(2, **where)
+        job = start(2, python(), **where)
         log = tmp_path / "run" / "train.log"
         while not (log.exists() and "waiting for 1 part " in log.read_text()):
             assert job.poll() is None, job.stdout.read()
@@ -377,13 +377,14 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs: Runs, tmp_pat
     assert "Traceback" not in said and list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-def start(n_ranks: int, **overrides: Any) -> subprocess.Popen[str]:
+def start(n_ranks: int, python: list[str], **overrides: Any) -> subprocess.Popen[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
-    launcher = [*python(), *torchrun, "--no-python"] if n_ranks > 1 else []
+    launcher = [*python, *torchrun, "--no-python"] if n_ranks > 1 else []
     return subprocess.Popen(
-        [*launcher, *python(), "-m", "apps.main.train"]
+        [*launcher, *python, "-m", "apps.main.train"]
         + [f"{k}={v}" for k, v in (SMALL | overrides).items()],
         cwd=REPO,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -408,7 +409,7 @@ def test_torchrun_ends_well_when_one_of_its_ranks_is_asked_to_stop(
 ) -> None:
     where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
     endless = {"steps": 200, "stop_at": "null", "checkpoint.dump.every": 1}
-    job = start(2, **where, **endless)
+    job = start(2, python(), **where, **endless)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert job.poll() is None, job.stdout.read()
@@ -432,7 +433,7 @@ def test_a_refused_change_ends_the_program_with_code_2_and_one_message(
     runs: Runs, stopped: Outcome, tmp_path: Path
 ) -> None:
     where = {"data.root_dir": runs.text, "dump_dir": copy_of(stopped, tmp_path)}
-    job = start(1, **where, **GO_ON, **{"optim.name": "adamw", "seed": 1})
+    job = start(1, python(), **where, **GO_ON, **{"optim.name": "adamw", "seed": 1})
     said, _ = job.communicate(timeout=60)
     assert job.returncode == 2
     assert said.count("error: ") == 1 and "Traceback" not in said

@@ -37,7 +37,7 @@ from tests.ranks import Ranks
 WORLD = 4
 VOCAB, DIM, HIDDEN, LAYERS = 32, 16, 64, 2
 ROWS, SEQ = 2, 8  # a micro-batch of one rank
-MICRO = 2  # micro-steps, of which the last reduces gradients
+MICRO = 3  # micro-steps, of which the last reduces gradients
 FLOAT = 4  # bytes
 BLOCK = DIM + 2 * DIM * HIDDEN  # parameters: norm, w1, w2
 ROOT = 2 * VOCAB * DIM + DIM  # embedding, head, norm
