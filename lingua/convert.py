@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,7 +30,7 @@ from lingua.app import App, choose_app, named_app
 from lingua.checkpoint.folder import temporary, verify
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import TensorSource, check_fit, open_checkpoint
-from lingua.config.load import load
+from lingua.config.load import load, to_yaml
 from lingua.config.schema import Free
 from lingua.errors import UserError
 from lingua.hugging_face import CONFIG, INDEX, SINGLE, HFTensor, form_of, open_folder
@@ -229,7 +229,7 @@ def import_folder(args: ConvertArgs, app: App) -> None:
         "tokenizer": asdict(tokenizer_args),
     }
     config = {"app": app.path, "model": asdict(model), "data": data}
-    path = save(out, 0, tensors, {}, OmegaConf.to_yaml(config))
+    path = save(out, 0, tensors, {}, to_yaml(config))
     print(f"{source.path} is now {path}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lingua.errors import UserError
 
+LEVELS = 50  # of a JSON file, at most
 AT_ONCE = 32 << 20  # bytes written before their write-back to the disk is started
 
 
@@ -104,12 +105,20 @@ def read_bytes(path: Path, at_most: int = 1 << 30) -> bytes:
 def load_json(path: Path, at_most: int = 1 << 28) -> dict[str, Any]:
     """The JSON object in a file of `at_most` bytes; numbers that are not finite are None. Raises
     OSError or ValueError."""
+    too_deep = ValueError(f"it is nested more than {LEVELS} levels deep")
     try:
         content = json.loads(read_bytes(path, at_most), parse_constant=lambda name: None)
+        json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no character
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise too_deep from None
     if not isinstance(content, dict):
         raise ValueError("it must be a JSON object")
+    level: list[Any] = [content]
+    for _ in range(LEVELS):
+        groups = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [v for group in groups for v in group if isinstance(v, dict | list)]
+    if level:
+        raise too_deep
     return content
 
 

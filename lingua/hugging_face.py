@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lingua.app import App
-from lingua.checkpoint.source import TensorSource, check_fit, read_json
+from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import Part
 from lingua.errors import UserError
+from lingua.files import file_size, read_json
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 
@@ -134,7 +135,8 @@ def _open_files(folder: Path) -> list[Any]:
         if Path(name).name != name:
             raise UserError(f"{index}: refers to the file {name} outside its folder")
         try:
+            file_size(folder / name)
             opened.append(safe_open(folder / name, framework="pt", device="cpu"))
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{folder / name}: cannot be read as safetensors ({error})") from None
     return opened

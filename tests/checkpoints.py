@@ -1,16 +1,18 @@
 """Small checkpoints for tests: tensors in place of a model, saved by real ranks."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lingua.checkpoint.folder import read_checkpoint
+from lingua.checkpoint.folder import MANIFEST, checksum_of, read_checkpoint
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import open_checkpoint
 from lingua.errors import UserError
@@ -92,3 +94,23 @@ def refusal(work: Callable[[], Any], kinds: Any = UserError) -> str:
     except kinds as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
+
+
+def resign(folder: Path) -> None:
+    """Let the manifest fit the files as they are now, as somebody who forges a checkpoint would."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"] = {
+        path.name: {
+            "size": path.stat().st_size,
+            "xxh3_64": xxhash.xxh3_64_hexdigest(path.read_bytes()),
+        }
+        for path in folder.iterdir()
+        if path.name != MANIFEST
+    }
+    write_manifest(folder, manifest)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """With the checksum of its content."""
+    manifest["xxh3_64"] = checksum_of(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))

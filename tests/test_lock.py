@@ -1,6 +1,7 @@
 """Locks between processes of one machine and of several."""
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -131,3 +132,14 @@ def test_of_many_that_find_a_dead_lock_one_gets_it(path: Path) -> None:
         with ThreadPoolExecutor(8) as threads:
             assert sum(threads.map(attempt, range(8))) == 1
         assert os.listdir(path.parent) == []
+
+
+def test_a_full_disk_leaves_no_lock(path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"), claimed(path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not path.exists()

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -319,6 +320,45 @@ def test_a_wrong_line_of_ranks_is_named(tmp_path):
         path.write_bytes(content)
         with pytest.raises(UserError, match=reason):
             build_tokenizer(args)
+
+
+def test_odd_files_of_a_tokenizer_are_named_errors(tmp_path, paths):
+    path = tmp_path / "tokenizer.json"
+    args = TokenizerArgs("hf", str(path))
+
+    def refused(args: TokenizerArgs, match: str) -> None:
+        with pytest.raises(UserError, match=r"data\.tokenizer\.(path|name) = .*" + match):
+            build_tokenizer(args).encode("x y")
+
+    HfTokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(str(path))
+    spec = json.loads(path.read_text())
+    spec["model"]["vocab"]["far"] = 2**32 - 1
+    path.write_text(json.dumps(spec))
+    refused(args, "must have ids below 16,777,216; its largest is 4,294,967,295")
+    HfTokenizer(models.WordLevel({}, unk_token="x")).save(str(path))
+    refused(args, "must have ids below .* its largest is -1")
+    HfTokenizer(models.WordLevel({"x": 0}, unk_token="[UNK]")).save(str(path))
+    refused(args, "its library fails at a text: .*UNK")
+    config = tmp_path / "tokenizer_config.json"
+    for token in (5, ["<s>"], {"content": 5}, True):
+        config.write_text(json.dumps({"bos_token": token}))
+        refused(args, "tokenizer_config.json beside it has a bos_token that is not text")
+    for content in ("[" * 10_000, '{"bos_token": ' + "1" * 5000 + "}", "[]", "\0"):
+        config.write_text(content)
+        refused(args, "tokenizer_config.json beside it cannot be read")
+    refused(TokenizerArgs("hf", "y" * 300), "is not a file")
+    os.mkfifo(tmp_path / "pipe")
+    refused(TokenizerArgs("sp", str(tmp_path / "pipe")), "pipe is not a file")
+    pattern = Path(paths["tiktoken"].path).with_suffix(".pattern")
+    try:
+        for content, match in ((b"\xff", "wrong pattern"), (b"", "its library fails at a text")):
+            pattern.write_bytes(content)  # Rust panics at a match of nothing
+            refused(paths["tiktoken"], match)
+    finally:
+        pattern.unlink()
+    model = Path(paths["sp-bpe"].path).read_bytes()
+    (tmp_path / "m").write_bytes(model.replace("ü".encode(), b"\xff\xff"))
+    refused(TokenizerArgs("sp", str(tmp_path / "m")), "this file is not")
 
 
 def test_an_unknown_name_and_a_missing_path_are_found_in_the_config():

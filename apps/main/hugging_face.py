@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from apps.main.transformer import ModelArgs
+from lingua.config.values import show
 from lingua.errors import UserError
 from lingua.hugging_face import HFTensor, HuggingFace
 from lingua.transformer import RopeScaling, TransformerArgs
@@ -101,24 +102,30 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0,),
     "quantization_config": (),
     "rope_type": ("default", "llama3"),
+    "tie_word_embeddings": (True, False),
 }
 
 
 def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
     """Our `model` group of a config.json, and seq_len. UserError names what the model lacks."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(
+            f"{where}: rope_parameters = {show(rope)}: must be a group of keys, or null"
+        )
     given = {**config, **rope, "rope_type": rope.get("rope_type") or rope.get("type")}
     for key, allowed in ONLY.items():
         value = given.get(key)
         if value not in (*allowed, None) or (key == "model_type" and value is None):
             need = " or ".join(json.dumps(v) for v in allowed) or "null"
-            raise UserError(f"{where}: {key} = {json.dumps(value)}: must be {need}")
+            raise UserError(f"{where}: {key} = {show(value)}: must be {need}")
 
-    def number(key: str, kind: type, default: Any = None) -> Any:
+    def number(key: str, kind: type, default: Any = None, at_most: float = 2**31) -> Any:
         value = default if given.get(key) is None else given[key]
-        fits = isinstance(value, (int, float) if kind is float else int)
-        if not fits or isinstance(value, bool):
-            raise UserError(f"{where}: {key} = {json.dumps(value)}: must be a number")
+        if type(value) not in (int, kind) or not 0 < value <= at_most:
+            need = f"must be a number above 0 and at most {at_most:.10g}"
+            need += ", without a fraction" if kind is int else ""
+            raise UserError(f"{where}: {key} = {show(value)}: {need}")
         return kind(value)
 
     scaling, seq_len = None, number("max_position_embeddings", int, 2048)
@@ -133,17 +140,17 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
     multiplier, multiple_of = feed_forward_size(dim, number("intermediate_size", int))
     args = ModelArgs(
         dim=dim,
-        n_layers=number("num_hidden_layers", int),
-        head_dim=number("head_dim", int, dim // max(n_heads, 1)),
+        n_layers=number("num_hidden_layers", int, at_most=10_000),
+        head_dim=number("head_dim", int, dim // n_heads, at_most=2**16),
         n_heads=n_heads,
         n_kv_heads=number("num_key_value_heads", int, n_heads),
         ffn_dim_multiplier=multiplier,
         multiple_of=multiple_of,
         norm_eps=number("rms_norm_eps", float, 1e-6),
-        rope_theta=number("rope_theta", float, 10000.0),
+        rope_theta=number("rope_theta", float, 10000.0, at_most=1e30),
         rope_scaling=scaling,
         vocab_size=number("vocab_size", int),
-        weight_tying=config.get("tie_word_embeddings") is True,
+        weight_tying=bool(config.get("tie_word_embeddings")),
     )
     for group in (args, scaling):
         for key, need in group.validate() if group is not None else ():

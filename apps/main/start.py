@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,8 +32,10 @@ from lingua.checkpoint.resume import (
 )
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import flatten, load, read_saved, resume_classes
+from lingua.config.load import flatten, from_values, load, resume_classes
 from lingua.config.meta_lingua import META_LINGUA
+from lingua.config.schema import leaves, schema
+from lingua.config.values import plain, read_file
 from lingua.data.rows import Data
 from lingua.data.text import TextData
 from lingua.errors import UserError
@@ -147,15 +150,7 @@ def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | N
     """Fill in what the config leaves open. It is decided once: a later start on another topology
     takes the global batch size from the checkpoint or the dump dir's config.yaml."""
     if args.data.global_batch_size is None:
-        key, written = "data.global_batch_size", args.folder / "config.yaml"
-
-        def former_rows() -> int | None:
-            if saved is not None:
-                return saved.config[key]
-            exists = written.exists()
-            return read_saved(type(args), written).data.global_batch_size if exists else None
-
-        former = on_rank_0(former_rows)
+        key, former = "data.global_batch_size", on_rank_0(partial(former_rows, args, saved))
         rows = args.data.batch_size * degree * (args.grad_acc_steps or 1)
         args.data.global_batch_size = former or rows
         if former is None:
@@ -177,6 +172,16 @@ def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | N
             f"model.vocab_size = {args.model.vocab_size}: must be at least the tokenizer's, "
             f"{tokenizer.vocab_size}, or -1"
         )
+
+
+def former_rows(args: TrainArgs, saved: Saved | None) -> int | None:
+    """The global batch size that an earlier start of the run decided. Raises UserError."""
+    key, written = "data.global_batch_size", args.folder / "config.yaml"
+    if saved is not None:
+        return saved.config[key]
+    values = read_file(written, str(written)) if written.exists() else {}
+    given = {k: plain(v) for k, v in leaves(values, schema(type(args))).items() if k == key}
+    return from_values(args, given, str(written)).data.global_batch_size
 
 
 def unless_stopped(work: Callable[[], object], stop: StopRequest, what: str) -> bool:

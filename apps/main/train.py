@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -35,9 +36,10 @@ from apps.main.start import (
     unless_stopped,
 )
 from lingua.app import App, choose_app
-from lingua.checkpoint.resume import TOKENIZER, check_data, state_to_save
+from lingua.checkpoint.folder import TrainState
+from lingua.checkpoint.resume import TOKENIZER, check_data
 from lingua.checkpoint.saver import Saver
-from lingua.checkpoint.tensors import tensors_of
+from lingua.checkpoint.tensors import settings_of, tensors_of
 from lingua.config.load import load, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data import IGNORE
@@ -320,17 +322,17 @@ def save_checkpoint(run: Run, held_out: float | None, final: bool) -> None:
     with report.paused():
         progress.trained_s = report.trained_s
         rate = lr_at(progress.step, args.optim, args.steps)
-        state = state_to_save(
+        state = TrainState(
             progress,
-            run.optimizer,
             tokens=progress.position * args.data.seq_len,
             schedule={"step": progress.step, "lr": rate},
-            topology=run.mesh.shape,
+            param_groups=settings_of(run.optimizer),
+            topology=list(run.mesh.shape),
             data=run.fingerprints,
             held_out=held_out,
         )
         tensors = tensors_of(run.model, run.optimizer)
-        run.saver.save(progress.step, tensors, state, to_yaml(args), final)
+        run.saver.save(progress.step, tensors, asdict(state), to_yaml(args), final)
 
 
 def finish(run: Run, stop: StopRequest, stopping: bool) -> None:

@@ -14,7 +14,6 @@ Meta Lingua has in its consolidated.pth. From a file, or a checkpoint of Meta Li
 checkpoint DST/<step> is written.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from inspect import signature
@@ -22,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from lingua.app import choose_app
-from lingua.checkpoint.folder import MANIFEST, Checkpoint, read_state, temporary
+from lingua.checkpoint.folder import STATE, Checkpoint, read_state, temporary
 from lingua.checkpoint.resume import (
     TOKENIZER,
     changes_table,
@@ -45,12 +43,12 @@ from lingua.checkpoint.source import (
     locate_newest,
     open_checkpoint,
 )
-from lingua.config.load import flatten, load, resume_classes
+from lingua.config.load import flatten, load, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.text import TextData
 from lingua.errors import UserError, nearest
-from lingua.files import open_synced, sync_folder
-from lingua.format import human_bytes
+from lingua.files import open_synced, read_json, sync_folder
+from lingua.format import human_bytes, printable
 from lingua.parallel.launch import one_process
 from lingua.parallel.program import run_program
 from lingua.tokenizer import build_tokenizer
@@ -78,30 +76,32 @@ def main(argv: list[str]) -> None:
 
 
 def _newest(folder: str) -> Checkpoint:
-    return locate_newest(Path(folder), lambda line: print(line, file=sys.stderr))
+    return locate_newest(Path(folder), lambda line: print(printable(line), file=sys.stderr))
 
 
 # ---------------------------------------------------------------------------------------- show
 
 
 def _show(folder: str) -> None:
-    print(OmegaConf.to_yaml(OmegaConf.create(summary(_newest(folder)))).strip())
+    print(to_yaml(summary(_newest(folder))).strip())
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a checkpoint contains, without reading a tensor."""
-    state, path = read_state(checkpoint), checkpoint.path
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    for group in state.get("param_groups", []):
-        group["param_names"] = f"{len(group['param_names'])} parameters"
+    path = checkpoint.path
+    state = read_json(path / STATE)
+    if groups := read_state(checkpoint).param_groups:
+        state["param_groups"] = [
+            group | {"param_names": f"{len(group['param_names'])} parameters"} for group in groups
+        ]
     kinds: dict[str, list[Tensor]] = {}
     for name, t in open_checkpoint(checkpoint).tensors.items():
-        kind, key, *_ = name.split(".")
-        kinds.setdefault(key if kind == "optim" else kind, []).append(t)
+        kind, _, rest = name.partition(".")
+        kinds.setdefault(rest.partition(".")[0] if kind == "optim" else kind, []).append(t)
     return {
         "checkpoint": str(path),
         "step": checkpoint.step,
-        "saved": manifest["created_at"],
+        "saved": checkpoint.created_at,
         "marks": marks(path),
         "tensors": {kind: _describe(tensors) for kind, tensors in kinds.items()},
         "files": human_bytes(sum(entry["size"] for entry in checkpoint.files.values())),
@@ -140,7 +140,7 @@ def _diff(folder: str, *arguments: str) -> None:
     found = check_config(saved, config, classes, allowed=list(config))
     found += check_data(saved, data, allowed=list(data))
     nothing = f"nothing that matters differs from {saved.checkpoint.path}"
-    print("\n".join(changes_table(found)) or nothing, flush=True)
+    print(printable("\n".join(changes_table(found))) or nothing, flush=True)
     check_changes(found, args.checkpoint.allow_change)
 
 
@@ -168,7 +168,7 @@ def _unmark(folder: str, name: str = "keep") -> None:
 
 def _convert(src: str, dst: str) -> None:
     with one_process():
-        source = find_source(Path(src), "full", report=print)
+        source = find_source(Path(src), "full", lambda line: print(printable(line)))
         names = [name for name in source.tensors if name.startswith("model.")]
         print(f"the model of {source}: {len(names)} tensors")
         to = _to_checkpoint if source.checkpoint is None else _to_file
@@ -191,7 +191,7 @@ def _to_file(source: TensorSource, names: list[str], dst: Path) -> Path:
     model = {name.removeprefix("model."): t for name, t in source.whole(names).items()}
     embedding, head = TIED
     tying = "model.weight_tying"
-    if flat_config(source.config, [tying]).get(tying) is True:
+    if flat_config(source, [tying]).get(tying) is True:
         model |= {head: model[embedding]} if embedding in model else {}  # the same memory
     content: dict[str, Any] = {"model": model, "config": source.config}
     if source.step is not None:

@@ -7,7 +7,7 @@ may hold a small part of it, and copies it; this one reads a part into its place
 import io
 import pickle
 import pickletools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -27,6 +27,9 @@ from lingua.checkpoint.tensors import Part
 from lingua.files import file_size, read_bytes
 
 METADATA = ".metadata"
+# that torch.save writes besides the elements of a tensor, at most; if compressed they can become
+# a thousand times as many in memory
+HEADER_BYTES = 64 << 10
 
 # Import paths that `.metadata` may name.
 _DCP = "torch.distributed.checkpoint"
@@ -162,8 +165,7 @@ class DCPFolder:
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             for name, entry in self._entries.items()
         }
-        if sum(t.nbytes for t in self.tensors.values()) > sum(sizes.values()):
-            raise ValueError("it has tensors that are larger than the files")
+        check_size(self.tensors, sum(sizes.values()))
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of each part. Every file is read once, from its begin to its end."""
@@ -171,13 +173,15 @@ class DCPFolder:
         for part in parts:
             begin = Size(side.start for side in part.box)
             wanted = ChunkStorageMetadata(begin, part.out.shape)
-            of_chunks = create_read_items_for_chunk_list(
-                part.name, self._entries[part.name], [wanted]
-            )
+            entry = self._entries[part.name]
+            of_chunks = create_read_items_for_chunk_list(part.name, entry, [wanted])
             if sum(item.lengths.numel() for item in of_chunks) < part.out.numel():
                 raise ValueError(f"it does not have all of {part.name}")
             for item in of_chunks:
                 stored = self._stored[item.storage_index]
+                chunk = entry.chunks[item.storage_index.index or 0].sizes
+                if stored.length > chunk.numel() * entry.properties.dtype.itemsize + HEADER_BYTES:
+                    raise ValueError(f"its chunk of {part.name} has other bytes besides")
                 out = part.out[_box(item.dest_offsets, item.lengths)]
                 of_chunk = Part(part.name, _box(item.storage_offsets, item.lengths), out)
                 reads.setdefault(stored.relative_path, []).append((stored, of_chunk))
@@ -190,6 +194,12 @@ class DCPFolder:
                         raise ValueError(f"{name}: {error}") from error
 
 
+def check_size(tensors: Mapping[str, Tensor], stored: int) -> None:
+    """Raise ValueError where tensors would take more memory than the `stored` bytes of files."""
+    if (size := sum(t.nbytes for t in tensors.values())) > stored:
+        raise ValueError(f"its tensors have {size} bytes, and the files only {stored}")
+
+
 def _box(begin: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(begin, sizes, strict=True))
 
@@ -198,8 +208,11 @@ def _read_chunk(f: io.FileIO, stored: _StorageInfo, part: Part) -> None:
     """Fill a part of a chunk, which torch.save wrote into `f`."""
     view = cast(IO[bytes], _create_file_view(f, stored.offset, stored.length))
     chunk = torch.load(view, map_location="meta", weights_only=True)  # reads no elements
+    if not isinstance(chunk, Tensor):
+        raise ValueError(f"has {type(chunk).__name__} in place of {part.name}")
     source, out = chunk[part.box], part.out
-    begin = chunk.untyped_storage()._checkpoint_offset + source.storage_offset() * source.itemsize
+    storage: Any = chunk.untyped_storage()
+    begin = storage._checkpoint_offset + source.storage_offset() * source.itemsize
     last = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))
     if source.shape != out.shape or begin + (last + 1) * source.itemsize > stored.length:
         raise ValueError(f"{part.name} differs from {METADATA}")

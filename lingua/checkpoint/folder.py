@@ -6,17 +6,22 @@ Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name; 
 
 import hashlib
 import json
+import platform
 import re
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 
+from lingua import __version__
+from lingua.config.load import from_values
 from lingua.errors import UserError
+from lingua.files import file_size, load_json, read_json
 from lingua.parallel.mesh import on_rank_0
 
 MANIFEST, STATE, CONFIG = "manifest.json", "train_state.json", "config.yaml"
@@ -38,6 +43,7 @@ class Checkpoint:
     step: int
     serial: int  # order of publication, which can differ from the order of steps
     files: dict[str, Entry]  # by name
+    created_at: str = ""
 
 
 def checksum_of(manifest: dict[str, Any]) -> str:
@@ -48,24 +54,71 @@ def checksum_of(manifest: dict[str, Any]) -> str:
 def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
     """The checkpoint in a folder, or None and why the folder is not one. Compares sizes too."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = load_json(path / MANIFEST)
         if manifest["xxh3_64"] != checksum_of(manifest):
             return None, f"{MANIFEST} is damaged"
-        checkpoint = Checkpoint(path, manifest["step"], manifest["serial"], manifest["files"])
-        for name, entry in checkpoint.files.items():
-            size = (path / name).stat().st_size
+        step, serial, files = manifest["step"], manifest["serial"], manifest["files"]
+        if type(step) is not int or not 0 <= step < 10**10 or type(serial) is not int:
+            return None, f"{MANIFEST} must have whole numbers as step and serial"
+        if not isinstance(files, dict) or not {STATE, CONFIG} <= files.keys():
+            return None, f"{MANIFEST} must list {STATE} and {CONFIG} in files"
+        for name, entry in files.items():
+            if Path(name).name != name or not isinstance(entry["xxh3_64"], str):
+                return None, f"{MANIFEST} has a wrong entry for {name}"
+            size = file_size(path / name)
             if size != entry["size"]:
                 return None, f"{name} has {size} bytes, its manifest lists {entry['size']}"
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
     except (ValueError, KeyError, TypeError, OSError) as error:
         return None, f"{MANIFEST} cannot be read: {error}"
-    return checkpoint, ""
+    return Checkpoint(path, step, serial, files, str(manifest.get("created_at", ""))), ""
 
 
-def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The content of `train_state.json`."""
-    return json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+@dataclass
+class Progress:
+    """How far a run is: everything that is state besides tensors and config."""
+
+    step: int = 0  # completed updates, those that were skipped for a bad gradient included
+    position: int = 0  # rows consumed: where the row stream goes on
+    skipped_steps: int = 0  # updates suppressed since their gradient was not finite
+    trained_s: float = 0.0  # seconds of training, over all starts
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        for key in ("step", "position", "skipped_steps"):
+            if not 0 <= getattr(self, key) < 2**53:
+                yield key, "must be at least 0 and below 2^53"
+
+
+def versions() -> dict[str, str]:
+    python = platform.python_version()
+    return {"lingua": __version__, "torch": torch.__version__, "python": python}
+
+
+@dataclass
+class TrainState:
+    """The content of `train_state.json`. Only `progress`, `data` and `held_out` matter when it is
+    read: the settings in `param_groups` come from the config, the mesh may be another."""
+
+    progress: Progress | None = None  # None: of a model that a program converted
+    tokens: int = 0
+    schedule: dict[str, float] = field(default_factory=dict)  # the last step, and its rate
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    topology: list[int] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)  # fingerprints
+    held_out: float | None = None  # nats per byte, where this step was measured
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        if not all(isinstance(group.get("param_names"), list) for group in self.param_groups):
+            yield "param_groups", "must each have a list param_names"
+
+
+def read_state(checkpoint: Checkpoint) -> TrainState:
+    """What is read of `train_state.json`. Raises UserError."""
+    content, known = read_json(checkpoint.path / STATE), TrainState.__dataclass_fields__
+    values = {key: value for key, value in content.items() if key in known}
+    return from_values(TrainState(), values, str(checkpoint.path / STATE))
 
 
 def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[Checkpoint]:
@@ -91,8 +144,8 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
 
 def found_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
     """The checkpoints that `work` finds on rank 0. Called by every rank."""
-    found = on_rank_0(lambda: [(str(c.path), c.step, c.serial, c.files) for c in work()])
-    return [Checkpoint(Path(path), step, serial, files) for path, step, serial, files in found]
+    found = on_rank_0(lambda: [asdict(c) | {"path": str(c.path)} for c in work()])
+    return [Checkpoint(**(values | {"path": Path(values["path"])})) for values in found]
 
 
 def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:

@@ -9,28 +9,27 @@ folder, which branches the run; from one of Meta Lingua's come model, AdamW stat
 """
 
 import logging
-import platform
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lingua import __version__
-from lingua.checkpoint.folder import CONFIG, Checkpoint, newest, read_state
+from lingua.checkpoint.folder import CONFIG, Checkpoint, Progress, newest, read_state
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import TensorSource, find_source
-from lingua.checkpoint.tensors import settings_of, tensors_of
+from lingua.checkpoint.tensors import tensors_of
+from lingua.config.load import from_values
 from lingua.config.values import parse_mapping, plain, read_file
+from lingua.data.args import Stage
 from lingua.data.stream import shares
 from lingua.data.text import CONTENT
 from lingua.errors import UserError
 from lingua.format import align
-from lingua.parallel.mesh import on_rank_0
 from lingua.tokenizer import Tokenizer
 
 MIXTURE = ("data.sources", "data.stages")
@@ -44,40 +43,45 @@ Classes = Mapping[str, str | None]  # resume class of each config key
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Progress:
-    """How far a run is: everything that is state besides tensors and config."""
-
-    step: int = 0  # completed updates, those that were skipped for a bad gradient included
-    position: int = 0  # rows consumed: where the row stream goes on
-    skipped_steps: int = 0  # updates suppressed since their gradient was not finite
-    trained_s: float = 0.0  # seconds of training, over all starts
-
-
 @dataclass(frozen=True)
 class Saved:
     """The checkpoint to resume from, with its configuration and state."""
 
     checkpoint: Checkpoint
     config: dict[str, Any]  # flat
-    state: dict[str, Any]
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(**self.state["progress"])
-
-    @property
-    def topology(self) -> tuple[int, ...]:
-        return tuple(self.state["topology"])
+    progress: Progress
+    topology: tuple[int, ...]
+    data: dict[str, Any]  # fingerprints
 
 
-def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
-    """The values of those of `keys`, dotted names, that a written config file, or its text, has.
-    It is read as data, since it may be somebody else's: `${...}` stays text."""
-    if isinstance(config, str):
-        tree = plain(parse_mapping(config, CONFIG))
+@dataclass
+class Mixture:
+    """What a resume reads of a saved `data` group. Other values are only compared."""
+
+    sources: dict[str, float] | None = None
+    stages: list[Stage] | None = None
+    global_batch_size: int | None = None
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        for weights in (self.sources or {}, *(stage.sources for stage in self.stages or ())):
+            if not all(map(isfinite, weights.values())):
+                yield "sources", "must have finite weights"
+
+
+@dataclass
+class SavedConfig:
+    data: Mixture = field(default_factory=Mixture)
+
+
+def flat_config(config: Path | TensorSource, keys: Iterable[str]) -> dict[str, Any]:
+    """The values of those of `keys`, dotted names, that a written config file, or that of a source,
+    has. It is read as data, since it may be somebody else's: `${...}` stays text. Raises UserError.
+    """
+    if isinstance(config, Path):
+        tree, where = plain(read_file(config, str(config))), str(config)
     else:
-        tree = plain(read_file(config, str(config)))
+        where = f"config of {config.path}"
+        tree = plain(parse_mapping(config.config, where))
     flat = {}
     for key in keys:
         value = tree
@@ -85,27 +89,20 @@ def flat_config(config: Path | str, keys: Iterable[str]) -> dict[str, Any]:
             value = value.get(name, ABSENT) if isinstance(value, dict) else ABSENT
         if value != ABSENT:
             flat[key] = value
+    mixture = {name: flat.get(f"data.{name}") for name in Mixture.__dataclass_fields__}
+    from_values(SavedConfig(), {"data": mixture}, where)
     return flat
 
 
 def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
     """A checkpoint with its configuration and state. Raises UserError."""
     state = read_state(checkpoint)
-    if "progress" not in state:  # made by `convert`
+    if state.progress is None:  # made by `convert`
         advice = "with checkpoint.init_ckpt_path, without continue_training_from_init"
         what = "has only a model, and no run to resume; a new run starts from it"
         raise UserError(f"{checkpoint.path} {what} {advice}")
-    return Saved(checkpoint, flat_config(checkpoint.path / CONFIG, keys), state)
-
-
-def _read_on_rank_0(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
-    """`read_saved`, called by every rank."""
-
-    def read() -> tuple[dict[str, Any], dict[str, Any]]:
-        saved = read_saved(checkpoint, keys)
-        return saved.config, saved.state
-
-    return Saved(checkpoint, *on_rank_0(read))
+    config = flat_config(checkpoint.path / CONFIG, keys)
+    return Saved(checkpoint, config, state.progress, tuple(state.topology), state.data)
 
 
 # ------------------------------------------------------------------------------ what may change
@@ -201,12 +198,12 @@ def check_data(saved: Saved | None, data: dict[str, str], allowed: list[str]) ->
     read = {f"{CONTENT}{name}" for _, of_stage in past for name in of_stage}
     unread = {key for key in data if key.startswith(CONTENT)} - read
     classes = {key: "announced" if key in unread else "guarded" for key in data}
-    found = changes(saved.state["data"], data, classes)
+    found = changes(saved.data, data, classes)
     check_changes(found, allowed)
     return found
 
 
-# ------------------------------------------------------------------------ what is logged and saved
+# ---------------------------------------------------------------------------------- what is logged
 
 
 def log_resume(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> None:
@@ -219,35 +216,6 @@ def log_resume(saved: Saved, found: list[Change], topology: tuple[int, ...]) -> 
         )
     for line in changes_table(found):
         logger.info(line)
-
-
-def state_to_save(
-    progress: Progress,
-    optimizer: Optimizer,
-    *,
-    tokens: int,
-    schedule: dict[str, float],
-    topology: tuple[int, ...],
-    data: dict[str, str],
-    held_out: float | None,
-) -> dict[str, Any]:
-    """The content of `train_state.json`. `param_groups` are to be read: on resume their values come
-    from the config. `held_out` is in nats per byte, None where this step was not measured.
-    """
-    return {
-        "progress": asdict(progress),
-        "tokens": tokens,
-        "schedule": schedule,
-        "param_groups": settings_of(optimizer),
-        "topology": list(topology),
-        "data": data,
-        "held_out": held_out,
-        "versions": {
-            "lingua": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
 
 
 # ------------------------------------------------------------------ a new run from other tensors
@@ -275,7 +243,7 @@ def find_start(
     if own is not None:
         if path is not None:
             logger.info(f"{path} is not read: this run has checkpoints of its own")
-        return _read_on_rank_0(own, keys), None
+        return read_saved(own, keys), None
     if path is None:
         return None, None
     try:
@@ -288,7 +256,7 @@ def find_start(
     if checkpoint is not None:
         what = "model, optimizer, step and position"
         logger.info(f"branching from another run: {what} of {source.path}")
-        return _read_on_rank_0(checkpoint, keys), None
+        return read_saved(checkpoint, keys), None
     if source.kind == "file" or source.step is None:
         raise UserError(
             f"checkpoint.init_ckpt_path = {path}: gives a model alone; must be a checkpoint, a "
@@ -316,11 +284,11 @@ def check_origin(
             f"steps = {config['steps']}: must be above {origin.step or 0}, the steps that "
             f"{source.path} has made"
         )
-    saved = flat_config(source.config, config)
+    saved = flat_config(source, config)
     if everything:
         saved["optim.name"] = "adamw"  # Meta Lingua has no other
-    state = read_state(source.checkpoint) if source.checkpoint is not None else {}
-    saved[TOKENIZER] = state.get("data", {}).get(TOKENIZER, ABSENT)
+    data = {} if source.checkpoint is None else read_state(source.checkpoint).data
+    saved[TOKENIZER] = data.get(TOKENIZER, ABSENT)
     now = config | {TOKENIZER: tokenizer.fingerprint()}
     classes = {**classes, TOKENIZER: "guarded"}
     classes = {key: _change_class(key, kind, everything) for key, kind in classes.items()}

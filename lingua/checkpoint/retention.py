@@ -1,21 +1,30 @@
 """Which checkpoints are kept: options, marks, and what is removed after a save."""
 
 import logging
-import math
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lingua.checkpoint.folder import LEFTOVER, MANIFEST, Checkpoint, find, read_state, temporary
+from lingua.checkpoint.folder import (
+    LEFTOVER,
+    MANIFEST,
+    NAME,
+    Checkpoint,
+    find,
+    read_state,
+    temporary,
+)
 from lingua.config.schema import Free, bounds
 from lingua.errors import UserError
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+FILE = re.compile(  # that a save writes
+    r"(__\d+_\d+\.distcp|\.metadata|train_state\.json|config\.yaml|manifest\.json)(\.tmp)?"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +115,20 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
             gone.append(c.path)
         _mark_best(root, [c for c in found if c.path not in gone])
         for path in root.iterdir():
-            if LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+            if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                _remove(path)
     except OSError as error:
         logger.warning(f"old checkpoints cannot be removed: {error}")
     return gone
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files that a save writes, and the folder unless it has others."""
+    for file in folder.iterdir():
+        if FILE.fullmatch(file.name) and file.is_file():
+            file.unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _to_keep(found: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:
@@ -128,17 +146,18 @@ def best(found: list[Checkpoint]) -> list[Checkpoint]:
     measured when it was saved."""
     measured = []
     for checkpoint in found:
-        with suppress(ValueError):  # damaged: it is none to keep
-            loss = read_state(checkpoint).get("held_out")
-            if loss is not None and math.isfinite(loss):
+        with suppress(UserError):  # damaged: it is none to keep
+            loss = read_state(checkpoint).held_out
+            if loss is not None:
                 measured.append((loss, checkpoint.serial, checkpoint))
     return [min(measured)[2]] if measured else []
 
 
 def _mark_best(root: Path, found: list[Checkpoint]) -> None:
     lowest = [_mark_file(c.path, BEST) for c in best(found)]
-    for file in set(root.glob(f"*.{BEST}")) - set(lowest):
-        file.unlink()
+    for file in root.glob(f"*.{BEST}"):
+        if NAME.fullmatch(file.stem) and file.is_file() and file not in lowest:
+            file.unlink()
     for file in lowest:
         file.touch()
 

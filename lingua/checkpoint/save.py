@@ -68,7 +68,7 @@ def save(
     Raises NotSaved where a write failed on some rank.
     """
     final = root / f"{step:010d}"
-    published = found_on_rank_0(lambda: [c for c, _ in [read_checkpoint(final)] if c is not None])
+    published = found_on_rank_0(lambda: [c for c in find(root) if c.step == step])
     if published and not damage(published[0], group):
         return final
     folder = Path(on_rank_0(lambda: str(temporary(final))))
@@ -89,7 +89,6 @@ def publish_config(root: Path, config: str) -> Path:
     is not trained yet. By one process."""
     folder, final = root / "config", root / f"{0:010d}"
     folder.mkdir()
-    (folder / ".metadata").touch()
     _publish(folder, final, 0, {}, {}, config)
     return final
 

@@ -5,20 +5,19 @@ Tensors have our names, `model.<name>` and `optim.<state>.<name>`. Nothing of wh
 executed.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from lingua.checkpoint.dcp import METADATA, DCPFolder
+from lingua.checkpoint.dcp import METADATA, DCPFolder, check_size
 from lingua.checkpoint.folder import (
     CONFIG,
     MANIFEST,
@@ -30,8 +29,11 @@ from lingua.checkpoint.folder import (
     read_checkpoint,
 )
 from lingua.checkpoint.tensors import Part, local_parts
+from lingua.config.load import to_yaml
 from lingua.config.meta_lingua import META_LINGUA
+from lingua.config.values import show
 from lingua.errors import UserError
+from lingua.files import file_size, read_bytes, read_json
 
 T = TypeVar("T")
 Shapes = dict[str, tuple[int, ...]]  # by name
@@ -53,6 +55,13 @@ class TensorSource:
     step: int | None = None  # updates made; None: not known
     config: str = "{}"  # text of YAML, or JSON
     checkpoint: Checkpoint | None = None  # where it is one of ours
+
+    def __post_init__(self) -> None:
+        step = self.step
+        if step is not None and (type(step) is not int or not 0 <= step < 10**10):
+            raise UserError(f"{self.path}: step = {show(step)}: must be a whole number below 10^10")
+        if not isinstance(self.config, str):
+            raise UserError(f"{self.path}: config = {show(self.config)}: must be text")
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
@@ -183,7 +192,8 @@ def find_source(path: Path, verify: str, report: Callable[[str], None]) -> Tenso
     checkpoint, why = first_undamaged(found, verify, report)
     if checkpoint is None:
         raise UserError(why)
-    config = (checkpoint.path / CONFIG).read_text(encoding="utf-8")
+    file = checkpoint.path / CONFIG
+    config = on_every_rank(file, lambda: read_bytes(file).decode())
     return replace(open_checkpoint(checkpoint), config=config)
 
 
@@ -216,6 +226,9 @@ def _open_meta_lingua(path: Path) -> TensorSource:
 def _open_file(path: Path) -> TensorSource:
     """A file of torch.save: {"model": {name: tensor}}, with "config" and "step" where it is ours.
     Tied weights, which share their memory in the file, are taken once, under their first name."""
+    with ZipFile(path) as archive:  # as torch.save writes it; others can be far larger in memory
+        if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
+            raise UserError(f"{path}: is compressed; must be a file of torch.save")
     content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     content = content if isinstance(content, dict) else {}
     model = content.get("model", content)  # or the tensors alone, without a name for them all
@@ -229,6 +242,7 @@ def _open_file(path: Path) -> TensorSource:
         if our_name(f"model.{name}") is not None and (place not in places or t.numel() == 0):
             tensors[f"model.{name}"] = t
             places.add(place)
+    check_size(tensors, file_size(path))
 
     def read(parts: list[Part]) -> None:
         for part in parts:
@@ -243,12 +257,14 @@ def _our_config(params: Path) -> str:
     """Of Meta Lingua's parameters, what describes a model and how it was trained, as a config of
     ours: text of YAML. Its keys that mean the same have the same name here."""
     content = read_json(params)
-    groups = ("name", "seed", "steps", "data", "model", "optim")
-    config = {group: content[group] for group in groups if group in content}
-    for key in (*META_LINGUA.ignored, *META_LINGUA.same_as):
-        group, _, name = key.partition(".")
-        config.get(group, {}).pop(name, None)
-    return OmegaConf.to_yaml(config)
+    config: dict[str, Any] = {k: content[k] for k in ("name", "seed", "steps") if k in content}
+    for group in ("data", "model", "optim"):
+        keys = content.get(group, {})
+        if not isinstance(keys, dict):
+            raise UserError(f"{params}: {group} = {show(keys)}: must be a group of keys")
+        foreign = {*META_LINGUA.ignored, *META_LINGUA.same_as}
+        config[group] = {key: v for key, v in keys.items() if f"{group}.{key}" not in foreign}
+    return to_yaml(config)
 
 
 def our_name(stored: str) -> str | None:
@@ -259,14 +275,3 @@ def our_name(stored: str) -> str | None:
         name, _, key = stored.removeprefix("optim.state.").rpartition(".")
         return f"optim.{key}.{name}"
     return stored if stored.startswith("model.") else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UserError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object")
-    return content

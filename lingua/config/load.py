@@ -110,9 +110,17 @@ def from_values(defaults: C, values: Mapping[str, Any], where: str) -> C:
 
 def to_yaml(args: Any) -> str:
     """The whole configuration; loading it again gives an equal one."""
-    from omegaconf import OmegaConf
+    import yaml
+    from omegaconf._utils import get_omega_conf_dumper
 
-    return OmegaConf.to_yaml(plain(args))
+    # As OmegaConf.to_yaml, which refuses text such as "${".
+    return yaml.dump(
+        plain(args),
+        Dumper=get_omega_conf_dumper(),
+        default_flow_style=False,
+        allow_unicode=True,
+        sort_keys=False,
+    )
 
 
 def flatten(args: Any) -> dict[str, Any]:
@@ -173,15 +181,15 @@ def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:
             report.mistakes.append(f"argument {shorten(arg)!a}: {NO_TEXT}")
             continue
         name, equals, text = arg.partition("=")
-        arg = shorten(arg)
+        shown = shorten(arg)
         if not equals or not name or name.startswith("-"):
-            hint = f' (did you mean "config={arg}"?)' if arg.endswith((".yaml", ".yml")) else ""
+            hint = f' (did you mean "config={shown}"?)' if arg.endswith((".yaml", ".yml")) else ""
             need = f"must have the form key=value or config=FILE{hint}; --help prints every key"
-            report.mistakes.append(f'argument "{arg}": {need}')
+            report.mistakes.append(f'argument "{shown}": {need}')
             continue
         if name == "config" and "config" in arguments:
             need = "is given twice; a file may name another that it is laid over as its `base:`"
-            report.mistakes.append(f'argument "{arg}": config {need}')
+            report.mistakes.append(f'argument "{shown}": config {need}')
         for path, given in leaves({name: parse_argument(text)}, keys).items():
             arguments.pop(path, None)
             arguments[path] = given

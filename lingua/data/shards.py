@@ -82,6 +82,7 @@ class Manifest:
     # The source is one document, whose end is held out. Where it is not, documents are held out by
     # their hash, as in all shards of earlier versions.
     heldout_tail: bool = False
+    lost: float = 0.0  # share of the characters, of a sample, that decoding does not give back
 
     @property
     def origin(self) -> tuple[Any, ...]:
@@ -96,7 +97,11 @@ class Manifest:
         totals = {
             s: {f: self.total(s, f) for f in ("tokens", "documents", "bytes")} for s in SPLITS
         }
-        return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False)
+        fields: dict[str, Any] = {"totals": totals, **asdict(self)}
+        for name in ("heldout_tail", "lost"):  # which manifests of earlier versions do not have
+            if not fields[name]:
+                del fields[name]
+        return json.dumps(fields, indent=1, ensure_ascii=False)
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Manifest":
@@ -218,12 +223,12 @@ class Source:
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
         if done < len(buffer):
-            raise UserError(
-                f"{self.folder / name}: {reason}. The tokens of a run must stay while it uses "
-                "them; start again to build what is missing",
-                local=True,
-            )
+            raise self._lost(name, reason)
         return out
+
+    def _lost(self, name: str, reason: str) -> UserError:
+        need = "must stay as they are while a run uses them; start again to build what is missing"
+        return UserError(f"{self.folder / name}: {reason}. Shards {need}", local=True)
 
     def _open_file(self, name: str) -> io.FileIO:
         file = io.FileIO(self.folder / name)
@@ -232,11 +237,16 @@ class Source:
         return file
 
     def documents(self, shard: int, split: str) -> np.ndarray:
-        """int64 [documents, DOCUMENT_COLUMNS] of a split of a shard, in the order of its tokens."""
-        known = self.manifest.shards[shard]
-        n = getattr(known, split).documents * DOCUMENT_COLUMNS
-        table = self._read(f"{known.name}.{split}.documents", np.dtype("<i8"), 0, n)
-        return table.reshape(-1, DOCUMENT_COLUMNS)
+        """int64 [documents, DOCUMENT_COLUMNS] of a split of a shard, in the order of its tokens.
+        Raises UserError where they are not those of the manifest."""
+        known = getattr(self.manifest.shards[shard], split)
+        name = f"{self.manifest.shards[shard].name}.{split}.documents"
+        table = self._read(name, np.dtype("<i8"), 0, known.documents * DOCUMENT_COLUMNS)
+        table = table.reshape(-1, DOCUMENT_COLUMNS)
+        counts = table[:, :2]
+        if (counts < 0).any() or counts.sum(0).tolist() != [known.tokens, known.bytes]:
+            raise self._lost(name, "does not have the counts of its manifest")
+        return table
 
     def shard_inputs(self, shard: int) -> list[InputPart]:
         """The parts of files whose text a shard holds."""

@@ -41,7 +41,7 @@ class Trained:
         args = args if path is None else replace(args, path=path)
         tokenizer = build_tokenizer(args)
         check_vocabulary(tokenizer, args, self.checkpoint.path, self.args.model.vocab_size)
-        trained_with = read_state(self.checkpoint).get("data", {}).get(TOKENIZER)
+        trained_with = read_state(self.checkpoint).data.get(TOKENIZER)
         if trained_with not in (None, tokenizer.fingerprint()):
             raise UserError(
                 f"the {tokenizer.name} tokenizer ({args.path or 'which has no file'}) is not the "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lingua.errors import UserError
-from lingua.format import short_count, short_time
+from lingua.format import printable, short_count, short_time
 
 
 class _Format(logging.Formatter):
@@ -22,6 +22,7 @@ class _Format(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
             record.message = f"{record.levelname.lower()}: {record.message}"
+        record.message = printable(record.message)
         return super().formatMessage(record)
 
 

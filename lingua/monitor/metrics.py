@@ -158,15 +158,15 @@ def start_wandb(args: WandbArgs, name: str, config: Mapping[str, Any], dump_dir:
             "`pip install wandb`, or remove logging.wandb"
         ) from None
     id_file = Path(dump_dir) / "wandb_id"
-    run_id = id_file.read_text().strip() if id_file.exists() else None
     settings = asdict(args) | {"name": args.name or name, "dir": args.dir or str(dump_dir)}
     try:
+        run_id = id_file.read_text().strip() if id_file.exists() else None
         run = wandb.init(
             **settings, config=dict(config), allow_val_change=True, id=run_id, resume="allow"
         )
+        id_file.write_text(run.id + "\n")
     except Exception as error:  # wandb.Error, and errors of its own process or of the system
         raise UserError(f"logging.wandb: wandb did not start: {error}") from None
-    id_file.write_text(run.id + "\n")
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

@@ -113,4 +113,7 @@ class Profiler:
         logger.info(f"collectives of step {step} on rank 0 ({sizes}):\n{table(counter.totals)}")
         content = {"step": step, "rank": 0, "mesh": mesh, "collectives": counter.totals}
         path = self._folder / f"collectives_step{step}.json"
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:  # a full disk must not end the run
+            logger.error(f"profiling: {path} was not written: {error}")

@@ -57,16 +57,20 @@ class Reporter:
         self.device = torch.device(mesh.device_type)
         device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         self.peak = peak_flops(device_name, args.distributed.dtype)
-        for kind in ("metrics", "metrics.validation", "metrics.eval"):
-            on_rank_0(partial(cut_back, self.folder / f"{kind}.jsonl", progress.step))
-        self.wandb = None
-        if dist.get_rank() == 0 and args.logging.wandb is not None:
-            self.wandb = start_wandb(args.logging.wandb, args.name, flatten(args), self.folder)
+        self.wandb: Any = None
+        on_rank_0(partial(self._open, progress.step))
         self.trained_s = progress.trained_s  # of the whole run, earlier processes included
         self.numbers: dict[str, Tensor] = {}  # that were added in the current step
         self._logged_step = progress.step
         self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
         self._since = time.perf_counter()
+
+    def _open(self, step: int) -> None:
+        for kind in ("metrics", "metrics.validation", "metrics.eval"):
+            cut_back(self.folder / f"{kind}.jsonl", step)
+        if self.args.logging.wandb is not None:
+            args = self.args
+            self.wandb = start_wandb(args.logging.wandb, args.name, flatten(args), self.folder)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:

@@ -109,9 +109,7 @@ def launch(
         return _run_here(job, root, configs, program)
     executor, batch_script = _batch(job, root, whole.name, len(configs))
     _check_possible(job, batch_script)
-    _write_inputs(module, root, configs)
-    move_away(root / SCRIPT)
-    (root / SCRIPT).write_text(batch_script)
+    _write_inputs(module, root, configs, batch_script)
     return _submit(executor, root, configs, program)
 
 
@@ -174,6 +172,8 @@ def _check_sweep(
 
 def _check_dump_dir(job: JobArgs, root: Path) -> None:
     """Refuse a dump dir that exists, unless the user knows of it and no job uses it."""
+    if root.exists() and not root.is_dir():
+        raise UserError(f"dump_dir = {root}: must be a folder")
     if not root.exists() or not any(root.iterdir()):
         return
     if not job.dirs_exists_ok:
@@ -200,18 +200,26 @@ def _check_possible(job: JobArgs, batch_script: str) -> None:
 # ---- launching
 
 
-def _write_inputs(module: ModuleType, root: Path, configs: list[Any]) -> None:
-    """Write what the runs start from: code and configs."""
-    for name in (CODE, COMMIT, DIFF):
-        move_away(root / name)
+def _write_inputs(
+    module: ModuleType, root: Path, configs: list[Any], batch_script: str | None = None
+) -> None:
+    """Write what the runs start from: code, configs and the batch script. Raises UserError."""
     # stdout is for the job, whose first line a program may read.
     report = partial(print, "code:", file=sys.stderr)
-    freeze_code(Path(str(module.__file__)), root, lambda line: report(printable(line)))
-    for config in configs:
-        dump_dir = Path(config.dump_dir)
-        (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
-        move_away(dump_dir / BASE)
-        (dump_dir / BASE).write_text(to_yaml(config), encoding="utf-8")
+    try:
+        for name in (CODE, COMMIT, DIFF, SCRIPT):
+            move_away(root / name)
+        freeze_code(Path(str(module.__file__)), root, lambda line: report(printable(line)))
+        for config in configs:
+            dump_dir = Path(config.dump_dir)
+            (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
+            move_away(dump_dir / BASE)
+            (dump_dir / BASE).write_text(to_yaml(config), encoding="utf-8")
+        if batch_script is not None:
+            (root / SCRIPT).write_text(batch_script, encoding="utf-8")
+    except OSError as error:
+        what, why = error.filename or root, error.strerror or error  # a copy has errors of its own
+        raise UserError(f"{what}: cannot be written: {why}") from None
 
 
 def _setup(job: JobArgs, root: Path) -> list[str]:
@@ -341,7 +349,7 @@ def split_values(key: str, text: str) -> list[str]:
     flow = f"[{text}]"
     try:
         nodes = yaml.compose(flow).value
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         nodes = []
     if not nodes:
         raise UserError(f"sweep.{key} = {text}: must be values separated by commas")

@@ -1,6 +1,7 @@
 """The status of launched runs: their jobs' states from Slurm, their progress from metrics.jsonl."""
 
 import json
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def status(folder: Path | str) -> list[RunStatus]:
     dump_dirs = [p.parent for p in (*folder.glob(BASE), *sorted(folder.glob(f"*/{BASE}")))]
     if not dump_dirs:
         raise UserError(f"{folder}: no run was launched there (it has no {BASE})")
-    jobs = {d: (d / JOB).read_text().strip() if (d / JOB).exists() else "" for d in dump_dirs}
+    jobs = {d: "".join(_tail(d / JOB)[-1:]).strip() for d in dump_dirs}
     states = job_states([job for job in jobs.values() if job])
     return [_status(d, jobs[d], states.get(jobs[d], "gone")) for d in dump_dirs]
 
@@ -48,9 +49,9 @@ def status(folder: Path | str) -> list[RunStatus]:
 def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
     last = _last_metrics(dump_dir / "metrics.jsonl")
     config = plain(read_file(dump_dir / BASE, str(dump_dir / BASE)))
-    steps = config.get("steps", 0)
-    steps = min(steps, config.get("stop_at") or steps)
-    step, step_s = last.get("step", 0), last.get("step_time_s")
+    steps = int(_number(config, "steps") or 0)
+    steps = min(steps, int(_number(config, "stop_at") or steps))
+    step, step_s = int(_number(last, "step") or 0), _number(last, "step_time_s")
     done = step >= steps if steps else any(dump_dir.glob(RESULTS))
     # A run can fail after its last step, while it saves. Where Slurm has forgotten the job, only
     # the step is known.
@@ -61,8 +62,8 @@ def _status(dump_dir: Path, job: str, state: str) -> RunStatus:
         job_id=job or "-",
         step=step,
         steps=steps,
-        loss=last.get("loss"),
-        tokens_per_s=last.get("tokens_per_s"),
+        loss=_number(last, "loss"),
+        tokens_per_s=_number(last, "tokens_per_s"),
         left_s=None if step_s is None else (steps - step) * step_s,
         failed=failed,
         errors=_errors(dump_dir / "logs", job) if failed else [],
@@ -81,6 +82,12 @@ def table(runs: list[RunStatus]) -> str:
     lines = align(rows, left=len(rows[0]))
     errors = [f"{run.name}: {error}" for run in runs for error in run.errors]
     return printable("\n".join(lines + errors))
+
+
+def _number(values: dict[str, Any], key: str) -> float | None:
+    """A finite number of a file, which may be somebody else's; None if it has none."""
+    value = values.get(key)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:

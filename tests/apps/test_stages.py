@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from apps.main.config import TrainArgs
-from lingua.checkpoint.resume import Change, Saved, check_config, check_data
+from lingua.checkpoint.resume import Change, Progress, Saved, check_config, check_data
 from lingua.config.load import flatten, resume_classes
 from lingua.data.args import Stage
 from lingua.errors import UserError
@@ -26,9 +26,9 @@ def config(
 
 
 def saved_at(step: int, config: dict[str, Any], position: int | None = None, **content) -> Saved:
-    progress = {"step": step, "position": step * 10 if position is None else position}
+    progress = Progress(step, step * 10 if position is None else position)
     data = {f"data.content.{name}": value for name, value in content.items()}
-    return Saved(SimpleNamespace(), config, {"progress": progress, "data": data})
+    return Saved(SimpleNamespace(), config, progress, (1, 1, 1), data)
 
 
 def classes_of(found: list[Change]) -> dict[str, str]:

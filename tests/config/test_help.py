@@ -95,11 +95,13 @@ def test_help_lists_every_key_within_the_width(width):
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_printed_and_nothing_else_happens(flag, capsys):
+def test_help_is_printed_in_the_terminals_width_and_nothing_else_happens(flag, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "64")
     with pytest.raises(SystemExit) as caught:
         load(Config, ["config=missing.yaml", flag])
     assert caught.value.code == 0
-    assert "optim.lr" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "optim.lr" in text and 60 < max(map(len, text.splitlines())) <= 64
 
 
 def test_help_of_groups_and_keys_is_about_them_alone():

@@ -218,6 +218,28 @@ def test_skip_is_advised_for_a_record_without_the_key_only_after_records_that_ha
     assert "data.on_bad_record: skip" in error_of(make_args(tmp_path))
 
 
+def test_a_source_without_any_text_is_refused_before_all_of_it_is_read(tmp_path):
+    """Also where bad records are skipped: millions of them would be left out one by one."""
+    args = make_args(tmp_path, on_bad_record="skip")
+    for lines, detail, advice in (
+        (b'{"body": "x"}\n', ":1: no text (neither key text nor", "data.source_files.a.text_key"),
+        (b"\n", ":1: blank line; ", "no other record of a sample has a text either"),
+    ):
+        (tmp_path / "a.jsonl").write_bytes(lines * 2_000_000)
+        message = error_of(args)
+        assert detail in message and message.endswith(advice)
+        assert not (tmp_path / ".tokens").exists()
+    (tmp_path / "a.jsonl").write_bytes(b"\n" * 999 + b'{"text": "x"}\n')
+    assert Prepared(args).source.manifest.skipped == {"blank line": 999}
+
+
+def test_two_columns_of_one_name_are_no_text(tmp_path):
+    table = pa.table([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    message = error_of(make_args(tmp_path))
+    assert "a.parquet:1: no text (2 columns are text); name the one that has" in message
+
+
 # ---- faults
 
 

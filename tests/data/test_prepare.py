@@ -137,6 +137,20 @@ def test_open_sources_reads_what_was_prepared(corpus):
     assert train_tokens(opened["a"]) == train_tokens(prepared["a"])
 
 
+def test_the_text_that_a_tokenizer_loses_is_reported_at_each_start(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["abc ab é x", "AB"])  # é, x, A and B are lost
+    vocabulary = {"[UNK]": 0, "a": 1, "b": 2, "c": 3, " ": 4}
+    made = HfTokenizer(models.BPE(vocabulary, merges=[], unk_token="[UNK]"))
+    made.add_special_tokens(["[UNK]"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TokenizerArgs("hf", str(tmp_path))
+    args = make_args(tmp_path, tokenizer=tokenizer, add_bos=False, add_eos=False)
+    line = "the tokenizer loses text: decoding does not give back 33.33% of the characters, in a"
+    for _ in range(2):
+        assert line in Prepared(args).lines[-1]
+    assert not any("loses" in line for line in Prepared(make_args(tmp_path)).lines)
+
+
 # ---- is it up to date
 
 

@@ -509,15 +509,22 @@ def test_wrong_input_is_refused_where_slurm_is_not(tmp_path: Path) -> None:
     values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
     arguments = [f"{k}={v}" for k, v in values.items()]
 
-    def refused(sweep: dict[str, list[str]] | None = None, **job: Any) -> str:
+    def refused(
+        sweep: dict[str, list[str]] | None = None, more: tuple[str, ...] = (), **job: Any
+    ) -> str:
         with pytest.raises(UserError) as raised:
-            launch(JobArgs(**({"launcher": "print"} | job)), arguments, sweep)
+            launch(JobArgs(**({"launcher": "print"} | job)), [*arguments, *more], sweep)
         return str(raised.value)
 
     for script in ("", "..", ".x", "a b", "/etc/passwd"):
         need = f"script = {script}: must be the dotted path of a module, such as apps.main"
         assert refused(script=script) == need
     assert refused(setup=["true", "module load a \\"]).startswith("setup[1] = ['true', ")
+    no_folder = f"{tmp_path}/one.jsonl"  # a file
+    error = refused(more=(f"dump_dir={no_folder}/x",), launcher="local")
+    assert error.startswith(f"{no_folder}/x") and error.endswith(
+        "cannot be written: Not a directory"
+    )
     for key in ("name", "dump_dir"):
         assert f"sweep.{key}: must be another key" in refused({key: ["a", "b"]})
     error = refused({"optim.lr": ["1e-3", "0.001"]})
@@ -550,6 +557,13 @@ def test_status_does_not_obey_what_a_foreign_log_contains(
     (dump_dir / "logs" / "1").mkdir(parents=True)
     (dump_dir / "base_config.yaml").write_text("steps: 3\n")
     (dump_dir / "job_id").write_text("1")
+    (dump_dir / "metrics.jsonl").write_bytes(
+        b'\xff\n[1]\n{"step": "a", "loss": [], "step_time_s": 1e999, "tokens_per_s": NaN}\n'
+    )
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "base_config.yaml").write_text("steps: [x]\nstop_at: ${oc.env:HOME}\n")
+    os.mkfifo(other / "job_id")
     (dump_dir / "logs" / "1" / "1_0_log.err").write_text("ValueError: \x1b]0;owned\x07\n")
     shown = table(status(tmp_path))
     assert "\\x1b[31m" in shown and r"ValueError: \x1b]0;owned\x07" in shown
@@ -571,7 +585,7 @@ def test_the_values_of_a_sweep_are_split_at_commas_outside_of_brackets_and_quote
     assert split_values("key", text) == values
 
 
-@pytest.mark.parametrize("text", ["", "[1,2", "a,,b"])
+@pytest.mark.parametrize("text", ["", "[1,2", "a,,b", 500 * "[" + 500 * "]"])
 def test_values_of_a_sweep_that_are_no_list_are_refused(text: str) -> None:
     with pytest.raises(
         UserError, match=r"sweep\.optim\.lr = .*: must be values separated by commas"

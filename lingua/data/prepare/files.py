@@ -48,7 +48,7 @@ def find_files(
         files = _stdlib(root_dir, key)
     else:
         place = _find_source(name, root_dir, key)
-        files = _files_at(place, Path(place.name) if place.is_file() else Path())
+        files = _files_at(place, Path() if place.is_dir() else Path(place.name))
         if not files:
             raise UserError(f"{key}: {place} has no files")
     for file in files:
@@ -106,7 +106,7 @@ def _find_source(name: str, root_dir: Path, key: str) -> Path:
 
 def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[FilePart]:
     """The file `place`, with the path `path`, or all files in that folder."""
-    if place.is_file():
+    if not place.is_dir():
         return [_whole_file(place, path)]
     files = []
     visited = set()  # links may lead in a circle

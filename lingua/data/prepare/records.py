@@ -259,7 +259,8 @@ def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | W
             yield from repeat(_no_text("column", keys, names), n_rows)
             return
         if names.count(key) > 1:
-            yield from repeat(Wrong("no text", f"{names.count(key)} columns {key}"), n_rows)
+            several = Wrong("no text", f"{names.count(key)} columns are {key}", lacks_key=True)
+            yield from repeat(several, n_rows)
             return
         kind = file.schema_arrow.field(key).type
         if not _is_text(kind):

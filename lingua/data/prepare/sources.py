@@ -19,7 +19,15 @@ import numpy as np
 
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.prepare.files import STDLIB, FilePart, find_files
-from lingua.data.prepare.units import UNIT_BYTES, Job, build_units, finished, plan_units, why_stale
+from lingua.data.prepare.units import (
+    UNIT_BYTES,
+    Job,
+    build_units,
+    check_sample,
+    finished,
+    plan_units,
+    why_stale,
+)
 from lingua.data.prepare.verify import remove_damaged
 from lingua.data.shards import FORMAT_VERSION, MANIFEST, SPLITS, Manifest, Source
 from lingua.errors import UserError, all_of
@@ -129,6 +137,7 @@ def prepare_source(
             manifest, why = _valid_manifest(job, files, report)
             if manifest is not None:
                 break
+            check_sample(files, job)
             job.folder.mkdir(parents=True, exist_ok=True)
             units = plan_units(files, unit_bytes)
             build_units(units, job, tokenizer, processes, why, report)
@@ -168,8 +177,6 @@ def _valid_manifest(job: Job, files: list[FilePart], report: Report) -> tuple[Ma
     manifest = Manifest.load(job.folder)
     if manifest is None:
         return None, "no shards yet"
-    if manifest.origin != job.manifest.origin:
-        return None, "its manifest is not that of this source"
     before = [part.mtime_ns for part in manifest.parts]
     if why := why_stale(manifest, files, job):
         return None, why
@@ -200,6 +207,11 @@ def _summary(manifest: Manifest) -> Iterator[str]:
     if manifest.skipped:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in manifest.skipped.items())
         yield f"{counted(sum(manifest.skipped.values()), 'bad record')} left out ({kinds})"
+    if manifest.lost:
+        yield (
+            f"the tokenizer loses text: decoding does not give back {manifest.lost:.2%} of the "
+            "characters, in a sample"
+        )
     if manifest.rough_cuts:
         yield (
             "long documents were tokenized in pieces; the tokens at "
@@ -225,6 +237,7 @@ def _write_manifest(shares: list[Manifest | None], job: Job) -> None:
         rough_cuts=sum(share.rough_cuts for share in built),
         fingerprint=hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
         heldout_tail=any(share.heldout_tail for share in built),
+        lost=sum(share.lost for share in built) / len(built),
     )
     write_atomically(job.folder / MANIFEST, manifest.to_json())
     # Of what killed or earlier builds left, nothing that is in use is removed. Names of all files

@@ -36,6 +36,7 @@ from lingua.data.prepare.pieces import PIECE, Pieces
 from lingua.data.prepare.records import (
     OnRead,
     Record,
+    Wrong,
     hash_part,
     read_records,
     records_before,
@@ -51,6 +52,7 @@ from lingua.tokenizer import Tokenizer, build_tokenizer
 
 UNIT_BYTES = 128 * 2**20  # small files are grouped and large ones split by this size
 THREADS = 8  # that wait for the file system at once
+SAMPLE = 1000  # records
 BATCH_BYTES = PIECE  # text tokenized at once; a longer document is a batch by itself
 _DOCUMENT = struct.Struct("<qqQ")  # tokens, bytes, hash; the hash is read as int64: the same bits
 
@@ -120,6 +122,8 @@ def finished(unit: Unit, job: Job) -> Manifest | None:
 def why_stale(manifest: Manifest, files: Iterable[FilePart], job: Job) -> str:
     """Why the manifest's shards are not those of `files` as they are now; "" if they are. A file
     is read only where its stat differs, and the manifest gets its new time."""
+    if manifest.origin != job.manifest.origin:
+        return "shards are those of another source"
     if manifest.skipped and job.args.on_bad_record != "skip":
         return "shards were built with data.on_bad_record: skip"
     for shard in manifest.shards:
@@ -269,6 +273,7 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
     skipped: Counter[str] = Counter()
     pieces = Pieces(tokenizer)
     writers = {split: _SplitWriter(job, tokenizer, temporary, split) for split in SPLITS}
+    lost: float | None = None
     has_tail = False
     try:
         records = _good_records(unit, job, inputs, skipped, on_read)
@@ -276,6 +281,8 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
             records, has_tail = _hold_out_tail(records)
         for batch in _batches(records):
             texts = [record.text for record in batch]
+            if lost is None:
+                lost = _lost_share(texts, tokenizer)
             if len(texts[0]) > PIECE:
                 encoded: list[Iterable[np.ndarray]] = [pieces.encode(texts[0])]
             else:
@@ -297,9 +304,19 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
         "skipped": dict(sorted(skipped.items())),
         "rough_cuts": pieces.rough_cuts,
     }
-    if has_tail:  # else the record is as that of earlier versions
+    if has_tail:  # without these keys the record is as that of earlier versions
         fields["heldout_tail"] = True
+    if lost:
+        fields["lost"] = lost
     write_atomically(job.record_path(unit), json.dumps(fields, indent=1))
+
+
+def _lost_share(texts: list[str], tokenizer: Tokenizer) -> float:
+    """The share of the characters at the beginnings of some texts that tokens do not give back."""
+    texts = [text[:1000] for text in texts[:100]]
+    decoded = map(tokenizer.decode, tokenizer.encode_batch(texts))
+    lost = sum((Counter(a) - Counter(b)).total() for a, b in zip(texts, decoded, strict=True))
+    return lost / sum(map(len, texts))
 
 
 def _hold_out_tail(records: Iterator[Record]) -> tuple[Iterator[Record], bool]:
@@ -326,18 +343,38 @@ def _good_records(
             elif job.args.on_bad_record == "skip":
                 skipped[wrong.kind] += 1
             else:
-                what = f"{wrong.kind} ({wrong.detail})" if wrong.detail else wrong.kind
-                advice = "data.on_bad_record: skip leaves such records out and counts them"
-                if wrong.lacks_key and not any_good:  # skip might leave out the whole source
-                    key = f"data.source_files.{source}.text_key"
-                    advice = f"name the one that has the text in {key}"
-                line = records_before(part) + record.number
-                raise UserError(f"{part.full}:{line}: {what}; {advice}")
+                raise _bad_record(part, record, wrong, job, any_good)
         content, now = hash_part(part), os.stat(part.full)
         if (now.st_size, now.st_mtime_ns) != (part.size, part.mtime_ns):
             raise UserError(f"{part.full}: changed while it was read; start again")
         known = part.path, part.begin, part.end, part.size, part.mtime_ns
         inputs.append(InputPart(*known, hash=content))
+
+
+def check_sample(files: list[FilePart], job: Job) -> None:
+    """Raise UserError where a sample has SAMPLE bad records and no good one: to find that out by
+    reading everything may take hours."""
+    bad = []
+    for file in files[:: -(-len(files) // 10)]:
+        for record in islice(read_records(file, job.args.text_keys(job.manifest.source)), SAMPLE):
+            if record.wrong is None:
+                return
+            bad.append((file, record, record.wrong))
+    if len(bad) >= SAMPLE:
+        raise _bad_record(*bad[0], job, any_good=False)
+
+
+def _bad_record(
+    part: FilePart, record: Record, wrong: Wrong, job: Job, any_good: bool
+) -> UserError:
+    advice = "data.on_bad_record: skip leaves such records out and counts them"
+    if wrong.lacks_key and not any_good:  # skip might leave out the whole source
+        key = f"data.source_files.{job.manifest.source}.text_key"
+        advice = f"name the one that has the text in {key}"
+    elif job.args.on_bad_record == "skip":
+        advice = "no other record of a sample has a text either"
+    what = f"{wrong.kind} ({wrong.detail})" if wrong.detail else wrong.kind
+    return UserError(f"{part.full}:{records_before(part) + record.number}: {what}; {advice}")
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from lingua.data.shards import DOCUMENT_COLUMNS, SPLITS, Manifest, Shard
+from lingua.data.shards import MANIFEST, SPLITS, Manifest, Source
+from lingua.errors import UserError
 from lingua.files import load_json, write_atomically
 
 THREADS = 8
@@ -20,46 +21,42 @@ LONG = 2**30  # bytes that take so long that it is reported
 
 
 def remove_damaged(folder: Path, manifest: Manifest, report: Callable[[str], None]) -> list[str]:
-    """Remove the shards whose content is not that of the manifest, so that they are built again.
-    Returns their names. Raises OSError."""
+    """Remove the shards whose content is not that of the manifest, which may itself be wrong, and
+    the manifest, so that they are built again. Returns their names. Raises OSError."""
     record = folder.with_name(f"{folder.name}.verified")
     verified: dict[str, int] = {}
     with suppress(OSError, ValueError):
         verified = load_json(record)
-    now = {
-        name: (folder / name).stat().st_ctime_ns
-        for shard in manifest.shards
-        for name in shard.files(manifest.dtype)
-    }
-    files = {shard.name: shard.files(manifest.dtype) for shard in manifest.shards}
-    todo = [s for s in manifest.shards if any(verified.get(f) != now[f] for f in files[s.name])]
-    if (size := sum(sum(files[shard.name].values()) for shard in todo)) > LONG:
+    files = [shard.files(manifest.dtype) for shard in manifest.shards]  # with their sizes
+    now = {name: (folder / name).stat().st_ctime_ns for of_shard in files for name in of_shard}
+    todo = [i for i, names in enumerate(files) if any(verified.get(n) != now[n] for n in names)]
+    if (size := sum(sum(files[i].values()) for i in todo)) > LONG:
         report(f"comparing {size / 1e6:,.1f} MB of tokens with the hashes in their manifest")
     with ThreadPoolExecutor(THREADS) as threads:
-        good = list(threads.map(partial(_is_good, folder, manifest), todo))
-    damaged = [shard.name for shard, is_good in zip(todo, good, strict=True) if not is_good]
-    for name in (name for shard in damaged for name in files[shard]):
-        (folder / name).unlink()
-    if todo and not damaged:
+        good = list(threads.map(partial(_is_good, Source(folder, manifest)), todo))
+    damaged = [i for i, is_good in zip(todo, good, strict=True) if not is_good]
+    if damaged:
+        for name in (MANIFEST, *(name for i in damaged for name in files[i])):
+            (folder / name).unlink(missing_ok=True)
+    elif todo:
         with suppress(OSError):  # the cache may be read-only
             write_atomically(record, json.dumps(now))
-    return damaged
+    return [manifest.shards[i].name for i in damaged]
 
 
-def _is_good(folder: Path, manifest: Manifest, shard: Shard) -> bool:
+def _is_good(source: Source, i: int) -> bool:
+    """Whether shard i has the content of the manifest and no token outside the vocabulary."""
+    shard, vocab_size = source.manifest.shards[i], source.manifest.tokenizer["vocab_size"]
     for split in SPLITS:
-        known, highest, content = getattr(shard, split), 0, xxhash.xxh3_128()
-        with open(folder / f"{shard.name}.{split}.tokens", "rb") as file:
+        highest, content = 0, xxhash.xxh3_128()
+        with open(source.folder / f"{shard.name}.{split}.tokens", "rb") as file:
             while block := file.read(BLOCK):
                 content.update(block)
-                highest = max(highest, int(np.frombuffer(block, manifest.dtype).max()))
-        table = np.fromfile(folder / f"{shard.name}.{split}.documents", "<i8")
-        columns = table.reshape(-1, DOCUMENT_COLUMNS)[:, :2]
-        if (
-            content.hexdigest() != known.hash
-            or highest >= manifest.tokenizer["vocab_size"]
-            or columns.sum(0).tolist() != [known.tokens, known.bytes]
-            or (columns < 0).any()
-        ):
+                highest = max(highest, int(np.frombuffer(block, source.dtype).max()))
+        if content.hexdigest() != getattr(shard, split).hash or highest >= vocab_size:
+            return False
+        try:
+            source.documents(i, split)
+        except UserError:
             return False
     return True

@@ -1,0 +1,366 @@
+"""Checkpoints of anybody: nothing of them executes, and what is wrong in them is named.
+
+The checkpoint that each test forges is the sample of an earlier version. One process reads it.
+"""
+
+import io
+import json
+import os
+import pathlib
+import pickle
+import resource
+import shutil
+import zipfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.distributed.checkpoint.metadata import Metadata
+
+from apps.main.hugging_face import llama
+from apps.main.transformer import ModelArgs
+from lingua import convert
+from lingua.checkpoint.__main__ import main
+from lingua.checkpoint.dcp import _ALLOWED, DCPFolder
+from lingua.checkpoint.folder import Checkpoint, find, newest, read_checkpoint
+from lingua.checkpoint.resume import find_start, read_saved
+from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, mark, marks, prune
+from lingua.checkpoint.source import find_source
+from lingua.errors import UserError
+from lingua.hugging_face import open_folder
+from lingua.inference.trained import open_trained
+from lingua.parallel.launch import one_process
+from tests.checkpoints import resign, write_manifest
+
+SAMPLE = Path(__file__).parents[1] / "samples/0.1.0"
+STEP = "0000000006"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shutil.copytree(SAMPLE / "run/checkpoints" / STEP, tmp_path / "run/checkpoints" / STEP)
+
+
+def forge(folder: Path, content: bytes, name: str = ".metadata") -> None:
+    (folder / name).write_bytes(content)
+    resign(folder)
+
+
+def said(work: Callable[[], Any]) -> str:
+    """What is refused. Any other exception is a failure."""
+    try:
+        work()
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+# ------------------------------------------------------------------- what executes code when read
+
+
+def named(module: str, name: str) -> bytes:
+    """Opcodes that put the thing of this import path on the stack."""
+    words = (b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
+    return b"".join(words) + pickle.STACK_GLOBAL
+
+
+def opcodes_on(module: str, name: str) -> dict[str, bytes]:
+    """A pickle for each way in which one can change, or call, what a name stands for."""
+    thing, end = named(module, name), pickle.STOP
+    change = pickle.dumps({"parent": "/tmp"}, 4)[11:-1]  # without its frame
+    inst = b"(" + pickle.INST + f"{module}\n{name}\n".encode()
+    return {
+        "BUILD attributes": thing + change + pickle.BUILD + end,
+        "BUILD slots": thing + pickle.NONE + change + pickle.TUPLE2 + pickle.BUILD + end,
+        "BUILD of a result": thing + b")R" + pickle.NONE + change + pickle.TUPLE2 + b"b" + end,
+        "SETITEM": thing + b"K\x01K\x02" + pickle.SETITEM + end,
+        "APPEND": thing + b"K\x01" + pickle.APPEND + end,
+        "REDUCE": thing + b"\x8c\x04/tmp" + pickle.TUPLE1 + pickle.REDUCE + end,
+        "NEWOBJ": thing + b"\x8c\x04/tmp" + pickle.TUPLE1 + pickle.NEWOBJ + end,
+        "NEWOBJ_EX": thing + b")}" + pickle.NEWOBJ_EX + end,
+        "INST": inst + end,
+        "GLOBAL": pickle.GLOBAL + f"{module}\n{name}\n".encode() + end,
+        "OBJ": b"(" + thing + pickle.OBJ + end,
+    }
+
+
+def test_no_opcode_changes_or_calls_what_an_allowed_name_stands_for(folder: Path) -> None:
+    """As in the attack: `parent` of every path, set by the .metadata of a checkpoint."""
+    cases = [(module, name) for module, names in _ALLOWED.items() for name in names]
+    assert ("pathlib", "PosixPath") in cases and len(cases) > 20
+    for module, name in cases:
+        real = getattr(import_module(module), name)
+        before = dict(getattr(real, "__dict__", {}))
+        for case, opcodes in opcodes_on(module, name).items():
+            (folder / ".metadata").write_bytes(pickle.PROTO + b"\x04" + opcodes)
+            with pytest.raises((ValueError, TypeError, AttributeError, pickle.PickleError)):
+                print(name, case, DCPFolder(folder))
+            assert dict(getattr(real, "__dict__", {})) == before, (name, case)
+    assert Path("/a/b").parent == Path("/a")
+    # the bait does bite: a reader that trusts changes a class like these for the whole process
+    victim = type("Victim", (), {"__module__": __name__})
+    globals()["Victim"] = victim
+    pickle.loads(pickle.PROTO + b"\x04" + opcodes_on(__name__, "Victim")["BUILD slots"])
+    assert victim.parent == "/tmp"
+
+
+def test_the_objects_of_a_metadata_are_not_those_of_torch_and_pathlib(folder: Path) -> None:
+    trusted = pickle.loads((folder / ".metadata").read_bytes())
+    assert isinstance(trusted, Metadata)
+    assert isinstance(trusted.storage_meta.checkpoint_id, pathlib.PurePath)
+    found = DCPFolder(folder)
+    entries = trusted.state_dict_metadata
+    assert {name: (t.shape, t.dtype) for name, t in found.tensors.items()} == {
+        name: (entry.size, entry.properties.dtype) for name, entry in entries.items()
+    }
+    assert found._stored == trusted.storage_data
+
+
+def test_what_a_small_file_would_take_in_memory_is_refused(folder: Path) -> None:
+    pickled, n = (folder / ".metadata").read_bytes(), (1 << 27).to_bytes(4, "little")
+    long_tuple = b"(" + b"K\x01" * 100_000 + b"t\x94"  # its own size again for each object
+    thing = named("torch.distributed.checkpoint.metadata", "StorageMeta") + b"\x94"
+    again = thing + long_tuple + b"h\x00h\x01R" * 20_000
+    for bomb in (
+        b"N" + pickle.LONG_BINPUT + n + pickled[2:],  # a place in a list of that length
+        b"\x8e" + (1 << 40).to_bytes(8, "little"),
+        again + pickle.STOP,
+    ):
+        forge(folder, pickle.PROTO + b"\x04" + bomb)
+        assert "cannot be read" in said(lambda: main(["show", str(folder)]))
+    metadata = pickle.loads(pickled)
+    name = "model.tok_embeddings.weight"
+    metadata.state_dict_metadata[name].size = torch.Size((1 << 20, 1 << 20))
+    forge(folder, pickle.dumps(metadata))
+    told = said(lambda: main(["convert", str(folder), str(folder / "file.pth")]))
+    assert f"{folder / '.metadata'} cannot be read: its tensors have" in told
+
+    file = folder / "file.pth"
+    torch.save({"model": {"a": torch.zeros(1).expand(1 << 40)}}, file)
+    assert "and the files only" in said(lambda: main(["convert", str(file), str(folder / "x")]))
+    compressed = io.BytesIO()
+    with zipfile.ZipFile(file) as stored, zipfile.ZipFile(compressed, "w", 8) as archive:
+        for entry in stored.infolist():
+            archive.writestr(entry, stored.read(entry), zipfile.ZIP_DEFLATED)
+    file.write_bytes(compressed.getvalue())
+    assert "is compressed" in said(lambda: main(["convert", str(file), str(folder / "x")]))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
+
+
+# ------------------------------------------------------------------------------- wrong content
+
+
+STATES = {
+    "not JSON": "{",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "progress a number": '{"progress": 3}',
+    "a step that is text": '{"progress": {"step": "x"}}',
+    "a step below zero": '{"progress": {"step": -1}}',
+    "a step too large": '{"progress": {"step": 1e300}}',
+    "5,000 digits": f'{{"progress": {{"step": {"9" * 5000}}}}}',
+    "an unknown key of progress": '{"progress": {"steps": 1}}',
+    "topology text": '{"topology": "x"}',
+    "data a list": '{"data": []}',
+    "held_out text": '{"held_out": "low"}',
+    "groups": '{"param_groups": [{}]}',
+    "not UTF-8": "\xff",
+    "a lone surrogate": '{"x": "\\ud800"}',
+}
+METADATA: dict[str, Any] = {
+    "None": None,
+    "a list": [],
+    "no tensors": Metadata(None, None, None),
+    "no places": Metadata({}, None, {1: 2}),
+    "text": "Metadata",
+}
+
+
+def test_wrong_content_behind_a_manifest_that_fits_is_refused_by_name(folder: Path) -> None:
+    config = f"config={SAMPLE / 'config.yaml'}"
+    state = (folder / "train_state.json").read_bytes()
+    for case, text in STATES.items():
+        forge(folder, text.encode("latin-1"), "train_state.json")
+        for argv in (["show", str(folder)], ["diff", str(folder), config]):
+            assert str(folder / "train_state.json") in said(lambda argv=argv: main(argv)), case
+    forge(folder, state, "train_state.json")
+    for case, metadata in METADATA.items():
+        forge(folder, pickle.dumps(metadata))
+        told = said(lambda: main(["show", str(folder)]))
+        assert f"{folder / '.metadata'} cannot be read" in told, case
+    shutil.copy(SAMPLE / "run/checkpoints" / STEP / ".metadata", folder)
+    forge(folder, b"", "__0_0.distcp")
+    told = said(lambda: main(["show", str(folder)]))
+    assert f"{folder / '.metadata'} cannot be read: it refers to bytes that __0_0.dis" in told
+
+
+def test_a_manifest_that_names_what_is_no_file_of_its_folder_is_no_checkpoint(
+    folder: Path,
+) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    os.mkfifo(folder / "pipe")
+    (folder / "device").symlink_to("/dev/zero")
+    (folder / "inside").mkdir()
+    entry = {"size": 0, "xxh3_64": ""}
+    files: dict[str, Any] = {
+        "pipe is not a file": manifest["files"] | {"pipe": entry},
+        "device is not a file": manifest["files"] | {"device": entry},
+        "inside is not a file": manifest["files"] | {"inside": entry},
+        "wrong entry for ../../x": manifest["files"] | {"../../x": entry},
+        "wrong entry for /etc/passwd": manifest["files"] | {"/etc/passwd": entry},
+        "wrong entry for config.yaml": manifest["files"] | {"config.yaml": {"xxh3_64": 1}},
+        "cannot be read": manifest["files"] | {"config.yaml": None},
+        "must list train_state.json and config.yaml in files": [],
+        "must list": {},
+    }
+    for reason, wrong in files.items():
+        write_manifest(folder, manifest | {"files": wrong})
+        checkpoint, why = read_checkpoint(folder)
+        assert checkpoint is None and reason in why
+    for key, value in (("step", "6"), ("step", -1), ("step", 1e300), ("serial", None)):
+        write_manifest(folder, manifest | {key: value})
+        checkpoint, why = read_checkpoint(folder)
+        assert checkpoint is None and "must have whole numbers as step and serial" in why
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    assert "manifest.json is not a file" in read_checkpoint(folder)[1]
+
+
+def test_a_mixture_that_is_none_is_refused_when_a_run_resumes(folder: Path) -> None:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for key, value in (
+        ("sources", "one"),
+        ("sources", {"one": "much"}),
+        ("sources", {"one": float("inf")}),
+        ("stages", {"a": 1}),
+        ("stages", [{"from": 3}]),
+        ("global_batch_size", "seven"),
+    ):
+        changed = config | {"data": config["data"] | {key: value}}
+        forge(folder, yaml.safe_dump(changed).encode(), "config.yaml")
+        told = said(lambda: main(["diff", str(folder), f"config={SAMPLE / 'config.yaml'}"]))
+        assert f"data.{key}" in told and str(folder / "config.yaml") in told
+
+
+# ------------------------------------------------------------------- a folder of transformers
+
+ABSURD: dict[str, list[Any]] = {
+    "num_hidden_layers": [10**9, 0, -1, True, 2.5, "2", [2], 10**400],
+    "head_dim": [10**9, -2, {}],
+    "hidden_size": [2**40, None, "x" * 10**6],
+    "vocab_size": [None, -1, 1e300],
+    "intermediate_size": [10**400, False],
+    "max_position_embeddings": [0, "many"],
+    "rms_norm_eps": [-1e-5, "small", 10**400],
+    "rope_theta": [0, "\x1b[31m"],
+    "rope_parameters": ["llama3", [1], {"rope_type": ["llama3"]}, {"rope_type": "llama3"}],
+    "tie_word_embeddings": ["yes", [], 2],
+    "model_type": [None, 3, {"llama": 1}],
+}
+
+
+def test_absurd_values_of_a_config_json_are_refused_by_key() -> None:
+    good = llama.to_config(ModelArgs(dim=48, n_heads=6, vocab_size=259), 512)
+    assert llama.from_config(good, "config.json")[1] == 512
+    for key, values in ABSURD.items():
+        for value in values:
+            changed = good | {key: value}
+            changed |= {"rope_parameters": None} if key == "rope_theta" else {}
+            told = said(lambda changed=changed: llama.from_config(changed, "config.json"))
+            where = "config.json: factor" if value == {"rope_type": "llama3"} else key[:4]
+            assert told.startswith("config.json: ") and where in told, (key, value)
+            assert len(told) < 300
+
+
+def test_weights_of_a_folder_of_transformers_are_files_of_it(tmp_path: Path) -> None:
+    config = llama.to_config(ModelArgs(dim=48, n_heads=6, vocab_size=259), 512)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "empty.safetensors").touch()
+    index = tmp_path / "model.safetensors.index.json"
+    files = ["pipe.safetensors", "empty.safetensors", "../x", "/dev/zero", "no\0name", "", 5]
+    for weight_map in (None, [], *({"a": file} for file in files)):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        told = said(lambda: open_folder(llama, str(tmp_path), "source"))
+        assert str(tmp_path) in told, weight_map
+
+
+# ----------------------------------------------------------------------- its config, its terminal
+
+
+def test_the_config_of_a_checkpoint_is_read_as_text(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names a secret of the environment, and a file that is not its own."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    text, there = (folder / "config.yaml").read_text(), folder.parents[1] / "private"
+    there.write_text("seed: 5\n")
+    forged = text.replace("seed: 11", "seed: ${oc.env:HF_TOKEN}")
+    forged = forged.replace("  name: bytes", "  name: ${oc.env:HF_TOKEN}")
+    assert forged.count("${") == 2
+    (folder / "config.yaml").write_text(f"base: {there}\n{forged}")
+    resign(folder)
+    printed = []
+    for work in (
+        lambda: main(["diff", str(folder), f"config={SAMPLE / 'config.yaml'}"]),
+        lambda: main(["convert", str(folder), str(folder.parent / "file.pth")]),
+        lambda: convert.main([f"source={folder}", f"out={folder.parent / 'hf'}"]),
+        lambda: open_trained("ckpt", str(folder), None),
+    ):
+        printed += [said(work), *capsys.readouterr()]
+    with one_process():
+        source = find_source(folder, "full", print)
+        saved = read_saved(newest(folder.parent, "full", print), ["seed", "data.tokenizer.name"])
+        start = find_start(folder.parent, CheckpointArgs(), ["seed"])
+    printed += [str(start), source.config, *capsys.readouterr()]
+    assert saved.config == {
+        "seed": "${oc.env:HF_TOKEN}",
+        "data.tokenizer.name": "${oc.env:HF_TOKEN}",
+    }
+    assert "hf_secret" not in "".join(printed) and "seed: 5" not in "".join(printed)
+    assert "${oc.env:HF_TOKEN}" in printed[1]  # in the table of diff
+
+
+def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    escape = "\x1b]0;owned\x07\x9b31m"
+    config = yaml.safe_load((folder / "config.yaml").read_text()) | {"seed": escape}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    state = json.loads((folder / "train_state.json").read_text())
+    state["versions"] = {"torch": escape, escape: "${"}
+    (folder / "train_state.json").write_text(json.dumps(state))
+    resign(folder)
+    (folder.parent / f"0000000001{escape}").mkdir()
+    main(["show", str(folder.parents[1])])
+    assert said(lambda: main(["diff", str(folder.parents[1]), f"config={SAMPLE / 'config.yaml'}"]))
+    printed = "".join(capsys.readouterr())
+    assert "owned" in printed and "seed" in printed and "is not a checkpoint" in printed
+    assert not set(printed) & {"\x1b", "\x07", "\x9b"}
+
+
+# ---------------------------------------------------------------------------------------- pruning
+
+
+def test_pruning_takes_only_names_and_files_of_ours(folder: Path) -> None:
+    root = folder.parent
+    others = ["my.best", "0000000009.best.txt", "12.best"]
+    for name in others:
+        (root / name).write_text("mine")
+    (root / f"{STEP}.best").mkdir()  # in the place of a mark, and of one that goes
+    (root / "x.best").mkdir()
+    (root / "0000000001.best").touch()
+    for leftover in ("0000000002.tmp-0123abcd", "0000000003.tmp-0123abcd"):
+        shutil.copytree(folder, root / leftover)
+    (root / "0000000003.tmp-0123abcd" / "notes").write_text("mine")
+    mark(root / "0000000001", "paper")
+    prune(root, CheckpointArgs(SaveEvery(keep=1)))
+    left = {path.name for path in root.iterdir()}
+    assert left == {*others, STEP, f"{STEP}.best", "x.best", "0000000001.paper", leftover}
+    assert [path.name for path in (root / leftover).iterdir()] == ["notes"]
+    assert [c.step for c in find(root)] == [6] and marks(folder) == []
+    assert isinstance(find(root)[0], Checkpoint)
