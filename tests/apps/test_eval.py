@@ -34,7 +34,7 @@ from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.errors import UserError
 from lingua.inference.harness import WAITING
-from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.launch import detect_launch, leave, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.apps.tasks import TASKS, write_tasks
@@ -79,7 +79,7 @@ def eval_here(*arguments: str, hidden: str | None = None) -> tuple[str, str]:
             refused = str(error)
         finally:
             if dist.is_initialized():
-                dist.destroy_process_group()
+                leave(patience_s=30)  # as the program does
     return refused, printed.getvalue()
 
 
