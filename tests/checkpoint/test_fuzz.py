@@ -38,7 +38,7 @@ from tests.checkpoints import resign, write_manifest
 pytestmark = pytest.mark.soak
 
 SEED = 14
-BUDGET_S = 15.0  # of each kind of file
+BUDGET_S = 5.0  # of each kind of file
 CASE_S = 20  # in which a case must be answered
 MEMORY = 2 << 30  # bytes that all cases together may add
 
