@@ -132,7 +132,7 @@ def _typed(kind: Any, value: Any) -> Any:
     """A value of JSON as a `kind`: a dataclass, list, mapping, text, number or true and false."""
     if is_dataclass(kind):
         kinds = {f.name: f.type for f in fields(kind)}
-        return kind(**{k: _typed(kinds[k], v) for k, v in value.items()})  # type: ignore[operator]
+        return kind(**{k: _typed(kinds[k], v) for k, v in value.items()})  # type: ignore[operator]  # a dataclass
     origin = get_origin(kind)
     if kind is not Any and type(value) is not (origin or kind):
         raise TypeError

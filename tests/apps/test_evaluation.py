@@ -78,8 +78,8 @@ def test_a_resumed_run_cuts_the_evaluations_of_what_it_repeats(runs: Runs, task_
 def test_results_that_cannot_be_written_do_not_stop_training(runs: Runs, task_dir: Path) -> None:
     settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[rolling]", "eval.every": 4}
     dump_dir = runs.folder / "no room"
-    dump_dir.mkdir()
-    (dump_dir / "evals").write_text("a file")
+    (dump_dir / "evals").mkdir(parents=True)
+    (dump_dir / "evals" / "0000000004").write_text("a file")
     run = runs.train((1, 2, 1), settings, dump_dir=dump_dir)
     assert "error: step 4 is not evaluated: " in run.log and "cannot be written" in run.log
     assert "done: 4 steps" in run.log and len(of_evals(run)) == 1

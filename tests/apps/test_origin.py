@@ -234,7 +234,8 @@ def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_
     shard = next(copy.glob("__1_*"))
     content = shard.read_bytes()
     shard.write_bytes(content[:1000])
-    assert f"{copy} cannot be read: __1_0.distcp: " in refused(copy, {})
+    error = refused(copy, {})
+    assert f"{copy} cannot be read: " in error and "__1_0.distcp" in error
     shard.write_bytes(bytes(len(content)))
     assert f"{copy} cannot be read" in refused(copy, {})
     shard.write_bytes(content)

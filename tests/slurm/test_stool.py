@@ -405,7 +405,8 @@ def test_wrong_input_is_refused_by_name_before_anything_is_done(
     assert "exists" in (error := refused("there")) and "dirs_exists_ok=true" in error
     assert "cannot be imported" in refused(script="apps.nope")
     assert "must have a function check" in refused(script="lingua.errors")
-    for name in ("two\nlines", "%j", "a:b"):
+    assert "must be a name without control characters" in refused("two\nlines")
+    for name in ("%j", "a:b"):
         error = refused(name)
         assert "dump_dir = " in error and "must not contain %" in error
     assert "option of sbatch account = " in refused(account="a\n#SBATCH --wrap=id")
