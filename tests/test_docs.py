@@ -372,7 +372,7 @@ def run_page(page: Path, tree: Path) -> None:
 def masked(line: str) -> str:
     """A line without what differs between machines and sizes: times, numbers, hashes, columns."""
     line = re.sub(r"^\d\d:\d\d:\d\d ", "", line.strip())
-    line = re.sub(r"\b[0-9a-f]{12,}\b", "#", line)
+    line = re.sub(r"(?<![.])\b[0-9a-f]{12,}\b", "#", line)
     line = re.sub(r"(\d[\d.]*[dhms] ?)+", "#s ", line)
     line = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[KMG]iB|[kM]?\b)", "#", line)
     line = re.sub(r"-{2,}", "-", re.sub(r"\s+", " ", line))
