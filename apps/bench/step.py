@@ -117,6 +117,7 @@ def run_steps(keys: list[str], n: int, at: Callable[[int, Run, list[MicroBatch]]
             "validation.every=0",
         ]
         app = choose_app(keys)
+        args: TrainArgs
         args, _ = load(app.config, [*keys, *own], foreign=META_LINGUA)
         if args.model.vocab_size == -1:
             raise UserError("model.vocab_size: must be given, since no tokenizer's file is read")
@@ -198,7 +199,7 @@ def bare_turn(args: TrainArgs, rows: list[Batch], device: torch.device) -> Turn:
     free(device)
     module = build(args).module
     if args.distributed.compile:
-        for block in module.layers:
+        for block in module.get_submodule("layers").children():
             block.compile()
     reference = Reference(module, args, device)
     batches = [[(x.to(device), targets.to(device)) for x, targets in batch] for batch in rows]
