@@ -3,7 +3,6 @@ checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -20,7 +19,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
-    loss_parallel,
     parallelize_module,
 )
 from torch.utils._pytree import tree_map_only
@@ -227,9 +225,3 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) ->
             if args.compile:
                 block.compile()
         model.set_submodule(name, block)
-
-
-def loss_context(mesh: DeviceMesh) -> AbstractContextManager[None]:
-    """Around forward and backward: cross-entropy over a vocabulary that tp ranks share."""
-    _, _, tp = mesh.shape  # mesh["tp"] would make a mesh in every micro-step
-    return loss_parallel() if tp > 1 else nullcontext()
