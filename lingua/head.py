@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lingua.data import IGNORE
 from lingua.errors import UserError
+from lingua.format import human_bytes
 
 CHUNK_BYTES = 1 << 28  # of float32 logits at a time, of the part of the vocabulary a rank has
 
@@ -82,8 +83,22 @@ class VocabularyParallel(ParallelStyle):
 
     @staticmethod
     def _gather(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
-        x = DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False)
+        x = inputs[0]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
         return (x.redistribute(placements=[Replicate()]), *inputs[1:])
+
+
+def chunk_note(model: nn.Module, positions: int, tp: int) -> Iterator[str]:
+    """A line where the positions of a micro-batch are more than a chunk."""
+    for layer in model.modules():
+        if isinstance(layer, Head):
+            n_rows = -(-layer.out_features // tp)
+            if (size := _chunk_size(n_rows)) < positions:
+                yield (
+                    f"the loss is computed {size:,} positions at a time: the logits of "
+                    f"{positions:,} would take {human_bytes(4 * n_rows * positions)}"
+                )
 
 
 class _Shard:
@@ -150,9 +165,14 @@ def _gradients(
     return torch.cat(losses), x_grad, weight_grad.to(weight.dtype)
 
 
+def _chunk_size(n_rows: int) -> int:
+    """Vectors whose products with each of `n_rows` take at most CHUNK_BYTES in float32."""
+    return max(1, CHUNK_BYTES // (4 * n_rows))
+
+
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Rows of x whose product with each row of weight takes at most CHUNK_BYTES in float32."""
-    size = max(1, CHUNK_BYTES // (4 * len(weight)))
+    """Rows of x for which all products with the rows of weight are computed at once."""
+    size = _chunk_size(len(weight))
     return (slice(i, i + size) for i in range(0, len(x), size))
 
 
@@ -165,9 +185,9 @@ def _chunk(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[T
     total, target = logits.logsumexp(-1), torch.where(here, logits.gather(1, own)[:, 0], 0.0)
     if shard.group is not None:
         mine = torch.stack((total, target))
-        ranks = mine.new_empty((shard.group.size(), *mine.shape))
+        ranks = mine.new_empty((shard.group.size() * 2, len(x)))
         dist.all_gather_into_tensor(ranks, mine, group=shard.group)
-        total, target = ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)
+        total, target = ranks[0::2].logsumexp(0), ranks[1::2].sum(0)
     grad = logits.sub_(total[:, None]).exp_()  # softmax
     grad.scatter_add_(1, own, -here.float()[:, None])
     grad *= valid[:, None]

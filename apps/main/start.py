@@ -40,6 +40,7 @@ from lingua.data.rows import Data
 from lingua.data.text import TextData
 from lingua.errors import UserError
 from lingua.format import counted
+from lingua.head import chunk_note
 from lingua.hugging_face import open_weights
 from lingua.optim.optimizer import build_optimizer
 from lingua.optim.schedule import schedule_warnings
@@ -233,4 +234,5 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
         "data-parallel ranks"
     )
     yield from grad_sync_note(model, mesh, args.distributed.grad_sync, n_micro)
+    yield from chunk_note(model, rows * args.data.seq_len, mesh["tp"].size())
     yield from schedule_warnings(args.optim, args.steps)

@@ -66,6 +66,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         cache: Cache | None = None,
+        per_token: bool = False,
     ) -> Tensor | Losses:
         ctx = Context(self.args, tokens.shape[1], tokens.device, documents, noise, cache)
         per_row: PerRow = {}
@@ -75,6 +76,8 @@ class Transformer(nn.Module):
         if targets is None:
             return self.output(h if cache is None else h[:, -1:])
         targets = targets[: len(ahead)]
+        if per_token:
+            return self.output(h, targets, per_token=True)
         counts = (targets != IGNORE).sum((1, 2))
         return Losses(self.output(h, targets), counts, per_row)
 
