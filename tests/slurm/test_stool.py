@@ -424,7 +424,7 @@ def test_the_config_is_validated_for_the_number_of_ranks(
     assert "product is 3, but 8 processes" in refused(arguments=shape, nodes=2, ngpu=4)
     assert "must divide model.n_heads" in refused(arguments=["distributed.tp_size=8"], ngpu=8)
     error = refused(arguments=["grad_acc_steps=5"], nodes=2)
-    assert "grad_acc_steps = 5" in error and "each of 2 data-parallel ranks" in error
+    assert "grad_acc_steps = 5" in error and "4 rows a rank, on 2 data-parallel ranks" in error
     assert "data.sources.three" in refused(arguments=["data.sources={three: 1}"])
     error = refused(arguments=["partiton=x"])
     assert "partiton: unknown key" in error and "keys of stool: script, launcher, " in error
