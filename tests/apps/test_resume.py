@@ -15,6 +15,7 @@ from lingua.data.prepare.sources import prepare_sources, shard_folder, source_fi
 from lingua.data.prepare.units import UNIT_BYTES, plan_units
 from lingua.lock import claimed
 from lingua.tokenizer import build_tokenizer
+from tests.apps.meshes import Sizes
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     SMALL,
@@ -22,7 +23,6 @@ from tests.apps.runs import (
     NanAt,
     Outcome,
     Runs,
-    Sizes,
     arguments,
     differs,
     digests,

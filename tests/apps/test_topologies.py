@@ -17,31 +17,14 @@ from lingua.data import IGNORE
 from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.init import init_parameters
+from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split
-from tests.apps.runs import (
-    GLOBAL_BATCH,
-    TOPOLOGIES,
-    Outcome,
-    Runs,
-    Sizes,
-    Twist,
-    arguments,
-    differs,
-    masked,
-    name_of,
-    relative,
-)
+from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, Twist, arguments, differs, masked, relative
 
 STEPS = 4
 MEASURED = {"validation.every": 2, "stop_at": STEPS}
 APART = {"data.document_mask": "ignore", "stop_at": 3}
 BOS = 256  # of the byte tokenizer
-
-
-def on_its_own(sizes: Sizes) -> dict[str, Any]:
-    """Settings that may differ from topology to topology."""
-    batch_size, grad_sync = TOPOLOGIES[sizes]
-    return {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +36,10 @@ def alone(runs: Runs) -> Outcome:
 # ------------------------------------------------------------------------------- the same run
 
 
-def meshes(*quick: Sizes) -> Any:
-    """Each topology of several ranks as a case; those that are not quick are soak tests."""
-    return pytest.mark.parametrize(
-        "sizes",
-        [
-            pytest.param(sizes, marks=() if sizes in quick else pytest.mark.soak)
-            for sizes in TOPOLOGIES
-            if sizes != (1, 1, 1)
-        ],
-        ids=name_of,
-    )
+SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 
 
-@meshes((1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))
+@on_meshes((1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2), soak=SEVERAL_RANKS)
 def test_every_topology_trains_the_same_run(runs: Runs, alone: Outcome, sizes: Sizes) -> None:
     run = runs.train(sizes, on_its_own(sizes) | MEASURED)
     assert run.weights == alone.weights
@@ -276,9 +249,7 @@ def counted(runs: Runs, sizes: Sizes, **settings: Any) -> tuple[Outcome, list[di
     return run, json.loads(path.read_text())["collectives"]
 
 
-@pytest.mark.parametrize(
-    "sizes", [(2, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.soak)], ids=name_of
-)
+@on_meshes((2, 2, 1), soak=[(1, 2, 2)])
 def test_gradients_travel_once_a_step_or_with_every_micro_step(runs: Runs, sizes: Sizes) -> None:
     degree = sizes[0] * sizes[1]
     n_bytes: dict[str, int] = {}
@@ -327,7 +298,7 @@ def plain(runs: Runs) -> Outcome:
     return run
 
 
-@pytest.mark.parametrize("sizes", [(1, 3, 1), (2, 2, 1)], ids=name_of)
+@on_meshes((1, 3, 1), (2, 2, 1))
 def test_a_model_without_a_plan_trains_data_parallel(
     runs: Runs, plain: Outcome, sizes: Sizes
 ) -> None:
@@ -336,9 +307,7 @@ def test_a_model_without_a_plan_trains_data_parallel(
     assert differs(run, plain) == []
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 2, 2), pytest.param((2, 1, 2), marks=pytest.mark.soak)], ids=name_of
-)
+@on_meshes((1, 2, 2), soak=[(2, 1, 2)])
 def test_a_model_with_a_tensor_parallel_plan_only_trains_on_any_mesh(
     runs: Runs, plain: Outcome, sizes: Sizes
 ) -> None:
@@ -365,16 +334,7 @@ CHECKPOINTING = "distributed.activation_checkpointing"
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 1, 2),
-        pytest.param((1, 1, 1), marks=pytest.mark.soak),
-        pytest.param((2, 2, 1), marks=pytest.mark.soak),
-        pytest.param((1, 2, 2), marks=pytest.mark.soak),
-    ],
-    ids=name_of,
-)
+@on_meshes((1, 1, 2), soak=[(1, 1, 1), (2, 2, 1), (1, 2, 2)])
 def test_activation_checkpointing_trains_the_same_run(
     runs: Runs, short: Outcome, sizes: Sizes, kind: str
 ) -> None:
