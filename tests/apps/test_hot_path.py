@@ -41,6 +41,7 @@ class Counting(Objective):
             self.reads.__enter__()
         elif step == LAST:
             self.reads.__exit__(None, None, None)
+        self.run.report.add("rows", torch.tensor(float(len(batch))))
         return super().gradients(batch, valid)
 
 

@@ -272,17 +272,25 @@ def test_gradients_travel_once_a_step_or_with_every_micro_step(runs: Runs, sizes
     assert of("last", 4) == once
     assert of("every", 4) == {kind: 4 * n for kind, n in once.items()}
     assert n_bytes["every"] == 4 * n_bytes["last"]
-    assert saved_bytes(logs["last"]) == pytest.approx(3 * n_bytes["last"], rel=0.1)  # no padding
+    kept, saved = of_log(logs["last"])
+    assert saved == pytest.approx(3 * n_bytes["last"], rel=0.1)  # no padding
+    n_parameters = re.search(r"([\d,]+) parameters on", logs["last"])[1].replace(",", "")
+    assert kept == pytest.approx(4 * int(n_parameters) / sizes[2], rel=0.1)  # norms are not split
+    assert of_log(logs["every"]) == (0, 0)
     if sizes[0] > 1:
         assert of("replica_last", 4) == {"reduce_scatter": 4 * units, "all_reduce": units}
-        saved = n_bytes["every"] - n_bytes["replica_last"]
-        assert saved_bytes(logs["replica_last"]) == pytest.approx(saved, rel=0.1)
+        kept_of_shards, saved = of_log(logs["replica_last"])
+        assert saved == pytest.approx(n_bytes["every"] - n_bytes["replica_last"], rel=0.1)
+        assert kept_of_shards == pytest.approx(kept / sizes[1], rel=0.01)
 
 
-def saved_bytes(log: str) -> float:
-    """What the log says that the chosen sync saves a step."""
-    number, unit = re.search(r"saves ([\d.]+) (KiB|MiB) of gradient traffic a step", log).groups()
-    return float(number) * {"KiB": 2**10, "MiB": 2**20}[unit]
+def of_log(log: str) -> tuple[float, float]:
+    """Bytes that the chosen sync keeps between micro-steps, and saves a step, by the log."""
+    size = r"([\d.]+) (B|KiB|MiB)"
+    found = re.search(rf"keeps {size} of gradients .* saves {size} of gradient traffic a step", log)
+    kept, unit, saved, unit_saved = found.groups()
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    return float(kept) * units[unit], float(saved) * units[unit_saved]
 
 
 # ------------------------------------------------------------------------------ other models

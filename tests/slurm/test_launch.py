@@ -1,6 +1,7 @@
 """Launching that needs no Slurm: the batch script, runs on this machine, and what is refused."""
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -26,8 +27,9 @@ def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Pa
     values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
     values["sweep.optim.lr"] = "1e-3,3e-4"
     command = [sys.executable, "-m", "lingua.stool", *job, *(f"{k}={v}" for k, v in values.items())]
+    env = os.environ | {"A_SECRET": (secret := secrets.token_hex())}
     with subprocess.Popen(
-        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as launcher:
         try:
             while not any(path.stat().st_size for path in sweep.glob("*/metrics.jsonl")):
@@ -42,6 +44,8 @@ def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Pa
     [checkpoint] = (log.parent / "checkpoints").glob("0*")
     assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
     assert launcher.returncode, output
+    files = [path for path in sweep.rglob("*") if path.is_file()]
+    assert secret not in output and not any(secret.encode() in f.read_bytes() for f in files)
 
 
 def test_print_shows_the_script_and_needs_no_slurm(
