@@ -56,8 +56,9 @@ class LanguageModel(Protocol):
         Args:
             tokens: int64 B S.
             targets: int64 V-1 B S, lingua.data.IGNORE where there is no loss.
-            documents: int64 B S, the index of each position's document in its row, never falling
-                along S. None: every row is one document.
+            documents: int64 B K, the positions at which the documents of each row begin, from 0 on
+                and never falling. One that the next repeats, or S, begins an empty document: rows
+                may have different numbers. None: every row is one document.
             noise: int64 B, a random key of each row in this step. What is random in the model
                 depends on it and on where it is (layer, position, feature) alone. None, as in
                 evaluation: nothing is random.

@@ -13,12 +13,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from apps.main.transformer import ModelArgs, Transformer
+from lingua.attention import attend
 from lingua.transformer import (
     Attention,
     Context,
     RopeScaling,
     TransformerArgs,
-    attend,
     flops_per_token,
     rotary_frequencies,
     rotate,

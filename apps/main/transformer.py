@@ -68,10 +68,12 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         per_token: bool = False,
     ) -> Tensor | Losses:
-        ctx = Context(self.args, tokens.shape[1], tokens.device, documents, noise, cache)
+        x = self.tok_embeddings(tokens)
+        seq_len, device = tokens.shape[1], tokens.device  # x may have a rank's part of them
+        ctx = Context(self.args, seq_len, device, documents, noise, cache, x.dtype)
         per_row: PerRow = {}
         n_views = 1 if targets is None else len(targets)
-        ahead = self.hidden(self.tok_embeddings(tokens), ctx, n_views, per_row)
+        ahead = self.hidden(x, ctx, n_views, per_row)
         h = self.norm(torch.cat(ahead))  # V*B S E
         if targets is None:
             return self.output(h if cache is None else h[:, -1:])
