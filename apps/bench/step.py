@@ -53,8 +53,11 @@ SHAPES = {
 }
 # Keys that are varied where the command line does not set them.
 VARIED = {
-    "cuda": {"distributed.compile": ("false", "true")},
-    "cpu": {"distributed.compile": ("false", "true")},
+    "cuda": {
+        "distributed.compile": ("false", "true"),
+        "model.attn_impl": ("sdpa", "varlen", "flex_attention", "fmha"),
+    },
+    "cpu": {"distributed.compile": ("false", "true"), "model.attn_impl": ("sdpa",)},
 }
 WARM_UP, STEPS = 5, 10  # of a turn: steps that are not measured, and those that are
 
