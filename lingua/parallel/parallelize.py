@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from lingua.errors import UserError, nearest
 from lingua.init import canonical_name, ties_kept
@@ -199,15 +204,27 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
 
 
 # Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
-# to communicate, than its memory is worth.
-_SAVED = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-]
+# to communicate, than its memory is worth. By name: some exist once their package is imported.
+_SAVED = {
+    "aten.mm.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "torch_attn._varlen_attn.default",
+    "flex_attention",
+    "xformers_flash.flash_fwd.default",
+    "xformers_flash3.flash_fwd.default",
+    "aten._efficient_attention_forward.default",  # of xformers
+    "_c10d_functional.reduce_scatter_tensor.default",
+}
+
+
+def _keep_costly(
+    ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    kept = str(op) in _SAVED
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) -> None:
@@ -222,7 +239,7 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) ->
         if kind == "full":
             block = checkpoint_wrapper(block, preserve_rng_state=False)
         elif kind == "selective":
-            keep = partial(create_selective_checkpoint_contexts, _SAVED)
+            keep = partial(create_selective_checkpoint_contexts, _keep_costly)
             block = checkpoint_wrapper(block, context_fn=keep, preserve_rng_state=False)
             if args.compile:
                 block.compile()
