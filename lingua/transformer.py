@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lingua.attention import AttnImpl, Mask, attend, build_mask, choose_attention
 from lingua.config.schema import Announced, Guarded, bounds, require
-from lingua.data import IGNORE
 from lingua.hashing import hash_bits, key_of
 from lingua.model import Cache, PerRow
 
@@ -344,22 +343,6 @@ def run_blocks(
             for key, term in terms.items():
                 per_row[key] = per_row[key] + term if key in per_row else term
     return x
-
-
-def sum_token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of the targets that are not IGNORE, and how many these are.
-
-    Args:
-        logits: B S vocabulary, any float dtype; the loss is computed in float32.
-        targets: int64 B S.
-
-    Returns:
-        (float32 scalar in nats, int64 scalar).
-    """
-    losses = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
-    return losses, (targets != IGNORE).sum()
 
 
 def flops_per_token(args: TransformerArgs, vocab_size: int, seq_len: int) -> float:

@@ -9,7 +9,6 @@ from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks, document_starts
 from lingua.data.rows import HeldOut
 from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
-from lingua.parallel.parallelize import loss_context
 
 
 @torch.no_grad()
@@ -49,8 +48,7 @@ def validate(
             if marks.bos_id is not None:
                 marks.drop_targets(targets[0].numpy(), index, view=1)
             batch.append(torch.from_numpy(document_starts(index[:, :seq_len])))
-        with loss_context(mesh):
-            sums, counts, *_ = model(*(t.to(total.device) for t in batch))
+        sums, counts, *_ = model(*(t.to(total.device) for t in batch))
         total += torch.stack((sums[0].double(), counts[0].double()))
     model.train(training)
     nats, count = dp_sum_(total, mesh).tolist()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lingua.attention import AttnImpl, Mask, attend, build_mask, choose_attention
 from lingua.errors import UserError
-from lingua.parallel.parallelize import _keep_costly
+from lingua.parallel.parallelize import _selective
 from lingua.transformer import Context, TransformerArgs, TransformerBlock
 
 pytestmark = pytest.mark.quick
@@ -270,7 +270,7 @@ def test_selective_checkpointing_keeps_the_results_of_attention(
         return len(flash_on_the_cpu)
 
     def keep() -> Any:
-        return create_selective_checkpoint_contexts(_keep_costly)
+        return create_selective_checkpoint_contexts(_selective)
 
     assert (run(), run(context_fn=keep)) == (2, 1)
 

@@ -18,6 +18,7 @@ from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks, document_starts
 from lingua.data.rows import Rows
 from lingua.errors import UserError
+from lingua.format import counted
 
 STEPS_AHEAD = 8  # that each thread reads
 
@@ -49,8 +50,8 @@ def micro_steps(
     if not fewest <= n_micro <= most:  # too few for the rows, or one would have no row
         raise UserError(
             f"grad_acc_steps = {n_micro}: must be {fewest} to {most}, or null to derive it, since "
-            f"data.global_batch_size = {global_batch_size} gives {most} rows to each of {dp_size} "
-            f"data-parallel ranks and data.batch_size = {batch_size}"
+            f"data.global_batch_size = {global_batch_size} gives {counted(most, 'row')} a rank, on "
+            f"{counted(dp_size, 'data-parallel rank')}, and data.batch_size = {batch_size}"
         )
     return n_micro, -(-most // n_micro)
 
