@@ -51,8 +51,12 @@ def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dty
         return None
     if device.type != "cuda":
         return "a CUDA device"
-    if impl == "fmha" and find_spec("xformers") is None:
-        return "the package xformers (pip install 'lingua[fmha]')"
+    if impl == "fmha":
+        if find_spec("xformers") is None:
+            return "the package xformers (pip install 'lingua[fmha]')"
+        if torch.cuda.is_available() and not _fmha_serves(head_dim, device, dtype):
+            kind = f"{torch.__version__} and {dtype} heads of {head_dim} features"
+            return f"an xformers built for torch {kind} (python -m xformers.info)"
     if impl == "varlen":
         if dtype not in HALF:
             return "bfloat16 or float16 (distributed.model_dtype = bf16)"
@@ -61,6 +65,17 @@ def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dty
         if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
             return "compute capability 8.0"
     return None
+
+
+@cache
+def _fmha_serves(head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether xformers finds kernels for a small example, forward and backward."""
+    q = torch.zeros(8, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
+    try:
+        _fmha(q, q, q, torch.tensor([0, 8], dtype=torch.int32, device=device), 8, None)
+    except NotImplementedError:
+        return False
+    return True
 
 
 # -------------------------------------------------------------------------------------- masks
