@@ -134,8 +134,9 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        _, x, weight = _gradients(*ctx.saved_tensors, ctx.shard, upstream)
-        return x, weight, None, None
+        x, weight, targets = ctx.saved_tensors
+        _, x_grad, weight_grad = _gradients(x, weight, targets, ctx.shard, upstream)
+        return x_grad, weight_grad, None, None
 
 
 def _losses(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> Tensor:

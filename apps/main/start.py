@@ -241,7 +241,7 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
     n_micro, rows = args.micro_steps(degree)
     yield f"{args.name}: {n_parameters:,} parameters on {n} x {device} ({sizes})"
     yield (
-        f"a step is {counted(args.data.global_batch_size, 'row')} of {args.data.seq_len} tokens: "
+        f"a step is {counted(args.data.step_rows, 'row')} of {args.data.seq_len} tokens: "
         f"{counted(n_micro, 'micro-step')} of at most {counted(rows, 'row')} a rank, on "
         f"{counted(degree, 'data-parallel rank')}"
     )
