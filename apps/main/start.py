@@ -46,8 +46,8 @@ from lingua.head import chunk_note
 from lingua.hugging_face import open_weights
 from lingua.optim.optimizer import build_optimizer
 from lingua.optim.schedule import schedule_warnings
-from lingua.parallel.gradients import grad_sync_note
-from lingua.parallel.launch import one_process
+from lingua.parallel.gradients import grad_sync_note, replicas_note
+from lingua.parallel.launch import detect_launch, one_process
 from lingua.parallel.mesh import AXES, dp_degree, mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan, check_layout
 from lingua.signals import Stopped, StopRequest
@@ -247,5 +247,7 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
     )
     yield "attention: {}, {}".format(*attention_of(args, mesh.device_type))
     yield from grad_sync_note(model, mesh, args.distributed.grad_sync, n_micro)
+    node = detect_launch().local_world_size
+    yield from replicas_note(model, mesh, args.distributed, n_micro, node)
     yield from chunk_note(model, rows * args.data.seq_len, mesh["tp"].size())
     yield from schedule_warnings(args.optim, args.steps)
