@@ -17,8 +17,7 @@ from apps.bench.checkpoint import report as report_checkpoint
 from apps.bench.checkpoint_rank import measure as measure_checkpoint
 from apps.bench.debug import measure as measure_debug
 from apps.bench.generate import measure as measure_generate
-from apps.bench.generate import take_turns
-from apps.bench.generate import transformers_model
+from apps.bench.generate import take_turns, transformers_model
 from apps.bench.loop import Reference
 from apps.bench.report import spread
 from apps.bench.startup import PARTS, start_once

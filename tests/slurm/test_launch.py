@@ -124,7 +124,7 @@ def test_without_submitit_the_message_names_the_package(
     write_sources(tmp_path)
     values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "run"}
     monkeypatch.setitem(sys.modules, "submitit.slurm", None)
-    with pytest.raises(UserError, match="^launcher = print: needs the package submitit, which is"):
+    with pytest.raises(UserError, match=r"^launcher = print: needs the package submitit, which is"):
         launch(JobArgs(launcher="print"), [f"{k}={v}" for k, v in values.items()])
 
 
