@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lingua.data import IGNORE
-from lingua.data.documents import DocumentMarks
+from lingua.data.documents import DocumentMarks, document_starts
 from lingua.data.rows import Rows
 from lingua.errors import UserError
 from lingua.format import counted
@@ -30,7 +30,7 @@ class MicroBatch:
     row_ids: torch.Tensor  # int64 [R], the row's position in the stream
     tokens: torch.Tensor  # int64 [R, S], view 0
     targets: torch.Tensor  # int64 [V-1, R, S], IGNORE where there is no loss
-    # int64 [R, S], which document of its row each input token belongs to; None without such masks
+    # int64 [R, K], where the documents of each row begin (lingua.model); None without such masks
     documents: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -116,7 +116,9 @@ class Loader:
             row_ids=self._padded(ids, -1),
             tokens=self._padded(rows[:, :seq_len], 0),  # goes through the model: valid tokens
             targets=targets,
-            documents=None if index is None else self._padded(index[:, :seq_len], 0),
+            documents=None
+            if index is None
+            else self._padded(document_starts(index[:, :seq_len]), 0),
         )
 
     def _padded(self, values: np.ndarray, padding: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lingua.errors import UserError
 from lingua.parallel.mesh import AXES, DistributedArgs, mesh_sizes
+from lingua.torch_private import default_store, set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def start(
         )
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     for group in mesh.get_all_groups():  # they do not take it from the group of all ranks
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_group_timeout(timeout, group)
     return mesh
 
 
@@ -201,7 +202,7 @@ def one_process() -> Iterator[None]:
 def leave(patience_s: float) -> None:
     """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
     call this: its process may hold the store, which they may still read."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     store.add("lingua/left", 1)
     deadline = time.monotonic() + patience_s
     while dist.get_rank() == 0 and store.add("lingua/left", 0) < dist.get_world_size():
