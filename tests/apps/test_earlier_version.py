@@ -41,5 +41,6 @@ def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(
     a_step_off = [abs(b["loss"] / a["loss"] - 1) for a, b in pairwise(found)]
     assert min(a_step_off) > CLOSE and max(a_step_off) > 100 * CLOSE  # is seen
     assert [line["lr"] for line in found] == [line["lr"] for line in whole]
-    # Its shards are used as they are.
-    assert shards and {path: path.stat().st_ino for path in shards} == inodes
+    # Its shards are used as they are, and no others are built.
+    assert shards and set(sample.glob("text/.tokens/*/*.tokens")) == shards.keys()
+    assert {path: path.stat().st_ino for path in shards} == inodes
