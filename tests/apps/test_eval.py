@@ -234,6 +234,7 @@ def test_with_other_tokenizers_and_tied_weights_scores_are_those_of_the_harness_
         assert replies(samples_in(out, task)) == replies(there["samples"][task])
 
 
+@pytest.mark.soak
 def test_groups_and_tags_are_those_of_the_harness(ranks, run, task_dir, tmp_path):
     folder = shutil.copytree(task_dir, tmp_path / "tasks")
     choice = (folder / "choice.yaml").read_text()

@@ -343,9 +343,10 @@ def short(runs: Runs) -> Outcome:
 
 
 CHECKPOINTING = "distributed.activation_checkpointing"
+FULL = pytest.param("full", marks=pytest.mark.soak)  # by default with masks and with dropout
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", [FULL, "selective"])
 @on_meshes((1, 1, 2), soak=[(1, 1, 1), (2, 2, 1), (1, 2, 2)])
 def test_activation_checkpointing_trains_the_same_run(
     runs: Runs, short: Outcome, sizes: Sizes, kind: str
