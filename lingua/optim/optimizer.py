@@ -149,26 +149,28 @@ class NonFiniteGuard:
     """Suppresses updates whose gradient is not finite, on the device, and reports them later.
 
     With `on_nonfinite: stop` no later update is made either, so that the run stops in the state
-    that the bad step found. The host learns of it when it asks (`skipped`), not at every step.
+    that the bad step found. The host learns of it when it reads `counts`, not at every step.
     """
 
     def __init__(self, mode: str, device: torch.device, skipped: int = 0) -> None:
         self.stops = mode == "stop"
-        self.count = torch.tensor(skipped, device=device)
-        self.first = torch.tensor(0, device=device)  # this process's first bad step; 0: none
+        # int64 [2] on the device: updates suppressed over the whole run, and this process's first
+        # bad step (0: none)
+        self.counts = torch.tensor([skipped, 0], device=device)
 
     def admit(self, step: int, grad_norm: Tensor) -> Tensor:
         """Whether `update` may change anything at `step`: a bool scalar on the device."""
         bad = ~grad_norm.isfinite()
-        self.first = torch.where(bad & (self.first == 0), step, self.first)
-        self.count = self.count + bad
-        return self.first == 0 if self.stops else ~bad
+        count, first = self.counts
+        first = torch.where(bad & (first == 0), step, first)
+        self.counts = torch.stack((count + bad, first))
+        return first == 0 if self.stops else ~bad
 
-    def skipped(self, step: int, position: int, global_batch_size: int) -> int:
-        """Updates suppressed over the whole run, asked after `step`, which used the rows up to
-        `position`. Waits for the device. Raises UserError, which names step and rows, where there
-        was one and `on_nonfinite` is `stop`."""
-        first = int(self.first)
+    def skipped(self, counts: list[int], step: int, position: int, global_batch_size: int) -> int:
+        """Updates suppressed over the whole run, by the values of `self.counts` after `step`, which
+        used the rows up to `position`. Raises UserError, which names step and rows, where there was
+        one and `on_nonfinite` is `stop`."""
+        count, first = counts
         if self.stops and first:
             end = position - (step - first) * global_batch_size
             raise UserError(
@@ -176,4 +178,4 @@ class NonFiniteGuard:
                 f"{end - 1}). The run stops before this update; optim.on_nonfinite = skip counts "
                 "such steps and goes on"
             )
-        return int(self.count)
+        return count
