@@ -118,13 +118,15 @@ def start(
     """Start the process group (gloo for CPU tensors, NCCL for CUDA ones) and build the mesh.
 
     A single process has a group of one, so that nothing else asks how it was launched. With a
-    `dump_dir`, an NCCL collective that times out leaves there what each rank's last ones were.
+    `dump_dir`, an NCCL collective that times out leaves there what each rank's last ones were. A
+    `model_dtype` that `args` leave open is filled in.
 
     Raises:
         UserError: the sizes of the mesh do not multiply to the number of processes, or the
             processes cannot meet.
     """
     sizes = mesh_sizes(args, launch.world_size)
+    args.model_dtype = args.model_dtype or ("bf16" if device.type == "cuda" else "fp32")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports inductor

@@ -39,8 +39,9 @@ class DistributedArgs:
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient
     grad_sync: Free[Literal["last", "replica_last", "every"]] = "last"
-    # dtype of forward and backward; parameters, gradients and their reduction stay float32
-    model_dtype: Announced[Literal["bf16", "fp32"]] = "bf16"
+    # dtype of forward and backward; parameters, gradients and their reduction stay float32; null:
+    # bf16 on CUDA, fp32 on the CPU
+    model_dtype: Announced[Literal["bf16", "fp32"] | None] = "bf16"
     compile: Announced[bool] = False  # compile each block with torch.compile
     matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
     # what a block keeps for its backward: `none` all, `full` its input only, `selective` the

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lingua.errors import UserError
+from lingua.inference.trained import OpenArgs
 from lingua.parallel.launch import detect_launch, set_timeout, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0
 from lingua.parallel.program import run_program
@@ -84,6 +85,18 @@ def test_a_wrong_place_in_the_environment_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=f"^the environment variable {name}: must be a number"):
         detect_launch(wrong)
+
+
+def dtype_here() -> str | None:
+    args = DistributedArgs(model_dtype=None)
+    start(torch.device("cpu"), detect_launch(), args)
+    return args.model_dtype
+
+
+def test_a_dtype_that_is_left_open_is_the_cpus(ranks) -> None:
+    """Of evaluation and generation. That of CUDA: tests/ghost."""
+    assert OpenArgs().distributed.model_dtype is None
+    assert ranks.run(1, dtype_here) == ["fp32"]
 
 
 def wait_for_a_stopped_rank() -> list[str]:
@@ -167,6 +180,7 @@ def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2() -> None:
 PROGRAM = """
 import os, sys, time
 from lingua.errors import UserError
+from lingua.inference.trained import OpenArgs
 from lingua.parallel.program import run_program
 def program():
     while os.environ["RANK"] == "0" and not os.path.exists("rank 1 raises"):
