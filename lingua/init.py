@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.hashing import hash_bits, key_of
+from lingua.torch_private import (
+    TorchDispatchMode,
+    compute_local_shape_and_global_offset,
+    version,
+)
 
 KINDS = {torch.ops.aten.normal_.default: "normal", torch.ops.aten.uniform_.default: "uniform"}
 CHUNK = 1 << 22  # elements hashed at a time, which bounds the int64 and float64 temporaries
@@ -126,7 +129,7 @@ def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
     for name, t in named_tensors(model):
         if t.is_floating_point():
             local(t).fill_(math.nan)
-        before[name] = t._version, local(t).shape
+        before[name] = version(t), local(t).shape
     with _SeededDraws(model, seed):
         for module in reversed(list(model.modules())):
             reset = getattr(module, "reset_parameters", None)
@@ -134,8 +137,8 @@ def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
                 reset()
     missing = []
     for name, t in named_tensors(model):
-        version, shape = before[name]
-        empty = bool(local(t).isnan().any()) if t.is_floating_point() else t._version == version
+        changes, shape = before[name]
+        empty = bool(local(t).isnan().any()) if t.is_floating_point() else version(t) == changes
         missing.append(empty or local(t).shape != shape)  # an `out=` puts the whole for a part
     # A rank with an empty shard finds nothing missing: ranks compare before any of them raises.
     flags = torch.tensor(missing, dtype=torch.int32)

@@ -9,11 +9,10 @@ import pickle
 import pickletools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Size, Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -21,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from lingua.checkpoint.tensors import Part
 from lingua.files import file_size, read_bytes
+from lingua.torch_private import begin_in_file, create_file_view
 
 METADATA = ".metadata"
 # that torch.save writes besides the elements of a tensor, at most; if compressed they can become
@@ -50,6 +49,14 @@ _OPCODES = """PROTO FRAME MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE
     BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
     EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS STACK_GLOBAL NEWOBJ REDUCE BUILD"""
 _WITH_LENGTH = {"LONG1": 1, "SHORT_BINUNICODE": 1, "BINUNICODE": 4}  # bytes of the length
+
+
+class _Chunk(NamedTuple):
+    """Where a chunk of a tensor is stored, as torch.save wrote it."""
+
+    file: str
+    offset: int  # bytes
+    length: int  # bytes
 
 
 class _StandIn:
@@ -146,7 +153,7 @@ class DCPFolder:
             for name, entry in metadata["state_dict_metadata"].items()
             if type(entry).__name__ == "TensorStorageMetadata"
         }
-        self._stored: dict[MetadataIndex, _StorageInfo] = {}
+        self._stored: dict[MetadataIndex, _Chunk] = {}
         sizes: dict[str, int] = {}  # of files
         for index, info in metadata["storage_data"].items():
             index, info = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
@@ -160,7 +167,7 @@ class DCPFolder:
             if not 0 <= begin <= begin + length <= sizes[file]:
                 raise ValueError(f"it refers to bytes that {file} does not have")
             key = MetadataIndex(index["fqn"], _sizes(index["offset"]))
-            self._stored[key] = _StorageInfo(file, begin, length)
+            self._stored[key] = _Chunk(file, begin, length)
         self.tensors: dict[str, Tensor] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             for name, entry in self._entries.items()
@@ -169,7 +176,7 @@ class DCPFolder:
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of each part. Every file is read once, from its begin to its end."""
-        reads: dict[str, list[tuple[_StorageInfo, Part]]] = {}
+        reads: dict[str, list[tuple[_Chunk, Part]]] = {}
         for part in parts:
             begin = Size(side.start for side in part.box)
             wanted = ChunkStorageMetadata(begin, part.out.shape)
@@ -184,7 +191,7 @@ class DCPFolder:
                     raise ValueError(f"its chunk of {part.name} has other bytes besides")
                 out = part.out[_box(item.dest_offsets, item.lengths)]
                 of_chunk = Part(part.name, _box(item.storage_offsets, item.lengths), out)
-                reads.setdefault(stored.relative_path, []).append((stored, of_chunk))
+                reads.setdefault(stored.file, []).append((stored, of_chunk))
         for name, of_file in reads.items():
             with (self.path / name).open("rb", buffering=0) as f:
                 for stored, of_chunk in sorted(of_file, key=lambda read: read[0].offset):
@@ -204,15 +211,14 @@ def _box(begin: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(begin, sizes, strict=True))
 
 
-def _read_chunk(f: io.FileIO, stored: _StorageInfo, part: Part) -> None:
+def _read_chunk(f: io.FileIO, stored: _Chunk, part: Part) -> None:
     """Fill a part of a chunk, which torch.save wrote into `f`."""
-    view = cast(IO[bytes], _create_file_view(f, stored.offset, stored.length))
+    view = cast(IO[bytes], create_file_view(f, stored.offset, stored.length))
     chunk = torch.load(view, map_location="meta", weights_only=True)  # reads no elements
     if not isinstance(chunk, Tensor):
         raise ValueError(f"has {type(chunk).__name__} in place of {part.name}")
     source, out = chunk[part.box], part.out
-    storage: Any = chunk.untyped_storage()
-    begin = storage._checkpoint_offset + source.storage_offset() * source.itemsize
+    begin = begin_in_file(chunk.untyped_storage()) + source.storage_offset() * source.itemsize
     last = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))
     if source.shape != out.shape or begin + (last + 1) * source.itemsize > stored.length:
         raise ValueError(f"{part.name} differs from {METADATA}")

@@ -21,6 +21,7 @@ from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.lock import Lock, exclusive
 from lingua.parallel.mesh import on_rank_0
+from lingua.torch_private import on_host
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +143,8 @@ class Saver:
                 part = local(t)
                 self._copies[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
             copied[name] = self._copies[name].copy_(local(t), non_blocking=True)
-            if isinstance(t, DTensor):  # `from_local` would take it to the mesh's device
-                copied[name] = DTensor(copied[name], t._spec, requires_grad=False)
+            if isinstance(t, DTensor):
+                copied[name] = on_host(copied[name], t)
         if any(t.is_cuda for t in tensors.values()):
             torch.cuda.synchronize()
         return copied

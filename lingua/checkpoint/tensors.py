@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from lingua.dtensor import as_shard, local
 from lingua.init import canonical_name
+from lingua.torch_private import compute_local_shape_and_global_offset, non_persistent_buffers
 
 JSON = (bool, int, float, str, list, tuple)  # of what an optimizer's settings are
 
@@ -33,7 +33,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
+        for name in non_persistent_buffers(module)
     }
     for module in model.modules():
         if isinstance(module, FSDPModule):

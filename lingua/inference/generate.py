@@ -6,7 +6,6 @@ is run on the whole text for each token.
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from lingua.inference.sampling import Sampler, SamplingArgs
 from lingua.model import Cache
 from lingua.parallel.mesh import divide, dp_degree, world_sum_
 from lingua.tokenizer import Tokenizer
+from lingua.torch_private import dynamo_is_imported
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +108,10 @@ def generate(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run the model in evaluation mode and without its compiled blocks: every length is a new
     shape, for which they would be compiled again."""
-    imported = "torch._dynamo" in sys.modules  # else nothing is compiled: importing takes a second
     training = model.training
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager") if imported else nullcontext():
+        with torch.compiler.set_stance("force_eager") if dynamo_is_imported() else nullcontext():
             yield
     finally:
         model.train(training)

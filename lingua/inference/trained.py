@@ -25,6 +25,7 @@ from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
+from lingua.torch_private import non_persistent_buffers
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Trained:
         one_process = mesh.size() == 1
         as_stored = replace(args, model_dtype="fp32")
         model = parallelize_model(module, mesh, plan, as_stored if one_process else args)
-        if any(module._non_persistent_buffers_set for module in model.modules()):
+        if any(non_persistent_buffers(module) for module in model.modules()):
             init_parameters(model, 0, device)  # no checkpoint has those buffers
         else:
             with ties_kept(model):

@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from lingua.format import align, human_bytes
+from lingua.torch_private import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    graph_task_id,
+    is_traceable_wrapper_subclass_type,
+    resolve_process_group,
+    schema,
+)
 
 # c10d: FSDP2 and direct calls of torch.distributed. The others: DTensor and compiled graphs.
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
@@ -78,19 +84,19 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        operator = isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES
+        operator = isinstance(func, OpOverload) and func.namespace in _NAMESPACES
         if operator and FakeTensor not in types:
             self._count(func, args, kwargs, result)
         return result
 
-    def _count(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
-        names = [argument.name for argument in func._schema.arguments]
+    def _count(self, func: OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
+        names = [argument.name for argument in schema(func).arguments]
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         group = values.get("process_group", values.get("group_name"))
         if group is None:  # not a collective: wait_tensor and the like
             return
         kind, axis = _kind(func), self._axis(group)
-        backward = torch._C._current_graph_task_id() != -1
+        backward = graph_task_id() != -1
         zero = {"kind": kind, "axis": axis, "backward": backward, "count": 0, "bytes": 0}
         total = self._totals.setdefault((kind, axis, backward), zero)
         total["count"] += 1
@@ -98,7 +104,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def _axis(self, group: Any) -> str:
         if isinstance(group, str):
-            group = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
+            group = resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
         elif not isinstance(group, dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -117,8 +123,8 @@ def table(totals: list[dict[str, Any]]) -> str:
     return "\n".join(align(rows, left=3))
 
 
-def _kind(func: torch._ops.OpOverload) -> str:
-    name = func._schema.name.split("::")[1].strip("_")
+def _kind(func: OpOverload) -> str:
+    name = schema(func).name.split("::")[1].strip("_")
     bare = name.replace("_", "")
     return next((kind for prefix, kind in _KINDS.items() if bare.startswith(prefix)), name)
 

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerAction
 
 from lingua.config.schema import Free, bounds
 from lingua.monitor.collectives import CollectiveCounter, table
+from lingua.torch_private import dump_memory_snapshot, record_memory_history
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Profiler:
     def step(self, step: int) -> Iterator[None]:
         """Around the work of `step`, the number of updates completed when it is done."""
         if self._memory and self._n_steps == self._memory.start:
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            record_memory_history(max_entries=MEMORY_EVENTS)
         action = ProfilerAction.NONE if self._trace is None else self._trace.current_action
         counted = action is ProfilerAction.WARMUP and self._rank == 0
         counter = CollectiveCounter(self._mesh) if counted else None
@@ -96,8 +97,8 @@ class Profiler:
                 logger.info(f"profiling: traces are in {self._folder}")
         if self._memory and self._n_steps == self._memory.stop:
             path = self._folder / f"memory_step{step}_rank{self._rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_memory_snapshot(str(path))
+            record_memory_history(enabled=None)
             self._memory = range(0)
 
     def close(self) -> None:

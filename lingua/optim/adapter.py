@@ -18,6 +18,7 @@ from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.init import canonical_name
 from lingua.optim.optimizer import AdamWMuon, LoopOptimizer, local_grad
+from lingua.torch_private import takes_found_inf
 
 
 def on_shards(
@@ -86,7 +87,7 @@ class Adapter(LoopOptimizer):
 
     @torch.no_grad()
     def step_if(self, admitted: Tensor) -> None:
-        if getattr(self.inner, "_step_supports_amp_scaling", False):  # torch's fused ones
+        if takes_found_inf(self.inner):
             vars(self.inner).update(grad_scale=None, found_inf=(~admitted).float())
             self._inner_step()
             return

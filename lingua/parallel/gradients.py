@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lingua.dtensor import local
 from lingua.format import human_bytes
+from lingua.torch_private import foreach_mul_
 
 
 def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
@@ -59,7 +60,7 @@ def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         groups.setdefault((mesh, split), []).append(local(grad))
     total = torch.zeros((), device=parameters[0].device)
     for (mesh, split), grads in groups.items():
-        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
+        squares = nn.utils.get_total_norm(grads).square()
         for axis in split:
             if mesh is not None and mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
@@ -67,5 +68,5 @@ def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     norm = total.sqrt()
     scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     for grads in groups.values():
-        torch._foreach_mul_(grads, scale)
+        foreach_mul_(grads, scale)
     return norm

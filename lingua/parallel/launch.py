@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lingua.errors import UserError
 from lingua.parallel.mesh import AXES, DistributedArgs, mesh_sizes
+from lingua.torch_private import default_store, set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,7 @@ def _set_cuda_defaults(dump_dir: Path | None) -> None:
 def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
     """How long a collective of the device waits for another rank, for those still to come."""
     for group in mesh.get_all_groups():
-        backend = group._get_backend(torch.device(mesh.device_type))
-        backend._set_default_timeout(timedelta(seconds=seconds))
+        set_group_timeout(group, mesh.device_type, timedelta(seconds=seconds))
 
 
 def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
@@ -225,7 +225,7 @@ def one_process() -> Iterator[None]:
 def leave(patience_s: float) -> None:
     """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
     call this: its process may hold the store, which they may still read."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     store.add("lingua/left", 1)
     deadline = time.monotonic() + patience_s
     while dist.get_rank() == 0 and store.add("lingua/left", 0) < dist.get_world_size():

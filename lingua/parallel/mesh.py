@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.config.schema import Announced, Free, bounds
 from lingua.errors import UserError
+from lingua.torch_private import default_store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -122,7 +123,7 @@ def on_rank_0(work: Callable[[], T]) -> T:
     for tuples. What `work` raises is raised on every rank: UserError as it is, another error as
     RuntimeError on the others. They poll the store without a timeout, since tokenizing may take
     hours. It is JSON since whoever reaches the store can write to it."""
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store, rank = default_store(), dist.get_rank()
     # The number of this rank's call, counted in the store: a process may outlive its group. Threads
     # count apart, since the order between them may differ from rank to rank.
     thread = f"lingua/on_rank_0/{threading.current_thread().name}"
@@ -151,7 +152,7 @@ def silent_ranks() -> list[int]:
     """The ranks that the others wait for, where collectives time out: those that do not call this
     within a tenth of that time. Where the store does not answer it is rank 0, whose process has the
     store unless torchrun has it."""
-    store, silent = dist.distributed_c10d._get_default_store(), [0]
+    store, silent = default_store(), [0]
     patience_s = store.timeout.total_seconds() / 10  # type: ignore[attr-defined]  # torch's stub
     end = time.monotonic() + patience_s
 

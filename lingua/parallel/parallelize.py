@@ -11,7 +11,6 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,12 +22,17 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from lingua.errors import UserError, nearest
 from lingua.init import canonical_name, ties_kept
 from lingua.parallel.mesh import DistributedArgs
+from lingua.torch_private import (
+    ATTENTION_OPERATORS,
+    REDUCE_SCATTER,
+    checkpoint_wrapper,
+    tree_map_only,
+)
 
 
 @dataclass(frozen=True)
@@ -200,14 +204,7 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
 
 # Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
 # to communicate, than its memory is worth.
-_SAVED = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-]
+_SAVED = [torch.ops.aten.mm.default, *ATTENTION_OPERATORS, REDUCE_SCATTER]
 
 
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) -> None:

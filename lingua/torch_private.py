@@ -1,0 +1,105 @@
+"""The private interfaces of torch that lingua uses, each with what it is for: what to check when
+torch is updated. No other file of lingua/ and apps/ names one.
+"""
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, _ops, _subclasses, nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+from torch.distributed.checkpoint import utils as dcp
+from torch.distributed.tensor import DTensor, _utils
+from torch.utils import _python_dispatch, _pytree
+
+# ---- operators
+
+# The type of torch.ops.aten.mm.default.
+OpOverload = _ops.OpOverload
+# Sees every operator: initial values are drawn by a hash, collectives are counted.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+# Of DTensors and asynchronous results, whose operators unfold into those of plain tensors.
+is_traceable_wrapper_subclass_type = _python_dispatch.is_traceable_wrapper_subclass_type
+# What dynamo traces with: collectives of these are not counted.
+FakeTensor = _subclasses.FakeTensor
+# -1 outside of a backward pass: collectives are counted by pass.
+graph_task_id = torch._C._current_graph_task_id
+# What selective activation checkpointing keeps: the results of the kernels behind
+# scaled_dot_product_attention, and of the reduce-scatter of tensor parallelism.
+ATTENTION_OPERATORS: list[OpOverload] = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+REDUCE_SCATTER: OpOverload = torch.ops._c10d_functional.reduce_scatter_tensor.default
+# One kernel for the gradients of all parameters, on CUDA.
+foreach_mul_ = torch._foreach_mul_
+
+
+def schema(func: OpOverload) -> Any:
+    """The name and the arguments of an operator."""
+    return func._schema
+
+
+def dynamo_is_imported() -> bool:
+    """Whether anything may be compiled. Importing dynamo to ask takes a second."""
+    return "torch._dynamo" in sys.modules
+
+
+# ---- process groups
+
+# What ranks agree on without a collective.
+default_store = c10d._get_default_store
+# A group by its name, which is what the operators of compiled graphs have.
+resolve_process_group = c10d._resolve_process_group
+
+
+def set_group_timeout(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> None:
+    """How long collectives of a group wait for other ranks, those on one type of device: torch's
+    public functions set it when a group is made, and those of a mesh take no other."""
+    group._get_backend(torch.device(device_type))._set_default_timeout(timeout)
+
+
+# ---- modules, tensors and files
+
+# Activation checkpointing of a module, whose parameters keep their names in state_dict.
+checkpoint_wrapper = wrapping.checkpoint_wrapper
+# The tensors of one type in what a model returns.
+tree_map_only = _pytree.tree_map_only
+# The part of a DTensor that this rank holds, of uneven and strided shards too.
+compute_local_shape_and_global_offset = _utils.compute_local_shape_and_global_offset
+# A part of a file as a file: one of DCP's has many tensors, each as torch.save wrote it.
+create_file_view = dcp._create_file_view
+# Allocations and frees on CUDA, recorded and written for pytorch.org/memory_viz.
+record_memory_history = torch.cuda.memory._record_memory_history
+dump_memory_snapshot = torch.cuda.memory._dump_snapshot
+
+
+def version(t: Tensor) -> int:
+    """How often `t` was changed in place: of an integer tensor, whether it was filled."""
+    return t._version
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the module's own buffers that no checkpoint has."""
+    return module._non_persistent_buffers_set
+
+
+def on_host(part: Tensor, like: DTensor) -> DTensor:
+    """`part`, in host memory, as a DTensor with the layout of `like`. `DTensor.from_local` would
+    copy it to the mesh's device."""
+    return DTensor(part, like._spec, requires_grad=False)
+
+
+def begin_in_file(storage: Any) -> int:
+    """Byte at which the elements of a storage begin in the file that torch.load read on meta."""
+    return storage._checkpoint_offset
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of an optimizer changes nothing where its `found_inf` is 1 (fused ones)."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
