@@ -36,8 +36,6 @@ ATTENTION_OPERATORS: list[OpOverload] = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
 REDUCE_SCATTER: OpOverload = torch.ops._c10d_functional.reduce_scatter_tensor.default
-# One kernel for the gradients of all parameters, on CUDA.
-foreach_mul_ = torch._foreach_mul_
 
 
 def schema(func: OpOverload) -> Any:
@@ -101,5 +99,6 @@ def begin_in_file(storage: Any) -> int:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step of an optimizer changes nothing where its `found_inf` is 1 (fused ones)."""
+    """Whether the step of an optimizer divides gradients by its `grad_scale`, and changes nothing
+    where its `found_inf` is 1 (fused ones)."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -6,7 +6,7 @@
 
 What a fork changes it gives as its App (lingua.app): the model, where rows come from, the
 optimizer, the objective, a probe. A fork that changes the order of the loop copies this file, and
-imports the parts of it that stay (set_up, Objective, count_targets, save_checkpoint, ...).
+imports the parts of it that stay (set_up, Objective, next_batch, save_checkpoint, ...).
 """
 
 import gc
@@ -59,7 +59,7 @@ from lingua.monitor.reporter import Reporter
 from lingua.optim.adapter import adapt
 from lingua.optim.optimizer import NonFiniteGuard, update
 from lingua.optim.schedule import lr_at
-from lingua.parallel.gradients import clip_grad_norm_, set_gradient_sync
+from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.launch import detect_launch, pick_device, set_timeout, start
 from lingua.parallel.mesh import dp_degree, dp_rank, on_rank_0, world_sum_
 from lingua.parallel.parallelize import loss_context, parallelize_model
@@ -181,9 +181,10 @@ def take_steps(
             loss, hashed = objective.gradients(batch, to_device(valid, run.device))
             if run.app.probe is not None:
                 run.app.probe(run)
-            norm = clip_grad_norm_(parameters, args.optim.clip)
+            norm = grad_norm(parameters)
             lr = lr_at(progress.step, args.optim, args.steps)
-            update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
+            admitted, divisor = guard.admit(step, norm), clip_divisor(norm, args.optim.clip)
+            update(run.optimizer, lr, admitted, divisor)  # a bad gradient changes nothing
             run.optimizer.zero_grad()
         progress.step, progress.position = step, progress.position + global_batch_size
 

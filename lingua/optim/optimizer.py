@@ -70,9 +70,10 @@ def split_by_decay(model: nn.Module) -> tuple[list[Named], list[Named]]:
 class LoopOptimizer(Optimizer):
     """An optimizer whose updates can be suppressed on the device; its method `step` is not used."""
 
-    def step_if(self, admitted: Tensor) -> None:
-        """One update at the rate of each group. Where `admitted`, a bool scalar on the device, is
-        False, it changes no parameter and no state. The host does not wait for it."""
+    def step_if(self, admitted: Tensor, divisor: Tensor) -> None:
+        """One update at the rate of each group, with gradients divided by `divisor`, a float32
+        scalar on the device. Where `admitted`, a bool scalar there, is False, it changes no
+        parameter and no state. The host does not wait for either. Gradients may be changed."""
         raise NotImplementedError
 
 
@@ -90,21 +91,22 @@ class AdamWMuon(LoopOptimizer):
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     @torch.no_grad()
-    def step_if(self, admitted: Tensor) -> None:
+    def step_if(self, admitted: Tensor, divisor: Tensor) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in parameters]
+            grads = [local_grad(p) for p in parameters]
             work = muon if group["algorithm"] == "muon" else _adamw
-            work(parameters, [local_grad(p) for p in parameters], states, admitted, group)
+            work(parameters, grads, states, admitted, divisor, group)
 
 
-def update(optimizer: Optimizer, lr: float, admitted: Tensor) -> None:
-    """`step_if(admitted)` of an optimizer of `build_optimizer` or `adapt` at the rate `lr`, times
-    the `lr_scale` of a group that has one."""
+def update(optimizer: Optimizer, lr: float, admitted: Tensor, divisor: Tensor) -> None:
+    """`step_if(admitted, divisor)` of an optimizer of `build_optimizer` or `adapt` at the rate
+    `lr`, times the `lr_scale` of a group that has one."""
     assert isinstance(optimizer, LoopOptimizer), "must come from adapt()"
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    optimizer.step_if(admitted)
+    optimizer.step_if(admitted, divisor)
 
 
 def local_grad(p: nn.Parameter) -> Tensor:
@@ -121,6 +123,7 @@ def _adamw(
     grads: list[Tensor],
     states: list[dict[str, Tensor]],
     admitted: Tensor,
+    divisor: Tensor,
     group: dict[str, Any],
 ) -> None:
     """AdamW works on each element alone, so it runs on the local shards, on whatever meshes they
@@ -134,6 +137,7 @@ def _adamw(
         [],
         [state["step"] for state in states],
         fused=True,
+        grad_scale=divisor,
         found_inf=(~admitted).float(),
         amsgrad=False,
         beta1=group["betas"][0],
