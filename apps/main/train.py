@@ -192,7 +192,7 @@ def take_steps(
         if step < args.end:
             batch, valid, stopping, overdue = next_batch(run, steps, stop, saved_at)
         if step == first:
-            set_timeout(run.mesh, args.distributed.step_timeout_s)  # nothing is compiled any more
+            set_timeout(run.mesh, args.distributed.step_timeout_s)  # what compiles has compiled
         if step % COLLECT_EVERY == 0:
             gc.collect(1)
 

@@ -61,7 +61,7 @@ def test_the_host_waits_once_for_a_line_and_never_for_a_step_or_a_held_out_batch
     # The step ends before its time is taken; then the source's sums are read.
     assert len(waits(phases[MEASURE])) == 2
     copies = [e for e in phases[MEASURE]["events"] if "validation.py" in e["line"]]
-    assert sum(e["calls"] for e in copies if "H2D pinned" in e["what"]) >= 10
+    assert sum(e["calls"] for e in copies if "H2D pinned" in e["what"]) >= 4  # two batches
 
     events = [event["what"] for phase in phases for event in phase["events"]]
     assert {what for what in events if "context" in what} == {
