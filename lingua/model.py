@@ -32,10 +32,10 @@ class LanguageModel(Protocol):
     logged under its name. The terms of padding rows, which have no valid target, are left out by
     the caller.
 
-    `documents`, `noise` and `cache` may be missing from the signature. Without `documents` the
-    model cannot be trained with `data.document_mask`, without `noise` not with `model.dropout`.
-    Without `cache`, generation runs the model on the whole text for every token, and what follows a
-    position must not change its logits.
+    All arguments after `targets` may be missing from the signature. Without `documents` the model
+    cannot be trained with `data.document_mask`, without `noise` not with `model.dropout`. Without
+    `cache`, generation runs the model on the whole text for every token, and what follows a
+    position must not change its logits. No program of apps/main uses `per_token`.
 
     Under tensor parallelism the results are DTensors, or plain tensors that are equal on all
     ranks of the group; losses and terms are made plain by `parallelize_model`.
@@ -48,6 +48,7 @@ class LanguageModel(Protocol):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         cache: "Cache | None" = None,
+        per_token: bool = False,
     ) -> Losses | tuple[Tensor, Tensor] | Tensor:
         """Losses of the targets, or (sums, counts) where there are no terms per row; without
         targets logits B S vocabulary, with a cache those of the last position, B 1 vocabulary.
@@ -55,12 +56,15 @@ class LanguageModel(Protocol):
         Args:
             tokens: int64 B S.
             targets: int64 V-1 B S, lingua.data.IGNORE where there is no loss.
-            documents: int64 B S, the index of each position's document in its row, never falling
-                along S. None: every row is one document.
+            documents: int64 B K, the positions at which the documents of each row begin, from 0 on
+                and never falling. One that the next repeats, or S, begins an empty document: rows
+                may have different numbers. None: every row is one document.
             noise: int64 B, a random key of each row in this step. What is random in the model
                 depends on it and on where it is (layer, position, feature) alone. None, as in
                 evaluation: nothing is random.
             cache: while generating; the tokens are the columns from `cache.begin` on.
+            per_token: for objectives of another form, such as preferences: return the loss of each
+                target instead, float32 V-1 B S, 0 where it is ignored.
         """
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lingua.attention import AttnImpl, Mask, attend, build_mask, choose_attention
 from lingua.config.schema import Announced, Guarded, bounds, require
-from lingua.data import IGNORE
 from lingua.hashing import hash_bits, key_of
 from lingua.model import Cache, PerRow
 
@@ -64,7 +64,9 @@ class TransformerArgs:
         "disabled"
     )
     dropout: Guarded[float] = 0.0  # share of each sublayer's outputs zeroed in training
-    attn_impl: Announced[Literal["sdpa"]] = "sdpa"  # implementation of attention
+    # implementation of attention: `sdpa`, `varlen`, `flex_attention`, `fmha` (xformers); `auto`
+    # takes the fastest that device, dtype and mask allow
+    attn_impl: Announced[AttnImpl] = "auto"
 
     def validate(self) -> Iterator[tuple[str, str]]:
         sizes = ("dim", "head_dim", "n_heads", "n_kv_heads", "multiple_of")
@@ -115,11 +117,10 @@ class Context:
     Attributes (L is S, or with a cache all columns up to the last one of this forward):
         cos, sin: float32 S 1 D, or B S 1 D where rows differ, of each position: what `rotate` takes
             (Su et al., 2021).
-        mask: bool S L, or B 1 S L where rows differ, True where a query (row) sees a key (column);
-            None: plain causal attention.
-        documents: int64 B S, never falling along S: positions start again at 0 in each document,
-            and a token sees only its own; with a cache 0 for padding and 1 for the text behind it.
-            None: a row is one document.
+        mask: what each position sees, as `attend` takes it; None: every position before it.
+        documents: int64 B S, the index of each position's document in its row: positions start
+            again at 0 in each, and a token sees only its own; with a cache 0 for padding and 1 for
+            the text behind it. None: a row is one document.
         begins: bool B S, True at the first position of each document; None where `documents` is.
         noise: int64 B S, a random key of each position; None: no dropout. Made of one of each row.
         cache: the `seq_len` columns are those from `cache.begin` on.
@@ -136,27 +137,37 @@ class Context:
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         cache: Cache | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.documents, self.cache = documents, cache
-        self.mask: Tensor | None = None
+        """The arguments are those of the model's forward, `seq_len` positions of it, and the dtype
+        of queries and keys. Raises UserError where `args.attn_impl` cannot serve."""
+        self.documents: Tensor | None = None
         self.begins: Tensor | None = None
+        self.cache = cache
         begin = 0 if cache is None else cache.begin
         column = torch.arange(begin + seq_len, device=device)
         place = position = column[begin:]
         starts = None  # B S, the column at which each position's document begins
         if documents is not None:
-            first = documents != documents.roll(1, dims=1)
-            starts = torch.where(first, place, 0).cummax(dim=1).values
+            own = torch.searchsorted(documents, place.repeat(len(documents), 1), right=True) - 1
+            self.documents, starts = own, documents.gather(1, own)
         elif cache is not None and cache.longest_padding:
             self.documents = (place >= cache.padding[:, None]).long()
             starts = self.documents * cache.padding[:, None]
         window = args.sliding_window or len(column)
-        if starts is not None or window < len(column) or (begin > 0 and seq_len > 1):
-            back = place[:, None] - column  # S L, from query to key
-            self.mask = (back >= 0) & (back < window)
-            if starts is not None:
-                self.mask = (self.mask & (column >= starts[..., None]))[:, None]
-                self.begins, position = place == starts, place - starts
+        first = (place - window + 1).clamp(min=0)
+        if starts is not None:
+            self.begins, position = place == starts, place - starts
+            first = torch.maximum(first, starts)
+        masked = starts is not None or window < len(column) or (begin > 0 and seq_len > 1)
+        impl: AttnImpl = "sdpa"
+        if cache is None:
+            head_dim = args.heads()[2]
+            impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, masked)
+        self.mask: Mask = None
+        if masked or impl != "sdpa":
+            hidden = window if window < len(column) else None
+            self.mask = build_mask(impl, column, first, documents, hidden)
         self.noise = None if noise is None else hash_bits(noise[:, None], place)
         angle = position[..., None].float() * rotary_frequencies(args, device)
         cos, sin = angle.cos(), angle.sin()  # S D/2, or B S D/2
@@ -194,20 +205,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)  # B S H D/2 each
     swapped = torch.stack((odd, even), dim=-1).flatten(-2)
     return (wide * cos + swapped * sin).type_as(x)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal softmax attention by torch's scaled_dot_product_attention.
-
-    q is B H S D; k and v are B H' L D with H' dividing H. mask is bool S L or B 1 S L, or None
-    where L is S, or S is 1 and the query the last of all. Returns B H S D.
-    """
-    if q.shape[2] == 1:  # the heads that share keys as queries of one head, which reads them once
-        grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # B H' H/H' D
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
 
 
 def trunc_normal_(weight: Tensor, std: float) -> None:
@@ -351,22 +348,6 @@ def run_blocks(
             for key, term in terms.items():
                 per_row[key] = per_row[key] + term if key in per_row else term
     return x
-
-
-def sum_token_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of the targets that are not IGNORE, and how many these are.
-
-    Args:
-        logits: B S vocabulary, any float dtype; the loss is computed in float32.
-        targets: int64 B S.
-
-    Returns:
-        (float32 scalar in nats, int64 scalar).
-    """
-    losses = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
-    return losses, (targets != IGNORE).sum()
 
 
 def flops_per_token(args: TransformerArgs, vocab_size: int, seq_len: int) -> float:

@@ -6,11 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.data import IGNORE
-from lingua.data.documents import DocumentMarks
+from lingua.data.documents import DocumentMarks, document_starts
 from lingua.data.rows import HeldOut
 from lingua.device import to_device, to_host
 from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
-from lingua.parallel.parallelize import loss_context
 
 
 @torch.no_grad()
@@ -49,9 +48,8 @@ def validate(
             index = marks.index(torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy())
             if marks.bos_id is not None:
                 marks.drop_targets(targets[0].numpy(), index, view=1)
-            batch.append(torch.from_numpy(index[:, :seq_len].copy()))
-        with loss_context(mesh):
-            sums, counts, *_ = model(*(to_device(t, total.device) for t in batch))
+            batch.append(torch.from_numpy(document_starts(index[:, :seq_len])))
+        sums, counts, *_ = model(*(to_device(t, total.device) for t in batch))
         total += torch.stack((sums[0].double(), counts[0].double()))
     model.train(training)
     [[nats, count]] = to_host(dp_sum_(total, mesh))

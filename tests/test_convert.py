@@ -2,49 +2,37 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from apps.main import app as main_app
 from apps.main.hugging_face import feed_forward_size, llama
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.main.transformer import ModelArgs, build_transformer
 from apps.mtp import app as mtp_app
 from lingua import convert
 from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.folder import read_checkpoint
-from lingua.checkpoint.resume import TOKENIZER
-from lingua.checkpoint.save import save
-from lingua.checkpoint.source import open_checkpoint
-from lingua.checkpoint.tensors import Part, tensors_of
 from lingua.errors import UserError
-from lingua.hugging_face import HFTensor, open_folder, open_weights
-from lingua.init import canonical_name, init_parameters
-from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
-from lingua.parallel.parallelize import parallelize_model
+from lingua.hugging_face import HFTensor, open_weights
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.transformer import RopeScaling, TransformerArgs
 from tests.apps.test_model import CASES, initialised, model_args
-from tests.ranks import Ranks
+from tests.converted import SCALING, a_model, convert_here, convert_to, same, save_here, tensors_in
 from tests.test_tokenizer import TEXTS, write_byte_level, write_metaspace, write_sentencepiece
 
 # of DCP, where the tests read a checkpoint outside the ranks
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 CPU = torch.device("cpu")
-SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=32)
 EXPRESSIBLE = CASES | {
     "rope_scaling": {"rope_scaling": SCALING, "head_dim": 16},
     "all at once": {
@@ -54,45 +42,6 @@ EXPRESSIBLE = CASES | {
 }  # fmt: skip
 
 
-def a_model(**changed: Any) -> ModelArgs:
-    """Of the 258 tokens of the bytes tokenizer, and one more."""
-    return model_args(**(changed | {"vocab_size": 259}))
-
-
-def save_here(
-    root: Path, model: ModelArgs, config: dict[str, Any], tokens: str | None = None
-) -> None:
-    """A checkpoint of step 3; `config` is laid over its model group and tokenizer, `tokens` is the
-    fingerprint of the tokenizer it says that it was trained with."""
-    start(CPU, detect_launch(), DistributedArgs())
-    tokenizer = config.pop("tokenizer", {"name": "bytes", "path": None})
-    data = {"seq_len": 64, "add_bos": True, "add_eos": True, "tokenizer": tokenizer}
-    text = OmegaConf.to_yaml({"model": asdict(model) | config, "data": data})
-    save(root, 3, tensors_of(initialised(model)), {"data": {TOKENIZER: tokens}}, text)
-
-
-def convert_here(*arguments: str) -> str:
-    """What the program refuses, or an empty string."""
-    try:
-        convert.main(list(arguments))
-    except UserError as error:
-        return str(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return ""
-
-
-@pytest.fixture
-def convert_to(ranks: Ranks) -> Callable[..., Path]:
-    def run(source: Path, out: Path, *arguments: str) -> Path:
-        [refused] = ranks.run(1, convert_here, f"source={source}", f"out={out}", *arguments)
-        assert not refused
-        return out
-
-    return run
-
-
 def logits_there(folder: Path, tokens: Tensor) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert type(model) is LlamaForCausalLM
@@ -100,39 +49,22 @@ def logits_there(folder: Path, tokens: Tensor) -> Tensor:
         return model(tokens).logits
 
 
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Of a folder of transformers, or of a checkpoint."""
-    if list(folder.glob("*.safetensors")):
-        files = sorted(folder.glob("*.safetensors"))
-        return {name: t for file in files for name, t in load_file(file).items()}
-    checkpoint, why = read_checkpoint(folder)
-    assert checkpoint is not None, why
-    source = open_checkpoint(checkpoint)
-    tensors = source.whole(source.tensors)
-    return {name.removeprefix("model."): t for name, t in tensors.items()}
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    equal = (torch.equal(t, expected[n]) and t.dtype == expected[n].dtype for n, t in found.items())
-    return found.keys() == expected.keys() and all(equal)
-
-
 # ------------------------------------------------------------------------------------ out and in
 
 
 @pytest.mark.parametrize("case", EXPRESSIBLE)
 def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bit(
-    ranks, convert_to, tmp_path, case
+    ranks, tmp_path, case
 ):
     args = a_model(**EXPRESSIBLE[case])
     ranks.run(1, save_here, tmp_path / "ours", args, {})
-    out = convert_to(tmp_path / "ours", tmp_path / "theirs")
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
     tokens = torch.randint(0, 259, (3, 60), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         ours = initialised(args)(tokens)
     there = logits_there(out, tokens)
     torch.testing.assert_close(there, ours, rtol=0, atol=1e-5)
-    back = convert_to(out, tmp_path / "back", "tokenizer.name=bytes")
+    back = convert_to(ranks, out, tmp_path / "back", "tokenizer.name=bytes")
     assert OmegaConf.load(back / "0000000000" / "config.yaml").app == "apps.main"
     expected = tensors_in(tmp_path / "ours" / "0000000003")
     assert same(tensors_in(back / "0000000000"), expected)
@@ -143,7 +75,7 @@ def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bi
         tensors[name] = tensors[name].roll(1, 0)
         save_file(tensors, file, metadata={"format": "pt"})
         assert (logits_there(out, tokens) - ours).abs().max() > 1e-3
-        other = convert_to(out, tmp_path / "other", "tokenizer.name=bytes")
+        other = convert_to(ranks, out, tmp_path / "other", "tokenizer.name=bytes")
         assert not same(tensors_in(other / "0000000000"), expected)
 
 
@@ -160,16 +92,16 @@ def other_tensors(args: ModelArgs) -> dict[str, HFTensor]:
 app = replace(main_app, path=__name__, hugging_face=replace(llama, tensors=other_tensors))
 
 
-def test_another_app_has_another_form(ranks, convert_to, tmp_path):
+def test_another_app_has_another_form(ranks, tmp_path):
     model = a_model()
     ranks.run(1, save_here, tmp_path / "ours", model, {})
     named = f"app={__name__}"
-    out = convert_to(tmp_path / "ours", tmp_path / "theirs", named)
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs", named)
     ours, theirs = tensors_in(tmp_path / "ours" / "0000000003"), tensors_in(out)
     assert theirs.keys() == {f"other.{name}" for name in ours}
     assert torch.equal(theirs[f"other.{W2}"][::2], ours[W2][1::2])
     assert not torch.equal(ours[W2][::2], ours[W2][1::2])
-    back = convert_to(out, tmp_path / "back", named, "tokenizer.name=bytes") / "0000000000"
+    back = convert_to(ranks, out, tmp_path / "back", named, "tokenizer.name=bytes") / "0000000000"
     assert same(tensors_in(back), ours)
     assert OmegaConf.load(back / "config.yaml").app == __name__
     shown = summary(read_checkpoint(back)[0])
@@ -187,12 +119,10 @@ def test_another_app_has_another_form(ranks, convert_to, tmp_path):
         open_weights(mtp_app, str(out), model, [])
 
 
-def test_a_model_larger_than_a_shard_is_split_and_transformers_finds_all_of_it(
-    ranks, convert_to, tmp_path
-):
+def test_a_model_larger_than_a_shard_is_split_and_transformers_finds_all_of_it(ranks, tmp_path):
     ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
-    whole = convert_to(tmp_path / "ours", tmp_path / "whole")
-    split = convert_to(tmp_path / "ours", tmp_path / "split", "shard_gb=3e-5")
+    whole = convert_to(ranks, tmp_path / "ours", tmp_path / "whole")
+    split = convert_to(ranks, tmp_path / "ours", tmp_path / "split", "shard_gb=3e-5")
     index = json.loads((split / "model.safetensors.index.json").read_text())
     files = sorted(p.name for p in split.glob("*.safetensors"))
     assert len(files) > 2 and files == sorted(set(index["weight_map"].values()))
@@ -202,24 +132,20 @@ def test_a_model_larger_than_a_shard_is_split_and_transformers_finds_all_of_it(
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(whole).values())
     tokens = torch.arange(40)[None]
     assert torch.equal(logits_there(split, tokens), logits_there(whole, tokens))
-    back = convert_to(split, tmp_path / "back", "tokenizer.name=bytes") / "0000000000"
+    back = convert_to(ranks, split, tmp_path / "back", "tokenizer.name=bytes") / "0000000000"
     assert same(tensors_in(back), tensors_in(tmp_path / "ours" / "0000000003"))
 
 
-def test_a_dtype_that_is_asked_for_is_that_of_the_weights_and_of_the_config(
-    ranks, convert_to, tmp_path
-):
+def test_a_dtype_that_is_asked_for_is_that_of_the_weights_and_of_the_config(ranks, tmp_path):
     ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
-    out = convert_to(tmp_path / "ours", tmp_path / "theirs", "dtype=bfloat16")
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs", "dtype=bfloat16")
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     exact = tensors_in(tmp_path / "ours" / "0000000003")
-    back = convert_to(out, tmp_path / "back", "tokenizer.name=bytes") / "0000000000"
+    back = convert_to(ranks, out, tmp_path / "back", "tokenizer.name=bytes") / "0000000000"
     assert same(tensors_in(back), {name: t.bfloat16() for name, t in exact.items()})
 
 
-def test_a_folder_that_transformers_wrote_computes_here_what_it_computes_there(
-    ranks, convert_to, tmp_path
-):
+def test_a_folder_that_transformers_wrote_computes_here_what_it_computes_there(ranks, tmp_path):
     """As Llama 3's are: grouped heads, tied, scaled frequencies, bfloat16."""
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -227,7 +153,7 @@ def test_a_folder_that_transformers_wrote_computes_here_what_it_computes_there(
     made = LlamaForCausalLM(a_llama(rope_parameters=rope, tie_word_embeddings=True))
     made.bfloat16().save_pretrained(tmp_path / "theirs")
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
-    back = convert_to(tmp_path / "theirs", tmp_path / "ours", "tokenizer.name=bytes")
+    back = convert_to(ranks, tmp_path / "theirs", tmp_path / "ours", "tokenizer.name=bytes")
     model = OmegaConf.load(back / "0000000000" / "config.yaml").model
     scaling = RopeScaling(**model.pop("rope_scaling"))
     args = ModelArgs(**model, rope_scaling=scaling)
@@ -277,7 +203,7 @@ def test_any_size_of_feed_forward_can_be_written():
 
 
 @pytest.mark.parametrize("kind", ["byte level", "metaspace", "sp"])
-def test_a_tokenizer_travels_with_its_model_both_ways(ranks, convert_to, tmp_path, kind):
+def test_a_tokenizer_travels_with_its_model_both_ways(ranks, tmp_path, kind):
     name, path = "hf", tmp_path / "some.json"
     if kind == "sp":
         name, path = "sp", tmp_path / "some.model"
@@ -288,7 +214,7 @@ def test_a_tokenizer_travels_with_its_model_both_ways(ranks, convert_to, tmp_pat
     model = model_args(vocab_size=ours.vocab_size + 3)
     config = {"tokenizer": {"name": name, "path": str(path)}}
     ranks.run(1, save_here, tmp_path / "ours", model, config)
-    out = convert_to(tmp_path / "ours", tmp_path / "theirs")
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
     there = AutoTokenizer.from_pretrained(out)
     assert (there.bos_token_id, there.eos_token_id) == (ours.bos_id, ours.eos_id)
     texts = (t for t in TEXTS if "<" not in t and t.isprintable())
@@ -297,7 +223,7 @@ def test_a_tokenizer_travels_with_its_model_both_ways(ranks, convert_to, tmp_pat
         ids = there.encode(text, add_special_tokens=False)
         assert ids == ours.encode(text).tolist(), text
     path.unlink()  # what comes back has a copy of its own
-    back = convert_to(out, tmp_path / "back")
+    back = convert_to(ranks, out, tmp_path / "back")
     shutil.rmtree(out)
     data = OmegaConf.load(back / "0000000000" / "config.yaml").data
     again = build_tokenizer(TokenizerArgs(**data.tokenizer))
@@ -347,15 +273,13 @@ FORMLESS = {
 
 
 @pytest.mark.parametrize("kind", FORMLESS)
-def test_a_tokenizer_that_transformers_has_no_form_for_is_not_written(
-    ranks, convert_to, tmp_path, kind
-):
+def test_a_tokenizer_that_transformers_has_no_form_for_is_not_written(ranks, tmp_path, kind):
     config = {}
     if (options := FORMLESS[kind]) is not None:
         path = write_sentencepiece(tmp_path / "some.model", **options)
         config = {"tokenizer": {"name": "sp", "path": path}}
     ranks.run(1, save_here, tmp_path / "ours", model_args(vocab_size=600), config)
-    out = convert_to(tmp_path / "ours", tmp_path / "theirs")
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
     names = {"config.json", "generation_config.json", "model.safetensors"}
     assert {p.name for p in out.iterdir()} == names
 
@@ -448,70 +372,3 @@ def test_a_source_that_is_no_model_and_an_out_that_is_there_are_refused(ranks, t
         assert f"source = {tmp_path / case}: must be the folder of a checkpoint" in said[case]
     assert "exists already" in said["there"]
     assert "cannot be written" in said["file"]
-
-
-# ------------------------------------------------------------------------------------- init_from
-
-
-TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2)]
-
-
-def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> Any:
-    """The model's tensors whole, what this rank holds of them, and what it read."""
-    replicate, shard, tp = sizes
-    parallel = DistributedArgs(dp_replicate=replicate, dp_shard=shard, tp_size=tp)
-    mesh = start(CPU, detect_launch(), parallel)
-    model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, 16), parallel)
-    init_parameters(model, 1, CPU)
-    source, read = open_folder(llama, str(folder), "checkpoint.init_from")[0], []
-
-    def count(parts: list[Part]) -> None:
-        read.extend(part.out.numel() for part in parts)
-        source.read_parts(parts)
-
-    replace(source, read_parts=count).load(tensors_of(model), "model.")
-    found, held = {}, 0
-    for name, p in model.named_parameters():
-        split = isinstance(p, DTensor)
-        held += (p.to_local() if split else p).numel()
-        found[canonical_name(name)] = (p.full_tensor() if split else p).detach().clone()
-    return found, held, sum(read)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_holds(
-    ranks, convert_to, tmp_path, tied
-):
-    args = a_model(dim=36, n_heads=4, n_kv_heads=2, head_dim=10, multiple_of=7, weight_tying=tied)
-    ranks.run(1, save_here, tmp_path / "ours", args, {})
-    folder = convert_to(tmp_path / "ours", tmp_path / "theirs", "shard_gb=3e-5")
-    expected = tensors_in(tmp_path / "ours" / "0000000003")
-    for sizes in TOPOLOGIES:
-        n = sizes[0] * sizes[1] * sizes[2]
-        for found, held, n_read in ranks.run(n, begin_here, folder, args, sizes):
-            assert same(found, expected), sizes
-            assert n_read == held
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"dim": 48}, "model.dim = 48: must be 32"),
-        ({"n_layers": 3}, "model.n_layers = 3: must be 2"),
-        ({"n_kv_heads": 2}, "model.n_kv_heads = 2: must be 4"),
-        ({"multiple_of": 64}, "which give a hidden size = 128: must be 88"),
-        ({"rope_theta": 5e5}, "model.rope_theta = 500000.0: must be 10000.0"),
-        ({"sliding_window": 8}, "model.sliding_window = 8: must be null"),
-        ({"weight_tying": True}, "model.weight_tying = True: must be False"),
-        ({"rope_scaling": SCALING}, "model.rope_scaling = RopeScaling(factor=4.0"),
-    ],
-)
-def test_a_run_whose_model_is_another_is_refused_by_key(ranks, convert_to, tmp_path, changed, said):
-    ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
-    folder = str(convert_to(tmp_path / "ours", tmp_path / "theirs"))
-    assert open_weights(main_app, folder, a_model(), []).path == Path(folder)
-    with pytest.raises(UserError, match="is not that of") as error:
-        open_weights(main_app, folder, a_model(**changed), [])
-    assert said in str(error.value) and folder in str(error.value)
-    if "rope_theta" in changed:  # the same tensors: that can be meant
-        open_weights(main_app, folder, a_model(**changed), ["model.rope_theta"])

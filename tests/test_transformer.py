@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
@@ -14,17 +13,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from apps.main.transformer import ModelArgs, Transformer
-from lingua.data import IGNORE
+from lingua.attention import attend
 from lingua.transformer import (
     Attention,
     Context,
     RopeScaling,
     TransformerArgs,
-    attend,
     flops_per_token,
     rotary_frequencies,
     rotate,
-    sum_token_losses,
 )
 
 pytestmark = pytest.mark.quick
@@ -195,44 +192,6 @@ def test_flops_are_what_torch_counts_for_forward_and_backward(sizes, tied):
     # That kernel multiplies every query with every key; only the visible ones are of use.
     needed = counts["mm"] + counts["bmm"] * seen.double().mean().item()
     assert flops_per_token(args, 50, seq_len) == pytest.approx(needed / (rows * seq_len), rel=1e-12)
-
-
-# ---------------------------------------------------------------------------------------- loss
-
-
-def test_losses_sum_over_the_targets_that_count():
-    torch.manual_seed(0)
-    logits = torch.randn(2, 5, 11) * 3
-    targets = torch.randint(0, 11, (2, 5))
-    targets[0, 1] = targets[1, 4] = IGNORE
-    loss, count = sum_token_losses(logits, targets)
-    expected = -sum(
-        math.log(math.exp(logits[b, s, targets[b, s]]) / logits[b, s].double().exp().sum().item())
-        for b in range(2)
-        for s in range(5)
-        if targets[b, s] != IGNORE
-    )
-    assert (count.item(), count.dtype, loss.dtype) == (8, torch.int64, torch.float32)
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_with_every_target_ignored_the_loss_is_zero_and_so_are_its_gradients():
-    logits = torch.randn(2, 3, 7, requires_grad=True)
-    loss, count = sum_token_losses(logits, torch.full((2, 3), IGNORE))
-    loss.backward()
-    assert loss.item() == 0.0 and count.item() == 0
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
-
-
-def test_bfloat16_logits_are_reduced_in_float32():
-    torch.manual_seed(0)
-    logits = (torch.randn(4, 300, 50) * 4).bfloat16()
-    targets = torch.randint(0, 50, (4, 300))
-    loss, _ = sum_token_losses(logits, targets)
-    exact = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
-    rough = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    assert rough.item() != pytest.approx(exact.item(), rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------- refused

@@ -1,5 +1,6 @@
 """The measurements that the README quotes, each by one command.
 
+    python -m apps.bench step      tokens per second, MFU and memory, over a bare loop, by shape
     python -m apps.bench loop      what the loop costs over a bare forward, backward and step
     python -m apps.bench startup   seconds to the first step, and what they go into
     python -m apps.bench sync      gradient traffic of the three modes of distributed.grad_sync
@@ -10,7 +11,7 @@
     python -m apps.bench promise   losses of a run stopped and resumed on five topologies
 
 `key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
-names another.
+names another; of `step` it is a model of each size.
 """
 
 import argparse
@@ -19,11 +20,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from apps.bench import checkpoint, data, debug, generate, loop, promise, startup, sync
+from apps.bench import checkpoint, data, debug, generate, loop, promise, startup, step, sync
 from apps.bench.report import show
 from lingua.parallel.program import run_program
 
 MEASUREMENTS = {
+    "step": step.measure,
     "loop": loop.measure,
     "startup": startup.measure,
     "sync": sync.measure,
@@ -45,7 +47,9 @@ def main() -> None:
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the configuration")
     parser.add_argument(
-        "--repeats", type=int, help="rounds: loop, data (8), checkpoint (12), startup, generate (5)"
+        "--repeats",
+        type=int,
+        help="rounds: loop, data (8), checkpoint (12), startup, generate (5), step (3)",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw promise (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
@@ -55,14 +59,15 @@ def main() -> None:
     if options.repeats is not None:
         if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
             parser.error(
-                "--repeats is a number from 1 on, for loop, data, checkpoint, startup, generate"
+                "--repeats is a number from 1 on, for step, loop, data, checkpoint, startup, "
+                "generate"
             )
         given["repeats"] = options.repeats
     if options.png is not None:
         if measure is not promise.measure:
             parser.error("--png is for promise")
         given["png"] = options.png
-    if not any(key.startswith("config=") for key in keys):
+    if measure is not step.measure and not any(key.startswith("config=") for key in keys):
         keys = [f"config={CONFIG}", *keys]
     command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])
     show(measure(keys, **given), command, options.json)

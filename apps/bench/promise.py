@@ -29,6 +29,8 @@ STARTS = (
     ((1, 1, 2), 5),
     ((1, 2, 2), 4),
 )
+COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # of the starts
+MUTED, GRID = "#666666", "#e4e4e0"
 SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]
 
 
@@ -132,9 +134,7 @@ def draw(
 ) -> None:
     """Above, both loss curves; below, how far apart they are."""
     plt = _pyplot()
-    colors = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")
-    ink, muted, grid = "#222222", "#666666", "#e4e4e0"
-    plt.rcParams.update({"font.size": 9, "text.color": ink, "axes.labelcolor": muted})
+    plt.rcParams.update({"font.size": 9, "text.color": "#222222", "axes.labelcolor": MUTED})
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(2.2, 1), layout="constrained"
     )
@@ -146,48 +146,24 @@ def draw(
         (steps[at], never[at]),
         (1.5 * len(never) / len(STARTS), 0.45 * max(never) + 0.55 * min(never)),
         ha="center",
-        color=muted,
-        arrowprops={"arrowstyle": "-", "color": muted, "linewidth": 0.7},
+        color=MUTED,
+        arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.7},
     )
     begin = 0
-    for (sizes, rows), end, color in zip(STARTS, ends, colors, strict=True):
+    for (sizes, rows), end, color in zip(STARTS, ends, COLORS, strict=True):
         part = slice(max(begin - 1, 0), end)  # from the last step of the start before
         top.plot(steps[part], stopped[part], color=color, linewidth=1.6)
         apart = [abs(b / a - 1) for a, b in zip(never[begin:end], stopped[begin:end], strict=True)]
         bottom.plot(steps[begin:end], apart, ".", color=color, markersize=4)
-        replicas, shards, tp = sizes
-        processes = replicas * shards * tp
-        kind = [f"{n} {what}" for n, what in ((replicas, "replicas"), (shards, "shards")) if n > 1]
-        kind += [f"tp {tp}"] if tp > 1 else []
-        top.text(
-            (begin + end + 1) / 2,
-            0.98,
-            f"{processes} process{'es' if processes > 1 else ''}\n"
-            f"{' x '.join(kind) or 'plain'}\n{rows} rows at once",
-            transform=top.get_xaxis_transform(),
-            ha="center",
-            va="top",
-            color=color,
-        )
+        place = {"transform": top.get_xaxis_transform(), "ha": "center", "va": "top"}
+        top.text((begin + end + 1) / 2, 0.98, _start(sizes, rows), color=color, **place)
         if end != ends[-1]:
             for axes in (top, bottom):
-                axes.axvline(end + 0.5, color=muted, linewidth=0.8, linestyle=(0, (3, 3)))
+                axes.axvline(end + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
         begin = end
-    top.set_ylabel("loss, nats per token")
+    _format_axes(top, bottom, len(never))
     low, high = min(never), max(never)
     top.set_ylim(low - 0.05 * (high - low), high + 0.12 * (high - low))
-    bottom.set_ylabel("relative difference")
-    bottom.set_yscale("symlog", linthresh=1e-8)  # zero has a place too
-    bottom.set_ylim(-2e-9, 1e-5)
-    bottom.set_yticks([0, 1e-8, 1e-7, 1e-6, 1e-5])
-    bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.grid(axis="y", color=grid, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(grid)
-        axes.tick_params(colors=muted, length=0)
-        axes.set_xlim(0, len(never) + 1)
     same = "all" if all(equal) else f"{sum(equal)} of"
     figure.suptitle(
         f"One run, stopped and resumed on {len(STARTS)} topologies: "
@@ -197,6 +173,33 @@ def draw(
         fontsize=11,
     )
     figure.savefig(png, dpi=130)
+
+
+def _start(sizes: tuple[int, int, int], rows: int) -> str:
+    """The label of a start: its processes, its mesh, its micro-batch."""
+    replicas, shards, tp = sizes
+    processes = replicas * shards * tp
+    named = ((replicas, "replicas"), (shards, "shards"))
+    kind = [f"{n} {what}" for n, what in named if n > 1] + ([f"tp {tp}"] if tp > 1 else [])
+    count = f"{processes} process{'es' if processes > 1 else ''}"
+    return f"{count}\n{' x '.join(kind) or 'plain'}\n{rows} rows at once"
+
+
+def _format_axes(top: Any, bottom: Any, n_steps: int) -> None:
+    """Scales, labels and colors of both parts."""
+    top.set_ylabel("loss, nats per token")
+    bottom.set_ylabel("relative difference")
+    bottom.set_yscale("symlog", linthresh=1e-8)  # zero has a place too
+    bottom.set_ylim(-2e-9, 1e-5)
+    bottom.set_yticks([0, 1e-8, 1e-7, 1e-6, 1e-5])
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(GRID)
+        axes.tick_params(colors=MUTED, length=0)
+        axes.set_xlim(0, n_steps + 1)
 
 
 def _pyplot() -> Any:

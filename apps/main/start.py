@@ -40,6 +40,7 @@ from lingua.data.rows import Data
 from lingua.data.text import TextData
 from lingua.errors import UserError
 from lingua.format import counted
+from lingua.head import chunk_note
 from lingua.hugging_face import open_weights
 from lingua.optim.optimizer import build_optimizer
 from lingua.optim.schedule import schedule_warnings
@@ -156,9 +157,9 @@ def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | N
         if former is None:
             logger.info(
                 f"{key} = {rows}: it was left open, so it is data.batch_size = "
-                f"{args.data.batch_size} times {degree} data-parallel ranks times "
-                f"{args.grad_acc_steps or 1} micro-steps. Set it for a run that does not depend on "
-                "the number of processes"
+                f"{args.data.batch_size} times {counted(degree, 'data-parallel rank')} times "
+                f"{counted(args.grad_acc_steps or 1, 'micro-step')}. Set it for a run that does "
+                "not depend on the number of processes"
             )
         elif former != rows:
             logger.info(
@@ -228,9 +229,10 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
     n_micro, rows = args.micro_steps(degree)
     yield f"{args.name}: {n_parameters:,} parameters on {n} x {device} ({sizes})"
     yield (
-        f"a step is {args.data.global_batch_size} rows of {args.data.seq_len} tokens: "
-        f"{counted(n_micro, 'micro-step')} of at most {rows} rows on each of {degree} "
-        "data-parallel ranks"
+        f"a step is {counted(args.data.step_rows, 'row')} of {args.data.seq_len} tokens: "
+        f"{counted(n_micro, 'micro-step')} of at most {counted(rows, 'row')} a rank, on "
+        f"{counted(degree, 'data-parallel rank')}"
     )
     yield from grad_sync_note(model, mesh, args.distributed.grad_sync, n_micro)
+    yield from chunk_note(model, rows * args.data.seq_len, mesh["tp"].size())
     yield from schedule_warnings(args.optim, args.steps)

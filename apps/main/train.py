@@ -62,7 +62,7 @@ from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.launch import detect_launch, pick_device, set_timeout, start
 from lingua.parallel.mesh import dp_degree, dp_rank, on_rank_0, world_sum_
-from lingua.parallel.parallelize import loss_context, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.program import run_program
 from lingua.signals import StopRequest
 from lingua.slurm.jobs import requeue
@@ -250,21 +250,20 @@ class Objective:
             )
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
-            with loss_context(run.mesh):
-                random = {} if noise is None else {"noise": hash_bits(noise, ids)}
-                sums, _, per_row = Losses(*run.model(tokens, targets, *documents, **random))
-                if sums.shape != valid.shape:  # else the division would broadcast
-                    raise UserError(
-                        f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
-                        f"{len(valid)} views after the first; must be {len(sums) + 1}"
-                    )
-                part = (sums / valid).sum()  # over the views
-                # Terms of the rows, not of padding: means over the global batch.
-                terms = {
-                    name: torch.where(ids >= 0, term, 0).sum() / args.data.global_batch_size
-                    for name, term in per_row.items()
-                }
-                sum(terms.values(), part).backward()
+            random = {} if noise is None else {"noise": hash_bits(noise, ids)}
+            sums, _, per_row = Losses(*run.model(tokens, targets, *documents, **random))
+            if sums.shape != valid.shape:  # else the division would broadcast
+                raise UserError(
+                    f"data.n_views = {len(valid) + 1}: the model predicts {len(sums)} of the "
+                    f"{len(valid)} views after the first; must be {len(sums) + 1}"
+                )
+            part = (sums / valid).sum()  # over the views
+            # Terms of the rows, not of padding: means over the global batch.
+            terms = {
+                name: torch.where(ids >= 0, term, 0).sum() / args.data.global_batch_size
+                for name, term in per_row.items()
+            }
+            sum(terms.values(), part).backward()
             loss += part.detach()
             for name, term in terms.items():
                 run.report.add(name, term)

@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import (
 
 from lingua.app import Built
 from lingua.config.schema import Guarded
+from lingua.data import IGNORE
+from lingua.head import Head, VocabularyParallel
 from lingua.model import Cache, Losses, PerRow
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.transformer import (
@@ -24,7 +26,6 @@ from lingua.transformer import (
     TransformerBlock,
     flops_per_token,
     run_blocks,
-    sum_token_losses,
     trunc_normal_,
 )
 
@@ -54,7 +55,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(block(args, i) for i in range(args.n_layers))
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.output = Head(args.dim, args.vocab_size)
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
@@ -65,19 +66,22 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         cache: Cache | None = None,
+        per_token: bool = False,
     ) -> Tensor | Losses:
-        ctx = Context(self.args, tokens.shape[1], tokens.device, documents, noise, cache)
+        x = self.tok_embeddings(tokens)
+        seq_len, device = tokens.shape[1], tokens.device  # x may have a rank's part of them
+        ctx = Context(self.args, seq_len, device, documents, noise, cache, x.dtype)
         per_row: PerRow = {}
         n_views = 1 if targets is None else len(targets)
-        ahead = self.hidden(self.tok_embeddings(tokens), ctx, n_views, per_row)
+        ahead = self.hidden(x, ctx, n_views, per_row)
         h = self.norm(torch.cat(ahead))  # V*B S E
         if targets is None:
             return self.output(h if cache is None else h[:, -1:])
-        logits = self.output(h)  # V*B S vocabulary
-        # Taking the only view out of a stack of one would copy the gradient of all logits.
-        views = [logits] if len(ahead) == 1 else logits.unflatten(0, (len(ahead), -1))
-        sums, counts = zip(*map(sum_token_losses, views, targets), strict=True)
-        return Losses(torch.stack(sums), torch.stack(counts), per_row)
+        targets = targets[: len(ahead)]
+        if per_token:
+            return self.output(h, targets, per_token=True)
+        counts = (targets != IGNORE).sum((1, 2))
+        return Losses(self.output(h, targets), counts, per_row)
 
     def hidden(self, x: Tensor, ctx: Context, n_views: int, per_row: PerRow) -> list[Tensor]:
         """The residual stream after the last block (B S E) for each view that the model predicts,
@@ -132,9 +136,7 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
             "layers.*.feed_forward.w3": colwise(use_local_output=False),
             "layers.*.feed_forward.w2": rowwise(output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "output": colwise(
-                input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-            ),
+            "output": VocabularyParallel(),
         },
         tp_divides={
             "model.n_heads": n_heads,

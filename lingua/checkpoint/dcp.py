@@ -218,7 +218,7 @@ def _read_chunk(f: io.FileIO, stored: _Chunk, part: Part) -> None:
     if not isinstance(chunk, Tensor):
         raise ValueError(f"has {type(chunk).__name__} in place of {part.name}")
     source, out = chunk[part.box], part.out
-    begin = begin_in_file(chunk.untyped_storage()) + source.storage_offset() * source.itemsize
+    begin = begin_in_file(chunk.untyped_storage()) + int(source.storage_offset()) * source.itemsize
     last = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))
     if source.shape != out.shape or begin + (last + 1) * source.itemsize > stored.length:
         raise ValueError(f"{part.name} differs from {METADATA}")

@@ -37,6 +37,16 @@ class DocumentMarks:
             targets[of_target != of_input] = IGNORE
 
 
+def document_starts(index: np.ndarray) -> np.ndarray:
+    """int64 [n, K]: the positions at which the documents of each row begin, from their index
+    [n, S]. K is that of the row with the most; S stands for those that the others do not have."""
+    n_rows, seq_len = index.shape
+    row, position = np.diff(index, prepend=-1).nonzero()
+    starts = np.full((n_rows, index[:, -1].max(initial=0) + 1), seq_len)
+    starts[row, index[row, position]] = position
+    return starts
+
+
 def document_marks(args: DataArgs, tokenizer: Tokenizer) -> DocumentMarks | None:
     """The marks that `data.document_mask` needs; None for rows whose documents see each other."""
     if args.document_mask == "none":

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from lingua.data import IGNORE
-from lingua.data.documents import DocumentMarks
+from lingua.data.documents import DocumentMarks, document_starts
 from lingua.data.rows import Rows
 from lingua.device import device_threads
 from lingua.errors import UserError
+from lingua.format import counted
 
 STEPS_AHEAD = 8  # that each thread reads
 
@@ -31,7 +32,7 @@ class MicroBatch:
     row_ids: torch.Tensor  # int64 [R], the row's position in the stream
     tokens: torch.Tensor  # int64 [R, S], view 0
     targets: torch.Tensor  # int64 [V-1, R, S], IGNORE where there is no loss
-    # int64 [R, S], which document of its row each input token belongs to; None without such masks
+    # int64 [R, K], where the documents of each row begin (lingua.model); None without such masks
     documents: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -51,8 +52,8 @@ def micro_steps(
     if not fewest <= n_micro <= most:  # too few for the rows, or one would have no row
         raise UserError(
             f"grad_acc_steps = {n_micro}: must be {fewest} to {most}, or null to derive it, since "
-            f"data.global_batch_size = {global_batch_size} gives {most} rows to each of {dp_size} "
-            f"data-parallel ranks and data.batch_size = {batch_size}"
+            f"data.global_batch_size = {global_batch_size} gives {counted(most, 'row')} a rank, on "
+            f"{counted(dp_size, 'data-parallel rank')}, and data.batch_size = {batch_size}"
         )
     return n_micro, -(-most // n_micro)
 
@@ -122,7 +123,9 @@ class Loader:
             row_ids=self._padded(ids, -1, block),
             tokens=self._padded(rows[:, :seq_len], 0, block),  # goes through the model: valid
             targets=targets,
-            documents=None if index is None else self._padded(index[:, :seq_len], 0, block),
+            documents=None
+            if index is None
+            else self._padded(document_starts(index[:, :seq_len]), 0, block),
         )
 
     def _padded(self, values: np.ndarray, padding: int, block: "_Block") -> torch.Tensor:

@@ -46,7 +46,7 @@ class DistributedArgs:
     compile: Announced[bool] = False  # compile each block with torch.compile
     matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
     # what a block keeps for its backward: `none` all, `full` its input only, `selective` the
-    # results of matrix products and attention
+    # results of attention and of matrix products with no more inputs than outputs
     activation_checkpointing: Announced[Literal["none", "full", "selective"]] = "none"
 
     @property

@@ -3,11 +3,11 @@ checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +19,9 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
-    loss_parallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lingua.errors import UserError, nearest
 from lingua.init import canonical_name, ties_kept
@@ -41,7 +40,8 @@ class ParallelPlan:
     matches one part; each must match something.
 
     blocks: the repeated layers. Each is checkpointed, compiled and an FSDP unit of its own.
-    units: further FSDP units, each a group of modules whose parameters are gathered together.
+    units: further FSDP units, each a group of modules whose parameters are gathered together; the
+        last is the end of the model.
     tp: the style of each module under tensor parallelism; None when the model has no such layout.
     tp_equal: modules or parameters that no style distributes and that every tp rank holds whole.
         Their gradients must be equal on all tp ranks: what enters and leaves such a module is equal
@@ -142,17 +142,21 @@ def parallelize_model(
     _wrap_blocks(model, plan, args)
     if mesh.size() == 1 and args.dtype == torch.float32:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time
-    replicas = mesh["dp_replicate"].size() > 1
+    replicas, shards = (mesh[axis].size() for axis in ("dp_replicate", "dp_shard"))
     shard = partial(
         fully_shard,
-        mesh=mesh["dp_replicate", "dp_shard"] if replicas else mesh["dp_shard"],
+        mesh=mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"],
         mp_policy=MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32),
     )
     modules = _modules(model)
-    for name in _matching(modules, plan.blocks):
-        shard(modules[name])
-    for unit in plan.units:
-        shard([modules[name] for name in _matching(modules, unit)])
+    units = [[modules[name]] for name in _matching(modules, plan.blocks)]
+    units += [[modules[name] for name in _matching(modules, unit)] for unit in plan.units]
+    for unit in units:
+        # The backward pass begins with the last unit, which would be gathered again at once; and
+        # replicas that are not sharded have nothing to gather. One rank frees its copies in `dtype`
+        # all the same: it has the least memory, and to cast again costs a percent of a step.
+        kept = unit is units[-1] or (shards == 1 and replicas > 1)
+        shard(unit, reshard_after_forward=not kept)
     shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -204,7 +208,17 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
 
 # Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
 # to communicate, than its memory is worth.
-_SAVED = [torch.ops.aten.mm.default, *ATTENTION_OPERATORS, REDUCE_SCATTER]
+_SAVED = {*ATTENTION_OPERATORS, REDUCE_SCATTER}
+
+
+def _selective(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what is in _SAVED, and matrix products that do not narrow. The last product of a block
+    narrows; nothing in the backward pass reads it, so that it is not even computed again."""
+    saved = operator in _SAVED
+    if operator is torch.ops.aten.mm.default:
+        n_in, n_out = args[1].shape
+        saved = n_in <= n_out
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) -> None:
@@ -219,14 +233,8 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) ->
         if kind == "full":
             block = checkpoint_wrapper(block, preserve_rng_state=False)
         elif kind == "selective":
-            keep = partial(create_selective_checkpoint_contexts, _SAVED)
+            keep = partial(create_selective_checkpoint_contexts, _selective)
             block = checkpoint_wrapper(block, context_fn=keep, preserve_rng_state=False)
             if args.compile:
                 block.compile()
         model.set_submodule(name, block)
-
-
-def loss_context(mesh: DeviceMesh) -> AbstractContextManager[None]:
-    """Around forward and backward: cross-entropy over a vocabulary that tp ranks share."""
-    _, _, tp = mesh.shape  # mesh["tp"] would make a mesh in every micro-step
-    return loss_parallel() if tp > 1 else nullcontext()

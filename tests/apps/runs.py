@@ -46,23 +46,8 @@ from lingua.init import named_tensors
 from lingua.parallel.mesh import dp_degree, dp_rank
 from lingua.signals import StopRequest
 from lingua.tokenizer import Tokenizer, build_tokenizer
+from tests.apps.meshes import Sizes, mesh
 from tests.ranks import Ranks
-
-Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp
-
-# Every topology with the largest micro-batch of its own, and a way to sync gradients.
-TOPOLOGIES: dict[Sizes, tuple[int, str]] = {
-    (1, 1, 1): (7, "last"),
-    (2, 1, 1): (1, "replica_last"),
-    (1, 2, 1): (3, "last"),
-    (1, 1, 2): (2, "last"),
-    (2, 2, 1): (1, "every"),
-    (2, 1, 2): (2, "last"),
-    (1, 2, 2): (4, "every"),
-    (2, 2, 2): (1, "last"),
-    (1, 3, 1): (1, "last"),
-    (3, 1, 2): (2, "replica_last"),
-}
 
 # Nothing divides: 7 rows, 259 tokens, 22 features, a hidden size of 53.
 GLOBAL_BATCH = 7
@@ -89,15 +74,6 @@ SMALL: dict[str, Any] = {
     "distributed.model_dtype": "fp32",
     "validation.tokens": 200,
 }
-
-
-def name_of(sizes: Sizes) -> str:
-    return "x".join(map(str, sizes))
-
-
-def mesh(sizes: Sizes) -> dict[str, int]:
-    keys = ("dp_replicate", "dp_shard", "tp_size")
-    return {f"distributed.{key}": size for key, size in zip(keys, sizes, strict=True)}
 
 
 def arguments(overrides: dict[str, Any]) -> TrainArgs:

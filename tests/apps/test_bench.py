@@ -21,6 +21,8 @@ from apps.bench.generate import take_turns
 from apps.bench.loop import Reference
 from apps.bench.report import spread
 from apps.bench.startup import PARTS, start_once
+from apps.bench.step import STEPS
+from apps.bench.step import measure as measure_step
 from apps.bench.sync import table
 from apps.bench.sync_rank import count
 from apps.main.config import TrainArgs
@@ -109,6 +111,24 @@ def test_a_reference_on_other_rows_has_other_losses(keys):
         losses.append(torch.stack([reference.losses[1], reference.losses[2]]))
     assert (losses[1] / losses[0] - 1).abs().max() < 1e-5
     assert (losses[2] / losses[0] - 1).abs().min() > 1e-4
+
+
+def test_a_step_is_timed_beside_a_bare_loop_that_does_the_same_work(ranks: Ranks, keys):
+    case = [f"model.vocab_size={VOCAB}", "data.batch_size=8", "distributed.compile=false"]
+    report = ranks.run(1, measure_step, [*keys, *case], 2)[0]
+    found = report.results["cases"][0]
+    assert (found["shape"], found["distributed.compile"]) == ("debug", "false")
+    ours, bare, ratio = (found[key] for key in ("tokens_per_s", "bare_tokens_per_s", "ratio"))
+    assert ours.n == bare.n == ratio.n == 2
+    assert ours.low / bare.high <= ratio.low <= ratio.high <= ours.high / bare.low
+    assert found["loss_difference"] < 1e-5
+    assert found["mfu"] is found["peak_gib"] is None  # of a CPU
+    assert f"2 turns of {STEPS} steps" in report.lines[-1]
+
+
+def test_a_mistake_that_ends_every_case_ends_the_measurement(ranks: Ranks, keys):
+    with pytest.raises(UserError, match="vocab_size"):
+        ranks.run(1, measure_step, keys, 1)
 
 
 @pytest.mark.soak

@@ -7,7 +7,8 @@ import pytest
 from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
-from tests.apps.runs import Outcome, Runs, Sizes, build, digests, relative
+from tests.apps.meshes import Sizes
+from tests.apps.runs import Outcome, Runs, build, digests, relative
 from tests.apps.test_topologies import build_plain
 
 # The rate is far too high after its warm-up: the loss falls and then rises.

@@ -60,7 +60,7 @@ def test_every_key_has_a_resume_class() -> None:
         ("distributed.grad_sync", "last", "free"),
         ("distributed.model_dtype", "bf16", "announced"),
         ("model.vocab_size", -1, "guarded"),
-        ("model.attn_impl", "sdpa", "announced"),
+        ("model.attn_impl", "auto", "announced"),
         ("checkpoint.allow_change", [], "free"),
         ("validation.every", 0, "free"),
     ],

@@ -11,7 +11,8 @@ from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import Built
 from lingua.hashing import hash_bits, key_of
-from tests.apps.runs import Outcome, Runs, Sizes, differs, name_of
+from tests.apps.meshes import Sizes, name_of
+from tests.apps.runs import Outcome, Runs, differs
 
 DROPPING: dict[str, Any] = {"model.dropout": 0.1, "stop_at": 5}
 CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.compile"

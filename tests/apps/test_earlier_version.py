@@ -8,22 +8,14 @@ from pathlib import Path
 import pytest
 
 from apps.bench.promise import compare, steps_of
-from tests.apps.runs import name_of
+from tests.apps.meshes import on_meshes
 from tests.forks.test_forks import train_here
 from tests.ranks import Ranks
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 1, 2),
-        pytest.param((1, 1, 1), marks=pytest.mark.soak),
-        pytest.param((2, 1, 1), marks=pytest.mark.soak),
-    ],
-    ids=name_of,
-)
+@on_meshes((1, 1, 2), soak=[(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("version", [folder.name for folder in SAMPLES.iterdir()])
 def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(
     ranks: Ranks, tmp_path: Path, version: str, sizes: tuple[int, int, int]

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from apps.main.generate import main
 from lingua.errors import UserError
 from tests.apps.test_model import initialised, model_args
+from tests.converted import a_model, save_here
 from tests.programs import python
 from tests.ranks import Ranks
-from tests.test_convert import a_model, save_here
 
 MODEL = a_model(dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
 REPO = Path(__file__).parents[2]

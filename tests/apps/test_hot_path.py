@@ -16,7 +16,8 @@ from apps.main.run import Run
 from apps.main.train import Objective, train
 from lingua.data.loader import MicroBatch
 from lingua.dtensor import local
-from tests.apps.runs import Runs, Sizes, arguments
+from tests.apps.meshes import Sizes
+from tests.apps.runs import Runs, arguments
 
 FIRST, LAST = 2, 5  # the steps between whose forwards the reads are counted
 
@@ -49,6 +50,7 @@ class Counting(Objective):
         elif step == LAST:
             self.reads.__exit__(None, None, None)
             gc.callbacks.remove(self.collects)
+        self.run.report.add("rows", torch.tensor(float(len(batch))))
         return super().gradients(batch, valid)
 
 

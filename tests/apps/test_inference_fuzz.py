@@ -21,8 +21,8 @@ from lingua.errors import UserError
 from lingua.inference.sampling import SamplingArgs
 from tests.apps.tasks import write_tasks
 from tests.apps.test_generate import MODEL
+from tests.converted import save_here
 from tests.ranks import Ranks
-from tests.test_convert import save_here
 
 SEED, SECONDS, LONGEST_S = 14, 20.0, 60.0  # of each test; of one command on a busy machine
 NAMES = ["", "a", "a" * 300, "\x1b[31mred", "${", "${ckpt}", "${oc.env:HOME}", "é", "\udcff"]

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from tests.apps.runs import SMALL, Runs, Sizes, differs, mesh
+from tests.apps.meshes import Sizes, mesh
+from tests.apps.runs import SMALL, Runs, differs
 
 REPO = Path(__file__).parents[2]
 PATIENCE_S = 120

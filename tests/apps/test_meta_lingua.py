@@ -16,9 +16,9 @@ from tests import lingua_checkpoint
 from tests.apps import test_eval, test_generate
 from tests.apps.runs import SMALL, Outcome, Runs
 from tests.apps.tasks import write_tasks
+from tests.converted import convert_here
 from tests.lingua_checkpoint import TOKENS, LMTransformer
 from tests.ranks import Ranks
-from tests.test_convert import convert_here
 
 DIM = 24  # which the number of heads divides, as transformers asks
 

@@ -9,25 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.apps.runs import (
-    TOPOLOGIES,
-    Outcome,
-    Runs,
-    Sizes,
-    Twist,
-    name_of,
-    relative,
-)
+from tests.apps.meshes import Sizes, on_its_own, on_meshes
+from tests.apps.runs import Outcome, Runs, Twist, relative
 
 MUON: dict[str, Any] = {"optim.name": "muon"}
 END = 4
 MARGIN = 10  # times what another order of the sums changes
 bf16 = pytest.mark.parametrize("dtype", ["bf16"], indirect=True)
-
-
-def on_its_own(sizes: Sizes) -> dict[str, Any]:
-    batch_size, grad_sync = TOPOLOGIES[sizes]
-    return {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
 
 
 @pytest.fixture(scope="module", params=["bf16", pytest.param("fp32", marks=pytest.mark.soak)])
@@ -53,16 +41,7 @@ def apart(run: Outcome, other: Outcome) -> float:
     return max(relative(run.column("loss"), other.column("loss")))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 2, 2),
-        pytest.param((2, 2, 1), marks=pytest.mark.soak),
-        pytest.param((1, 3, 1), marks=pytest.mark.soak),
-        pytest.param((2, 1, 2), marks=pytest.mark.soak),
-    ],
-    ids=name_of,
-)
+@on_meshes((1, 2, 2), soak=[(2, 2, 1), (1, 3, 1), (2, 1, 2)])
 def test_every_topology_trains_the_same_run(
     runs: Runs, dtype: dict[str, Any], alone: Outcome, tolerance: float, sizes: Sizes
 ) -> None:

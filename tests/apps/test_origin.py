@@ -22,7 +22,8 @@ from lingua.app import Built
 from lingua.checkpoint.__main__ import main as checkpoint_program
 from lingua.signals import StopRequest
 from tests import lingua_checkpoint
-from tests.apps.runs import Outcome, Runs, arguments, differs, digest, digests, mesh, whole
+from tests.apps.meshes import mesh
+from tests.apps.runs import Outcome, Runs, arguments, differs, digest, digests, whole
 from tests.checkpoint.test_checkpoint_load import Evil
 from tests.lingua_checkpoint import STEP, TOKENS
 from tests.ranks import Ranks

@@ -9,18 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.apps.runs import (
-    TOPOLOGIES,
-    Outcome,
-    Runs,
-    Sizes,
-    Twist,
-    differs,
-    digests,
-    name_of,
-    relative,
-    resume_here,
-)
+from tests.apps.meshes import Sizes, name_of, on_its_own
+from tests.apps.runs import Outcome, Runs, Twist, differs, digests, relative, resume_here
 
 K, END = 3, 6  # where the run is saved, and where it ends
 MARGIN = 10  # times what another order of the sums changes, for the losses of Muon
@@ -139,9 +129,7 @@ def test_what_one_topology_saves_another_goes_on_from(
     run = stopped(whole(saved, kind), tmp_path)
     tensors = run.tensors(K)
     assert all(t.any() for name, t in tensors.items() if name.startswith(("optim.exp", "optim.m")))
-    batch_size, grad_sync = TOPOLOGIES[loaded]
-    own = {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
-    restored = resume(runs, loaded, run, kind.settings | own)
+    restored = resume(runs, loaded, run, kind.settings | on_its_own(loaded))
     assert restored["tensors"] == digests(tensors)
     assert restored["progress"] == run.state(K)["progress"]
     assert restored["progress"]["position"] == K * 7

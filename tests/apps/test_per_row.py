@@ -24,7 +24,8 @@ from lingua.model import PerRow
 from lingua.parallel.mesh import dp_sum_
 from lingua.signals import StopRequest
 from lingua.transformer import FeedForward, TransformerArgs, TransformerBlock
-from tests.apps.runs import GLOBAL_BATCH, Runs, Sizes, arguments, masked, name_of
+from tests.apps.meshes import Sizes, name_of
+from tests.apps.runs import GLOBAL_BATCH, Runs, arguments, masked
 
 CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.compile"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from lingua.data.prepare.sources import prepare_sources, shard_folder, source_fi
 from lingua.data.prepare.units import UNIT_BYTES, plan_units
 from lingua.lock import claimed
 from lingua.tokenizer import build_tokenizer
+from tests.apps.meshes import Sizes
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     SMALL,
@@ -22,7 +24,6 @@ from tests.apps.runs import (
     NanAt,
     Outcome,
     Runs,
-    Sizes,
     arguments,
     differs,
     digests,
@@ -35,6 +36,7 @@ K, END = 4, 7  # where the run stops first, and then
 STOP = {"stop_at": K}
 GO_ON = {"stop_at": END}
 REPO = Path(__file__).parents[2]
+SECRET = secrets.token_hex()  # of the environment of every program here
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +329,9 @@ BACKGROUND = {"checkpoint.dump.every": 2, "checkpoint.async_save": True}
 # The step after which a run stops: ranks agree while the device works on a step, so before its
 # validation and its save.
 MOMENTS: dict[str, tuple[Interrupt, dict[str, Any], int | None]] = {
-    "in the first step": (Interrupt(signal.SIGINT, forward=1, rank=1), {}, 1),
+    "in the first of two micro-steps": (
+        Interrupt(signal.SIGINT, forward=1, rank=1), {"data.batch_size": 2}, 1,
+    ),
     "in the third, to all": (Interrupt(signal.SIGUSR2, forward=3, rank=None), {}, 3),
     "in the first validation": (
         Interrupt(signal.SIGTERM, forward=3, rank=1), {"validation.every": 2}, 3,
@@ -386,7 +390,7 @@ def start(n_ranks: int, python: list[str], **overrides: Any) -> subprocess.Popen
         [*launcher, *python, "-m", "apps.main.train"]
         + [f"{k}={v}" for k, v in (SMALL | overrides).items()],
         cwd=REPO,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "A_SECRET": SECRET},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -424,6 +428,8 @@ def test_torchrun_ends_well_when_one_of_its_ranks_is_asked_to_stop(
     assert step < 200
     assert f"stopped by a signal to another rank after step {step}, which is saved" in said
     assert "Traceback" not in said
+    files = [path for path in run.dump_dir.rglob("*") if path.is_file()]
+    assert SECRET not in said and not any(SECRET.encode() in f.read_bytes() for f in files)
 
     end = {"steps": 200, "stop_at": max(step + 1, END)}
     resumed = runs.train((1, 1, 1), end, dump_dir=run.dump_dir)

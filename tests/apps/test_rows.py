@@ -13,13 +13,13 @@ import pytest
 
 from apps.main.transformer import build
 from lingua.app import Built
+from tests.apps.meshes import Sizes
 from tests.apps.runs import (
     GLOBAL_BATCH,
     Interrupt,
     NanAt,
     Outcome,
     Runs,
-    Sizes,
     Twist,
     differs,
     train_here,

@@ -17,31 +17,14 @@ from lingua.data import IGNORE
 from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.init import init_parameters
+from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split
-from tests.apps.runs import (
-    GLOBAL_BATCH,
-    TOPOLOGIES,
-    Outcome,
-    Runs,
-    Sizes,
-    Twist,
-    arguments,
-    differs,
-    masked,
-    name_of,
-    relative,
-)
+from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, Twist, arguments, differs, masked, relative
 
 STEPS = 4
 MEASURED = {"validation.every": 2, "stop_at": STEPS}
 APART = {"data.document_mask": "ignore", "stop_at": 3}
 BOS = 256  # of the byte tokenizer
-
-
-def on_its_own(sizes: Sizes) -> dict[str, Any]:
-    """Settings that may differ from topology to topology."""
-    batch_size, grad_sync = TOPOLOGIES[sizes]
-    return {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +36,10 @@ def alone(runs: Runs) -> Outcome:
 # ------------------------------------------------------------------------------- the same run
 
 
-def meshes(*quick: Sizes) -> Any:
-    """Each topology of several ranks as a case; those that are not quick are soak tests."""
-    return pytest.mark.parametrize(
-        "sizes",
-        [
-            pytest.param(sizes, marks=() if sizes in quick else pytest.mark.soak)
-            for sizes in TOPOLOGIES
-            if sizes != (1, 1, 1)
-        ],
-        ids=name_of,
-    )
+SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 
 
-@meshes((1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))
+@on_meshes((1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2), soak=SEVERAL_RANKS)
 def test_every_topology_trains_the_same_run(runs: Runs, alone: Outcome, sizes: Sizes) -> None:
     run = runs.train(sizes, on_its_own(sizes) | MEASURED)
     assert run.weights == alone.weights
@@ -276,9 +249,7 @@ def counted(runs: Runs, sizes: Sizes, **settings: Any) -> tuple[Outcome, list[di
     return run, json.loads(path.read_text())["collectives"]
 
 
-@pytest.mark.parametrize(
-    "sizes", [(2, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.soak)], ids=name_of
-)
+@on_meshes((2, 2, 1), soak=[(1, 2, 2)])
 def test_gradients_travel_once_a_step_or_with_every_micro_step(runs: Runs, sizes: Sizes) -> None:
     degree = sizes[0] * sizes[1]
     n_bytes: dict[str, int] = {}
@@ -301,17 +272,25 @@ def test_gradients_travel_once_a_step_or_with_every_micro_step(runs: Runs, sizes
     assert of("last", 4) == once
     assert of("every", 4) == {kind: 4 * n for kind, n in once.items()}
     assert n_bytes["every"] == 4 * n_bytes["last"]
-    assert saved_bytes(logs["last"]) == pytest.approx(3 * n_bytes["last"], rel=0.1)  # no padding
+    kept, saved = of_log(logs["last"])
+    assert saved == pytest.approx(3 * n_bytes["last"], rel=0.1)  # no padding
+    n_parameters = re.search(r"([\d,]+) parameters on", logs["last"])[1].replace(",", "")
+    assert kept == pytest.approx(4 * int(n_parameters) / sizes[2], rel=0.1)  # norms are not split
+    assert of_log(logs["every"]) == (0, 0)
     if sizes[0] > 1:
         assert of("replica_last", 4) == {"reduce_scatter": 4 * units, "all_reduce": units}
-        saved = n_bytes["every"] - n_bytes["replica_last"]
-        assert saved_bytes(logs["replica_last"]) == pytest.approx(saved, rel=0.1)
+        kept_of_shards, saved = of_log(logs["replica_last"])
+        assert saved == pytest.approx(n_bytes["every"] - n_bytes["replica_last"], rel=0.1)
+        assert kept_of_shards == pytest.approx(kept / sizes[1], rel=0.01)
 
 
-def saved_bytes(log: str) -> float:
-    """What the log says that the chosen sync saves a step."""
-    number, unit = re.search(r"saves ([\d.]+) (KiB|MiB) of gradient traffic a step", log).groups()
-    return float(number) * {"KiB": 2**10, "MiB": 2**20}[unit]
+def of_log(log: str) -> tuple[float, float]:
+    """Bytes that the chosen sync keeps between micro-steps, and saves a step, by the log."""
+    size = r"([\d.]+) (B|KiB|MiB)"
+    found = re.search(rf"keeps {size} of gradients .* saves {size} of gradient traffic a step", log)
+    kept, unit, saved, unit_saved = found.groups()
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    return float(kept) * units[unit], float(saved) * units[unit_saved]
 
 
 # ------------------------------------------------------------------------------ other models
@@ -327,7 +306,7 @@ def plain(runs: Runs) -> Outcome:
     return run
 
 
-@pytest.mark.parametrize("sizes", [(1, 3, 1), (2, 2, 1)], ids=name_of)
+@on_meshes((1, 3, 1), (2, 2, 1))
 def test_a_model_without_a_plan_trains_data_parallel(
     runs: Runs, plain: Outcome, sizes: Sizes
 ) -> None:
@@ -336,9 +315,7 @@ def test_a_model_without_a_plan_trains_data_parallel(
     assert differs(run, plain) == []
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 2, 2), pytest.param((2, 1, 2), marks=pytest.mark.soak)], ids=name_of
-)
+@on_meshes((1, 2, 2), soak=[(2, 1, 2)])
 def test_a_model_with_a_tensor_parallel_plan_only_trains_on_any_mesh(
     runs: Runs, plain: Outcome, sizes: Sizes
 ) -> None:
@@ -365,16 +342,7 @@ CHECKPOINTING = "distributed.activation_checkpointing"
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 1, 2),
-        pytest.param((1, 1, 1), marks=pytest.mark.soak),
-        pytest.param((2, 2, 1), marks=pytest.mark.soak),
-        pytest.param((1, 2, 2), marks=pytest.mark.soak),
-    ],
-    ids=name_of,
-)
+@on_meshes((1, 1, 2), soak=[(1, 1, 1), (2, 2, 1), (1, 2, 2)])
 def test_activation_checkpointing_trains_the_same_run(
     runs: Runs, short: Outcome, sizes: Sizes, kind: str
 ) -> None:

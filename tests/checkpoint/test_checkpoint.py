@@ -75,14 +75,6 @@ def newest_as_another_user(root: Path) -> list[str]:
 # --------------------------------------------------------------------------------- saved
 
 
-@pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory) -> Path:
-    """Steps 1 and 2, saved by two ranks. Tests copy it, or only read."""
-    root = tmp_path_factory.mktemp("saved")
-    ranks.run(2, save_here, root, [1, 2])
-    return root
-
-
 def test_the_manifest_lists_exactly_the_files(saved):
     folder = saved / "0000000002"
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -418,87 +410,3 @@ def test_a_kill_in_the_middle_of_a_save_leaves_whole_checkpoints_and_a_leftover(
     ranks.run(1, save_here, tmp_path, [500])
     prune(tmp_path, CheckpointArgs(dump=SaveEvery(keep=1)))
     assert [p.name for p in tmp_path.iterdir()] == ["0000000500"]
-
-
-# ------------------------------------------------------------------------------------------- pruned
-
-
-def kept_here(root: Path, cases: list[tuple[dict[str, int], dict[str, int], list[int]]]) -> list:
-    """Of each case (dump, eval, steps saved): the steps that are left, pruned after every save."""
-    join()
-    left = []
-    for i, (dump, eval_, steps) in enumerate(cases):
-        args = CheckpointArgs(SaveEvery(**dump), SaveEvery(**eval_))
-        for step in steps:
-            save(root / str(i), step, {"model.w": torch.ones(2)}, {}, "")
-            prune(root / str(i), args)
-        left.append(sorted(int(p.name) for p in (root / str(i)).iterdir()))
-    return left
-
-
-def test_retention_keeps_the_newest_dumps_and_the_newest_evaluations(ranks, tmp_path):
-    none, steps = {"every": 0}, list(range(1, 9))
-    cases = {
-        "all": ({"every": 1}, none, steps, steps),
-        "all, as 0 says too": ({"every": 1, "keep": 0}, none, steps, steps),
-        "the last two": ({"every": 1, "keep": 2}, none, steps, [7, 8]),
-        "the last one": ({"every": 1, "keep": 1}, none, steps, [8]),
-        "more than there are": ({"every": 1, "keep": 99}, none, steps, steps),
-        "a save at a signal counts, whatever its step": (
-            {"every": 4, "keep": 2}, none, [4, 8, 9], [8, 9],
-        ),
-        "every third is for evaluation": (
-            {"every": 1, "keep": 1}, {"every": 3}, steps, [3, 6, 8],
-        ),
-        "the last of those": (
-            {"every": 1, "keep": 1}, {"every": 3, "keep": 1}, steps, [6, 8],
-        ),
-        "evaluations alone": ({"every": 0, "keep": 1}, {"every": 2, "keep": 2}, steps, [6, 8]),
-        "published last, not highest": ({"every": 1, "keep": 2}, none, [5, 9, 3], [3, 9]),
-    }  # fmt: skip
-    left = ranks.run(1, kept_here, tmp_path, [case[:3] for case in cases.values()])[0]
-    assert dict(zip(cases, left, strict=True)) == {name: case[3] for name, case in cases.items()}
-
-
-def test_retention_touches_nothing_that_is_not_its_own(ranks, saved, tmp_path):
-    root = shutil.copytree(saved, tmp_path / "root")
-    for name in ("0000000001_bak", "0000000001.old", "0000000002.tmp-XYZ", "best", "00000000021"):
-        shutil.copytree(root / "0000000001", root / name)
-    (root / "0000000004").mkdir()  # no checkpoint, but no leftover of ours either
-    (root / "notes.txt").write_text("mine")
-    (root / "0000000002" / "notes.txt").write_text("mine")
-    outside = shutil.copytree(root / "0000000001", tmp_path / "outside")
-    (root / "0000000000.tmp-00000000").symlink_to(outside)
-    (root / "0000000007.tmp-89abcdef").mkdir()
-    before = {p.name for p in root.iterdir()}
-    gone = prune(root, CheckpointArgs(dump=SaveEvery(keep=1)))
-    assert gone == [root / "0000000001"]
-    after = {p.name for p in root.iterdir()}
-    assert before - after == {"0000000001", "0000000007.tmp-89abcdef"}
-    assert not after - before
-    assert (root / "0000000002" / "notes.txt").exists() and len(list(outside.iterdir())) == 6
-
-
-def test_a_checkpoint_with_a_file_that_no_save_wrote_is_kept(saved, tmp_path, caplog):
-    root = shutil.copytree(saved, tmp_path / "root")
-    notes = root / "0000000001" / "notes.txt"
-    notes.write_text("mine")
-    one = CheckpointArgs(dump=SaveEvery(keep=1))
-    assert prune(root, one) == [] and notes.exists()
-    assert f"{notes.parent} is kept: it has other files (notes.txt)" in caplog.text
-    notes.unlink()
-    assert prune(root, one) == [notes.parent]
-
-
-def test_a_damaged_checkpoint_does_not_count_as_one_to_keep(saved, tmp_path):
-    root = shutil.copytree(saved, tmp_path / "root")
-    cut(root / "0000000002" / "__0_0.distcp")
-    assert prune(root, CheckpointArgs(dump=SaveEvery(keep=1))) == []
-    assert [c.step for c in find(root)] == [1]
-
-
-def test_a_save_is_due_for_either_reason():
-    args = CheckpointArgs(SaveEvery(every=4), SaveEvery(every=6))
-    assert [s for s in range(1, 13) if args.due(s)] == [4, 6, 8, 12]
-    never = CheckpointArgs(SaveEvery(every=0), SaveEvery(every=-1))
-    assert not any(never.due(s) for s in range(1, 13))

@@ -95,26 +95,27 @@ def special(folder: Path) -> dict[str, Callable[[], Any]]:
     }
 
 
-def main(seed: str, folder: Path) -> None:
-    """Run cases for SECONDS and print those that were not answered as they must be."""
+Program = Callable[[list[str]], object]
+
+
+def every_program() -> list[tuple[type, Program]]:
+    """The configuration of each program, and what reads its command line."""
     from apps.main.config import TrainArgs
     from apps.main.eval import EvalArgs
     from apps.main.generate import GenerateArgs
     from apps.main.start import check
     from lingua.config.load import load
     from lingua.config.meta_lingua import META_LINGUA
-    from lingua.config.schema import schema
     from lingua.convert import ConvertArgs
     from lingua.data.prepare.__main__ import PrepareArgs
     from lingua.data.show import ShowArgs
-    from lingua.parallel.program import run_program
     from lingua.slurm import launch
 
     def stool(argv: list[str]) -> None:
         sys.argv = ["stool", "launcher=print", *argv]
         launch.main()
 
-    programs: list[tuple[type, Callable[[list[str]], object]]] = [
+    return [
         (TrainArgs, lambda argv: load(TrainArgs, argv, META_LINGUA)),
         (TrainArgs, lambda argv: check(argv, 2)),
         (launch.JobArgs, stool),
@@ -123,33 +124,43 @@ def main(seed: str, folder: Path) -> None:
         (PrepareArgs, lambda argv: load(PrepareArgs, argv, META_LINGUA, partial=True)),
     ]
 
-    known = {key for cls, _ in programs for key in schema(cls)}
+
+def overrun(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"no answer in {SLOWEST_S} s")
+
+
+def answer(program: Program, argv: list[str], names: list[str]) -> tuple[Any, str | None]:
+    """The exit code of a program, and what is wrong with its answer. A refusal must contain one of
+    the `names`."""
+    from lingua.parallel.program import run_program
+
+    with redirect_stderr(io.StringIO()) as stderr, redirect_stdout(io.StringIO()):
+        signal.alarm(SLOWEST_S)
+        try:
+            run_program(lambda: program(argv))
+        except SystemExit as left:
+            code = left.code
+        except BaseException as error:  # one of ours, or of `overrun`
+            return None, f"{type(error).__name__}: {error}"[:300]
+        finally:
+            signal.alarm(0)
+    text = stderr.getvalue()
+    named = text.startswith("error: ") and any(name in text for name in names)
+    readable = len(text) < 20_000 and not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
+    fine = code == 0 or (code == 2 and named and readable)
+    return code, None if fine else f"exit code {code}: {text[:300]!a}"
+
+
+def main(seed: str, folder: Path) -> None:
+    """Run cases for SECONDS and print those that were not answered as they must be."""
+    from apps.main.config import TrainArgs
+    from lingua.config.schema import schema
+    from lingua.slurm.launch import JobArgs
+
+    programs = every_program()
+    names = ["config=", "argument", "unknown key", "sweep.", str(folder)]
+    names += {key for cls, _ in programs for key in schema(cls)}
     codes: dict[Any, int] = {}
-
-    def overrun(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"no answer in {SLOWEST_S} s")
-
-    def answer(program: Callable[[list[str]], object], argv: list[str]) -> str | None:
-        """What is wrong with the answer to a command line."""
-        with redirect_stderr(io.StringIO()) as stderr, redirect_stdout(io.StringIO()):
-            signal.alarm(SLOWEST_S)
-            try:
-                run_program(lambda: program(argv))
-            except SystemExit as left:
-                code = left.code
-            except BaseException as error:  # one of ours, or of `overrun`
-                return f"{type(error).__name__}: {error}"[:300]
-            finally:
-                signal.alarm(0)
-        text = stderr.getvalue()
-        names = ["config=", "argument", "unknown key", "sweep.", str(folder), *known]
-        named = text.startswith("error: ") and any(name in text for name in names)
-        readable = len(text) < 20_000 and not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
-        codes[code] = codes.get(code, 0) + 1
-        if code == 0 or (code == 2 and named and readable):
-            return None
-        return f"exit code {code}: {text[:300]!a}"
-
     signal.signal(signal.SIGALRM, overrun)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (MOST_GIB << 30),) * 2)
@@ -166,9 +177,11 @@ def main(seed: str, folder: Path) -> None:
             argv = [f"config={draw.choice([DEBUG, DEBUG, file(draw, folder)])}"] * draw.randint(
                 0, 1
             )
-            keys = list(schema(TrainArgs)) if cls is launch.JobArgs and draw.random() < 0.5 else []
+            keys = list(schema(TrainArgs)) if cls is JobArgs and draw.random() < 0.5 else []
             argv += [argument(draw, keys or list(schema(cls))) for _ in range(draw.randint(1, 3))]
-        if wrong := answer(program, argv):
+        code, wrong = answer(program, argv, names)
+        codes[code] = codes.get(code, 0) + 1
+        if wrong:
             print(json.dumps([cls.__name__, wrong, [word[:300] for word in argv]]), flush=True)
     print(json.dumps(codes))
 

@@ -4,150 +4,27 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from lingua.checkpoint.resume import flat_config
-from lingua.config.load import Foreign, flatten, load, read_saved, resume_classes, to_yaml
+from lingua.config.load import flatten, load, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.config.schema import Announced, Free, Guarded
+from lingua.config.schema import Guarded
 from lingua.errors import UserError
+from tests.config.example import (
+    Benchmarks,
+    Config,
+    Data,
+    Every,
+    Model,
+    Wandb,
+    config,
+    mistakes,
+    write,
+)
 
 pytestmark = pytest.mark.quick
-
-
-@dataclass
-class Optim:
-    lr: Announced[float] = 1e-3
-    name: Guarded[Literal["adamw", "muon"]] = "adamw"
-    clip: Announced[float | None] = 1.0
-    warmup: Announced[int] = 10
-    ratios: Announced[list[float]] = field(default_factory=lambda: [1.0])
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        if self.lr < 0:
-            yield "lr", "must be at least 0"
-
-
-@dataclass
-class Stage:
-    from_step: Guarded[int]
-    sources: Guarded[dict[str, float]] = field(default_factory=dict)
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        if self.from_step < 0:
-            yield "from_step", "must be at least 0"
-
-
-@dataclass
-class SourceFiles:
-    files: Free[list[str]] = field(default_factory=list)
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        if "" in self.files:
-            yield "files", "must not hold an empty text"
-
-
-@dataclass
-class Data:
-    root_dir: Free[str] = "data"
-    sources: Guarded[dict[str, float]] = field(default_factory=lambda: {"stdlib": 1.0})
-    source_files: Free[dict[str, SourceFiles]] = field(default_factory=dict)
-    stages: Guarded[list[Stage]] = field(default_factory=list)
-    seq_len: Guarded[int] = 128
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        for name, weight in self.sources.items():
-            if weight <= 0:
-                yield f"sources.{name}", "must be above 0"
-
-
-@dataclass
-class Distributed:
-    dp_replicate: Free[int | None] = 1
-    dp_shard: Free[int | None] = None
-    compile: Announced[bool] = False
-    activation_checkpointing: Announced[Literal["none", "full", "selective"]] = "none"
-
-
-@dataclass
-class Model:
-    dim: Guarded[int] = 64
-    n_heads: Guarded[int | None] = None
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        if self.dim < 1:
-            yield "dim", "must be at least 1"
-
-
-@dataclass
-class Every:
-    every: Free[int] = 100
-    keep: Free[int] = 1
-
-
-@dataclass
-class Checkpoint:
-    dump: Every = field(default_factory=Every)
-    eval: Every = field(default_factory=lambda: Every(every=500))
-
-
-@dataclass
-class Benchmarks:
-    tasks: Free[list[str]] = field(default_factory=list)
-
-
-@dataclass
-class Wandb:
-    project: Free[str]
-    tags: Free[list[str]] = field(default_factory=list)
-
-
-@dataclass
-class Logging:
-    freq: Free[int] = 10
-    wandb: Free[Wandb | None] = None
-
-
-@dataclass
-class Config:
-    name: Free[str] = "run"
-    dump_dir: Free[str | None] = None
-    steps: Announced[int] = 1000
-    seed: Guarded[int] = 42
-    optim: Optim = field(default_factory=Optim)
-    data: Data = field(default_factory=Data)
-    distributed: Distributed = field(default_factory=Distributed)
-    model: Model = field(default_factory=Model)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    logging: Logging = field(default_factory=Logging)
-    eval: Free[Benchmarks | None] = None
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        if self.optim.warmup > self.steps:
-            yield "optim.warmup", f"must be at most steps = {self.steps}"
-
-
-def config(*argv: str) -> Config:
-    return load(Config, list(argv))[0]
-
-
-def mistakes(*argv: str, foreign: Foreign | None = None) -> list[str]:
-    """The lines of the error, without the heading that counts them."""
-    with pytest.raises(UserError) as caught:
-        load(Config, list(argv), foreign)
-    lines = str(caught.value).split("\n  ")
-    return lines if len(lines) == 1 else lines[1:]
-
-
-def write(path: Path, text: str) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return f"config={path}"
 
 
 # ---- values
@@ -327,83 +204,6 @@ def test_a_mistake_does_not_cause_a_second_false_one():
     ]
 
 
-# ---- references
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key", "value"),
-    [
-        (["name=run_${seed}"], "name", "run_42"),
-        (["name=run_${steps}", "steps=1e3"], "name", "run_1000"),
-        (["optim.lr=${seed}"], "optim.lr", 42.0),
-        (["optim.warmup=${.lr}", "optim.lr=1"], "optim.warmup", 1),
-        (["seed=${steps}", "steps=${optim.warmup}"], "seed", 10),
-        (["data.sources={a: '${seed}', b: 1}"], "data.sources", {"a": 42.0, "b": 1.0}),
-        (["data.sources.a=${seed}"], "data.sources", {"stdlib": 1.0, "a": 42.0}),
-        (["checkpoint.eval=${checkpoint.dump}"], "checkpoint.eval.every", 100),
-        (["checkpoint.eval=${checkpoint.dump}", "checkpoint.eval.keep=4"], "checkpoint.eval.keep",
-         4),
-        (["logging.wandb.project=${name}"], "logging.wandb.project", "run"),
-        (["name=${oc.env:LINGUA_TEST}"], "name", "of the environment"),
-        (["name=${oc.env:NOT_SET,a b}"], "name", "a b"),
-        (["dump_dir=${oc.env:NOT_SET,null}"], "dump_dir", None),
-        (["data.seq_len=${optim.ratios[0]}"], "data.seq_len", 1),
-    ],
-)  # fmt: skip
-def test_a_reference_stands_for_the_value_of_another_key(monkeypatch, arguments, key, value):
-    monkeypatch.setenv("LINGUA_TEST", "of the environment")
-    made = config(*arguments)
-    assert flatten(made)[key] == value
-    assert made.checkpoint.dump == Every()  # what is referred to stays
-
-
-def test_every_wrong_reference_is_refused_by_name(monkeypatch):
-    monkeypatch.setenv("DOLLAR", "${seed}")
-    found = mistakes("name=${nope}", "seed=${name}", "data.root_dir=${", r"dump_dir=\${seed}",
-                     "optim.warmup=${data.sources}", "eval=${gone}", "steps=${data.seq_len.x}",
-                     "optim.lr=${optim.clip}", "optim.clip=${.lr}", "optim.name=${oc.env:NOT_SET}",
-                     "data.seq_len=${oc.env:DOLLAR}")  # fmt: skip
-    for start in (
-        'name = "${nope}": there is no key "nope" (command line)',
-        'seed = "${name}": there is no key "nope"',
-        'data.root_dir = "${": must not contain ${ besides the references ',
-        r'dump_dir = "\\${seed}": must not contain ${ besides',
-        'optim.warmup = {"stdlib": 1.0}: must be a whole number (command line)',
-        'eval = "${gone}": there is no key "gone"',
-        'steps = "${data.seq_len.x}": there is no key "data.seq_len.x"',
-        'optim.lr = "${optim.clip}": must not refer to itself',
-        'optim.clip = "${.lr}": must not refer to itself',
-        'optim.name = "${oc.env:NOT_SET}": the environment variable NOT_SET is not set',
-        'data.seq_len = "${oc.env:DOLLAR}": must not contain ${ besides',
-    ):
-        assert [line for line in found if line.startswith(start)], start
-    assert len(found) == 11
-
-
-def test_references_that_would_grow_without_end_are_refused_at_once(tmp_path):
-    sources = "data:\n  source_files:\n"
-    for i in range(30):  # two to the power of 30 values
-        sources += f"    a{i}: {{files: ['${{data.source_files.a{i + 1}.files}}', x]}}\n"
-    [line] = mistakes(write(tmp_path / "c.yaml", sources))
-    assert "must not refer to itself, nor through 20 other keys" in line
-    long = mistakes("name=" + "${dump_dir}" * 50, "dump_dir=" + "${data.root_dir}" * 50,
-                    "data.root_dir=" + "x" * 50, "steps=" + "${seed}" * 20_000)  # fmt: skip
-    assert len(long) == 2
-    assert "name" in long[0] and "must stand for at most 10,000 characters" in long[0]
-    assert "steps" in long[1] and "must have at most 10,000 characters" in long[1]
-
-
-def test_a_secret_of_the_environment_is_only_written_where_that_is_asked_for(monkeypatch):
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "wandb_api_key"):
-        monkeypatch.setenv(name, "hf_secret")
-        [line] = mistakes(f"name=${{oc.env:{name}}}")
-        assert f"{name} looks like a secret, which config.yaml" in line and "hf_secret" not in line
-        assert config(f"name=${{oc.env.secret:{name}}}").name == "hf_secret"
-    for name in ("USER_NAME", "TOKENIZER", "MAX_TOKENS_", "KEYBOARD"):
-        monkeypatch.setenv(name, "x")
-        assert config(f"name=a ${{oc.env:{name}}}").name == "a x"
-
-
 # ---- files
 
 
@@ -564,125 +364,3 @@ def test_reading_a_config_imports_neither_torch_nor_omegaconf(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
-# ---- the config of a checkpoint
-
-
-def test_a_saved_config_is_read_as_data(tmp_path):
-    @dataclass
-    class Use:
-        name: str = "?"
-        model: Model = field(default_factory=Model)
-        data: Data = field(default_factory=Data)
-        optim: Optim = field(default_factory=lambda: Optim(warmup=3))
-
-    text = to_yaml(config("model.dim=8", "data.stages=[{from_step: 5}]"))
-    text = text.replace("name: run", "name: ${oc.env:HOME}").replace("warmup: 10", "unknown: 1")
-    write(tmp_path / "c.yaml", "base: gone.yaml\n" + text)
-    got = read_saved(Use, tmp_path / "c.yaml")
-    assert got.name == "${oc.env:HOME}"  # and the keys and groups that Use lacks are ignored
-    assert (got.model, got.data.stages) == (Model(8), [Stage(5)])
-    assert got.optim.warmup == 3
-
-
-def test_values_of_a_foreign_config_stay_text(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    text = "base: /etc/passwd\nname: ${oc.env:HF_TOKEN}\noptim: {lr: '${oc.env:HF_TOKEN}'}\n"
-    write(tmp_path / "c.yaml", text)
-    literal = "${oc.env:HF_TOKEN}"
-    keys = ["base", "name", "optim", "optim.lr", "name.x", "steps"]
-    assert flat_config(tmp_path / "c.yaml", keys) == {
-        "base": "/etc/passwd", "name": literal, "optim": {"lr": literal}, "optim.lr": literal,
-    }  # fmt: skip
-
-
-def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
-
-    @dataclass
-    class Tokens:
-        seq_len: int
-
-    @dataclass
-    class Use:
-        data: Tokens
-        model: Model = field(default_factory=Model)
-        optim: Optim = field(default_factory=Optim)
-
-    def refused(text: str) -> str:
-        write(tmp_path / "c.yaml", text)
-        with pytest.raises(UserError) as caught:
-            read_saved(Use, tmp_path / "c.yaml")
-        assert "somebody" not in str(caught.value)
-        return str(caught.value).replace(str(tmp_path), "")
-
-    data = "data: {seq_len: 8, other: 1}\n"
-    assert refused(data + "model:\n  dmi: 8\n") == (
-        'model.dmi: unknown key (did you mean "model.dim"?) (/c.yaml:3)'
-    )
-    assert refused("data: {seq_len: '${oc.env:HOME}'}\nmodel: {dim: x}\n").splitlines()[1:] == [
-        '  data.seq_len = "${oc.env:HOME}": must be a whole number (/c.yaml:1)',
-        '  model.dim = "x": must be a whole number (/c.yaml:2)',
-    ]
-    assert refused("data: {}\n") == "data.seq_len: must be given (/c.yaml)"
-    assert refused("data: [\n").startswith("/c.yaml:2: is not valid YAML: ")
-    # Of its groups, only the model is validated.
-    wrong = data + "model: {dim: 0}\noptim: {lr: -1}\n"
-    assert refused(wrong) == "model.dim = 0: must be at least 1 (/c.yaml:2)"
-    with pytest.raises(UserError, match=r"gone\.yaml: cannot be read: No such file"):
-        read_saved(Use, tmp_path / "gone.yaml")
-
-
-# ---- keys of Meta Lingua's configs
-
-
-def lingua(tmp_path: Path, text: str, *argv: str) -> Config:
-    return load(Config, [write(tmp_path / "c.yaml", text), *argv], META_LINGUA)[0]
-
-
-def test_lingua_fsdp_types_become_mesh_sizes(tmp_path):
-    def sizes(text: str, *argv: str) -> tuple[int | None, int | None]:
-        got = lingua(tmp_path, f"distributed: {{{text}}}\n", *argv).distributed
-        return got.dp_replicate, got.dp_shard
-
-    assert sizes("fsdp_type: full_shard") == (1, None)
-    assert sizes("fsdp_type: no_shard") == (None, 1)
-    assert sizes("fsdp_type: full_shard, dp_shard: 4, dp_replicate: 2") == (2, 4)
-    assert sizes("dp_shard: 4, dp_replicate: 2, fsdp_type: full_shard") == (2, 4)
-    assert sizes("fsdp_type: full_shard", "distributed.dp_shard=2") == (1, 2)
-    assert sizes("dp_shard: 2", "distributed.fsdp_type=full_shard") == (1, 2)  # ours comes first
-    assert sizes("fsdp_type: no_shard", "distributed.fsdp_type=full_shard") == (1, None)
-    with pytest.raises(UserError, match=r'fsdp_type = .*: must be "full_shard" or "no_shard"'):
-        sizes("fsdp_type: hybrid")
-
-
-def test_lingua_checkpointing_becomes_a_choice(tmp_path):
-    for given, ours in (("true", "selective"), ("false", "none"), ("no", "none")):
-        text = f"distributed: {{selective_activation_checkpointing: {given}}}\n"
-        assert lingua(tmp_path, text).distributed.activation_checkpointing == ours
-
-
-def test_lingua_seeds_must_agree(tmp_path):
-    assert lingua(tmp_path, "seed: 7\nmodel: {seed: 7}\ndata: {seed: 7}\n").seed == 7
-    with pytest.raises(UserError, match=r"data\.seed = 8: must equal seed = 7, or be left out"):
-        lingua(tmp_path, "seed: 7\ndata: {seed: 8}\n")
-    with pytest.raises(UserError, match=r"model\.seed = 8: must equal seed = 42"):
-        lingua(tmp_path, "model: {seed: 8}\n")
-
-
-def test_lingua_keys_that_would_change_the_run_are_refused(tmp_path):
-    neutral = "detect_anomaly: false, float8_recipe: null, spawn_method: forkserver"
-    assert lingua(tmp_path, f"distributed: {{{neutral}}}\n") == Config()
-    assert lingua(tmp_path, "distributed: {float8_recipe: x}\n", "distributed.float8_recipe=null")
-    with pytest.raises(UserError, match=r'float8_recipe = "rowwise": must be null'):
-        lingua(tmp_path, "distributed: {float8_recipe: rowwise}\n")
-
-
-def test_a_key_of_ours_comes_before_the_foreign_table():
-    table = Foreign(ignored={"optim": "never", "steps": "never", "odd": "old"})
-    got, notices = load(Config, ["steps=5", "odd.a=1", "odd.b=2", "optim.warmup=1"], table)
-    assert (got.steps, got.optim.warmup) == (5, 1)
-    assert notices == ["odd has no effect here: old (command line)"]
-    lines = mistakes("optim.lrr=1", foreign=Foreign())
-    assert lines[0].startswith("optim.lrr: unknown key")

@@ -210,7 +210,10 @@ def test_validation_sources_are_measured_whole_and_never_trained_on(tmp_path):
     flat = measured.targets.reshape(-1)
     assert flat[flat != IGNORE].tolist() == expected
     assert measured.n_bytes == sum(len(text.encode()) for text in order)
-    assert any(line.startswith("validation.sources.v: 100 documents, ") for line in lines)
+    text, tokens = measured.n_bytes, len(expected)
+    whole = f"100 documents, {tokens:,} tokens ({text / tokens:.2f} bytes a token)"
+    assert f"validation.sources.v: {whole}" in lines  # all of it is measured
+    assert any(line.startswith("data.sources.a: 500 documents, ") for line in lines)
     assert opened.rows.names == ("a",) and list(opened.fingerprints) == ["data.content.a"]
     assert set(opened.held_out) == {"a", "v"}
 

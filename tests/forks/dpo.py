@@ -26,7 +26,6 @@ from lingua.data.args import DataArgs
 from lingua.data.loader import MicroBatch
 from lingua.data.rows import OpenData
 from lingua.data.stream import permute, round_keys
-from lingua.dtensor import whole
 from lingua.errors import UserError
 from lingua.hashing import batch_hash, key_of
 from lingua.inference.trained import Trained, open_trained
@@ -135,10 +134,7 @@ class Preferences(Objective):
         tokens, targets = tokens.unflatten(1, (2, -1)), targets.unflatten(1, (2, -1))
         ratios = torch.zeros(targets.shape[:2], device=tokens.device)  # B 2
         for sign, model in ((1, self.run.model), (-1, self.reference)):
-            logits = whole(model(tokens.flatten(0, 1))).float()
-            losses = F.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none"
-            )
+            losses = model(tokens.flatten(0, 1), targets.flatten(0, 1)[None], per_token=True)
             ratios = ratios - sign * losses.view(targets.shape).sum(-1)
         return self.run.args.dpo.beta * (ratios[:, 0] - ratios[:, 1])
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.apps.runs import SMALL, Sizes, mesh, write_sources
+from tests.apps.meshes import Sizes
+from tests.apps.runs import SMALL, mesh, write_sources
 from tests.ghost.conftest import Ghost
 
 LOG, SAVE, MEASURE = 4, 5, 6  # the only steps in which something is due

@@ -149,7 +149,7 @@ def prepare_source(
                     _valid_manifest(job, files, report)  # so that of many processes one verifies it
     except OSError as error:
         raise _cannot_prepare(job.key, error, job.folder) from error
-    for line in _summary(manifest):
+    for line in _summary(manifest, trained_on=name in args.used_sources()):
         report(f"{job.key}: {line}")
     return Source(job.folder, manifest)
 
@@ -188,8 +188,9 @@ def _valid_manifest(job: Job, files: list[FilePart], report: Report) -> tuple[Ma
     return manifest, ""
 
 
-def _summary(manifest: Manifest) -> Iterator[str]:
-    """Totals of both splits, and what was left out."""
+def _summary(manifest: Manifest, trained_on: bool) -> Iterator[str]:
+    """Totals of both splits, of a source that is trained on the held-out one too, and what was left
+    out."""
     held_out, held_out_tokens = (manifest.total("heldout", w) for w in ("documents", "tokens"))
     documents, tokens, n_bytes = (
         sum(manifest.total(split, what) for split in SPLITS)
@@ -199,11 +200,12 @@ def _summary(manifest: Manifest) -> Iterator[str]:
         documents, part = 1, "the end of it"
     else:
         part = f"{counted(held_out, 'document')} ({held_out / max(1, documents):.2%})"
-    yield (
+    total = (
         f"{counted(documents, 'document')}, {counted(tokens, 'token')} "
-        f"({n_bytes / max(1, tokens):.2f} bytes a token); held out {part}, "
-        f"{counted(held_out_tokens, 'token')} ({held_out_tokens / max(1, tokens):.2%})"
+        f"({n_bytes / max(1, tokens):.2f} bytes a token)"
     )
+    share = f"{counted(held_out_tokens, 'token')} ({held_out_tokens / max(1, tokens):.2%})"
+    yield f"{total}; held out {part}, {share}" if trained_on else total
     if manifest.skipped:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in manifest.skipped.items())
         yield f"{counted(sum(manifest.skipped.values()), 'bad record')} left out ({kinds})"

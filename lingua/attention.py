@@ -1,0 +1,217 @@
+"""Causal attention over the documents and the sliding window of each row: which implementation
+computes it (`model.attn_impl`), the mask in the form that this one takes, and the call.
+
+Shapes in comments: B rows, S positions, L columns, H query heads, H' key and value heads, D
+features of a head, K documents of a row.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lingua.errors import UserError
+
+AttnImpl = Literal["auto", "sdpa", "varlen", "flex_attention", "fmha"]
+HALF = (torch.bfloat16, torch.float16)
+
+
+def choose_attention(
+    asked: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dtype, masked: bool
+) -> tuple[AttnImpl, str]:
+    """(implementation, why it is this one) for `model.attn_impl = asked`.
+
+    Args:
+        masked: whether documents or a sliding window hide anything.
+
+    Raises:
+        UserError: the one asked for cannot serve. Only `auto` is replaced by another.
+    """
+    if asked != "auto":
+        if (need := _unmet(asked, head_dim, device, dtype)) is not None:
+            raise UserError(f"model.attn_impl = {asked}: needs {need}; auto takes one that serves")
+        return asked, "as model.attn_impl asks"
+    if device.type == "cpu":
+        return "sdpa", "the only one that trains on a CPU"
+    if not masked:
+        return "sdpa", "fused kernels, since every token sees all before it"
+    needs = _unmet("varlen", head_dim, device, dtype)
+    if needs is None:
+        return "varlen", "skips what documents and the window hide"
+    return "flex_attention", f"skips what documents and the window hide; varlen needs {needs}"
+
+
+def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What an implementation needs and does not have; None: it can serve."""
+    if impl == "sdpa":
+        return None
+    if device.type != "cuda":
+        return "a CUDA device"
+    if impl == "fmha" and find_spec("xformers") is None:
+        return "the package xformers (pip install 'lingua[fmha]')"
+    if impl == "varlen":
+        if dtype not in HALF:
+            return "bfloat16 or float16 (distributed.model_dtype = bf16)"
+        if head_dim % 8 or head_dim > 256:
+            return f"heads of a multiple of 8 and at most 256 features, not {head_dim}"
+        if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+            return "compute capability 8.0"
+    return None
+
+
+# -------------------------------------------------------------------------------------- masks
+
+
+class PackedRows:
+    """All rows end to end, and where documents begin: for kernels of sequences of any length."""
+
+    def __init__(
+        self,
+        kernel: Callable[[Tensor, Tensor, Tensor, Tensor, int, int | None], Tensor],
+        documents: Tensor | None,  # int64 B K, see lingua.model
+        seq_len: int,
+        window: int | None,
+    ) -> None:
+        self.kernel, self.window = kernel, window
+        self.bounds: Tensor | None = None  # int32 B K + 1
+        if documents is not None:
+            # As many for every row, so that the host knows their number: unused ones are empty.
+            row = torch.arange(len(documents), device=documents.device)[:, None]
+            begins = (documents + row * seq_len).flatten()
+            self.bounds = F.pad(begins, (0, 1), value=len(documents) * seq_len).int()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # B H S D
+        n_rows, _, seq_len, _ = q.shape
+        bounds = self.bounds
+        if bounds is None:
+            end = n_rows * seq_len
+            bounds = torch.arange(0, end + 1, seq_len, dtype=torch.int32, device=q.device)
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # B*S H D
+        out = self.kernel(q, k, v, bounds, seq_len, self.window)
+        return out.unflatten(0, (n_rows, seq_len)).transpose(1, 2)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(
+        q, k, v, bounds, bounds, longest, longest,
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
+    )  # fmt: skip
+
+
+def _fmha(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int | None
+) -> Tensor:
+    from xformers.ops.fmha import memory_efficient_attention
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+    # Lists of lengths serve its checks and prints alone. The real ones are on the device only, for
+    # which the host would wait: whole rows stand for them.
+    rows = [longest] * (len(q) // longest)
+    bias = BlockDiagonalCausalMask.from_seqlens(rows, device=torch.device("cpu"))
+    bias.q_seqinfo.seqstart = bias.k_seqinfo.seqstart = bounds
+    if window is not None:
+        bias = bias.make_local_attention(window)
+    k, v = _repeat_heads(k, v, q.shape[1], dim=1)  # its kernels have no backward of grouped heads
+    return memory_efficient_attention(q[None], k[None], v[None], bias)[0]
+
+
+BLOCK = 128  # positions: flex_attention's default
+
+
+class Blocks:
+    """The blocks of BLOCK x BLOCK scores that flex_attention computes, from the first column that
+    each position sees (int64 B S, or 1 S where rows do not differ; never falling along S)."""
+
+    def __init__(self, first: Tensor) -> None:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        seq_len = first.shape[1]
+        n = -(-seq_len // BLOCK)
+        i = torch.arange(n, device=first.device)
+        last = (i * BLOCK + BLOCK - 1).clamp(max=seq_len - 1)
+        # Row i of blocks sees those from `begin` on, all of those from `whole` to i - 1.
+        begin = (first[:, ::BLOCK] // BLOCK)[:, None]  # B 1 n
+        whole = torch.minimum(-(-first[:, last] // BLOCK), i)[:, None]
+        n_parts = whole - begin
+        parts = torch.where(i < n_parts[..., None], begin[..., None] + i, i[:, None])  # B 1 n n
+        shared = len(first) == 1
+        self.mask = BlockMask.from_kv_blocks(
+            (n_parts + 1).int(), parts.clamp(max=n - 1).int(),
+            (i - whole).int(), (whole[..., None] + i).clamp(max=n - 1).int(),
+            BLOCK_SIZE=BLOCK, seq_lengths=(seq_len, seq_len),
+            mask_mod=lambda b, h, at, key: (key <= at) & (key >= first[0 if shared else b, at]),
+        )  # fmt: skip
+        self.kernel = _compiled_flex_attention()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # B H S D
+        return self.kernel(q, k, v, block_mask=self.mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    """Not compiled, it would compute all scores and keep them."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+Mask = Tensor | PackedRows | Blocks | None
+
+
+def build_mask(
+    impl: AttnImpl, column: Tensor, first: Tensor, documents: Tensor | None, window: int | None
+) -> Mask:
+    """What `attend` takes, for the last S of the L columns.
+
+    Args:
+        column: int64 L, from 0 on.
+        first: int64 S, or B S where rows differ: the first column that each position sees.
+        documents: int64 B K, see lingua.model; `first` takes them into account, and `window`.
+    """
+    seq_len = first.shape[-1]
+    if impl in ("varlen", "fmha"):
+        return PackedRows(_varlen if impl == "varlen" else _fmha, documents, seq_len, window)
+    # It is compiled for each shape. Without gradients the dense mask is one for all layers.
+    if impl == "flex_attention" and torch.is_grad_enabled():
+        return Blocks(first if first.dim() == 2 else first[None])
+    mask = (column <= column[-seq_len:, None]) & (column >= first[..., None])
+    return mask if first.dim() == 1 else mask[:, None]
+
+
+# ------------------------------------------------------------------------------------ attention
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Causal softmax attention.
+
+    q is B H S D; k and v are B H' L D with H' dividing H. A tensor as mask is bool S L or B 1 S L,
+    True where a query (row) sees a key (column); None: every query sees all keys up to its own,
+    where L is S, or S is 1 and the query the last of all. Returns B H S D.
+    """
+    if isinstance(mask, PackedRows | Blocks):
+        return mask.attend(q, k, v)
+    n_heads, n_kv_heads = q.shape[1], k.shape[1]
+    if q.shape[2] == 1:  # the heads that share keys as queries of one head, which reads them once
+        grouped = q.reshape(q.shape[0], n_kv_heads, -1, q.shape[3])  # B H' H/H' D
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
+    # On CUDA only the flash kernels, which take no mask, know grouped heads. Without one that does,
+    # torch would compute all scores in float32 and keep them.
+    flash = mask is None and q.dtype in HALF and q.shape[3] <= 256
+    if n_heads != n_kv_heads and q.is_cuda and not flash:
+        k, v = _repeat_heads(k, v, n_heads, dim=1)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=n_heads != k.shape[1]
+    )
+
+
+def _repeat_heads(k: Tensor, v: Tensor, n_heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    repeats = n_heads // k.shape[dim]
+    return k.repeat_interleave(repeats, dim), v.repeat_interleave(repeats, dim)

@@ -1,0 +1,44 @@
+"""The meshes on which tests run, and the parameters of a test over them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp
+
+# Every topology with the largest micro-batch of its own, and a way to sync gradients.
+TOPOLOGIES: dict[Sizes, tuple[int, str]] = {
+    (1, 1, 1): (7, "last"),
+    (2, 1, 1): (1, "replica_last"),
+    (1, 2, 1): (3, "last"),
+    (1, 1, 2): (2, "last"),
+    (2, 2, 1): (1, "every"),
+    (2, 1, 2): (2, "last"),
+    (1, 2, 2): (4, "every"),
+    (2, 2, 2): (1, "last"),
+    (1, 3, 1): (1, "last"),
+    (3, 1, 2): (2, "replica_last"),
+}
+
+
+def name_of(sizes: Sizes) -> str:
+    return "x".join(map(str, sizes))
+
+
+def mesh(sizes: Sizes) -> dict[str, int]:
+    """The keys of a mesh."""
+    keys = ("dp_replicate", "dp_shard", "tp_size")
+    return {f"distributed.{key}": size for key, size in zip(keys, sizes, strict=True)}
+
+
+def on_its_own(sizes: Sizes) -> dict[str, Any]:
+    """Settings that may differ from topology to topology."""
+    batch_size, grad_sync = TOPOLOGIES[sizes]
+    return {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
+
+
+def on_meshes(*default: Sizes, soak: Iterable[Sizes] = ()) -> pytest.MarkDecorator:
+    """Each mesh as a case `sizes` of a test; those of `soak` only in the soak tests."""
+    cases = [pytest.param(sizes, marks=pytest.mark.soak) for sizes in soak if sizes not in default]
+    return pytest.mark.parametrize("sizes", [*default, *cases], ids=name_of)

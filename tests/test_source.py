@@ -1,0 +1,112 @@
+"""What the source must not contain, found by reading it."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[1]
+FILES = [f for folder in ("lingua", "apps", "setup") for f in (ROOT / folder).rglob("*.py")]
+
+
+def test_each_ignored_type_error_has_a_code_and_a_reason():
+    lines = [(file, line) for file in FILES for line in file.read_text().splitlines()]
+    comment = re.compile(r"#\s*(type|mypy):\s*ignore")
+    ignored = [(file, line) for file, line in lines if comment.search(line)]
+    assert ignored
+    for file, line in ignored:
+        assert re.search(r"# type: ignore\[[\w-]+\]  # \w+", line), f"{file}: {line}"
+
+
+# ---- imports
+
+
+def imported(tree: ast.AST, at_import: bool) -> Iterator[str]:
+    """The packages whose modules a source imports: all, or those that importing it imports."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name.partition(".")[0] for alias in names)
+            case ast.ImportFrom(module=module):
+                yield (module or "").partition(".")[0]
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() if at_import:
+                pass
+            case _:
+                yield from imported(node, at_import)
+
+
+def required() -> set[str]:
+    """The packages that pyproject.toml requires, by the names that they are imported by."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=]", line)[0].lower() for line in project["dependencies"]}
+    assert {"torch", "pyyaml"} <= names
+    return {
+        package
+        for package, distributions in packages_distributions().items()
+        if names & {name.lower() for name in distributions}
+    }
+
+
+def test_importing_a_module_imports_only_what_is_required():
+    """Not a package that only some machines have, as CUDA's, or that only some commands need."""
+    ours = {"lingua", "apps", "setup", "hub"}  # the last is setup/hub.py, beside the scripts
+    allowed = sys.stdlib_module_names | required() | ours
+    for file in FILES:
+        found = set(imported(ast.parse(file.read_text()), at_import=True))
+        assert found <= allowed, f"{file} imports {found - allowed} outside of a function"
+
+
+def test_the_library_imports_no_app():
+    for file in (ROOT / "lingua").rglob("*.py"):
+        assert "apps" not in set(imported(ast.parse(file.read_text()), at_import=False)), file
+
+
+def test_an_import_at_the_top_of_any_block_is_found():
+    source = """
+try:
+    import triton
+except ImportError:
+    pass
+class A:
+    from flash_attn.layers import rotary
+def f():
+    import wandb
+    from apps.main import app
+"""
+    tree = ast.parse(source)
+    assert set(imported(tree, at_import=True)) == {"triton", "flash_attn"}
+    assert set(imported(tree, at_import=False)) == {"triton", "flash_attn", "wandb", "apps"}
+
+
+# ---- commands
+
+
+def through_a_shell(tree: ast.AST) -> Iterator[str]:
+    """The calls that give a text to a shell, or could."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            words = {ast.unparse(word) for word in ast.walk(node) if isinstance(word, ast.Constant)}
+            if re.fullmatch(r"(os\.(system|popen)|subprocess\.get(status)?output)", called):
+                yield called
+            elif any(keyword.arg == "shell" for keyword in node.keywords):
+                yield f"{called}(shell=)"
+            elif called.startswith("subprocess.") and {"'bash'", "'sh'"} & words:
+                yield f"{called}(bash)"
+
+
+def test_commands_are_lists_of_words_that_no_shell_reads():
+    found = {
+        (str(file.relative_to(ROOT)), call)
+        for file in FILES
+        for call in through_a_shell(ast.parse(file.read_text()))
+    }
+    # It reads the lines of `setup`, which are the user's; what is run comes as its arguments.
+    assert found == {("lingua/slurm/launch.py", "subprocess.Popen(bash)")}
