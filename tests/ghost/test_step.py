@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.apps.meshes import Sizes
-from tests.apps.runs import SMALL, mesh, write_sources
+from tests.apps.meshes import Sizes, mesh
+from tests.apps.runs import SMALL, write_sources
 from tests.ghost.conftest import Ghost
 
 LOG, SAVE, MEASURE = 4, 5, 6  # the only steps in which something is due
@@ -17,6 +17,7 @@ KEYS = SMALL | {
     "steps": 1000,
     "logging.freq": LOG,
     "data.batch_size": 2,
+    "model.head_dim": 8,  # which kernels of attention take
     "checkpoint.dump.every": SAVE,
     "checkpoint.async_save": True,
     "data.sources": "{one: 1}",
