@@ -131,9 +131,7 @@ class OpenArgs:
     context: Free[int | None] = None
     tokenizer_path: Free[str | None] = None  # the tokenizer's file now; null: its path in training
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
-    distributed: DistributedArgs = field(
-        default_factory=lambda: DistributedArgs(model_dtype="fp32")
-    )
+    distributed: DistributedArgs = field(default_factory=lambda: DistributedArgs(model_dtype=None))
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "context", most=MOST_TOKENS)
