@@ -27,14 +27,19 @@ is_traceable_wrapper_subclass_type = _python_dispatch.is_traceable_wrapper_subcl
 FakeTensor = _subclasses.FakeTensor
 # -1 outside of a backward pass: collectives are counted by pass.
 graph_task_id = torch._C._current_graph_task_id
-# What selective activation checkpointing keeps: the results of the kernels behind
-# scaled_dot_product_attention, and of the reduce-scatter of tensor parallelism.
-ATTENTION_OPERATORS: list[OpOverload] = [
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
+# What selective activation checkpointing keeps: the results of the kernels of attention, by name,
+# since some exist once their module is imported, and of the reduce-scatter of tensor parallelism.
+ATTENTION_OPERATORS = (
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "torch_attn._varlen_attn.default",
+    "flex_attention",
+    "xformers_flash.flash_fwd.default",
+    "xformers_flash3.flash_fwd.default",
+    "aten._efficient_attention_forward.default",  # xformers' other kernels
+)
 REDUCE_SCATTER: OpOverload = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 

@@ -154,20 +154,19 @@ class Context:
         elif cache is not None and cache.longest_padding:
             self.documents = (place >= cache.padding[:, None]).long()
             starts = self.documents * cache.padding[:, None]
-        window = args.sliding_window or len(column)
-        first = (place - window + 1).clamp(min=0)
         if starts is not None:
             self.begins, position = place == starts, place - starts
-            first = torch.maximum(first, starts)
-        masked = starts is not None or window < len(column) or (begin > 0 and seq_len > 1)
-        impl: AttnImpl = "sdpa"
+        window = args.sliding_window
+        if window is not None and window >= len(column):
+            window = None  # it hides nothing
+        hides = starts is not None or window is not None or (begin > 0 and seq_len > 1)
+        impl: AttnImpl = "sdpa"  # whose mask may be that of a cache
         if cache is None:
             head_dim = args.heads()[2]
-            impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, masked)
+            impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, hides)
         self.mask: Mask = None
-        if masked or impl != "sdpa":
-            hidden = window if window < len(column) else None
-            self.mask = build_mask(impl, column, first, documents, hidden)
+        if hides or impl != "sdpa":
+            self.mask = build_mask(impl, column, place, starts, documents, window)
         self.noise = None if noise is None else hash_bits(noise[:, None], place)
         angle = position[..., None].float() * rotary_frequencies(args, device)
         cos, sin = angle.cos(), angle.sin()  # S D/2, or B S D/2

@@ -118,7 +118,7 @@ def set_up(
         return None
 
     # ---- what can be wrong, and what an earlier start left
-    begin = check_start(app, args, mesh.shape)
+    begin = check_start(app, args, mesh.shape, device.type)
     if begin.saved is not None and (step := begin.saved.progress.step) >= args.end:
         where = f"{begin.saved.checkpoint.path} is step {step} of {args.end}"
         logger.info(f"the run is finished: {where}. To continue it, raise steps or stop_at")

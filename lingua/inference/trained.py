@@ -116,6 +116,7 @@ def open_trained(key: str, path: str, app: App | None) -> Trained:
             f"{error}\n{key} = {checkpoint.path}: its model is not that of {app.path}; "
             "app=MODULE names another app"
         ) from None
+    args.model.attn_impl = "auto"  # that of the run may need the device or the dtype of the run
     return Trained(checkpoint, app, args)
 
 

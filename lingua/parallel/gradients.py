@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lingua.dtensor import local
 from lingua.format import human_bytes
+from lingua.parallel.mesh import DistributedArgs
 
 
 def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
@@ -35,6 +36,31 @@ def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) 
         f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "
         f"micro-steps and saves {human_bytes((n_micro - 1) * (scatters + reduces))} of gradient "
         "traffic a step"
+    )
+
+
+def replicas_note(
+    model: nn.Module, mesh: DeviceMesh, args: DistributedArgs, n_micro: int, node: int
+) -> Iterator[str]:
+    """What a copy of the model on each node of `node` ranks would save, where `dp_shard` is left
+    open and takes more than 64 ranks."""
+    replicas, shards, tp = mesh.shape
+    inside = node // tp  # ranks of a node that share one copy
+    if args.dp_shard is not None or shards <= 64 or inside < 2 or shards % inside:
+        return
+    whole = sum(local(p).numel() for p in model.parameters()) * shards * tp
+    others = 1 - inside / shards  # the share that comes from other nodes
+    # Weights are gathered in forward and backward, gradients are float32; an all-reduce moves twice
+    # what it reduces.
+    scatters = 1 if args.grad_sync == "last" else n_micro
+    moved = others * whole * (2 * n_micro * args.dtype.itemsize + 4 * scatters)
+    kept = 16 * whole * (1 / inside - 1 / shards) / tp  # weights, gradients and two moments
+    yield (
+        f"distributed.dp_shard = null: one copy is shared by {shards} ranks, and about "
+        f"{human_bytes(int(moved))} of weights and gradients enter each node in a step. "
+        f"distributed.dp_replicate = {replicas * shards // inside}, a copy on each node, makes it "
+        f"{human_bytes(int(others * whole * 8))}, gathers weights within the node, and takes "
+        f"{human_bytes(int(kept))} more memory on each rank"
     )
 
 

@@ -17,7 +17,7 @@ from apps.bench.checkpoint import report as report_checkpoint
 from apps.bench.checkpoint_rank import measure as measure_checkpoint
 from apps.bench.debug import measure as measure_debug
 from apps.bench.generate import measure as measure_generate
-from apps.bench.generate import take_turns
+from apps.bench.generate import take_turns, transformers_model
 from apps.bench.loop import Reference
 from apps.bench.report import spread
 from apps.bench.startup import PARTS, start_once
@@ -113,6 +113,7 @@ def test_a_reference_on_other_rows_has_other_losses(keys):
     assert (losses[2] / losses[0] - 1).abs().min() > 1e-4
 
 
+@pytest.mark.soak
 def test_a_step_is_timed_beside_a_bare_loop_that_does_the_same_work(ranks: Ranks, keys):
     case = [f"model.vocab_size={VOCAB}", "data.batch_size=8", "distributed.compile=false"]
     report = ranks.run(1, measure_step, [*keys, *case], 2)[0]
@@ -126,9 +127,9 @@ def test_a_step_is_timed_beside_a_bare_loop_that_does_the_same_work(ranks: Ranks
     assert f"2 turns of {STEPS} steps" in report.lines[-1]
 
 
-def test_a_mistake_that_ends_every_case_ends_the_measurement(ranks: Ranks, keys):
+def test_a_mistake_that_ends_every_case_ends_the_measurement(keys):
     with pytest.raises(UserError, match="vocab_size"):
-        ranks.run(1, measure_step, keys, 1)
+        measure_step(keys, 1)
 
 
 @pytest.mark.soak
@@ -277,6 +278,13 @@ def test_a_picture_without_matplotlib_is_refused_before_training(monkeypatch, ke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="matplotlib"):
         promise.measure(keys, Path("promise.png"))
+
+
+def test_without_transformers_the_message_names_the_package(monkeypatch, keys, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    args, _ = load(TrainArgs, keys)
+    with pytest.raises(UserError, match=r"needs the Python package transformers \(pip install"):
+        transformers_model(args, build(args).module, tmp_path)
 
 
 def test_a_mistake_is_told_without_a_traceback(keys):

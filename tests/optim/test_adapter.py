@@ -345,12 +345,15 @@ def saved(ranks, tmp_path_factory) -> tuple[Path, list[dict[str, dict[str, Any]]
     return folder, ranks.run(4, in_ranks, (1, 2, 2), folder, False)
 
 
+CLOSE = 1e-5  # of a parameter
+
+
 def check(found: dict[str, dict[str, Any]]) -> None:
     for kind in SHARDED:
         expected = reference(kind)
-        assert apart(found[kind], expected) < 1e-5, kind
+        assert apart(found[kind], expected) < CLOSE, kind
         lost = {name: t.numpy() for name, t in reference(kind, lose_moments=True).items()}
-        assert apart(lost, expected) > 1e-3, kind
+        assert apart(lost, expected) > 100 * CLOSE, kind
 
 
 def test_sharded_it_is_torchs_own_on_one_process(saved):
