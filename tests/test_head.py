@@ -18,12 +18,12 @@ VIEWS, ROWS, SEQ_LEN, DIM, VOCABULARY = 2, 3, 7, 16, 53
 POSITION = 4 * VOCABULARY  # bytes of the float32 logits of one position
 
 
-def an_input(dtype: torch.dtype) -> tuple[Head, Tensor, Tensor]:
+def an_input(dtype: torch.dtype, n_rows: int = ROWS) -> tuple[Head, Tensor, Tensor]:
     """A head, hidden states that need a gradient, and targets of which some are ignored."""
     torch.manual_seed(0)
     layer = Head(DIM, VOCABULARY).to(dtype)
-    x = (2 * torch.randn(VIEWS * ROWS, SEQ_LEN, DIM)).to(dtype).requires_grad_()
-    targets = torch.randint(0, VOCABULARY, (VIEWS, ROWS, SEQ_LEN))
+    x = (2 * torch.randn(VIEWS * n_rows, SEQ_LEN, DIM)).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (VIEWS, n_rows, SEQ_LEN))
     targets[0, 1] = targets[1, 2, 3:] = IGNORE
     return layer, x, targets
 
@@ -72,7 +72,7 @@ def test_ignored_targets_give_no_loss_and_no_gradient():
 
 
 def test_in_bfloat16_losses_and_the_sum_over_chunks_are_float32(monkeypatch):
-    layer, x, targets = an_input(torch.bfloat16)
+    layer, x, targets = an_input(torch.bfloat16, n_rows=40)
     logits = layer(x).double().flatten(0, 1)
     exact = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     for positions in (1000, 1):
@@ -85,7 +85,7 @@ def test_in_bfloat16_losses_and_the_sum_over_chunks_are_float32(monkeypatch):
     for h, target in zip(x.flatten(0, 1)[:, None, None], targets.flatten(), strict=True):
         rough += reference(layer, h, target.view(1, 1, 1), torch.ones(()))[2].bfloat16()
     error, rough_error = ((g.double() - expected).abs().max() for g in (chunked, rough))
-    assert error < rough_error / 2
+    assert error < rough_error / 4, (error, rough_error)
 
 
 class Largest(TorchDispatchMode):

@@ -53,8 +53,11 @@ SHAPES = {
 }
 # Keys that are varied where the command line does not set them.
 VARIED = {
-    "cuda": {"distributed.compile": ("false", "true")},
-    "cpu": {"distributed.compile": ("false", "true")},
+    "cuda": {
+        "distributed.compile": ("false", "true"),
+        "model.attn_impl": ("sdpa", "varlen", "flex_attention", "fmha"),
+    },
+    "cpu": {"distributed.compile": ("false", "true"), "model.attn_impl": ("sdpa",)},
 }
 WARM_UP, STEPS = 5, 10  # of a turn: steps that are not measured, and those that are
 
@@ -117,6 +120,7 @@ def run_steps(keys: list[str], n: int, at: Callable[[int, Run, list[MicroBatch]]
             "validation.every=0",
         ]
         app = choose_app(keys)
+        args: TrainArgs
         args, _ = load(app.config, [*keys, *own], foreign=META_LINGUA)
         if args.model.vocab_size == -1:
             raise UserError("model.vocab_size: must be given, since no tokenizer's file is read")
@@ -198,7 +202,7 @@ def bare_turn(args: TrainArgs, rows: list[Batch], device: torch.device) -> Turn:
     free(device)
     module = build(args).module
     if args.distributed.compile:
-        for block in module.layers:
+        for block in module.get_submodule("layers").children():
             block.compile()
     reference = Reference(module, args, device)
     batches = [[(x.to(device), targets.to(device)) for x, targets in batch] for batch in rows]

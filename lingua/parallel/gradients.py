@@ -1,4 +1,4 @@
-"""Gradients: when they are reduced over ranks, what that costs, and their global norm."""
+"""Gradients: when they are reduced over ranks, what that costs, their global norm and clipping."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lingua.dtensor import local
 from lingua.format import human_bytes
-from lingua.torch_private import foreach_mul_
+from lingua.parallel.mesh import DistributedArgs
 
 
 def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
@@ -39,16 +39,37 @@ def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) 
     )
 
 
+def replicas_note(
+    model: nn.Module, mesh: DeviceMesh, args: DistributedArgs, n_micro: int, node: int
+) -> Iterator[str]:
+    """What a copy of the model on each node of `node` ranks would save, where `dp_shard` is left
+    open and takes more than 64 ranks."""
+    replicas, shards, tp = mesh.shape
+    inside = node // tp  # ranks of a node that share one copy
+    if args.dp_shard is not None or shards <= 64 or inside < 2 or shards % inside:
+        return
+    whole = sum(local(p).numel() for p in model.parameters()) * shards * tp
+    others = 1 - inside / shards  # the share that comes from other nodes
+    # Weights are gathered in forward and backward, gradients are float32; an all-reduce moves twice
+    # what it reduces.
+    scatters = 1 if args.grad_sync == "last" else n_micro
+    moved = others * whole * (2 * n_micro * args.dtype.itemsize + 4 * scatters)
+    kept = 16 * whole * (1 / inside - 1 / shards) / tp  # weights, gradients and two moments
+    yield (
+        f"distributed.dp_shard = null: one copy is shared by {shards} ranks, and about "
+        f"{human_bytes(int(moved))} of weights and gradients enter each node in a step. "
+        f"distributed.dp_replicate = {replicas * shards // inside}, a copy on each node, makes it "
+        f"{human_bytes(int(others * whole * 8))}, gathers weights within the node, and takes "
+        f"{human_bytes(int(kept))} more memory on each rank"
+    )
+
+
 @torch.no_grad()
-def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients in place so that their global norm is at most `max_norm`.
+def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The global norm of the gradients: a float32 scalar on the device, equal on every rank.
 
     Parameters may live on different meshes. Each group of equal layout sums the squares of its
     shards over just the axes that split it, so what an axis replicates counts once.
-
-    Returns:
-        The norm before scaling, a float32 scalar on the device, equal on every rank. When it is
-        not finite the gradients are left as they are.
     """
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for grad in [p.grad for p in parameters if p.grad is not None]:
@@ -65,8 +86,10 @@ def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
             if mesh is not None and mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
         total = total + squares
-    norm = total.sqrt()
-    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-    for grads in groups.values():
-        foreach_mul_(grads, scale)
-    return norm
+    return total.sqrt()
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """What divides gradients of this norm so that it is at most `max_norm`; 1 where it is not
+    finite."""
+    return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1.0), 1.0)

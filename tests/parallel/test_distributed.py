@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.errors import UserError
-from lingua.parallel.gradients import clip_grad_norm_
+from lingua.parallel.gradients import clip_divisor, grad_norm, replicas_note
 from lingua.parallel.launch import (
     Launch,
     _slurm_rendezvous,
@@ -198,6 +198,34 @@ def test_the_dp_rank_of_every_coordinate(sizes: tuple[int, int, int]) -> None:
             dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "keys", "expected"),
+    [
+        # 1 Mi weights, 15 of 16 nodes are others: 4 x 2 gathers in bf16 and one reduction in
+        # float32, or an all-reduce of that twice; 16 bytes of state on an eighth, not a 128th
+        (128, {}, ["128 ranks", "18.75 MiB", "dp_replicate = 16", "7.50 MiB", "1.88 MiB"]),
+        (128, {"grad_sync": "every"}, ["30.00 MiB", "7.50 MiB"]),
+        (128, {"dp_shard": 128}, None),  # as the user asks
+        (64, {}, None),
+    ],
+)
+def test_one_copy_over_many_nodes_names_what_copies_would_save(
+    ranks: int, keys: dict[str, Any], expected: list[str] | None
+) -> None:
+    args = DistributedArgs(**keys)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh = init_device_mesh("cpu", mesh_sizes(args, ranks), mesh_dim_names=AXES)
+        with torch.device("meta"):
+            plain = nn.Linear(1024, 1024, bias=False)
+        model = parallelize_model(plain, mesh, None, args)
+        lines = list(replicas_note(model, mesh, args, n_micro=4, node=8))
+    finally:
+        dist.destroy_process_group()
+    assert bool(lines) == bool(expected)
+    assert all(number in lines[0] for number in expected or [])
+
+
 def place() -> tuple[int, int, list[int]]:
     mesh = start(CPU, detect_launch(), DistributedArgs(dp_replicate=2, dp_shard=1, tp_size=2))
     same = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
@@ -282,10 +310,11 @@ def clipped(max_norm: float, factor: float) -> tuple[float, dict[str, Any]]:
         p = parameters[name] = nn.Parameter(on_mesh(torch.zeros_like(gradient)))
         p.grad = on_mesh(gradient)
     unused = nn.Parameter(torch.zeros(2))  # without a gradient
-    norm = clip_grad_norm_([*parameters.values(), unused], max_norm)
+    norm = grad_norm([*parameters.values(), unused])
+    divisor = clip_divisor(norm, max_norm)
     whole = {k: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
              for k, p in parameters.items()}  # fmt: skip
-    return norm.item(), {name: t.numpy() for name, t in whole.items()}
+    return norm.item(), {name: (t / divisor).numpy() for name, t in whole.items()}
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])

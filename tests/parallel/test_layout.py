@@ -23,7 +23,7 @@ from apps.main.transformer import ModelArgs, Transformer, parallel_plan
 from lingua.dtensor import whole
 from lingua.errors import UserError
 from lingua.init import canonical_name, init_parameters
-from lingua.parallel.gradients import clip_grad_norm_
+from lingua.parallel.gradients import grad_norm
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs, dp_degree, dp_rank
 from lingua.parallel.parallelize import (
@@ -252,7 +252,7 @@ def gradients(model: nn.Module, mesh: DeviceMesh | None) -> dict[str, Any]:
     out = model(tokens, *targets)
     (out[0].sum() if targets else out).backward()
     parameters = list(model.parameters())
-    found = {"": clip_grad_norm_(parameters, math.inf).item()}
+    found = {"": grad_norm(parameters).item()}
     for name, p in model.named_parameters():
         found[canonical_name(name)] = whole(p.grad).numpy()
     return found
