@@ -51,8 +51,12 @@ def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dty
         return None
     if device.type != "cuda":
         return "a CUDA device"
-    if impl == "fmha" and find_spec("xformers") is None:
-        return "the package xformers (pip install 'lingua[fmha]')"
+    if impl == "fmha":
+        if find_spec("xformers") is None:
+            return "the package xformers (pip install 'lingua[fmha]')"
+        if torch.cuda.is_available() and not _fmha_serves(head_dim, device, dtype):
+            kind = f"{torch.__version__} and {dtype} heads of {head_dim} features"
+            return f"an xformers built for torch {kind} (python -m xformers.info)"
     if impl == "varlen":
         if dtype not in HALF:
             return "bfloat16 or float16 (distributed.model_dtype = bf16)"
@@ -61,6 +65,17 @@ def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dty
         if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
             return "compute capability 8.0"
     return None
+
+
+@cache
+def _fmha_serves(head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether xformers finds kernels for a small example, forward and backward."""
+    q = torch.zeros(8, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
+    try:
+        _fmha(q, q, q, torch.tensor([0, 8], dtype=torch.int32, device=device), 8, None)
+    except NotImplementedError:
+        return False
+    return True
 
 
 # -------------------------------------------------------------------------------------- masks
@@ -136,10 +151,10 @@ class Blocks:
         seq_len = first.shape[1]
         n = -(-seq_len // BLOCK)
         i = torch.arange(n, device=first.device)
-        last = (i * BLOCK + BLOCK - 1).clamp(max=seq_len - 1)
-        # Row i of blocks sees those from `begin` on, all of those from `whole` to i - 1.
-        begin = (first[:, ::BLOCK] // BLOCK)[:, None]  # B 1 n
-        whole = torch.minimum(-(-first[:, last] // BLOCK), i)[:, None]
+        padded = F.pad(first, (0, n * BLOCK - seq_len), value=seq_len)
+        # Row i of blocks sees those from `begin` to i, and all of those from `whole` to i - 1.
+        begin = (padded[:, ::BLOCK] // BLOCK)[:, None]  # B 1 n
+        whole = torch.minimum(-(-padded[:, BLOCK - 1 :: BLOCK] // BLOCK), i)[:, None]
         n_parts = whole - begin
         parts = torch.where(i < n_parts[..., None], begin[..., None] + i, i[:, None])  # B 1 n n
         shared = len(first) == 1
@@ -167,22 +182,32 @@ Mask = Tensor | PackedRows | Blocks | None
 
 
 def build_mask(
-    impl: AttnImpl, column: Tensor, first: Tensor, documents: Tensor | None, window: int | None
+    impl: AttnImpl,
+    column: Tensor,
+    place: Tensor,
+    starts: Tensor | None,
+    documents: Tensor | None,
+    window: int | None,
 ) -> Mask:
-    """What `attend` takes, for the last S of the L columns.
+    """What `attend` takes.
 
     Args:
         column: int64 L, from 0 on.
-        first: int64 S, or B S where rows differ: the first column that each position sees.
-        documents: int64 B K, see lingua.model; `first` takes them into account, and `window`.
+        place: int64 S, the columns of the queries: all, for implementations other than sdpa.
+        starts: int64 B S, the column at which the document of each position begins.
+        documents: int64 B K, the same by row (lingua.model), for implementations other than sdpa.
+        window: columns that a query sees at most, its own included.
     """
-    seq_len = first.shape[-1]
     if impl in ("varlen", "fmha"):
-        return PackedRows(_varlen if impl == "varlen" else _fmha, documents, seq_len, window)
+        return PackedRows(_varlen if impl == "varlen" else _fmha, documents, len(place), window)
+    # The first column that each position sees: S, or B S.
+    first = (place - (len(column) if window is None else window) + 1).clamp(min=0)
+    if starts is not None:
+        first = torch.maximum(first, starts)
     # It is compiled for each shape. Without gradients the dense mask is one for all layers.
     if impl == "flex_attention" and torch.is_grad_enabled():
         return Blocks(first if first.dim() == 2 else first[None])
-    mask = (column <= column[-seq_len:, None]) & (column >= first[..., None])
+    mask = (column <= place[:, None]) & (column >= first[..., None])
     return mask if first.dim() == 1 else mask[:, None]
 
 

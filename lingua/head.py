@@ -57,12 +57,17 @@ class Head(nn.Linear):
             shard = _Shard(group, rank * -(-self.out_features // group.size()))
             # Each rank's gradient is the part that its rows of the weight give.
             x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
+        elif targets[0].numel() <= _chunk_size(len(weight)):
+            logits, flat = super().forward(x).float().flatten(0, 1), targets.flatten()
+            losses = F.cross_entropy(logits, flat, ignore_index=IGNORE, reduction="none")
+            losses = losses.view(targets.shape)
+            return losses if per_token else losses.sum((1, 2))
         # Without gradients, the loss of each target is all there is to compute.
-        loss = _TokenLosses if per_token or not torch.is_grad_enabled() else _SummedLosses
+        work = _TokenLosses if per_token or not torch.is_grad_enabled() else _SummedLosses
         views = zip(x.unflatten(0, (len(targets), -1)), targets, strict=True)
-        losses = [loss.apply(h.flatten(0, 1), weight, t.flatten(), shard) for h, t in views]
-        found = torch.stack(losses)
-        return found.view(targets.shape) if per_token else found.view(len(targets), -1).sum(1)
+        of_views = [work.apply(h.flatten(0, 1), weight, t.flatten(), shard) for h, t in views]
+        losses = torch.stack(of_views)
+        return losses.view(targets.shape) if per_token else losses.view(len(targets), -1).sum(1)
 
 
 class VocabularyParallel(ParallelStyle):

@@ -3,9 +3,11 @@ torch is updated. No other file of lingua/ and apps/ names one.
 """
 
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, _ops, _subclasses, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
@@ -25,17 +27,20 @@ is_traceable_wrapper_subclass_type = _python_dispatch.is_traceable_wrapper_subcl
 FakeTensor = _subclasses.FakeTensor
 # -1 outside of a backward pass: collectives are counted by pass.
 graph_task_id = torch._C._current_graph_task_id
-# What selective activation checkpointing keeps: the results of the kernels behind
-# scaled_dot_product_attention, and of the reduce-scatter of tensor parallelism.
-ATTENTION_OPERATORS: list[OpOverload] = [
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
+# What selective activation checkpointing keeps: the results of the kernels of attention, by name,
+# since some exist once their module is imported, and of the reduce-scatter of tensor parallelism.
+ATTENTION_OPERATORS = (
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "torch_attn._varlen_attn.default",
+    "flex_attention",
+    "xformers_flash.flash_fwd.default",
+    "xformers_flash3.flash_fwd.default",
+    "aten._efficient_attention_forward.default",  # xformers' other kernels
+)
 REDUCE_SCATTER: OpOverload = torch.ops._c10d_functional.reduce_scatter_tensor.default
-# One kernel for the gradients of all parameters, on CUDA.
-foreach_mul_ = torch._foreach_mul_
 
 
 def schema(func: OpOverload) -> Any:
@@ -54,8 +59,14 @@ def dynamo_is_imported() -> bool:
 default_store = c10d._get_default_store
 # A group by its name, which is what the operators of compiled graphs have.
 resolve_process_group = c10d._resolve_process_group
-# The groups of a mesh do not take their timeout from the group of all ranks.
-set_group_timeout = c10d._set_pg_timeout
+
+
+def set_group_timeout(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> None:
+    """How long collectives of a group wait for other ranks, those on one type of device: torch's
+    public functions set it when a group is made, and those of a mesh take no other."""
+    backend = group._get_backend(torch.device(device_type))
+    if hasattr(backend, "_set_default_timeout"):  # a fake one never waits
+        backend._set_default_timeout(timeout)
 
 
 # ---- modules, tensors and files
@@ -95,5 +106,6 @@ def begin_in_file(storage: Any) -> int:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step of an optimizer changes nothing where its `found_inf` is 1 (fused ones)."""
+    """Whether the step of an optimizer divides gradients by its `grad_scale`, and changes nothing
+    where its `found_inf` is 1 (fused ones)."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -154,20 +154,19 @@ class Context:
         elif cache is not None and cache.longest_padding:
             self.documents = (place >= cache.padding[:, None]).long()
             starts = self.documents * cache.padding[:, None]
-        window = args.sliding_window or len(column)
-        first = (place - window + 1).clamp(min=0)
         if starts is not None:
             self.begins, position = place == starts, place - starts
-            first = torch.maximum(first, starts)
-        masked = starts is not None or window < len(column) or (begin > 0 and seq_len > 1)
-        impl: AttnImpl = "sdpa"
+        window = args.sliding_window
+        if window is not None and window >= len(column):
+            window = None  # it hides nothing
+        hides = starts is not None or window is not None or (begin > 0 and seq_len > 1)
+        impl: AttnImpl = "sdpa"  # whose mask may be that of a cache
         if cache is None:
             head_dim = args.heads()[2]
-            impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, masked)
+            impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, hides)
         self.mask: Mask = None
-        if masked or impl != "sdpa":
-            hidden = window if window < len(column) else None
-            self.mask = build_mask(impl, column, first, documents, hidden)
+        if hides or impl != "sdpa":
+            self.mask = build_mask(impl, column, place, starts, documents, window)
         self.noise = None if noise is None else hash_bits(noise[:, None], place)
         angle = position[..., None].float() * rotary_frequencies(args, device)
         cos, sin = angle.cos(), angle.sin()  # S D/2, or B S D/2
@@ -273,20 +272,24 @@ class Dropout(nn.Module):
         self.limit = int(p * 2**64) - 2**63  # a share p of all int64 is below
 
     def forward(self, x: Tensor, noise: Tensor) -> Tensor:  # B S E, int64 B S -> B S E
-        keep = _keep(noise, self.site, x.shape[-1], self.limit)
+        kept = _kept_on_cpu if x.device.type == "cpu" else kept_elements
+        keep = kept(noise, self.site, x.shape[-1], self.limit)
         return torch.where(keep, x / (1 - self.p), 0.0)
 
 
-# One operator to the compiler: torch 2.13 makes wrong code of these integers for the CPU where a
-# vector register does not divide E, up to writing past the end.
-@torch.library.custom_op("lingua::keep", mutates_args=())
-def _keep(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
-    """B S E, True where an element stays."""
+def kept_elements(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
+    """bool B S E, True where an element stays: arithmetic that the compiler puts into the kernel
+    that uses it."""
     feature = torch.arange(n_features, device=noise.device)
     return hash_bits(hash_bits(site, noise)[..., None], feature) >= limit
 
 
-@_keep.register_fake
+# One operator to the compiler: torch 2.13 makes wrong code of these integers for the CPU where a
+# vector register does not divide E, up to writing past the end.
+_kept_on_cpu = torch.library.custom_op("lingua::keep", kept_elements, mutates_args=())
+
+
+@_kept_on_cpu.register_fake
 def _(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
     return noise.new_empty((*noise.shape, n_features), dtype=torch.bool)
 

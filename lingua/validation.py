@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks, document_starts
 from lingua.data.rows import HeldOut
+from lingua.device import to_device, to_host
 from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
 
 
@@ -48,10 +49,10 @@ def validate(
             if marks.bos_id is not None:
                 marks.drop_targets(targets[0].numpy(), index, view=1)
             batch.append(torch.from_numpy(document_starts(index[:, :seq_len])))
-        sums, counts, *_ = model(*(t.to(total.device) for t in batch))
+        sums, counts, *_ = model(*(to_device(t, total.device) for t in batch))
         total += torch.stack((sums[0].double(), counts[0].double()))
     model.train(training)
-    nats, count = dp_sum_(total, mesh).tolist()
+    [[nats, count]] = to_host(dp_sum_(total, mesh))
     return {
         "nats_per_token": nats / count,
         "nats_per_byte": nats / held_out.n_bytes,

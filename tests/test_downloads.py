@@ -265,5 +265,8 @@ def test_an_encoding_of_tiktoken_keeps_its_ids(hub, tmp_path):
     assert llama.encode("12345").tolist() != built.encode("12345").tolist()
     assert llama.fingerprint() != built.fingerprint()
 
+    hidden = "import sys; sys.modules['tiktoken'] = None\n"
+    without = tokenizer(hub, tmp_path, "cl100k_base", before=hidden)
+    assert without.returncode == 2 and "pip install tiktoken" in without.stderr
     unknown = tokenizer(hub, tmp_path, "cl200k_base")
     assert unknown.returncode == 2 and 'did you mean "' in unknown.stderr

@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import metrics
+from torch._inductor.utils import run_and_get_code
 
 from apps.main.transformer import ModelArgs, build_transformer
 from apps.mtp.model import ModelArgs as ManyArgs
 from apps.mtp.model import build_multi_token
 from lingua.hashing import hash_bits, key_of
 from lingua.init import init_parameters
-from lingua.transformer import Context, Dropout, TransformerArgs
+from lingua.transformer import Context, Dropout, TransformerArgs, kept_elements
 
 CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8, dropout=0.25)
@@ -126,8 +128,24 @@ def test_a_part_of_the_rows_or_positions_has_its_part_of_the_mask():
 def test_compiled_it_has_the_same_bits():
     noise = Context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
     dropout, x = Dropout(0.25, "attention"), torch.rand(ROWS, SEQ, DIM)
-    compiled = torch.compile(dropout)(x, noise)
+    compiled, [code] = run_and_get_code(torch.compile(dropout), x, noise)
     assert torch.equal(compiled, dropout(x, noise))
+    assert "lingua.keep" in code  # on the CPU an operator
+
+
+def test_its_arithmetic_is_compiled_into_the_kernel_that_uses_it():
+    """As on CUDA. The CPU's code of it is right for features that fill its vector registers."""
+    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
+    dropout, x = Dropout(0.25, "attention"), torch.rand(ROWS, SEQ, 64)
+
+    def fused(x: Tensor, noise: Tensor) -> Tensor:
+        keep = kept_elements(noise, dropout.site, x.shape[-1], dropout.limit)
+        return torch.where(keep, x / (1 - dropout.p), 0.0)
+
+    metrics.reset()
+    compiled, [code] = run_and_get_code(torch.compile(fused), x, noise)
+    assert torch.equal(compiled, dropout(x, noise))
+    assert metrics.generated_kernel_count == 1 and "torch.bool" not in code
 
 
 # --------------------------------------------------------------------------------- in a model

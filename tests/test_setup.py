@@ -93,6 +93,7 @@ def test_changed_requirements_are_installed_once_and_show_their_progress(repo):
     assert run(repo, "true") == (0, "", "")
 
 
+@pytest.mark.soak
 def test_a_copied_repository_gets_an_environment_of_its_own(repo, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(repo, copy, symlinks=True)
@@ -101,6 +102,7 @@ def test_a_copied_repository_gets_an_environment_of_its_own(repo, tmp_path):
     assert SAYS_INSTALLING in err
 
 
+@pytest.mark.soak
 def test_an_install_killed_half_way_is_made_again_and_by_only_one_of_two(tmp_path):
     repo = make_repo(tmp_path)
     process = start(repo, "true")
@@ -117,6 +119,7 @@ def test_an_install_killed_half_way_is_made_again_and_by_only_one_of_two(tmp_pat
     assert "".join(err for _, err, _ in ends).count(SAYS_INSTALLING) == 1
 
 
+@pytest.mark.soak
 def test_a_failed_install_shows_pips_error_and_is_not_taken_for_ready(tmp_path):
     repo = make_repo(tmp_path)
     (repo / "requirements.txt").write_text("./no-such-package\n")

@@ -3,6 +3,7 @@ and described."""
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from apps.main.benchmarks import check_benchmarks
 from apps.main.config import TrainArgs
 from lingua.app import App, Built, choose_app
+from lingua.attention import choose_attention
 from lingua.checkpoint.resume import (
     Change,
     Origin,
@@ -86,12 +88,12 @@ def check_dump_dir(folder: Path) -> None:
         raise UserError(f"dump_dir = {folder}: cannot be used: {error}") from None
 
 
-def check_start(app: App, args: TrainArgs, sizes: tuple[int, ...]) -> Start:
+def check_start(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) -> Start:
     """Everything that can be found wrong before a run trains. Called by every rank.
 
     Fills in what `args` leaves open: the global batch size, the vocabulary, the dump dir. `sizes`
-    are those of the mesh, (dp_replicate, dp_shard, tp). Raises UserError where the run cannot
-    start like this.
+    are those of the mesh, (dp_replicate, dp_shard, tp), and `device` is the type of its devices.
+    Raises UserError where the run cannot start like this.
     """
     if args.app not in (None, app.path):
         raise UserError(f"app = {args.app}: this program trains {app.path}; leave it out")
@@ -112,11 +114,20 @@ def check_start(app: App, args: TrainArgs, sizes: tuple[int, ...]) -> Start:
     changes = check_config(saved, config, classes, allowed)
     changes += check_origin(origin, config, tokenizer, classes, allowed)
     args.micro_steps(replicas * shards)
+    attention_of(args, device)
     built = app.build(args)
     check_forward(built.module, args)
     check_layout(built.module, built.plan, tp)
     on_rank_0(lambda: check_benchmarks(args))
     return Start(data, tokenizer, built, saved, origin, changes)
+
+
+def attention_of(args: TrainArgs, device: str) -> tuple[str, str]:
+    """(implementation of attention, why it is this one) of the run. Raises UserError."""
+    window = args.model.sliding_window
+    masked = args.data.document_mask != "none" or (window or math.inf) < args.data.seq_len
+    head_dim, dtype = args.model.heads()[2], args.distributed.dtype
+    return choose_attention(args.model.attn_impl, head_dim, torch.device(device), dtype, masked)
 
 
 def check_forward(model: nn.Module, args: TrainArgs) -> None:
@@ -142,7 +153,8 @@ def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
     resolved = deepcopy(args)
     resolved.checkpoint.verify = "size"  # the run itself compares checksums
     with one_process():
-        check_start(app, resolved, mesh_sizes(args.distributed, world_size))
+        device = "cpu" if args.device == "cpu" else "cuda"  # of the machine that it will run on
+        check_start(app, resolved, mesh_sizes(args.distributed, world_size), device)
     args.app = app.path
     return args, notices
 
@@ -233,6 +245,7 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
         f"{counted(n_micro, 'micro-step')} of at most {counted(rows, 'row')} a rank, on "
         f"{counted(degree, 'data-parallel rank')}"
     )
+    yield "attention: {}, {}".format(*attention_of(args, mesh.device_type))
     yield from grad_sync_note(model, mesh, args.distributed.grad_sync, n_micro)
     node = detect_launch().local_world_size
     yield from replicas_note(model, mesh, args.distributed, n_micro, node)

@@ -6,9 +6,10 @@
 
 What a fork changes it gives as its App (lingua.app): the model, where rows come from, the
 optimizer, the objective, a probe. A fork that changes the order of the loop copies this file, and
-imports the parts of it that stay (set_up, Objective, count_targets, save_checkpoint, ...).
+imports the parts of it that stay (set_up, Objective, next_batch, save_checkpoint, ...).
 """
 
+import gc
 import logging
 import sys
 import time
@@ -45,6 +46,7 @@ from lingua.config.meta_lingua import META_LINGUA
 from lingua.data import IGNORE
 from lingua.data.documents import document_marks
 from lingua.data.loader import Loader, MicroBatch
+from lingua.device import to_device
 from lingua.errors import UserError
 from lingua.files import write_atomically
 from lingua.format import short_time
@@ -57,14 +59,18 @@ from lingua.monitor.reporter import Reporter
 from lingua.optim.adapter import adapt
 from lingua.optim.optimizer import NonFiniteGuard, update
 from lingua.optim.schedule import lr_at
-from lingua.parallel.gradients import clip_grad_norm_, set_gradient_sync
-from lingua.parallel.launch import detect_launch, pick_device, start
+from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
+from lingua.parallel.launch import detect_launch, pick_device, set_timeout, start
 from lingua.parallel.mesh import dp_degree, dp_rank, on_rank_0, world_sum_
 from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.program import run_program
 from lingua.signals import StopRequest
 from lingua.slurm.jobs import requeue
 from lingua.validation import validate
+
+# Steps between garbage collections, on all ranks in the same step: one that collects alone
+# holds up the others.
+COLLECT_EVERY = 100
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +95,8 @@ def train(app: App, args: TrainArgs) -> None:
             stopping = parts is None  # an earlier start finished it, or a signal came early
             if parts is not None:
                 run, steps, benchmarks = parts
+                gc.disable()  # the loop collects
+                open_parts.callback(gc.enable)
                 stopping = take_steps(run, steps, benchmarks, stop)
                 finish(run, stop, stopping)
         if stopping:
@@ -102,7 +110,7 @@ def set_up(
     # ---- processes, and the folder of the run
     launch = detect_launch()
     device = pick_device(args.device, launch)
-    mesh = start(device, launch, args.distributed, args.deterministic)
+    mesh = start(device, launch, args.distributed, args.deterministic, args.folder)
     on_rank_0(partial(check_dump_dir, args.folder))
     init_logger(args.folder, dist.get_rank(), app.path)
     saver = open_parts.enter_context(Saver(args.checkpoint_folder, args.checkpoint))
@@ -110,7 +118,7 @@ def set_up(
         return None
 
     # ---- what can be wrong, and what an earlier start left
-    begin = check_start(app, args, mesh.shape)
+    begin = check_start(app, args, mesh.shape, device.type)
     if begin.saved is not None and (step := begin.saved.progress.step) >= args.end:
         where = f"{begin.saved.checkpoint.path} is step {step} of {args.end}"
         logger.info(f"the run is finished: {where}. To continue it, raise steps or stop_at")
@@ -163,56 +171,51 @@ def take_steps(
     benchmarks.evaluate_missed(run, stop)
     check_samples(run)  # so that what the last step shows does not fail only there
     stop.note = "saving after this step"
-    stopping, saved_at = False, time.monotonic()
-    held_out = None  # the held-out loss of the last step, where it is measured
-    while progress.step < args.end:
-        with report.waiting_for_data():
-            batch = next(steps)  # this rank's micro-batches of the step
-        # Every step's one message between hosts: targets of the whole global batch, whether any
-        # rank stops, and whether by the clock of rank 0 the last save was long ago.
-        wants_stop = stop.signal is not None or run.saver.must_stop
-        overdue = dist.get_rank() == 0 and args.checkpoint.overdue(time.monotonic() - saved_at)
-        valid, stopping, overdue = count_targets(batch, wants_stop, overdue, run.mesh)
-        if stopping:
-            break
+    first, saved_at = progress.step + 1, time.monotonic()
+    batch, valid, stopping, overdue = next_batch(run, steps, stop, saved_at)
+    while progress.step < args.end and not stopping:
         step = progress.step + 1
-        if not valid.all():
-            rows = f"{progress.position} to {progress.position + global_batch_size - 1}"
-            raise UserError(
-                f"step {step}: all targets are ignored in its global batch (rows {rows})"
-            )
+        check_targets(valid, step, progress.position, global_batch_size)
+        report.numbers.clear()  # of the step before
         with profiler.step(step):
-            loss, hashed = objective.gradients(batch, valid.to(run.device))
+            loss, hashed = objective.gradients(batch, to_device(valid, run.device))
             if run.app.probe is not None:
                 run.app.probe(run)
-            norm = clip_grad_norm_(parameters, args.optim.clip)
+            norm = grad_norm(parameters)
             lr = lr_at(progress.step, args.optim, args.steps)
-            update(run.optimizer, lr, guard.admit(step, norm))  # a bad gradient changes nothing
+            admitted, divisor = guard.admit(step, norm), clip_divisor(norm, args.optim.clip)
+            update(run.optimizer, lr, admitted, divisor)  # a bad gradient changes nothing
             run.optimizer.zero_grad()
         progress.step, progress.position = step, progress.position + global_batch_size
+
+        # The device has work now: meanwhile the next rows are read, and the ranks agree on them.
+        if step < args.end:
+            batch, valid, stopping, overdue = next_batch(run, steps, stop, saved_at)
+        if step == first:
+            set_timeout(run.mesh, args.distributed.step_timeout_s)  # what compiles has compiled
+        if step % COLLECT_EVERY == 0:
+            gc.collect(1)
 
         evaluate_due = args.evaluation_due(step)
         # A job needs the checkpoint, and an evaluation here takes its time.
         save_due = args.checkpoint.due(step) or overdue or step == args.end or evaluate_due
-        if report.due(step) or save_due:
-            count_skipped(run, guard)
-        if report.due(step):
-            report.log(progress, loss, norm, lr, hashed)
-        held_out = None
+        if report.due(step) or save_due or stopping:
+            measured, counts = report.read(loss, norm, hashed, guard.counts)  # waits for the device
+            count_skipped(run, guard, counts)
+            if report.due(step):
+                report.log(progress, measured, lr)
+        held_out = None  # where it is not measured
         if args.measurement_due(step) or (save_due and args.checkpoint.keep_best):
             with report.paused():
                 held_out = objective.measure()
-        if save_due:
-            save_checkpoint(run, held_out, final=step == args.end)
+        if save_due or stopping:
+            save_checkpoint(run, held_out, final=stopping or step == args.end)
             saved_at = time.monotonic()
         if evaluate_due:
             benchmarks.evaluate(run, stop)
     profiler.close()
     if stopping:
         run.saver.wait()  # raises the error that ends the run, if one does
-        if progress.step:
-            count_skipped(run, guard)
-            save_checkpoint(run, held_out, final=True)
     return stopping
 
 
@@ -287,11 +290,24 @@ class Objective:
 # ------------------------------------------------------------------------------- parts of the loop
 
 
+def next_batch(
+    run: Run, steps: Iterator[list[MicroBatch]], stop: StopRequest, saved_at: float
+) -> tuple[list[MicroBatch], Tensor, bool, bool]:
+    """This rank's micro-batches of the next step, and what ranks agree on for it, as
+    `count_targets` returns it: the one message between hosts of a step."""
+    with run.report.waiting_for_data():
+        batch = next(steps)
+    wants_stop = stop.signal is not None or run.saver.must_stop
+    # By the clock of rank 0.
+    overdue = dist.get_rank() == 0 and run.args.checkpoint.overdue(time.monotonic() - saved_at)
+    return batch, *count_targets(batch, wants_stop, overdue, run.mesh)
+
+
 def count_targets(
     batch: list[MicroBatch], stopping: bool, overdue: bool, mesh: DeviceMesh
 ) -> tuple[Tensor, bool, bool]:
-    """Valid targets of the whole global batch, int64 of each view, and whether any rank stops, and
-    any is overdue to save."""
+    """Valid targets of the whole global batch, int64 of each view on the CPU, and whether any rank
+    stops, and any is overdue to save."""
     counts = torch.stack([(micro.targets != IGNORE).sum((1, 2)) for micro in batch]).sum(0)
     if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
         counts = torch.zeros_like(counts)
@@ -299,16 +315,24 @@ def count_targets(
     return total[:-2], bool(total[-2]), bool(total[-1])
 
 
-def count_skipped(run: Run, guard: NonFiniteGuard) -> None:
-    """Ask for the updates that were suppressed. Where one is to stop the run, no later one was
-    made: what the bad step found is saved, so that nothing trained before it is lost."""
-    progress, global_batch_size = run.progress, run.args.data.global_batch_size
+def check_targets(valid: Tensor, step: int, position: int, global_batch_size: int) -> None:
+    """Raise UserError where a view has no valid target in the whole global batch."""
+    if not valid.all():
+        rows = f"{position} to {position + global_batch_size - 1}"
+        raise UserError(f"step {step}: all targets are ignored in its global batch (rows {rows})")
+
+
+def count_skipped(run: Run, guard: NonFiniteGuard, counts: list[int]) -> None:
+    """Take over the updates that were suppressed, by the values of `guard.counts`. Where one is to
+    stop the run, no later one was made: what the bad step found is saved, so that nothing trained
+    before it is lost."""
+    progress, rows = run.progress, run.args.data.global_batch_size
     try:
-        progress.skipped_steps = guard.skipped(progress.step, progress.position, global_batch_size)
+        progress.skipped_steps = guard.skipped(counts, progress.step, progress.position, rows)
     except UserError:
-        undone = progress.step + 1 - int(guard.first)
+        undone = progress.step + 1 - counts[1]
         progress.step -= undone
-        progress.position -= undone * global_batch_size
+        progress.position -= undone * rows
         if progress.step:
             save_checkpoint(run, None, final=True)
         raise

@@ -3,7 +3,7 @@ other run writes into the same folders."""
 
 import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import CheckpointArgs, prune
 from lingua.checkpoint.save import NotSaved, save
+from lingua.device import device_threads
 from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.lock import Lock, exclusive
@@ -40,13 +41,13 @@ class Saver:
         self._open = ExitStack()
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Executor | None = None
         self._group: dist.ProcessGroup | None = None
 
     def __enter__(self) -> Self:
         if self.args.async_save:  # its collectives must not mix with those of training
             self._group = dist.new_group(backend="gloo")
-            self._thread = self._open.enter_context(ThreadPoolExecutor(1, "save"))
+            self._thread = self._open.enter_context(device_threads(1, "save"))
         return self
 
     def claim(self, dump_dir: Path) -> None:

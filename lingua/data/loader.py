@@ -5,9 +5,10 @@ ranks has rows [r * G // dp_size, (r + 1) * G // dp_size) of it, for any dp_size
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ import torch
 from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks, document_starts
 from lingua.data.rows import Rows
+from lingua.device import device_threads
 from lingua.errors import UserError
 from lingua.format import counted
 
@@ -81,7 +83,7 @@ class Loader:
         if not workers:
             yield from map(self._read, positions)
         in_flight: deque[Future[list[MicroBatch]]] = deque()
-        pool = ThreadPoolExecutor(workers, "data")
+        pool = device_threads(workers, "data")
         try:
             while True:
                 while len(in_flight) < STEPS_AHEAD * workers:
@@ -98,36 +100,49 @@ class Loader:
         rows, is_target = self.stream.rows(positions), self.stream.is_target(positions)
         wanted = rows if is_target is None else np.where(is_target, rows.astype(np.int64), IGNORE)
         cuts = [m * len(positions) // self.n_micro for m in range(self.n_micro + 1)]
+        of_row = 1 + self.stream.seq_len * (self.stream.n_views + (self.marks is not None))
+        block = _Block(self.n_micro * self.rows * of_row, torch.device(self.device).type == "cuda")
         return [
-            self._micro_batch(positions[i:j], rows[i:j], wanted[i:j]) for i, j in pairwise(cuts)
+            self._micro_batch(positions[i:j], rows[i:j], wanted[i:j], block)
+            for i, j in pairwise(cuts)
         ]
 
-    def _micro_batch(self, ids: np.ndarray, rows: np.ndarray, wanted: np.ndarray) -> MicroBatch:
+    def _micro_batch(
+        self, ids: np.ndarray, rows: np.ndarray, wanted: np.ndarray, block: "_Block"
+    ) -> MicroBatch:
         """`rows` [n, S + V - 1] with row ids [n], padded to the size of all micro-batches; `wanted`
         are the rows with IGNORE for what may not be a target."""
         n, seq_len = len(ids), self.stream.seq_len
-        targets = self._empty(self.stream.n_views - 1, self.rows, seq_len)
+        targets = block.take(self.stream.n_views - 1, self.rows, seq_len)
         index = None if self.marks is None else self.marks.index(rows)
         for v, view in enumerate(targets.numpy(), start=1):
             view[:n], view[n:] = wanted[:, v : v + seq_len], IGNORE
             if self.marks is not None and index is not None:
                 self.marks.drop_targets(view[:n], index, v)
         return MicroBatch(
-            row_ids=self._padded(ids, -1),
-            tokens=self._padded(rows[:, :seq_len], 0),  # goes through the model: valid tokens
+            row_ids=self._padded(ids, -1, block),
+            tokens=self._padded(rows[:, :seq_len], 0, block),  # goes through the model: valid
             targets=targets,
             documents=None
             if index is None
-            else self._padded(document_starts(index[:, :seq_len]), 0),
+            else self._padded(document_starts(index[:, :seq_len]), 0, block),
         )
 
-    def _padded(self, values: np.ndarray, padding: int) -> torch.Tensor:
+    def _padded(self, values: np.ndarray, padding: int, block: "_Block") -> torch.Tensor:
         """`values` [n, ...], and `padding` for the other rows."""
-        out = self._empty(self.rows, *values.shape[1:])
+        out = block.take(self.rows, *values.shape[1:])
         into, n = out.numpy(), len(values)
         into[:n], into[n:] = values, padding
         return out
 
-    def _empty(self, *shape: int) -> torch.Tensor:
-        pinned = torch.device(self.device).type == "cuda"
-        return torch.empty(shape, dtype=torch.int64, pin_memory=pinned)
+
+class _Block:
+    """Memory of all tensors of a step, allocated at once: each pinned one takes a call to CUDA."""
+
+    def __init__(self, n: int, pinned: bool) -> None:
+        self._free = torch.empty(n, dtype=torch.int64, pin_memory=pinned)
+
+    def take(self, *shape: int) -> torch.Tensor:
+        n = math.prod(shape)
+        taken, self._free = self._free[:n], self._free[n:]
+        return taken.view(shape)

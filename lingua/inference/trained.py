@@ -116,6 +116,7 @@ def open_trained(key: str, path: str, app: App | None) -> Trained:
             f"{error}\n{key} = {checkpoint.path}: its model is not that of {app.path}; "
             "app=MODULE names another app"
         ) from None
+    args.model.attn_impl = "auto"  # that of the run may need the device or the dtype of the run
     return Trained(checkpoint, app, args)
 
 
@@ -130,9 +131,7 @@ class OpenArgs:
     context: Free[int | None] = None
     tokenizer_path: Free[str | None] = None  # the tokenizer's file now; null: its path in training
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
-    distributed: DistributedArgs = field(
-        default_factory=lambda: DistributedArgs(model_dtype="fp32")
-    )
+    distributed: DistributedArgs = field(default_factory=lambda: DistributedArgs(model_dtype=None))
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "context", most=MOST_TOKENS)

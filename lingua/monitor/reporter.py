@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.checkpoint.resume import Progress
 from lingua.config.load import flatten
+from lingua.device import to_host
 from lingua.monitor.logger import progress_line
 from lingua.monitor.metrics import (
     append_line,
@@ -31,6 +32,15 @@ from lingua.monitor.metrics import (
 from lingua.parallel.mesh import dp_sum_, on_rank_0
 
 logger = logging.getLogger(__name__)
+
+
+class Measured(NamedTuple):
+    """What the ranks measured in a step, of the global batch."""
+
+    loss: float
+    grad_norm: float
+    batch_hash: str
+    numbers: dict[str, float]  # that were added by name
 
 
 class Reporter:
@@ -75,7 +85,6 @@ class Reporter:
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Around the wait for the rows of the next step: training time, also logged separately."""
-        self.numbers.clear()
         start = time.perf_counter()
         yield
         self._data_s += time.perf_counter() - start
@@ -105,28 +114,35 @@ class Reporter:
         value = value.detach().float()
         self.numbers[name] = self.numbers[name] + value if name in self.numbers else value
 
-    def log(
-        self, progress: Progress, loss: Tensor, grad_norm: Tensor, lr: float, hashed: Tensor
-    ) -> None:
-        """Write the line of the last step. Called by every rank.
+    def read(
+        self, loss: Tensor, grad_norm: Tensor, hashed: Tensor, guard: Tensor
+    ) -> tuple[Measured, list[int]]:
+        """What was measured in the last step, and the values of `guard`. Called by every rank. This
+        is where the host waits for the device, once.
 
         Args:
             loss: float32 scalar, this data-parallel rank's share of the global batch's loss.
+            grad_norm: float32 scalar, of the global batch.
             hashed: int64 scalar, the sum of the hashes of the rows of this data-parallel rank.
+            guard: int64 [2], the counts of a NonFiniteGuard.
         """
         sums = dp_sum_(torch.stack([loss, *self.numbers.values()]), self.mesh)
         hashed = _agreed(dp_sum_(hashed.clone(), self.mesh), self.mesh)
-        loss_nats, *numbers = sums.tolist()
-        norm, bits = grad_norm.item(), hashed.item() % 2**64
-        self._take_time()  # the lines above have waited for the device
+        (nats, *numbers), norm, bits, counts = to_host(sums, grad_norm, hashed, guard)
+        added = dict(zip(self.numbers, numbers, strict=True))
+        return Measured(nats, norm, f"{bits % 2**64:016x}", added), counts
+
+    def log(self, progress: Progress, measured: Measured, lr: float) -> None:
+        """Write the line of the last step, right after `read`. Called by every rank."""
+        self._take_time()
         step, n, data = progress.step, progress.step - self._logged_step, self.args.data
         rate = n * data.global_batch_size * data.seq_len / self._window_s
         rate_per_device = rate / dist.get_world_size()
         line = {
             "step": step,
             "tokens": progress.position * data.seq_len,
-            "loss": loss_nats,
-            "grad_norm": norm,
+            "loss": measured.loss,
+            "grad_norm": measured.grad_norm,
             "lr": lr,
             "tokens_per_s": rate,
             "tokens_per_s_per_device": rate_per_device,
@@ -134,10 +150,10 @@ class Reporter:
             "step_time_s": self._window_s / n,
             "data_time_s": self._data_s / n,
             "peak_mem_gib": peak_mem_gib(self.device),
-            "batch_hash": f"{bits:016x}",
+            "batch_hash": measured.batch_hash,
             "skipped_steps": progress.skipped_steps,
         }
-        self._write("metrics", line | dict(zip(self.numbers, numbers, strict=True)))
+        self._write("metrics", line | measured.numbers)
         eta_s = (self.args.end - step) * line["step_time_s"]
         logger.info(progress_line(step, self.args.end, line, eta_s))
         self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0

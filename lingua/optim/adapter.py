@@ -86,12 +86,16 @@ class Adapter(LoopOptimizer):
         self.shards = {p: shard for shard, p in owners.items()}
 
     @torch.no_grad()
-    def step_if(self, admitted: Tensor) -> None:
+    def step_if(self, admitted: Tensor, divisor: Tensor) -> None:
         if takes_found_inf(self.inner):
-            vars(self.inner).update(grad_scale=None, found_inf=(~admitted).float())
+            vars(self.inner).update(grad_scale=divisor, found_inf=(~admitted).float())
             self._inner_step()
             return
-        values = [(p, local(p).clone()) for group in self.param_groups for p in group["params"]]
+        owned = [p for group in self.param_groups for p in group["params"]]
+        for p in owned:
+            if p.grad is not None:
+                local(p.grad).div_(divisor)
+        values = [(p, local(p).clone()) for p in owned]
         states = [
             (state, key, local(t).clone())
             for state in self.state.values()

@@ -54,11 +54,13 @@ def muon(
     grads: list[Tensor],
     states: list[dict[str, Tensor]],
     admitted: Tensor,
+    divisor: Tensor,
     group: dict[str, Any],
 ) -> None:
     """One update of matrices and of the means of their gradients, in place; neither changes where
     `admitted`, a bool scalar on the device, is False. `grads` are this rank's parts of the
-    gradients; `group` has the rate, the weight decay and the fields of MuonArgs.
+    gradients, which `divisor`, a float32 scalar there, divides; `group` has the rate, the weight
+    decay and the fields of MuonArgs.
 
     Orthogonal is a property of the whole matrix: each rank gathers it, works on it, and keeps its
     own part, so the update does not depend on how the matrix is sharded. torch's Muon works on the
@@ -67,7 +69,7 @@ def muon(
     momentum, steps = group["momentum"], group["ns_steps"]
     compute = torch.bfloat16 if group["dtype"] == "bf16" else torch.float32
     for p, grad, state in zip(parameters, grads, states, strict=True):
-        own, own_mean = local(p), local(state["momentum_buffer"])
+        own, own_mean, grad = local(p), local(state["momentum_buffer"]), grad / divisor
         mean = own_mean.lerp(grad, 1 - momentum)
         direction = (grad.lerp(mean, momentum) if group["nesterov"] else mean).to(compute)
         step = map_whole(lambda t: orthogonalise(t, steps), direction, p)

@@ -70,9 +70,10 @@ def split_by_decay(model: nn.Module) -> tuple[list[Named], list[Named]]:
 class LoopOptimizer(Optimizer):
     """An optimizer whose updates can be suppressed on the device; its method `step` is not used."""
 
-    def step_if(self, admitted: Tensor) -> None:
-        """One update at the rate of each group. Where `admitted`, a bool scalar on the device, is
-        False, it changes no parameter and no state. The host does not wait for it."""
+    def step_if(self, admitted: Tensor, divisor: Tensor) -> None:
+        """One update at the rate of each group, with gradients divided by `divisor`, a float32
+        scalar on the device. Where `admitted`, a bool scalar there, is False, it changes no
+        parameter and no state. The host does not wait for either. Gradients may be changed."""
         raise NotImplementedError
 
 
@@ -90,21 +91,22 @@ class AdamWMuon(LoopOptimizer):
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     @torch.no_grad()
-    def step_if(self, admitted: Tensor) -> None:
+    def step_if(self, admitted: Tensor, divisor: Tensor) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in parameters]
+            grads = [local_grad(p) for p in parameters]
             work = muon if group["algorithm"] == "muon" else _adamw
-            work(parameters, [local_grad(p) for p in parameters], states, admitted, group)
+            work(parameters, grads, states, admitted, divisor, group)
 
 
-def update(optimizer: Optimizer, lr: float, admitted: Tensor) -> None:
-    """`step_if(admitted)` of an optimizer of `build_optimizer` or `adapt` at the rate `lr`, times
-    the `lr_scale` of a group that has one."""
+def update(optimizer: Optimizer, lr: float, admitted: Tensor, divisor: Tensor) -> None:
+    """`step_if(admitted, divisor)` of an optimizer of `build_optimizer` or `adapt` at the rate
+    `lr`, times the `lr_scale` of a group that has one."""
     assert isinstance(optimizer, LoopOptimizer), "must come from adapt()"
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    optimizer.step_if(admitted)
+    optimizer.step_if(admitted, divisor)
 
 
 def local_grad(p: nn.Parameter) -> Tensor:
@@ -121,6 +123,7 @@ def _adamw(
     grads: list[Tensor],
     states: list[dict[str, Tensor]],
     admitted: Tensor,
+    divisor: Tensor,
     group: dict[str, Any],
 ) -> None:
     """AdamW works on each element alone, so it runs on the local shards, on whatever meshes they
@@ -134,6 +137,7 @@ def _adamw(
         [],
         [state["step"] for state in states],
         fused=True,
+        grad_scale=divisor,
         found_inf=(~admitted).float(),
         amsgrad=False,
         beta1=group["betas"][0],
@@ -149,26 +153,28 @@ class NonFiniteGuard:
     """Suppresses updates whose gradient is not finite, on the device, and reports them later.
 
     With `on_nonfinite: stop` no later update is made either, so that the run stops in the state
-    that the bad step found. The host learns of it when it asks (`skipped`), not at every step.
+    that the bad step found. The host learns of it when it reads `counts`, not at every step.
     """
 
     def __init__(self, mode: str, device: torch.device, skipped: int = 0) -> None:
         self.stops = mode == "stop"
-        self.count = torch.tensor(skipped, device=device)
-        self.first = torch.tensor(0, device=device)  # this process's first bad step; 0: none
+        # int64 [2] on the device: updates suppressed over the whole run, and this process's first
+        # bad step (0: none)
+        self.counts = torch.tensor([skipped, 0], device=device)
 
     def admit(self, step: int, grad_norm: Tensor) -> Tensor:
         """Whether `update` may change anything at `step`: a bool scalar on the device."""
         bad = ~grad_norm.isfinite()
-        self.first = torch.where(bad & (self.first == 0), step, self.first)
-        self.count = self.count + bad
-        return self.first == 0 if self.stops else ~bad
+        count, first = self.counts
+        first = torch.where(bad & (first == 0), step, first)
+        self.counts = torch.stack((count + bad, first))
+        return first == 0 if self.stops else ~bad
 
-    def skipped(self, step: int, position: int, global_batch_size: int) -> int:
-        """Updates suppressed over the whole run, asked after `step`, which used the rows up to
-        `position`. Waits for the device. Raises UserError, which names step and rows, where there
-        was one and `on_nonfinite` is `stop`."""
-        first = int(self.first)
+    def skipped(self, counts: list[int], step: int, position: int, global_batch_size: int) -> int:
+        """Updates suppressed over the whole run, by the values of `self.counts` after `step`, which
+        used the rows up to `position`. Raises UserError, which names step and rows, where there was
+        one and `on_nonfinite` is `stop`."""
+        count, first = counts
         if self.stops and first:
             end = position - (step - first) * global_batch_size
             raise UserError(
@@ -176,4 +182,4 @@ class NonFiniteGuard:
                 f"{end - 1}). The run stops before this update; optim.on_nonfinite = skip counts "
                 "such steps and goes on"
             )
-        return int(self.count)
+        return count

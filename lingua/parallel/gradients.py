@@ -1,4 +1,4 @@
-"""Gradients: when they are reduced over ranks, what that costs, and their global norm."""
+"""Gradients: when they are reduced over ranks, what that costs, their global norm and clipping."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from lingua.dtensor import local
 from lingua.format import human_bytes
 from lingua.parallel.mesh import DistributedArgs
-from lingua.torch_private import foreach_mul_
 
 
 def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
@@ -66,15 +65,11 @@ def replicas_note(
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients in place so that their global norm is at most `max_norm`.
+def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The global norm of the gradients: a float32 scalar on the device, equal on every rank.
 
     Parameters may live on different meshes. Each group of equal layout sums the squares of its
     shards over just the axes that split it, so what an axis replicates counts once.
-
-    Returns:
-        The norm before scaling, a float32 scalar on the device, equal on every rank. When it is
-        not finite the gradients are left as they are.
     """
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for grad in [p.grad for p in parameters if p.grad is not None]:
@@ -91,8 +86,10 @@ def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
             if mesh is not None and mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
         total = total + squares
-    norm = total.sqrt()
-    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-    for grads in groups.values():
-        foreach_mul_(grads, scale)
-    return norm
+    return total.sqrt()
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """What divides gradients of this norm so that it is at most `max_norm`; 1 where it is not
+    finite."""
+    return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1.0), 1.0)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -109,42 +110,64 @@ def pick_device(name: str, launch: Launch) -> torch.device:
 
 
 def start(
-    device: torch.device, launch: Launch, args: DistributedArgs, deterministic: bool = False
+    device: torch.device,
+    launch: Launch,
+    args: DistributedArgs,
+    deterministic: bool = False,
+    dump_dir: Path | None = None,
 ) -> DeviceMesh:
     """Start the process group (gloo for CPU tensors, NCCL for CUDA ones) and build the mesh.
 
-    A single process has a group of one, so that nothing else asks how it was launched.
+    A single process has a group of one, so that nothing else asks how it was launched. With a
+    `dump_dir`, an NCCL collective that times out leaves there what each rank's last ones were. A
+    `model_dtype` that `args` leave open is filled in.
 
     Raises:
         UserError: the sizes of the mesh do not multiply to the number of processes, or the
             processes cannot meet.
     """
     sizes = mesh_sizes(args, launch.world_size)
+    args.model_dtype = args.model_dtype or ("bf16" if device.type == "cuda" else "fp32")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports inductor
         torch.use_deterministic_algorithms(deterministic)
     if device.type == "cuda":
+        _set_cuda_defaults(dump_dir)
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = args.matmul_allow_tf32
     elif "OMP_NUM_THREADS" not in os.environ and launch.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=args.timeout_s)
-    if launch.by == "python":
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(
-            backend,
-            store=_meet(launch, args.rendezvous_s, timeout),
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-        )
+    single = launch.by == "python"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore() if single else _meet(launch, args.rendezvous_s, timeout),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        # With it communicators are made here, and not in the first step.
+        device_id=device if device.type == "cuda" else None,
+    )
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    for group in mesh.get_all_groups():  # they do not take it from the group of all ranks
-        set_group_timeout(timeout, group)
+    set_timeout(mesh, args.timeout_s)  # the groups do not take it from that of all ranks
     return mesh
+
+
+def _set_cuda_defaults(dump_dir: Path | None) -> None:
+    """Variables that torch reads when CUDA and NCCL start. What the user has set stays."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the former name, which would win
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if dump_dir is not None:  # NCCL's flight recorder
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that a rank remembers
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{dump_dir.absolute()}/nccl_rank_")
+
+
+def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
+    """How long a collective of the device waits for another rank, for those still to come."""
+    for group in mesh.get_all_groups():
+        set_group_timeout(group, mesh.device_type, timedelta(seconds=seconds))
 
 
 def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:

@@ -34,12 +34,15 @@ class DistributedArgs:
     rendezvous_s: Free[float] = 600.0  # seconds to wait for the other processes at the start
     # seconds to wait for another rank in a collective; the run then ends and names it
     timeout_s: Free[float] = 1800.0
+    # the same for the device's collectives after the first step, which compiles
+    step_timeout_s: Free[float] = 600.0
     # when gradients are reduced: `last` micro-step only, `replica_last` reduce-scatters each
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient
     grad_sync: Free[Literal["last", "replica_last", "every"]] = "last"
-    # dtype of forward and backward; parameters, gradients and their reduction stay float32
-    model_dtype: Announced[Literal["bf16", "fp32"]] = "bf16"
+    # dtype of forward and backward; parameters, gradients and their reduction stay float32; null:
+    # bf16 on CUDA, fp32 on the CPU
+    model_dtype: Announced[Literal["bf16", "fp32"] | None] = "bf16"
     compile: Announced[bool] = False  # compile each block with torch.compile
     matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
     # what a block keeps for its backward: `none` all, `full` its input only, `selective` the
@@ -53,7 +56,7 @@ class DistributedArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", most=1 << 24)
-        yield from bounds(self, 1, "rendezvous_s", "timeout_s", most=86400)
+        yield from bounds(self, 1, "rendezvous_s", "timeout_s", "step_timeout_s", most=86400)
         if self.dp_replicate is None and self.dp_shard is None:
             yield "dp_replicate", "must be given when distributed.dp_shard is null"
 

@@ -208,13 +208,13 @@ def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPla
 
 # Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
 # to communicate, than its memory is worth.
-_SAVED = {*ATTENTION_OPERATORS, REDUCE_SCATTER}
+_SAVED = {*ATTENTION_OPERATORS, str(REDUCE_SCATTER)}
 
 
 def _selective(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what is in _SAVED, and matrix products that do not narrow. The last product of a block
     narrows; nothing in the backward pass reads it, so that it is not even computed again."""
-    saved = operator in _SAVED
+    saved = str(operator) in _SAVED
     if operator is torch.ops.aten.mm.default:
         n_in, n_out = args[1].shape
         saved = n_in <= n_out

@@ -1,6 +1,7 @@
 """The entry point of every program: a user's mistake becomes one message and exit code 2."""
 
 import errno
+import faulthandler
 import gc
 import json
 import os
@@ -25,6 +26,7 @@ RANK_0_S = 10.0  # until rank 0 has found a mistake that all ranks find before t
 
 def run_program(program: Callable[[], None]) -> NoReturn:
     """Run `program` and exit with its exit code."""
+    faulthandler.enable(2)  # stacks of all threads where torch aborts, as its NCCL watchdog does
     gc.freeze()  # imported objects stay: collecting over them takes a sixth of a second
     code: int | str | None = 0
     patience_s = 30.0
@@ -56,8 +58,8 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         if dist.is_initialized() and "Timed out waiting" in str(error):  # gloo's words
             for rank in silent_ranks():
                 error.add_note(
-                    f"rank {rank} did not answer for distributed.timeout_s seconds: its process is "
-                    "stopped, or its machine cannot be reached"
+                    f"rank {rank} did not answer in time: its process is stopped, or its machine "
+                    "cannot be reached (distributed.timeout_s, distributed.step_timeout_s)"
                 )
         _show_in_torchrun(traceback.format_exc())
         raise

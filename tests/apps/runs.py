@@ -455,14 +455,19 @@ def relative(found: list[float], expected: list[float]) -> list[float]:
     return [abs(a / b - 1) for a, b in zip(found, expected, strict=True)]
 
 
-def differs(run: Outcome, other: Outcome) -> list[str]:
-    """What makes two runs not the same one: hashes, losses, gradient norms; empty when nothing."""
-    found = []
-    if run.column("batch_hash") != other.column("batch_hash"):
-        found.append("batch_hash")
-    if max(relative(run.column("loss"), other.column("loss"))) > 1e-5:
-        found.append("loss")
+# How far, relative, two runs that are the same one may be from each other.
+TOLERANCES = {"loss": 1e-5, "first grad_norm": 1e-5, "grad_norm": 1e-4}
+
+
+def differs(run: Outcome, other: Outcome, margin: float = 1) -> list[str]:
+    """What makes two runs not the same one: hashes, losses, gradient norms; empty when nothing.
+    With a `margin` only what is beyond the tolerances by that factor."""
     first, *later = relative(run.column("grad_norm"), other.column("grad_norm"))
-    if first > 1e-5 or max(later, default=0.0) > 1e-4:
-        found.append("grad_norm")
-    return found
+    far = {
+        "loss": max(relative(run.column("loss"), other.column("loss"))),
+        "first grad_norm": first,
+        "grad_norm": max(later, default=0.0),
+    }
+    equal = run.column("batch_hash") == other.column("batch_hash")
+    found = [name for name, value in far.items() if value > margin * TOLERANCES[name]]
+    return found if equal else ["batch_hash", *found]

@@ -17,7 +17,7 @@ from apps.bench.checkpoint import report as report_checkpoint
 from apps.bench.checkpoint_rank import measure as measure_checkpoint
 from apps.bench.debug import measure as measure_debug
 from apps.bench.generate import measure as measure_generate
-from apps.bench.generate import take_turns
+from apps.bench.generate import take_turns, transformers_model
 from apps.bench.loop import Reference
 from apps.bench.report import spread
 from apps.bench.startup import PARTS, start_once
@@ -278,6 +278,13 @@ def test_a_picture_without_matplotlib_is_refused_before_training(monkeypatch, ke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="matplotlib"):
         promise.measure(keys, Path("promise.png"))
+
+
+def test_without_transformers_the_message_names_the_package(monkeypatch, keys, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    args, _ = load(TrainArgs, keys)
+    with pytest.raises(UserError, match=r"needs the Python package transformers \(pip install"):
+        transformers_model(args, torch.nn.Identity(), tmp_path)
 
 
 def test_a_mistake_is_told_without_a_traceback(keys):

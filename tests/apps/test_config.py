@@ -197,9 +197,9 @@ def test_what_a_models_forward_does_not_take_is_refused_at_the_start(
     for words in (argv, [*argv, setting]):
         args = load(TrainArgs, words)[0]
         with one_process():
-            check_start(app, deepcopy(args), (1, 1, 1))
+            check_start(app, deepcopy(args), (1, 1, 1), "cpu")
             if words is argv:
-                check_start(plain, args, (1, 1, 1))
+                check_start(plain, args, (1, 1, 1), "cpu")
             else:
                 with pytest.raises(UserError, match=message):
-                    check_start(plain, args, (1, 1, 1))
+                    check_start(plain, args, (1, 1, 1), "cpu")

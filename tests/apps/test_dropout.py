@@ -12,7 +12,7 @@ from apps.main.transformer import build
 from lingua.app import Built
 from lingua.hashing import hash_bits, key_of
 from tests.apps.meshes import Sizes, name_of
-from tests.apps.runs import Outcome, Runs, differs
+from tests.apps.runs import TOLERANCES, Outcome, Runs, differs
 
 DROPPING: dict[str, Any] = {"model.dropout": 0.1, "stop_at": 5}
 CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.compile"
@@ -57,7 +57,7 @@ def test_evaluation_has_no_noise(runs: Runs) -> None:
     assert [line["nats_per_token"] for line in noisy.held_out] == [
         line["nats_per_token"] for line in quiet.held_out
     ]
-    assert set(differs(noisy, quiet)) == {"loss", "grad_norm"}
+    assert set(differs(noisy, quiet)) == TOLERANCES.keys()
 
 
 # ------------------------------------------------------------- what the comparison can see
@@ -124,4 +124,5 @@ def test_noise_that_differs_is_seen_to_differ(
     runs: Runs, alone: Outcome, noise: Callable, same: bool
 ) -> None:
     run = runs.train((1, 1, 1), DROPPING, build=Wrong(noise))
-    assert differs(run, alone) == ([] if same else ["loss", "grad_norm"])
+    assert (differs(run, alone) == []) == same
+    assert same or {"loss", "grad_norm"} <= set(differs(run, alone))

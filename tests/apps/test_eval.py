@@ -217,7 +217,7 @@ def read_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokeniz
     )
 
 
-@pytest.mark.parametrize("kind", ["sp", "tiktoken"])
+@pytest.mark.parametrize("kind", ["sp", pytest.param("tiktoken", marks=pytest.mark.soak)])
 def test_with_other_tokenizers_and_tied_weights_scores_are_those_of_the_harness_too(
     ranks, make_run, task_dir, tmp_path, monkeypatch, kind
 ):
@@ -234,6 +234,7 @@ def test_with_other_tokenizers_and_tied_weights_scores_are_those_of_the_harness_
         assert replies(samples_in(out, task)) == replies(there["samples"][task])
 
 
+@pytest.mark.soak
 def test_groups_and_tags_are_those_of_the_harness(ranks, run, task_dir, tmp_path):
     folder = shutil.copytree(task_dir, tmp_path / "tasks")
     choice = (folder / "choice.yaml").read_text()

@@ -184,6 +184,7 @@ def survives(runs: Runs, folder: Path, topologies: list[Sizes], seed: int) -> Ki
     return killed
 
 
+@pytest.mark.soak  # by default in test_rows.py
 def test_a_run_killed_at_any_moment_goes_on_as_the_same_run(runs: Runs, tmp_path: Path) -> None:
     killed = survives(runs, tmp_path, TWO, seed=5)
     assert killed.in_a_save and killed.steps[-1] > 0

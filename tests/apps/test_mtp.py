@@ -317,6 +317,7 @@ def checked_here(overrides: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.soak
 def test_its_checkpoints_are_evaluated_as_while_it_trains(ranks, data, tmp_path):
     task_dir, run = write_tasks(tmp_path / "tasks", n=4), tmp_path / "run"
     settings = data | on_mesh(SINGLE) | {"dump_dir": str(run), "stop_at": 2, "eval.every": 2}

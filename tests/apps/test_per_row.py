@@ -27,6 +27,7 @@ from lingua.transformer import FeedForward, TransformerArgs, TransformerBlock
 from tests.apps.meshes import Sizes, name_of
 from tests.apps.runs import GLOBAL_BATCH, Runs, arguments, masked
 
+CLOSE = 1e-5  # of losses, terms and gradients, relative
 CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.compile"
 
 
@@ -122,7 +123,11 @@ def worst(found: tuple, expected: tuple) -> float:
         pytest.param(
             (1, 1, 1), {"data.batch_size": 2, CHECKPOINTING: "full"}, marks=pytest.mark.soak
         ),
-        ((1, 1, 1), {"data.batch_size": 3, CHECKPOINTING: "selective", COMPILE: True}),
+        pytest.param(
+            (1, 1, 1),
+            {"data.batch_size": 3, CHECKPOINTING: "selective", COMPILE: True},
+            marks=pytest.mark.soak,
+        ),
         pytest.param((2, 1, 1), {"data.batch_size": 1}, marks=pytest.mark.soak),
         ((1, 2, 1), {"data.batch_size": 3, CHECKPOINTING: "full"}),
         pytest.param((1, 1, 2), {"data.batch_size": 2}, marks=pytest.mark.soak),
@@ -142,11 +147,11 @@ def test_a_term_adds_its_mean_over_the_rows(
     n = sizes[0] * sizes[1] * sizes[2]
     config = runs.config(sizes, {"dump_dir": tmp_path} | settings)
     for found in runs.ranks.run(n, first_step_here, config):
-        assert worst(found, expected) < 1e-5
+        assert worst(found, expected) < CLOSE
 
 
 def test_padding_rows_that_count_are_seen(runs: Runs, expected: tuple, tmp_path: Any) -> None:
     for sizes in ((1, 1, 1), (1, 1, 2)):
         config = runs.config(sizes, {"dump_dir": tmp_path, "data.batch_size": 2})
         for found in runs.ranks.run(sizes[2], first_step_here, config, count_padding=True):
-            assert worst(found, expected) > 1e-2
+            assert worst(found, expected) > 1000 * CLOSE

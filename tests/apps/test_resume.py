@@ -326,15 +326,17 @@ def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(
 
 
 BACKGROUND = {"checkpoint.dump.every": 2, "checkpoint.async_save": True}
+# The step after which a run stops: ranks agree while the device works on a step, so before its
+# validation and its save.
 MOMENTS: dict[str, tuple[Interrupt, dict[str, Any], int | None]] = {
     "in the first of two micro-steps": (
         Interrupt(signal.SIGINT, forward=1, rank=1), {"data.batch_size": 2}, 1,
     ),
     "in the third, to all": (Interrupt(signal.SIGUSR2, forward=3, rank=None), {}, 3),
     "in the first validation": (
-        Interrupt(signal.SIGTERM, forward=3, rank=1), {"validation.every": 2}, 2,
+        Interrupt(signal.SIGTERM, forward=3, rank=1), {"validation.every": 2}, 3,
     ),
-    "in a save": (Interrupt(signal.SIGUSR2, None, rank=1), {"checkpoint.dump.every": 2}, 2),
+    "in a save": (Interrupt(signal.SIGUSR2, None, rank=1), {"checkpoint.dump.every": 2}, 3),
     "in a save behind the next steps": (Interrupt(signal.SIGTERM, None, rank=0), BACKGROUND, None),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from apps.main.start import check
 from lingua.errors import UserError
 from tests.ranks import Ranks
 
+CLOSE = 2e-5  # of losses, relative
 FORKS = Path(__file__).parent
 LINES = {
     "mingru": 110,
@@ -117,12 +118,12 @@ def test_a_fork_resumes_on_any_topology(
         train(ranks, fork, sizes, stopped | {"stop_at": end, "data.batch_size": rows})
     one, other = steps_of(tmp_path / "a"), steps_of(tmp_path / "b")
     apart, equal = compare(one, other)
-    assert len(equal) == 6 and all(equal) and max(apart) < 2e-5
+    assert len(equal) == 6 and all(equal) and max(apart) < CLOSE
     assert max(apart_in(fork, tmp_path / "a", tmp_path / "b")) < 1e-4
     # Another seed is another run: the comparison sees it.
     train(ranks, fork, (1, 1, 1), given[fork] | {"dump_dir": tmp_path / "c", "seed": 7})
     apart, equal = compare(one, steps_of(tmp_path / "c"))
-    assert not any(equal) and max(apart) > 1e-3
+    assert not any(equal) and max(apart) > 50 * CLOSE
     assert max(apart_in(fork, tmp_path / "a", tmp_path / "c")) > 1e-3
 
 

@@ -1,12 +1,14 @@
 """Collectives are counted as arithmetic says, and the profiler writes what it promises.
 
-Four ranks run every case once; the tests check the results that they return.
+Four ranks run each case once; the tests check the results that they return.
 """
 
 import gzip
 import json
 import logging
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -219,11 +221,12 @@ def measure_profiler(folder: Path) -> dict[str, list[str]]:
     return results
 
 
-def measure_here(folder: Path) -> dict[str, Any]:
+def measure_here(case: str, folder: Path) -> dict[str, Any]:
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    results: dict[str, Any] = {case: measure(case) for case in CASES}
-    return results | {"axes": measure_axes(), "profiler": measure_profiler(folder)}
+    if case == "axes":
+        return measure_axes()
+    return measure_profiler(folder) if case == "profiler" else measure(case)
 
 
 # -------------------------------------------------------------------------------------- in the test
@@ -235,8 +238,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(ranks: Ranks, folder: Path) -> list[dict]:
-    return ranks.run(WORLD, measure_here, folder)
+def results(ranks: Ranks, folder: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """What the ranks return for a case."""
+    return cache(lambda case: ranks.run(WORLD, measure_here, case, folder))
+
+
+compiled = pytest.mark.soak  # compiling in four ranks takes half a minute
+EACH = [pytest.param(c, marks=compiled if c == "tp compile" else ()) for c in CASES]
 
 
 def summary(result: dict, key: str = "counted") -> dict[tuple, tuple[int, int]]:
@@ -266,8 +274,8 @@ def test_gradients_are_reduced_once_and_bytes_are_those_of_the_dtype_sent(result
     expected["reduce_scatter", "dp_shard", True] = (3, whole)
     if case == "hsdp":  # replicas reduce their shards
         expected["all_reduce", "dp_replicate", True] = (3, whole // 2)
-    for result in results:
-        assert summary(result[case]) == expected
+    for result in results(case):
+        assert summary(result) == expected
 
 
 def tp_summary(recomputed_gathers: int = 0) -> dict:
@@ -295,38 +303,39 @@ def tp_summary(recomputed_gathers: int = 0) -> dict:
 
 
 def test_tensor_parallel_traffic_is_counted_on_its_axis_loss_included(results):
-    for result in results:
-        assert summary(result["tp"]) == tp_summary()
+    for result in results("tp"):
+        assert summary(result) == tp_summary()
 
 
 def test_recomputation_in_a_checkpointed_closure_is_counted(results):
     # It gathers w1's input again; w2's output is not needed and so not scattered again.
-    for result in results:
-        assert summary(result["tp checkpoint"]) == tp_summary(recomputed_gathers=LAYERS)
+    for result in results("tp checkpoint"):
+        assert summary(result) == tp_summary(recomputed_gathers=LAYERS)
 
 
+@compiled
 def test_compiled_blocks_stay_compiled_and_are_counted_alike(results):
-    for result in results:
-        assert summary(result["tp compile"]) == tp_summary()
-        assert result["tp compile"]["recompiled"] == {}
-        counted, uncounted = result["tp compile"]["compiled graphs run"]
+    for result in results("tp compile"):
+        assert summary(result) == tp_summary()
+        assert result["recompiled"] == {}
+        counted, uncounted = result["compiled graphs run"]
         # At least the forward and the backward of each block.
         assert counted == uncounted >= 2 * LAYERS * MICRO
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_counts_agree_with_those_of_the_dispatcher(results, case):
-    for result in results:
+    for result in results(case):
         kinds: Counter[str] = Counter()
-        for (kind, *_), (count, _) in summary(result[case]).items():
+        for (kind, *_), (count, _) in summary(result).items():
             kinds[kind] += count
-        assert kinds == result[case]["profiler"]
+        assert kinds == result["profiler"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_a_step_that_compiles_counts_what_it_runs_not_what_it_traces(results, case):
-    for result in results:
-        assert summary(result[case], "first") == summary(result[case])
+    for result in results(case):
+        assert summary(result, "first") == summary(result)
 
 
 def test_groups_are_named_by_the_axes_they_join(results):
@@ -339,9 +348,9 @@ def test_groups_are_named_by_the_axes_they_join(results):
         (diagonal, ("all_reduce", "other (2 ranks)"), 1 * FLOAT),
         (everyone, ("all_to_all", "dp_replicate"), 8 * FLOAT),
     ]
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(results("axes")):
         expected = {(*key, False): (1, n_bytes) for ranks, key, n_bytes in sent if rank in ranks}
-        assert summary(result["axes"]) == expected
+        assert summary(result) == expected
 
 
 def test_the_table_gives_counts_and_sizes_a_person_can_read():
@@ -373,6 +382,7 @@ TRACES = [f"rank{rank}.pt.trace.json.gz" for rank in range(WORLD)]
 
 
 def test_every_rank_traces_the_chosen_steps(folder, results):
+    results("profiler")
     # Steps 11 to 17 ran: two to warm up, the second of them counted, then two traced.
     assert files_of(folder / "whole") == ["collectives_step12.json", *TRACES]
     for path in (folder / "whole/profiling").glob("rank*"):
@@ -384,7 +394,7 @@ def test_every_rank_traces_the_chosen_steps(folder, results):
 
 
 def test_the_collectives_of_one_step_are_logged_and_saved_by_rank_0(folder, results):
-    text, where = results[0]["profiler"]["whole"]
+    text, where = results("profiler")[0]["whole"]
     assert text.startswith("collectives of step 12 on rank 0 (dp_replicate 2, dp_shard 2, tp 1):\n")
     assert max(map(len, text.splitlines())) <= 71  # 80 columns with the time
     assert where == f"profiling: traces are in {folder / 'whole/profiling'}"
@@ -403,15 +413,15 @@ def test_the_collectives_of_one_step_are_logged_and_saved_by_rank_0(folder, resu
 
 def test_a_run_too_short_to_be_traced_warns(folder, results):
     warning = "profiling incomplete: 2 steps ran; lower its warmup"
-    assert results[0]["profiler"]["short"] == [warning]
+    assert results("profiler")[0]["short"] == [warning]
     assert files_of(folder / "short") == []
-    assert results[0]["profiler"]["partial"][-1] == warning
+    assert results("profiler")[0]["partial"][-1] == warning
     assert files_of(folder / "partial") == ["collectives_step11.json", *TRACES]
 
 
 def test_switched_off_it_writes_nothing(folder, results):
+    assert results("profiler")[0]["off"] == []
     assert not (folder / "off").exists()
-    assert results[0]["profiler"]["off"] == []
 
 
 def test_negative_windows_are_refused_by_name():

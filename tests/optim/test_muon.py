@@ -18,7 +18,7 @@ from lingua.optim.args import OptimArgs
 from lingua.optim.muon import MuonArgs, orthogonalise
 from lingua.optim.optimizer import build_optimizer, update
 
-TRUE = torch.tensor(True)
+TRUE, ONE = torch.tensor(True), torch.tensor(1.0)
 BLOCKS = ("layers.*",)
 MATRICES = ["layers.0.up.weight", "layers.0.down.weight", "layers.1.up.weight"]
 MATRICES += ["layers.1.down.weight"]
@@ -192,7 +192,9 @@ def trained(args: OptimArgs, steps: int, model: nn.Module | None = None) -> Mode
     optimizer = build_optimizer(model, args, BLOCKS)
     for step in range(steps):
         gradients(model, step)
-        update(optimizer, 0.1 / (step + 1), TRUE)
+        for p in model.parameters():
+            p.grad *= 4
+        update(optimizer, 0.1 / (step + 1), TRUE, torch.tensor(4.0))
         optimizer.zero_grad()
     return model
 
@@ -225,7 +227,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_counts_on
     def step(finite: bool, spoil: float = 0.0) -> None:
         gradients(model, 1)
         model.layers[1].up.weight.grad[0, 0] += spoil
-        update(optimizer, 0.1, torch.tensor(finite))
+        update(optimizer, 0.1, torch.tensor(finite), ONE)
         optimizer.zero_grad()
 
     step(True)
@@ -267,7 +269,7 @@ def given_updates(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
             if isinstance(p, DTensor):
                 grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
             p.grad = grad
-        update(optimizer, 0.1, TRUE)
+        update(optimizer, 0.1, TRUE, ONE)
     found = {}
     for name, p in zip(group["param_names"], group["params"], strict=True):
         pair = (p.detach(), optimizer.state[p]["momentum_buffer"])

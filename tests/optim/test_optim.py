@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lingua.optim.args import OptimArgs
 from lingua.optim.optimizer import build_optimizer, update
 from lingua.optim.schedule import lr_at, schedule_warnings
-from lingua.parallel.gradients import clip_grad_norm_
+from lingua.parallel.gradients import clip_divisor, grad_norm
 
 SCHEDULERS = ("constant", "linear", "inv_sqrt", "cosine", "wsd")
 TENSORS = ("step", "exp_avg", "exp_avg_sq")
+ONE = torch.tensor(1.0)
 
 
 def rates(args: OptimArgs, steps: int, extra: int = 1) -> list[float]:
@@ -249,7 +250,11 @@ def torchs_step(optimizer, lr):
 
 
 def finite_update(optimizer, lr):
-    update(optimizer, lr, torch.tensor(True))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad *= 4
+    update(optimizer, lr, torch.tensor(True), torch.tensor(4.0))
 
 
 def two_models() -> tuple[nn.Module, nn.Module]:
@@ -299,7 +304,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_counts_on
 
     model(torch.tensor([[1, 2]])).sum().backward()
     model.norm.weight.grad[0] = bad
-    update(optimizer, 0.1, torch.isfinite(model.norm.weight.grad.norm()))
+    update(optimizer, 0.1, torch.isfinite(model.norm.weight.grad.norm()), ONE)
     assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
 
     optimizer.zero_grad()
@@ -326,8 +331,8 @@ def test_clipping_and_the_update_take_as_many_operations_for_any_number_of_param
         parameters = list(model.parameters())
         with Calls() as calls:
             for part in [[p] for p in parameters] if one_by_one else [parameters]:
-                clip_grad_norm_(part, 1.0)
-            finite_update(optimizer, 0.1)
+                divisor = clip_divisor(grad_norm(part), 1.0)
+            update(optimizer, 0.1, torch.tensor(True), divisor)
         return calls.n
 
     assert operations(20) == operations(2)
@@ -361,7 +366,7 @@ def train_on_a_mesh() -> tuple[bool, bool, list[str], dict[str, torch.Tensor]]:
     train(model, optimizer, finite_update)
     before = everything(model, optimizer)
     model(torch.tensor([[1, 2]])).sum().backward()
-    update(optimizer, 0.1, torch.tensor(False))
+    update(optimizer, 0.1, torch.tensor(False), ONE)
     after = everything(model, optimizer)
     kept = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     names = [name for group in optimizer.param_groups for name in group["param_names"]]

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.errors import UserError
-from lingua.parallel.gradients import clip_grad_norm_, replicas_note
+from lingua.parallel.gradients import clip_divisor, grad_norm, replicas_note
 from lingua.parallel.launch import (
     Launch,
     _slurm_rendezvous,
@@ -310,10 +310,11 @@ def clipped(max_norm: float, factor: float) -> tuple[float, dict[str, Any]]:
         p = parameters[name] = nn.Parameter(on_mesh(torch.zeros_like(gradient)))
         p.grad = on_mesh(gradient)
     unused = nn.Parameter(torch.zeros(2))  # without a gradient
-    norm = clip_grad_norm_([*parameters.values(), unused], max_norm)
+    norm = grad_norm([*parameters.values(), unused])
+    divisor = clip_divisor(norm, max_norm)
     whole = {k: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
              for k, p in parameters.items()}  # fmt: skip
-    return norm.item(), {name: t.numpy() for name, t in whole.items()}
+    return norm.item(), {name: (t / divisor).numpy() for name, t in whole.items()}
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])

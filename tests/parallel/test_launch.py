@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lingua.errors import UserError
-from lingua.parallel.launch import detect_launch, start
+from lingua.inference.trained import OpenArgs
+from lingua.parallel.launch import detect_launch, set_timeout, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0
 from lingua.parallel.program import run_program
 from tests.programs import python
@@ -86,16 +87,30 @@ def test_a_wrong_place_in_the_environment_is_refused_by_name(
         detect_launch(wrong)
 
 
+def dtype_here() -> str | None:
+    args = DistributedArgs(model_dtype=None)
+    start(torch.device("cpu"), detect_launch(), args)
+    return args.model_dtype
+
+
+def test_a_dtype_that_is_left_open_is_the_cpus(ranks) -> None:
+    """Of evaluation and generation. That of CUDA: tests/ghost."""
+    assert OpenArgs().distributed.model_dtype is None
+    assert ranks.run(1, dtype_here) == ["fp32"]
+
+
 def wait_for_a_stopped_rank() -> list[str]:
-    """What a program adds to the error of a collective that rank 1 does not join."""
+    """The error of a step's collective that rank 1 does not join, and what a program adds to it."""
 
     def program() -> None:
-        start(torch.device("cpu"), detect_launch(), DistributedArgs(dp_shard=3, timeout_s=5))
+        args = DistributedArgs(dp_shard=3, timeout_s=20, step_timeout_s=2)
+        mesh = start(torch.device("cpu"), detect_launch(), args)
         dist.all_gather_object(pids, os.getpid())
+        set_timeout(mesh, args.step_timeout_s)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            dist.all_reduce(torch.ones(()))
+            dist.all_reduce(torch.ones(()), group=mesh.get_group("dp_shard"))
 
     pids = [0, 0, 0]
     try:
@@ -105,14 +120,32 @@ def wait_for_a_stopped_rank() -> list[str]:
     except RuntimeError as error:
         if dist.get_rank() == 0:
             os.kill(pids[1], signal.SIGCONT)
-        return error.__notes__
+        return [str(error), *error.__notes__]
 
 
 def test_a_rank_that_is_stopped_is_named_by_the_others(ranks) -> None:
     first, stopped, last = ranks.run(3, wait_for_a_stopped_rank)
-    assert first == last and stopped == []
-    [note] = first
-    assert note.startswith("rank 1 did not answer for distributed.timeout_s seconds")
+    assert first[1:] == last[1:] and stopped == []
+    error, note = first
+    assert "Timed out waiting 2000ms" in error
+    assert note.startswith("rank 1 did not answer in time: its process is stopped")
+
+
+def test_an_abort_prints_the_stacks_of_all_threads() -> None:
+    """The watchdog of NCCL aborts a process whose collective timed out."""
+    program = """
+import os, threading
+from lingua.parallel.program import run_program
+def wait_for_rows(): threading.Event().wait()
+def program():
+    threading.Thread(target=wait_for_rows, daemon=True).start()
+    os.abort()
+run_program(program)
+"""
+    done = subprocess.run([*python(), "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert "in wait_for_rows" in done.stderr and "in program" in done.stderr
 
 
 def start_rank(**place: object) -> subprocess.Popen[str]:
@@ -147,6 +180,7 @@ def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2() -> None:
 PROGRAM = """
 import os, sys, time
 from lingua.errors import UserError
+from lingua.inference.trained import OpenArgs
 from lingua.parallel.program import run_program
 def program():
     while os.environ["RANK"] == "0" and not os.path.exists("rank 1 raises"):

@@ -118,6 +118,16 @@ def test_wrong_input_is_refused_where_slurm_is_not(tmp_path: Path) -> None:
     assert isinstance(launch(JobArgs(launcher="print"), arguments, long), str)
 
 
+def test_without_submitit_the_message_names_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sources(tmp_path)
+    values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "run"}
+    monkeypatch.setitem(sys.modules, "submitit.slurm", None)
+    with pytest.raises(UserError, match=r"^launcher = print: needs the package submitit, which is"):
+        launch(JobArgs(launcher="print"), [f"{k}={v}" for k, v in values.items()])
+
+
 def test_a_line_of_setup_that_fails_ends_the_job(tmp_path: Path) -> None:
     write_sources(tmp_path)
     values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}

@@ -26,7 +26,9 @@ from tests.local_slurm import needs_slurm, slurm_here
 
 REPO = Path(__file__).parents[2]
 HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
-STEPS, SLOW_S = 20, 2.5  # a slow run takes 50 seconds, in which a test interrupts it
+STEPS = 20
+SLOW = {"setup": ["export STEP_S=2.5"]}  # it takes 50 seconds, in which a test interrupts it
+ON_TWO_NODES = {"nodes": 2, "exclude": "n3,n4,n5,n6"}
 WAIT_S = 180.0  # for a job: two busy cores run a dozen of them
 LAUNCH = """
 import json, sys
@@ -134,19 +136,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     """Dump dir and job id of every job of two ranks on two nodes, by what happens to it."""
-    slow = {"setup": [f"export STEP_S={SLOW_S}"]}
     wanted = {
         "plain": {"slurm": {"hold": True}},
         "fail": {"setup": ["export FAIL_RANK=1"]},
-        "signal": slow,
-        "cancel": slow,
-        "node": slow | {"exclude": "n1,n2,n6"},
-        "preemption": slow | {"nodes": 1, "exclude": None, "slurm": {"nodelist": "n6"}},
+        "signal": SLOW,
+        "cancel": SLOW,
     }
     places = [cluster.runs / (HOSTILE if name == "plain" else name) for name in wanted]
     launched = cluster.launch(
         *(
-            ({"nodes": 2, "exclude": "n3,n4,n5,n6"} | job, cluster.arguments(place))
+            (ON_TWO_NODES | job, cluster.arguments(place))
             for job, place in zip(wanted.values(), places, strict=True)
         )
     )
@@ -156,7 +155,7 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     edited.write_text("raise SystemExit('edited')\n")
     try:
         cluster.ask("scontrol", "release", jobs["plain"][1])
-        for name in ("signal", "cancel", "preemption", "node"):
+        for name in ("signal", "cancel"):
             cluster.wait_for_steps(jobs[name][0])
             interrupt(cluster, name, jobs[name][1])
         cluster.ended(jobs["plain"][1])
@@ -227,10 +226,22 @@ def test_the_comparison_of_runs_notices_a_changed_loss(reference: Outcome, tmp_p
 
 
 @needs_slurm
-@pytest.mark.parametrize("how", ["signal", "preemption", "node"])
+@pytest.mark.parametrize(
+    "how",
+    ["signal", *(pytest.param(how, marks=pytest.mark.soak) for how in ("preemption", "node"))],
+)
 def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(
     cluster: Cluster, jobs: dict[str, tuple[Path, str]], reference: Outcome, how: str
 ) -> None:
+    if how not in jobs:
+        other = {"exclude": "n1,n2,n6"}
+        if how == "preemption":
+            other = {"nodes": 1, "exclude": None, "slurm": {"nodelist": "n6"}}
+        place = cluster.runs / how
+        [[job, _]] = cluster.launch((ON_TWO_NODES | SLOW | other, cluster.arguments(place)))
+        cluster.wait_for_steps(place)
+        interrupt(cluster, how, job)
+        jobs[how] = place, job
     dump_dir, job = jobs[how]
     assert cluster.ended(job)["Restarts"] == "1"
     assert same(dump_dir, reference)
@@ -324,11 +335,7 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = cluster.runs / "sweep"
-    values = [
-        "sweep.optim.lr=1e-3,3e-4",
-        "sweep.data.sources={one: 1},{one: 1, two: 1}",
-        "at_once=2",
-    ]
+    values = ["sweep.data.sources={one: 1},{one: 1, two: 1},{two: 1}", "at_once=2"]
     job = ["script=tests.slurm_app", "gpus=none", "setup=[export STEP_S=0.2]"]
     command = [sys.executable, "-m", "lingua.stool", *values, *job, *cluster.arguments(root)]
     done = subprocess.run(
@@ -336,7 +343,7 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(
     )
     assert done.returncode == 0, done.stderr
     array = (root / "job_id").read_text().strip()
-    assert f"job {array} was submitted: 4 runs" in done.stdout
+    assert f"job {array} was submitted: 3 runs" in done.stdout
     assert f"scancel {array}" in done.stdout and f"lingua.stool status {root}" in done.stdout
 
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
@@ -349,14 +356,12 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(
     assert max(running) == 2
     assert any(0 < run.step < STEPS and run.left_s > 0 for runs in seen for run in runs)
     assert [(r.name[:3], r.state, r.step, r.job_id) for r in seen[-1]] == [
-        (f"{i:03d}", "COMPLETED", STEPS, f"{array}_{i}") for i in range(4)
+        (f"{i:03d}", "COMPLETED", STEPS, f"{array}_{i}") for i in range(3)
     ], cluster.logs()
-    assert "003_lr=3e-4_sources=-one-1-two-1-" in table(seen[-1])
+    assert "001_sources=-one-1-two-1-" in table(seen[-1])
     members = [root / run.name for run in seen[-1]]
-    rates = [Outcome(m, []).lines[-1]["lr"] for m in members]
-    assert rates[0] == rates[1] != rates[2] == rates[3]
-    hashes = [Outcome(m, []).column("batch_hash") for m in members]
-    assert hashes[0] == hashes[2] != hashes[1] == hashes[3]
+    hashes = [tuple(Outcome(member, []).column("batch_hash")) for member in members]
+    assert len(set(hashes)) == 3
     assert all((m / "logs" / f"{array}_{i}").is_dir() for i, m in enumerate(members))
 
 

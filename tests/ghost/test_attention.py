@@ -1,0 +1,48 @@
+"""Which kernels compute attention on CUDA, and what documents and windows cost in memory, by the
+stub driver: flash kernels in the place of cuDNN's, and no numbers."""
+
+import json
+
+import pytest
+
+from tests.ghost.attention import MASKS
+from tests.ghost.conftest import Ghost
+
+FLASH = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
+EFFICIENT = {kernel.replace("flash", "efficient") for kernel in FLASH}
+VARLEN = {"_varlen_attn", "_varlen_attn_backward"}
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+def test_no_scores_are_computed_as_a_whole_and_the_host_reads_nothing(
+    ghost: Ghost, capability: str
+) -> None:
+    """Grouped heads, each mask, deterministic or not."""
+    output = ghost("python", "-m", "tests.ghost.attention", GHOST_CAPABILITY=capability)
+    found = {case: set(kernels) for case, kernels in json.loads(output.splitlines()[-1]).items()}
+    assert any("softmax" in kernel for kernel in found.pop("control"))
+    expected = {}
+    for name in MASKS:
+        fused = FLASH if name == "plain" else EFFICIENT
+        for deterministic in (False, True):
+            expected[f"auto {name} {deterministic}"] = FLASH if name == "plain" else VARLEN
+            expected[f"sdpa {name} {deterministic}"] = fused
+            expected[f"varlen {name} {deterministic}"] = VARLEN
+        expected[f"float32 {name}"] = EFFICIENT
+    assert found == expected
+
+
+@pytest.mark.parametrize(("seq_len", "rows"), [(4096, 4), (16384, 1)])
+def test_documents_and_windows_cost_little_memory(ghost: Ghost, seq_len: int, rows: int) -> None:
+    def peak_gib(*keys: str) -> float:
+        output = ghost(
+            *("python", "-m", "tests.ghost.memory", "config=apps/main/configs/llama_1B.yaml"),
+            *(f"data.seq_len={seq_len}", f"data.batch_size={rows}"),
+            *(f"data.global_batch_size={rows}", "model.vocab_size=128256"),
+            *("model.n_kv_heads=4", *keys),
+        )
+        return json.loads(output.splitlines()[-1])["step_gib"]
+
+    plain = peak_gib()
+    for key in ("data.document_mask=ignore", "model.sliding_window=1024"):
+        assert peak_gib(key) - plain <= 0.5
