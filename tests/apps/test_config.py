@@ -84,7 +84,8 @@ def test_keys_that_users_rely_on(key: str, default: object, resume: str) -> None
 def test_configs_for_real_hardware_have_the_size_that_they_state(
     name: str, parameters: int, tokens: float
 ) -> None:
-    args, _ = load(TrainArgs, [f"config={CONFIGS / name}.yaml", "model.vocab_size=128256"])
+    own = "model.vocab_size=128256", "data.tokenizer={name: bytes, path: null}"
+    args, _ = load(TrainArgs, [f"config={CONFIGS / name}.yaml", *own])
     assert sum(p.numel() for p in build(args).module.parameters()) == parameters
     assert args.distributed.compile
     assert args.steps * args.data.step_rows * args.data.seq_len == pytest.approx(tokens, rel=0.01)
