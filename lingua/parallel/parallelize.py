@@ -2,7 +2,7 @@
 checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -80,6 +80,7 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
         for pattern in patterns
         if not _matching(names, [pattern])
     ]
+    problems += _tied_across_units(model, plan)
     if tp > 1 and plan.tp is None:
         problems.append(
             f"distributed.tp_size = {tp}: this model gives no tensor-parallel layout; set it to 1"
@@ -93,6 +94,23 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
         problems += _undeclared([name for name in parameters if not within(name, styled)], plan, tp)
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _tied_across_units(model: nn.Module, plan: ParallelPlan) -> Iterator[str]:
+    """A line for each parameter that modules of several FSDP units share. torch refuses these; up
+    to 2.12 it left a part of them without updates where shards are uneven (its issue 176076)."""
+    blocks = _matching(_modules(model), plan.blocks)
+    units = [*([block] for block in blocks), *plan.units]
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in _modules(model).items():
+        for own, p in module.named_parameters(recurse=False):
+            owners.setdefault(p, []).append(f"{name}.{own}".lstrip("."))
+    for names in owners.values():
+        if len({next((i for i, u in enumerate(units) if within(n, u)), -1) for n in names}) > 1:
+            yield (
+                f"ParallelPlan.units: {' and '.join(names)} are one parameter in several FSDP "
+                "units; name their modules in the same unit, or in none"
+            )
 
 
 def within(name: str, patterns: Iterable[str]) -> bool:

@@ -15,6 +15,7 @@ from apps.main.config import TrainArgs
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs
 from apps.main.start import check, check_start
+from apps.main.transformer import build
 from lingua.app import choose_app
 from lingua.config.load import flatten, load, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
@@ -27,6 +28,7 @@ from tests.apps.plain import build_plain
 
 pytestmark = pytest.mark.quick
 
+CONFIGS = Path(__file__).parents[2] / "apps/main/configs"
 PUBLISHED = Path(__file__).parent / "meta_lingua"  # its configs as of commit 437d680
 
 
@@ -68,6 +70,27 @@ def test_every_key_has_a_resume_class() -> None:
 def test_keys_that_users_rely_on(key: str, default: object, resume: str) -> None:
     assert flatten(TrainArgs())[key] == default
     assert resume_classes(TrainArgs)[key] == resume
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tokens"),  # of Llama 3.2's 3B and Llama 3's 8B, as their makers count
+    [
+        ("llama_1B", 1_809_946_624, 63e9),
+        ("llama_3B", 3_212_749_824, 105e9),
+        ("llama_7B", 7_526_944_768, 210e9),
+        ("llama_8B", 8_030_261_248, 210e9),
+    ],
+)
+def test_configs_for_real_hardware_have_the_size_that_they_state(
+    name: str, parameters: int, tokens: float
+) -> None:
+    own = "model.vocab_size=128256", "data.tokenizer={name: bytes, path: null}"
+    args, _ = load(TrainArgs, [f"config={CONFIGS / name}.yaml", *own])
+    assert sum(p.numel() for p in build(args).module.parameters()) == parameters
+    assert args.distributed.compile
+    assert args.steps * args.data.step_rows * args.data.seq_len == pytest.approx(tokens, rel=0.01)
+    about = (CONFIGS / f"{name}.yaml").read_text().replace("\n# ", " ")
+    assert f"{tokens / 1e9:.0f} billion tokens" in about
 
 
 @pytest.mark.parametrize("name", ["debug", "llama_1B", "llama_7B"])

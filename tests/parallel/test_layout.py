@@ -336,3 +336,18 @@ def test_a_forgotten_norm_over_split_positions_is_refused_and_with_its_style_tra
     for found in wrong:
         assert abs(found[""] / expected[""] - 1) > 10 * CLOSE
     assert (wrong[0]["layers.0.extra.weight"] != wrong[1]["layers.0.extra.weight"]).any()
+
+
+@pytest.mark.parametrize("units", [(("tok_embeddings",), ("norm", "output")), (("output",),)])
+def test_a_parameter_in_several_fsdp_units_is_refused_by_name(
+    units: tuple[tuple[str, ...], ...],
+) -> None:
+    args = ModelArgs(dim=16, n_layers=2, n_heads=2, vocab_size=13, weight_tying=True)
+    with torch.device("meta"):
+        tied, separate = Transformer(args), Transformer(replace(args, weight_tying=False))
+    plan = replace(parallel_plan(args, 8), units=units)
+    with pytest.raises(UserError, match=r"tok_embeddings.weight and output.weight are one"):
+        check_layout(tied, plan, 1)
+    check_layout(separate, plan, 1)
+    for together in ((), (("tok_embeddings", "norm", "output"),)):
+        check_layout(tied, replace(plan, units=together), 1)
