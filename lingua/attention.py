@@ -115,10 +115,12 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(
+    out = varlen_attn(
         q, k, v, bounds, bounds, longest, longest,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
     )  # fmt: skip
+    assert isinstance(out, Tensor)  # a tuple only where more is asked for
+    return out
 
 
 def _fmha(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
+from lingua.device import to_device
 from lingua.dtensor import whole
 from lingua.inference.generate import evaluating
 from lingua.parallel.mesh import divide, dp_degree
@@ -74,12 +75,12 @@ def _score_batch(
     inputs = torch.zeros(max(1, len(rows)), -(-n_columns // tp) * tp, dtype=torch.int64)
     for (tokens, _), into in zip(rows, inputs, strict=False):
         into[: len(tokens) - 1] = torch.tensor(tokens[:-1])
-    logits = whole(model(inputs.to(device)))  # B S V
+    logits = whole(model(to_device(inputs, device)))  # B S V
     found: list[Tensor] = []
     for (tokens, n), of_row in zip(rows, logits, strict=False):
         end = len(tokens) - 1
         logprobs = of_row[end - n : end].float().log_softmax(-1)
-        targets = torch.tensor(tokens[-n:], device=device)
+        targets = to_device(torch.tensor(tokens[-n:]), device)
         total = logprobs.gather(1, targets[:, None]).double().sum()
         found.append(torch.stack((total, (logprobs.argmax(-1) == targets).all().double())))
     return [(t, bool(greedy)) for t, greedy in torch.stack(found).tolist()] if found else []

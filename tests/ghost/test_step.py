@@ -16,7 +16,7 @@ KEYS = SMALL | {
     "stop_at": 8,
     "steps": 1000,
     "logging.freq": LOG,
-    "data.batch_size": 2,
+    "data.batch_size": 1,
     "model.head_dim": 8,  # which kernels of attention take
     "checkpoint.dump.every": SAVE,
     "checkpoint.async_save": True,
