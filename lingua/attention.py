@@ -55,9 +55,13 @@ def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dty
         if find_spec("xformers") is None:
             return "the package xformers (pip install 'lingua[fmha]')"
         if torch.cuda.is_available() and not _fmha_serves(head_dim, device, dtype):
-            kind = f"{torch.__version__} and {dtype} heads of {head_dim} features"
-            return f"an xformers built for torch {kind} (python -m xformers.info)"
+            kind = f"{dtype} heads of {head_dim} features"
+            if torch.are_deterministic_algorithms_enabled():
+                kind += ", deterministic"
+            return f"kernels of xformers for torch {torch.__version__}, {kind}"
     if impl == "varlen":
+        if torch.__version__ < "2.12":  # compared as versions
+            return "torch 2.12 or later, for grouped heads"
         if dtype not in HALF:
             return "bfloat16 or float16 (distributed.model_dtype = bf16)"
         if head_dim % 8 or head_dim > 256:

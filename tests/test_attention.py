@@ -291,6 +291,19 @@ def test_flex_attention_is_explicit_attention(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
+def test_compiled_flex_attention_keeps_one_graph_over_documents() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        q, k, v, grad = inputs(2)
+        documents = random_documents(seed)
+        found = compiled(q, k, v, mask_of("flex_attention", documents, WINDOW))
+        expected, *_ = explicit(q, k, v, visible(documents, WINDOW), grad)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("seq_len", [1, 128, 700, 1024])
 def test_blocks_are_those_that_torch_finds(seq_len: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
