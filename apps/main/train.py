@@ -173,6 +173,8 @@ def take_steps(
     stop.note = "saving after this step"
     first, saved_at = progress.step + 1, time.monotonic()
     batch, valid, stopping, overdue = next_batch(run, steps, stop, saved_at)
+    if stopping and progress.step:
+        save_checkpoint(run, None, final=True)  # a branch has none of its own yet
     while progress.step < args.end and not stopping:
         step = progress.step + 1
         check_targets(valid, step, progress.position, global_batch_size)
@@ -213,6 +215,8 @@ def take_steps(
             saved_at = time.monotonic()
         if evaluate_due:
             benchmarks.evaluate(run, stop)
+            asked = world_sum_(torch.tensor([stop.signal is not None]))  # while it ran
+            stopping |= step < args.end and bool(asked)
     profiler.close()
     if stopping:
         run.saver.wait()  # raises the error that ends the run, if one does
