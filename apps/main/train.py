@@ -62,7 +62,7 @@ from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.launch import detect_launch, pick_device, set_timeout, start
 from lingua.parallel.mesh import dp_degree, dp_rank, on_rank_0, world_sum_
-from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.parallelize import parallelize_model, reshard
 from lingua.parallel.program import run_program
 from lingua.signals import StopRequest
 from lingua.slurm.jobs import requeue
@@ -183,6 +183,7 @@ def take_steps(
             loss, hashed = objective.gradients(batch, to_device(valid, run.device))
             if run.app.probe is not None:
                 run.app.probe(run)
+            reshard(run.model)  # what a probe's forward has left whole
             norm = grad_norm(parameters)
             lr = lr_at(progress.step, args.optim, args.steps)
             admitted, divisor = guard.admit(step, norm), clip_divisor(norm, args.optim.clip)

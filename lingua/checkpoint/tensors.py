@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lingua.dtensor import as_shard, local
 from lingua.init import canonical_name
+from lingua.parallel.parallelize import reshard
 from lingua.torch_private import compute_local_shape_and_global_offset, non_persistent_buffers
 
 JSON = (bool, int, float, str, list, tuple)  # of what an optimizer's settings are
@@ -35,9 +35,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
         for prefix, module in model.named_modules()
         for name in non_persistent_buffers(module)
     }
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward without gradients the root is still whole
+    reshard(model)
     tensors: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         tensors[f"model.{canonical_name(name)}"] = p.detach()

@@ -186,6 +186,14 @@ def parallelize_model(
     return model
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that a forward without a backward has left whole. After an update they
+    would be out of date, and the next forward would take them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by the name they have in the plain model; a wrapper stands for what it wraps."""
     found: dict[str, nn.Module] = {}
