@@ -95,7 +95,8 @@ class Cluster:
 
         def found() -> dict[str, str] | None:
             shown = self.shown(job)
-            active = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
+            active = ["PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING"]
+            active += ["PREEMPTED", "NODE_FAIL"] * (state == "COMPLETED")  # until it is requeued
             return None if shown["JobState"] in active else shown
 
         shown = self.until(found, f"job {job} to end")
