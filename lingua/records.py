@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     for path in map(Path, paths):
         if not path.is_dir():
             raise UserError(f"{path}: {'must be a folder' if path.exists() else 'does not exist'}")
-        runs = list(_dump_dirs(path, set()))
+        runs = list(_dump_dirs(path))
         if not runs:
             need = "a dump dir has config.yaml, or base_config.yaml if it was only launched"
             raise UserError(f"{path}: no run there or below; {need}")
@@ -66,23 +66,24 @@ def open_runs(paths: Iterable[Path | str], tail: int | None = None) -> list["Rec
     return [Record(f, names.get(i, str(f)), tail) for i, f in enumerate(folders)]
 
 
-def _dump_dirs(folder: Path, seen: set[tuple[int, int]]) -> Iterable[Path]:
-    """`seen` are the folders that were searched, since links may form a circle."""
-    try:
-        status = folder.stat()
-        entries = {entry.name: entry for entry in os.scandir(folder)}
-        inner = sorted(name for name, e in entries.items() if name[0] != "." and e.is_dir())
-    except OSError:  # out of reach
-        return
-    if (status.st_dev, status.st_ino) in seen:
-        return
-    seen.add((status.st_dev, status.st_ino))
-    if any(n in entries for n in CONFIGS) and any(n in entries for n in STARTED):
-        yield folder
-        return
-    for name in inner:
-        if f"{name}.commit" not in entries:  # the copied code of a sweep
-            yield from _dump_dirs(folder / name, seen)
+def _dump_dirs(top: Path) -> Iterator[Path]:
+    seen: set[tuple[int, int]] = set()  # links may form a circle
+    folders = [top]
+    while folders:
+        folder = folders.pop()
+        try:
+            status = folder.stat()
+            entries = {entry.name: entry for entry in os.scandir(folder)}
+            inner = sorted(name for name, e in entries.items() if name[0] != "." and e.is_dir())
+        except OSError:  # out of reach
+            continue
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        if any(n in entries for n in CONFIGS) and any(n in entries for n in STARTED):
+            yield folder
+        else:  # except for the copied code of a sweep
+            folders += [folder / name for name in inner[::-1] if f"{name}.commit" not in entries]
 
 
 # ---- one run

@@ -14,6 +14,7 @@ from lingua.data.prepare.sources import prepare_sources
 from lingua.monitor.reporter import Reporter
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
+from lingua.records import Record, heldout
 from lingua.tokenizer import build_tokenizer
 from tests.apps.runs import Runs, arguments
 
@@ -73,3 +74,5 @@ def test_the_held_out_loss_of_several_sources_is_logged_as_their_mean_over_bytes
     mean = f"{sum(nats) / sum(sizes):.4f}"
     assert f"step 1 held-out mean of 2 sources: {mean} nats/byte" in run.log
     assert mean != f"{sum(losses) / 2:.4f}"
+    steps, values = heldout(Record(run.dump_dir))
+    assert (steps.tolist(), [f"{value:.4f}" for value in values]) == ([1], [mean])
