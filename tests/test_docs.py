@@ -36,6 +36,7 @@ from lingua.data.prepare.__main__ import PrepareArgs
 from lingua.data.show import ShowArgs
 from lingua.errors import UserError
 from lingua.slurm.launch import split_arguments
+from lingua.tokenizer.__main__ import TokenizerTrainArgs
 from tests.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -270,6 +271,8 @@ def parse_program(module: str, argv: list[str]) -> None:
         job, arguments, sweep = split_arguments(argv)
         swept = [f"{key}={values[0]}" for key, values in sweep.items()]
         parse_program(job.script or "apps.main.train", [*arguments, *swept])
+    elif module == "lingua.tokenizer" and argv[0] == "train":
+        load(TokenizerTrainArgs, argv[1:], META_LINGUA, partial=True)
     elif module == "lingua.checkpoint":
         check_options(["-m", module], argv[:1])
         options = [word for word in argv if word[0] == "-"]
