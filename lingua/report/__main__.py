@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lingua.command import run_command, split_folders
 from lingua.config.load import load
-from lingua.config.schema import Free, bounds
+from lingua.config.schema import Free
 from lingua.errors import UserError
 from lingua.files import write_atomically
 from lingua.format import counted, human_bytes, printable
@@ -26,24 +27,21 @@ from lingua.report.page import Arrays, build_page
 @dataclass
 class ReportArgs:
     out: Free[str] = "report.html"  # the file that is written
-    half_life: Free[int | None] = None  # of the smoothed lines, in steps; null: a 40th of the run
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "half_life")
         if not self.out.endswith(".html"):
             yield "out", "must end with .html"
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    # A run of a sweep may be a folder such as optim.lr=0.001.
-    folders = [w for w in argv if not w.startswith("-") and ("=" not in w or Path(w).is_dir())]
-    args, _ = load(ReportArgs, [word for word in argv if word not in folders])
+    folders, words = split_folders(argv)
+    args, _ = load(ReportArgs, words)
     if not folders:
         raise UserError("no folder is given; `python -m lingua.report runs` shows all runs in runs")
     records = open_runs(folders)
     arrays = Arrays()
-    content = describe(records, arrays, args.half_life)
+    content = describe(records, arrays)
     page, out = build_page(content, arrays), Path(args.out)
     try:
         write_atomically(out, page)
@@ -56,6 +54,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from lingua.parallel.program import run_program
-
-    run_program(main)
+    run_command(main)

@@ -17,7 +17,8 @@ const dash = run => DASHES[Math.floor(run / COLOURS.length) % DASHES.length];
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // What the page shows now, and the names of the runs. `lit` is the run whose name is pointed at.
-const state = {axis: 0, zoom: null, raw: true, smooth: true, marks: true, hidden: new Set(), lit: null, names: []};
+// `smoothing` is the half-life of smoothed lines, in steps; 0 for none.
+const state = {axis: 0, zoom: null, smoothing: 0, raw: true, marks: true, hidden: new Set(), lit: null, names: []};
 
 function element(tag, text, attributes = {}) {
   const made = document.createElement(tag);
@@ -65,6 +66,20 @@ function nearest(numbers, x) {
   return x - numbers[low] <= numbers[high] - x ? low : high;
 }
 
+// The exponential moving average of lingua.records.smooth.
+function smooth(values, steps, halfLife) {
+  let total = 0, weight = 0;
+  return values.map((value, i) => {
+    const decay = i === 0 ? 1 : 0.5 ** ((steps[i] - steps[i - 1]) / halfLife);
+    total *= decay;
+    weight *= decay;
+    if (value === null) return null;
+    total += value;
+    weight += 1;
+    return total / weight;
+  });
+}
+
 // Points that no line reaches, and all of a short line.
 function dots(values) {
   const alone = [];
@@ -75,10 +90,10 @@ function dots(values) {
 }
 
 class Chart {
-  // `lines`: [{run, x: [steps, tokens, seconds], raw, smooth}], arrays with null for what is missing.
+  // `lines`: [{run, x: [steps, tokens, seconds], raw}], arrays with null for what is missing.
   // `zoom(span)` is called with the part of the axis that the reader has chosen, or null for all.
-  constructor(title, unit, lines, marks, zoom) {
-    Object.assign(this, {lines, marks, zoom, log: false});
+  constructor({title, unit, lines, noisy}, marks, zoom) {
+    Object.assign(this, {lines, noisy, marks, zoom, log: false});
     this.root = element("article", undefined, {class: "chart"});
     this.heading = element("h3", title);
     this.toggle = element("input", undefined, {type: "checkbox"});
@@ -96,9 +111,10 @@ class Chart {
     this.u?.destroy();
     this.u = null;
     this.tip.style.display = "none";
-    this.curves = ["raw", "smooth"].flatMap(kind => this.lines
-      .filter(line => line[kind] && line.x[state.axis] !== null)
-      .map(line => ({line, kind, x: line.x[state.axis], y: line[kind]})));
+    this.smoothed = this.noisy && state.smoothing > 0;
+    this.curves = (this.smoothed ? ["raw", "smooth"] : ["raw"]).flatMap(kind => this.lines
+      .filter(line => line.x[state.axis] !== null)
+      .map(line => ({line, kind, x: line.x[state.axis], y: kind === "raw" ? line.raw : smooth(line.raw, line.x[0], state.smoothing)})));
     if (this.curves.length === 0) {
       this.body.replaceChildren(element("p", `not recorded over ${AXES[state.axis]}`, {class: "key"}));
       return;
@@ -116,7 +132,7 @@ class Chart {
         x: {time: false, auto: true, range: () => state.zoom ?? this.span()},
         y: {auto: true, distr: this.log ? 3 : 1, range: () => this.height()},
       },
-      axes: [{...axis, values: onX, space: state.axis === 2 ? 80 : 60}, {...axis, values: onY, size: 56}],
+      axes: [{...axis, values: onX, space: state.axis === 2 ? 80 : 60, size: 28, label: AXES[state.axis], labelSize: 18, labelFont: axis.font}, {...axis, values: onY, size: 56}],
       cursor: {
         y: false, drag: {x: true, y: false, setScale: false},
         dataIdx: (u, i, _, x) => nearest(this.curves[i - 1].x, x),
@@ -137,22 +153,21 @@ class Chart {
   }
 
   series({line, kind}, values) {
-    const faded = kind === "raw" && line.smooth;
+    const faded = kind === "raw" && this.smoothed;
     const alone = kind === "raw" ? dots(values) : [];
     const paint = () => {
-      const alpha = (faded && state.smooth ? .4 : 1) * (state.lit === null || state.lit === line.run ? 1 : .1);
+      const alpha = (faded ? Math.max(.1, .45 / Math.sqrt(this.lines.length)) : 1) * (state.lit === null || state.lit === line.run ? 1 : .1);
       return colour(line.run) + Math.round(255 * alpha).toString(16).padStart(2, "0");
     };
     return {
-      show: this.visible({line, kind}), stroke: paint, width: faded && state.smooth ? 1 : 1.8, dash: dash(line.run),
+      show: this.visible({line, kind}), stroke: paint, width: faded ? 1 : 1.8, dash: faded ? [] : dash(line.run),
       facets: [{scale: "x", auto: true, sorted: 1}, {scale: "y", auto: true}], paths: uPlot.paths.linear(),
-      points: {show: alone.length > 0, filter: () => alone, size: 5, width: 0, fill: paint},
+      points: {show: alone.length > 0, filter: () => alone, size: 4, width: 0, fill: paint},
     };
   }
 
   visible({line, kind}) {
-    if (state.hidden.has(line.run)) return false;
-    return kind === "smooth" ? state.smooth : state.raw || !line.smooth;
+    return !state.hidden.has(line.run) && (kind === "smooth" || state.raw || !this.smoothed);
   }
 
   get seen() { return this.curves.filter(curve => this.visible(curve)); }
@@ -194,6 +209,7 @@ class Chart {
     ctx.save();
     ctx.font = `${11 * density}px system-ui, sans-serif`;
     ctx.textAlign = "center";
+    const taken = new Map(); // kinds at a place: each once, side by side
     for (const mark of this.marks) {
       const x = mark.x[state.axis];
       if (x === null || !runs.has(mark.run)) continue;
@@ -206,7 +222,10 @@ class Chart {
       ctx.moveTo(at, bbox.top);
       ctx.lineTo(at, bbox.top + (mark.kind === "skipped" ? 14 * density : bbox.height));
       ctx.stroke();
-      ctx.fillText(MARKS[mark.kind], at, bbox.top - 3 * density);
+      const place = Math.round(at / (30 * density)), kinds = taken.get(place) ?? [];
+      taken.set(place, kinds);
+      if (!kinds.includes(mark.kind)) ctx.fillText(MARKS[mark.kind], at + 11 * density * kinds.length, bbox.top - 3 * density);
+      kinds.push(mark.kind);
     }
     ctx.restore();
   }

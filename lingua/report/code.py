@@ -26,10 +26,11 @@ def code_differences(records: Sequence[Record]) -> list[dict[str, Any]]:
         versions.setdefault(_version(record), []).append(record)
     if not any(commit for commit, _ in versions):
         return []
-    copies = [_place(runs[0], COPY) for runs in versions.values()]
+    first = _place(next(iter(versions.values()))[0], COPY)
     found = []
-    for (commit, changes), runs, copy in zip(versions, versions.values(), copies, strict=True):
-        lines = [] if copy is copies[0] or copy is None or copies[0] is None else _diff(copies[0], copy)
+    for (commit, changes), runs in versions.items():
+        copy = _place(runs[0], COPY)
+        lines = _diff(first, copy) if first is not None and copy is not None else []
         if len(lines) > MOST_LINES:
             lines = [*lines[:MOST_LINES], f"... {len(lines) - MOST_LINES:,} more lines"]
         names = [run.name for run in runs]

@@ -18,15 +18,15 @@ MOST_DRAWN = 50  # runs; more colours and dashes cannot be told apart
 MOST_LINES = 60  # charts of one group, such as sources, tasks or the numbers of a probe
 MOST_SAMPLES = 200  # of a run
 MOST_VALUES = 200  # characters of a config's value
-# Columns of metrics.jsonl: title, unit, and whether it is smoothed. Other columns follow.
+# Columns of metrics.jsonl: title, unit, and whether it is noisy. Other columns follow.
 METRICS = {
     "loss": ("Training loss", "nats per token", True),
     "grad_norm": ("Gradient norm", "before clipping", True),
     "lr": ("Learning rate", "", False),
-    "tokens_per_s": ("Tokens per second", "all devices", False),
-    "mfu": ("MFU", "% of the device's peak", False),
+    "tokens_per_s": ("Tokens per second", "all devices", True),
+    "mfu": ("MFU", "% of the device's peak", True),
     "peak_mem_gib": ("Peak memory", "GiB on rank 0", False),
-    "data_time_s": ("Wait for data", "seconds per step", False),
+    "data_time_s": ("Wait for data", "seconds per step", True),
 }
 # They are on an axis, follow from others, or are marks.
 NOT_DRAWN = ("tokens", "tokens_per_s_per_device", "step_time_s", "skipped_steps")
@@ -35,11 +35,12 @@ EVENTS = ("start", "stop", "topology")
 
 @dataclass
 class Chart:
-    """One picture. A line has `run`, `raw` and perhaps `smooth`, and its three x of `Axes`."""
+    """One picture. A line has its `run`, its three `x` (see Axes) and its `raw` numbers."""
 
     title: str
     unit: str = ""
     group: str = ""  # of charts of which the page shows one at a time
+    noisy: bool = False  # the page draws smoothed lines too
     lines: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -72,19 +73,16 @@ class Axes:
         return found
 
 
-def describe(records: Sequence[Record], arrays: Arrays, half_life: int | None) -> dict[str, Any]:
-    """What the page shows of `records`; columns of numbers are added to `arrays`. `half_life` is
-    that of the smoothed lines, in steps; None: a 40th of the longest run."""
+def describe(records: Sequence[Record], arrays: Arrays) -> dict[str, Any]:
+    """What the page shows of `records`; columns of numbers are added to `arrays`."""
     drawn = _choose(records)
-    longest = max((int(r.metrics.step[-1]) for r in drawn if len(r.metrics)), default=1)
-    half_life = half_life or max(1, longest // 40)
-    charts = _Charts(arrays, half_life)
+    charts = _Charts(arrays)
     for i, record in enumerate(drawn):
         charts.add_run(i, record)
     content = {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
-        "half_life": half_life,
+        "longest": max((int(r.metrics.step[-1]) for r in drawn if len(r.metrics)), default=1),
         "n_runs": len(records),
         "names": [record.name for record in drawn],
         "charts": [vars(chart) for chart in charts.sorted()],
@@ -123,8 +121,8 @@ def _choose(records: Sequence[Record]) -> list[Record]:
 
 
 class _Charts:
-    def __init__(self, arrays: Arrays, half_life: int) -> None:
-        self.arrays, self.half_life = arrays, half_life
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays
         self.charts: dict[tuple[str, ...], Chart] = {}
         self.found: set[str] = set()  # columns of metrics.jsonl
         self.notes: list[str] = []
@@ -144,12 +142,10 @@ class _Charts:
         own = [name for name in metrics.names if name not in METRICS and name not in NOT_DRAWN]
         for name in [*METRICS, *own]:
             if name in metrics.names:
-                title, unit, smoothed = METRICS.get(name, (name, "", False))
+                title, unit, noisy = METRICS.get(name, (name, "", True))
                 self.found.add(name)
-                values = metrics[name]
-                line = smooth(values, metrics.step, self.half_life) if smoothed else None
-                self._add(("metrics", name), Chart(title, unit), run, axes.at(metrics.step), values,
-                          line)  # fmt: skip
+                chart = Chart(title, unit, noisy=noisy)
+                self._add(("metrics", name), chart, run, axes.at(metrics.step), metrics[name])
 
     def _add_held_out(self, run: int, record: Record, axes: Axes) -> None:
         unit = "nats per byte"
@@ -185,7 +181,6 @@ class _Charts:
         run: int,
         x: list[np.ndarray],
         values: np.ndarray,
-        line: np.ndarray | None = None,
     ) -> None:
         if not len(values) or np.isnan(values).all():
             return
@@ -195,11 +190,10 @@ class _Charts:
             if note not in self.notes:
                 self.notes.append(note)
             return
-        places = [self.arrays.add(axis, exponent) for axis, exponent in zip(x, (0, 0, -3), strict=True)]
-        added = {"run": run, "x": places, "raw": self.arrays.add(values)}
-        if line is not None:
-            added["smooth"] = self.arrays.add(line)
-        self.charts.setdefault(place, chart).lines.append(added)
+        # Whole steps and tokens, and milliseconds.
+        places = [self.arrays.add(a, exponent) for a, exponent in zip(x, (0, 0, -3), strict=True)]
+        line = {"run": run, "x": places, "raw": self.arrays.add(values)}
+        self.charts.setdefault(place, chart).lines.append(line)
 
     def sorted(self) -> list[Chart]:
         """Training loss, held-out losses, the other metrics, then groups."""
@@ -240,10 +234,11 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
     for line in record.events:
         kind, step = line["event"], line["step"]
         if kind == "topology":
-            what = f"{_mesh(line.get('old'))} to {_mesh(line.get('new'))}"
+            what = f"{_sizes(line.get('old'))} to {_sizes(line.get('new'))}"
             found.append((step, "topology", f"topology {what} (dp_replicate, dp_shard, tp)"))
-        elif kind == "stop":
-            found.append((step, "stop", f"stopped: {_text(line.get('reason'))}"))
+        elif kind == "stop" and line.get("reason") != "done":
+            why = ": ".join(_text(line[key]) for key in ("reason", "error") if line.get(key))
+            found.append((step, "stop", f"stopped ({why})"))
         elif kind == "start" and step > 0:
             found.append((step, "resume", "resumed"))
     skipped = np.nan_to_num(record.metrics["skipped_steps"])
@@ -256,8 +251,8 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
         yield {"run": run, "kind": kind, "text": text, "x": [_finite(value) for value in x]}
 
 
-def _mesh(sizes: Any) -> str:
-    return " x ".join(map(_text, sizes)) if isinstance(sizes, list) else "?"
+def _sizes(mesh: Any) -> str:
+    return " x ".join(map(_text, mesh)) if isinstance(mesh, list) else "?"
 
 
 def _overview(records: Sequence[Record], drawn: Sequence[Record]) -> list[list[str]]:
@@ -333,7 +328,9 @@ def _samples(record: Record) -> list[dict[str, Any]]:
 
 
 def _shown(record: Record, key: str) -> str:
-    return _text(record.config[key]) if key in record.config else "?"
+    if key not in record.config:
+        return "?"
+    return "null" if (value := record.config[key]) is None else _text(value)
 
 
 def _text(value: Any, most: int = MOST_VALUES) -> str:

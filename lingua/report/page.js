@@ -45,7 +45,6 @@ function unpackLines(content, bytes) {
     for (const line of chart.lines) {
       line.x = line.x.map(place => { const x = array(place); return x.includes(null) ? null : x; });
       line.raw = array(line.raw);
-      if (line.smooth) line.smooth = array(line.smooth);
     }
 }
 
@@ -90,13 +89,21 @@ function showLegend(charts) {
   };
   find("all").onclick = set(true);
   find("none").onclick = set(false);
-  for (const name of ["raw", "smooth", "marks"])
+  for (const name of ["raw", "marks"])
     find(name).onchange = () => { state[name] = find(name).checked; charts.forEach(chart => chart.draw()); };
+  find("smoothing").onchange = () => { chooseSmoothing(); charts.forEach(chart => chart.draw()); };
   find("axis").onchange = () => {
     state.axis = Number(find("axis").value);
     state.zoom = null;
     charts.forEach(chart => chart.draw());
   };
+}
+
+// A part of the longest run, in steps.
+function chooseSmoothing() {
+  const part = Number(find("smoothing").value);
+  state.smoothing = part && Math.max(1, Math.round(state.longest / part));
+  find("smoothed").textContent = part ? `Smoothed lines are averages with a half-life of ${state.smoothing.toLocaleString("en")} steps.` : "";
 }
 
 // One chart each; of a group of them, one that the reader chooses.
@@ -106,7 +113,7 @@ function makeCharts(content) {
   for (const described of content.charts) {
     const former = groups.get(described.group);
     if (former) { former.choices.push(described); continue; }
-    const chart = new Chart(described.title, described.unit, described.lines, content.marks, zoom);
+    const chart = new Chart(described, content.marks, zoom);
     find("charts").append(chart.root);
     charts.push(chart);
     if (described.group) groups.set(described.group, Object.assign(chart, {choices: [described]}));
@@ -125,7 +132,7 @@ function showKey(content) {
   const marks = [["resume", "resumed"], ["stop", "stopped"], ["topology", "another mesh"], ["skipped", "skipped steps"]];
   const used = marks.filter(([kind]) => content.marks.some(mark => mark.kind === kind)).map(([kind, text]) => `${MARKS[kind]} ${text}`);
   find("key").textContent = [
-    `Smoothed lines have a half-life of ${content.half_life.toLocaleString("en")} steps; thin lines are what was logged, and gaps are numbers that are not finite.`,
+    "Thin lines are what was logged; gaps are numbers that are not finite.",
     used.length ? `Marks: ${used.join(", ")}.` : "",
     content.missing.length ? `No run has logged: ${content.missing.join(", ")}.` : "",
     "Drag to zoom, double-click for all.",
@@ -186,6 +193,8 @@ async function main() {
   const [content, bytes] = await unpack();
   unpackLines(content, bytes);
   state.names = content.names;
+  state.longest = content.longest;
+  chooseSmoothing();
   showHeader(content);
   const charts = makeCharts(content);
   showLegend(charts);

@@ -39,9 +39,10 @@ class Arrays:
             sizes = np.abs(values[(values != 0) & ~np.isnan(values)])
             exponent = int(np.floor(np.log10(sizes.min()))) + 1 - DIGITS if len(sizes) else 0
         known = ~np.isnan(values)
-        multiples = np.round(values[known] * 10.0**-exponent)
-        steps = np.diff(multiples, prepend=0.0)
-        if exponent >= -22 and np.abs(steps).max(initial=0) < -MISSING:  # JavaScript's 10**22 is exact
+        with np.errstate(over="ignore", invalid="ignore"):
+            steps = np.diff(np.round(values[known] * 10.0**-exponent), prepend=0.0)
+        # Up to 10**22 a power of ten is exact, and so is the quotient.
+        if exponent >= -22 and np.abs(steps).max(initial=0) < -MISSING:
             packed = np.full(len(values), MISSING, "<i4")
             packed[known] = steps
         elif given:
