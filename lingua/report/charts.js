@@ -156,7 +156,7 @@ class Chart {
     const faded = kind === "raw" && this.smoothed;
     const alone = kind === "raw" ? dots(values) : [];
     const paint = () => {
-      const alpha = (faded ? Math.max(.1, .45 / Math.sqrt(this.lines.length)) : 1) * (state.lit === null || state.lit === line.run ? 1 : .1);
+      const alpha = (faded ? Math.max(.1, .6 / Math.sqrt(this.lines.length)) : 1) * (state.lit === null || state.lit === line.run ? 1 : .1);
       return colour(line.run) + Math.round(255 * alpha).toString(16).padStart(2, "0");
     };
     return {
