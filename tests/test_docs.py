@@ -35,6 +35,7 @@ from lingua.convert import ConvertArgs
 from lingua.data.prepare.__main__ import PrepareArgs
 from lingua.data.show import ShowArgs
 from lingua.errors import UserError
+from lingua.report.__main__ import ReportArgs
 from lingua.runs import arguments as arguments_of_runs
 from lingua.slurm.launch import split_arguments
 from lingua.tokenizer.__main__ import TokenizerTrainArgs
@@ -268,6 +269,8 @@ def parse_program(module: str, argv: list[str]) -> None:
         load(classes[module], argv, META_LINGUA, partial=module.startswith("lingua.data"))
     elif module == "lingua.runs":
         arguments_of_runs(argv)
+    elif module == "lingua.report":
+        load(ReportArgs, split_folders(argv)[1])
     elif module == "apps.main.train":
         load(choose_app(argv).config, argv, META_LINGUA)
     elif module == "lingua.stool" and argv[:1] != ["status"]:
