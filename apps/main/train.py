@@ -11,6 +11,7 @@ imports the parts of it that stay (set_up, Objective, next_batch, save_checkpoin
 
 import gc
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -382,6 +383,8 @@ def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
         write_samples(run)
         newest = f"the newest checkpoint is {run.saver.root / f'{step:010d}'}"
         logger.info(f"done: {step} steps in {short_time(run.report.trained_s)}; {newest}")
+    if not stopping:
+        logger.info(f"its page: python -m lingua.report {shlex.quote(str(args.folder))}")
     run.report.event("stop", step, reason=reason)
 
 

@@ -1,0 +1,81 @@
+"""How the code of runs differs, from what a launch copies: `code`, `code.commit`, `code.diff`.
+
+A run of a sweep has them in the folder above its own.
+"""
+
+import difflib
+import filecmp
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lingua.files import read_bytes
+from lingua.records import Record
+
+MOST_BYTES = 1 << 18  # of a file that is compared line by line
+MOST_LINES = 1000  # of the differences between two copies
+COPY, COMMIT, DIFF = "code", "code.commit", "code.diff"
+
+
+def code_differences(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """[{commit, changes, runs, difference}, ...]: a version of the code each, its runs, and how the
+    copy differs from that of the first version."""
+    versions: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        versions.setdefault(_version(record), []).append(record)
+    if not any(commit for commit, _ in versions):
+        return []
+    first = _place(next(iter(versions.values()))[0], COPY)
+    found = []
+    for (commit, changes), runs in versions.items():
+        copy = _place(runs[0], COPY)
+        lines = _diff(first, copy) if first is not None and copy is not None else []
+        if len(lines) > MOST_LINES:
+            lines = [*lines[:MOST_LINES], f"... {len(lines) - MOST_LINES:,} more lines"]
+        names = [run.name for run in runs]
+        found.append({"commit": commit or "not recorded", "changes": changes.count("\n"),
+                      "runs": names, "difference": "\n".join(lines)})  # fmt: skip
+    return found
+
+
+def _version(record: Record) -> tuple[str, str]:
+    """The commit and the uncommitted changes; where there is no copy, the commit of a start."""
+    place = _place(record, COMMIT)
+    if place is None:
+        starts = [e.get("commit") for e in record.events if e["event"] == "start"]
+        return str(starts[-1] or "") if starts else "", ""
+    return _content(place).strip(), _content(place.with_name(DIFF))
+
+
+def _place(record: Record, name: str) -> Path | None:
+    places = (record.folder / name, record.folder.absolute().parent / name)
+    return next((place for place in places if place.exists()), None)
+
+
+def _diff(old: Path, new: Path) -> list[str]:
+    """A unified diff of two folders."""
+    lines = []
+    for name in sorted({*_names(old), *_names(new)}):
+        one, other = old / name, new / name
+        if one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False):
+            continue
+        texts = [_content(path).splitlines() for path in (one, other)]
+        lines += difflib.unified_diff(*texts, f"a/{name}", f"b/{name}", n=2, lineterm="")
+    return lines
+
+
+def _names(folder: Path) -> list[str]:
+    return [
+        os.path.relpath(os.path.join(path, name), folder)
+        for path, _, names in os.walk(folder)
+        if os.path.basename(path) != "__pycache__"
+        for name in names
+    ]
+
+
+def _content(path: Path) -> str:
+    try:
+        return read_bytes(path, MOST_BYTES).decode(errors="replace")
+    except OSError:  # it does not exist, or is too large
+        return ""

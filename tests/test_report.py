@@ -1,0 +1,279 @@
+"""The page of runs, in a real browser: what it shows is what the files have, and nothing in a run
+can break it."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lingua.errors import UserError
+from lingua.records import Record, smooth
+from lingua.report.__main__ import main
+from tests.browser import Browser, browser, needs_chromium
+from tests.test_records import REPO, a_run
+
+pytestmark = pytest.mark.quick
+
+BREAK = "document.title='broken'"
+EVIL = f'</script><script>{BREAK}</script><img src=x onerror="{BREAK}">'
+FIRST = "#charts .chart:first-child"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as opened:
+        yield opened
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl; its numbers have all the digits of float64."""
+    values = {
+        "step": step,
+        "tokens": step * 2048,
+        "loss": 7 / math.sqrt(step) + math.sin(step) / 7,
+        "grad_norm": math.exp(math.sin(step)) / 3,
+        "lr": 3e-4 / step,
+        "tokens_per_s": 31_234.5678 + math.cos(step) * 777,
+        "step_time_s": 0.06543210987,
+        "peak_mem_gib": 0.7,
+        "data_time_s": 1e-7 * step**3,
+        "skipped_steps": 0,
+    }
+    return values | more
+
+
+def page_of(folder: Path, *words: str) -> Path:
+    out = folder / "page.html"
+    main([str(folder), f"out={out}", *words])
+    return out
+
+
+def under_the_pointer(chromium: Browser, chart: str = FIRST) -> tuple[str, dict[str, list[str]]]:
+    """Where the pointer is, and of each line its number and, where it differs, its own place."""
+    script = """
+        const tip = document.querySelector(arguments[0]), place = tip.querySelector("strong");
+        return [place.innerText, [...tip.querySelectorAll("tr")].map(
+            row => [...row.cells].map(cell => cell.innerText.trim()))];"""
+    place, rows = chromium.run(script, f"{chart} .tip")
+    return place, {name: numbers for name, *numbers in rows}
+
+
+def choose(chromium: Browser, switch: str, value: int) -> None:
+    script = "const s = document.getElementById(arguments[0]); s.value = arguments[1]; s.onchange()"
+    chromium.run(script, switch, value)
+
+
+def count_pixels(chromium: Browser, colour: tuple[int, int, int], chart: str = FIRST) -> int:
+    script = """
+        const canvas = document.querySelector(arguments[0]), [r, g, b] = arguments[1];
+        const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        let n = 0;
+        for (let i = 0; i < data.length; i += 4)
+            n += data[i] === r && data[i + 1] === g && data[i + 2] === b && data[i + 3] > 200;
+        return n;"""
+    return chromium.run(script, f"{chart} canvas", list(colour))
+
+
+BLUE, ORANGE = (0x42, 0x69, 0xD0), (0xE0, 0x93, 0x1F)  # of the first two runs
+
+
+# ---------------------------------------------------------------------------------- in the browser
+
+
+@needs_chromium
+def test_numbers_under_the_pointer_are_those_of_the_files(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    # Unequal steps, and numbers from 1e-290 to 1e290 of both signs in a fork's own column.
+    own = {s: (-1) ** s * 10.0 ** (29 * (s % 21) - 290) / 3 for s in range(1, 400)}
+    a_run(tmp_path / "a", metrics=[line(s, own=own[s]) for s in range(1, 400)])
+    a_run(tmp_path / "b", metrics=[line(s, loss=line(s)["loss"] + 1) for s in range(5, 300, 7)])
+    files = {name: Record(tmp_path / name).metrics for name in "ab"}
+    chromium.open(page_of(tmp_path))
+    titles = [e.text for e in chromium.all("#charts h3")]
+    columns = {"Training loss": "loss", "Learning rate": "lr", "own": "own"}
+    n_raw = n_smoothed = 0
+    for title, column in columns.items():
+        chart = f"#charts .chart:nth-child({titles.index(title) + 1})"
+        (area,) = chromium.all(f"{chart} .u-over")
+        for x in (3, 111, 242):
+            chromium.point_at(area, x)
+            place, numbers = under_the_pointer(chromium, chart)
+            for name, (shown, own_place) in numbers.items():
+                run, _, is_smoothed = name.partition(", ")
+                step = int((own_place or place).removeprefix("step ").replace(",", ""))
+                steps, values = files[run].step, files[run][column]
+                at = steps.tolist().index(step)
+                if not is_smoothed:
+                    assert f"{float(shown):.6g}" == f"{values[at]:.6g}", (title, name, step)
+                    n_raw += 1
+                elif column == "loss":  # a 40th of 399 steps
+                    assert float(shown) == pytest.approx(smooth(values, steps, 10)[at], rel=2e-6)
+                    n_smoothed += 1
+    assert n_raw == 3 * (2 + 2 + 1) and n_smoothed == 3 * 2
+    choose(chromium, "axis", 1)
+    chromium.point_at(chromium.all(f"{FIRST} .u-over")[0], 200)
+    place, numbers = under_the_pointer(chromium)
+    loss = line(int(place.removesuffix(" tokens").replace(",", "")) // 2048)["loss"]
+    assert f"{float(numbers['a'][0]):.6g}" == f"{loss:.6g}"
+    assert chromium.messages() == []
+
+
+@needs_chromium
+def test_the_legend_shows_and_hides_a_run_in_every_chart(tmp_path: Path, chromium: Browser) -> None:
+    for name, more in (("a", 0), ("b", 2)):
+        metrics = [line(s, loss=line(s)["loss"] + more) for s in range(1, 100)]
+        held = [{"step": 50, "source": "wiki", "nats_per_byte": 1.5 + more, "bytes": 9}]
+        a_run(tmp_path / name, metrics=metrics, metrics_validation=held)
+    chromium.open(page_of(tmp_path))
+    chromium.run("document.querySelector('#marks').click()")
+    for chart in (FIRST, "#charts .chart:nth-child(2)"):  # a line, and one point
+        first_box, _ = chromium.all("#legend input")
+        assert count_pixels(chromium, BLUE, chart) and count_pixels(chromium, ORANGE, chart)
+        first_box.click()
+        assert not count_pixels(chromium, BLUE, chart) and count_pixels(chromium, ORANGE, chart)
+        chromium.point_at(chromium.all(f"{chart} .u-over")[0], 100)
+        assert {name[0] for name in under_the_pointer(chromium, chart)[1]} == {"b"}
+        first_box.click()
+        assert count_pixels(chromium, BLUE, chart)
+    chromium.all("#none")[0].click()
+    assert not count_pixels(chromium, BLUE) and not count_pixels(chromium, ORANGE)
+    assert chromium.messages() == []
+
+
+@needs_chromium
+def test_numbers_that_are_not_finite_are_gaps(tmp_path: Path, chromium: Browser) -> None:
+    def middle(value: str) -> str:
+        lines = [json.dumps(line(s, loss="?" if 300 < s < 700 else 2.0)) for s in range(1, 1000)]
+        return "\n".join(lines).replace('"?"', value)
+
+    gaps = []
+    for value in ("null", "NaN", "Infinity", "2.0"):  # the last is the control
+        a_run(tmp_path / value / "run", metrics=middle(value))
+        chromium.open(page_of(tmp_path / value))
+        choose(chromium, "smoothing", 0)
+        gaps.append(count_pixels(chromium, BLUE))
+        if value != "2.0":
+            chromium.point_at(chromium.all(f"{FIRST} .u-over")[0], 240)
+            assert under_the_pointer(chromium)[1]["run"][0] == "no number"
+    assert 0 < gaps[0] == gaps[1] == gaps[2] < 0.7 * gaps[3]
+    assert chromium.messages() == []
+
+
+@needs_chromium
+def test_text_of_a_run_is_shown_and_never_executed(tmp_path: Path, chromium: Browser) -> None:
+    sample = {"step": 1, "source": EVIL, "prompt": EVIL, "text": f"{{{{payload}}}}{EVIL}\ud800"}
+    for lr, name in enumerate(("<b>a", "{{payload}}")):
+        events = [{"event": "start", "step": 0, "device": EVIL},
+                  {"event": "stop", "step": 1, "reason": EVIL},
+                  {"event": EVIL, "step": 1, EVIL: {EVIL: 1.5}}]  # fmt: skip
+        a_run(tmp_path / name, f"steps: 3\ndata:\n  root_dir: {json.dumps(EVIL + str(lr))}\n",
+              metrics=[*events, line(1, **{EVIL: 2.5})], samples=[sample],
+              metrics_validation=[{"step": 1, "source": EVIL, "nats_per_byte": 1.0}],
+              metrics_eval=[{"step": 1, "task": EVIL, "acc": 0.5}])  # fmt: skip
+    chromium.open(page_of(tmp_path))
+    assert chromium.driver.title == "2 runs"
+    assert not chromium.all("body img") and not chromium.all("main b:not(.sample b)")
+    shown = chromium.run("return document.body.innerText")
+    assert shown.count(EVIL) >= 8 and "{{payload}}" in shown and "<b>a" in shown
+    assert chromium.messages() == []
+
+
+@needs_chromium
+def test_a_phone_never_scrolls_sideways_and_nothing_is_loaded(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    name = "a_rather_long_name_of_a_run_without_any_place_to_break_it_" + 40 * "x"
+    events = [{"event": "norms", "step": s, "values": {name: s / 7}} for s in (1, 2)]
+    event = {"event": "start", "step": 0, "hosts": ["a" * 150], "device": "cpu", "commit": "c" * 40}
+    sample = {"step": 1, "source": "wiki", "prompt": "x" * 500, "text": "y" * 500}
+    for run in (name, "b"):
+        a_run(tmp_path / run, f"steps: 2\noptim:\n  lr: {len(run)}\n",
+              metrics=[event, *events, *map(line, range(1, 90))], samples=[sample])  # fmt: skip
+    page = page_of(tmp_path)
+    for width in (320, 390):
+        chromium.open(page, width=width, dark=True)
+        assert chromium.run("return document.documentElement.scrollWidth") <= width
+        assert count_pixels(chromium, BLUE)
+    pdf = chromium.command("Page.printToPDF")["data"]
+    assert len(pdf) > 10_000
+    assert chromium.run("return performance.getEntriesByType('resource').length") == 0
+    assert chromium.messages() == []
+
+
+# ------------------------------------------------------------------------------- without a browser
+
+
+def test_runs_with_nothing_to_show_are_listed_and_what_cannot_be_read_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    a_run(tmp_path / "empty")
+    a_run(tmp_path / "torn", metrics=json.dumps(line(1)) + '\n{"step": 2, "lo')
+    a_run(tmp_path / "strange", metrics='[]\n{"step": "x"}\n{"loss": 1}\n')
+    a_run(tmp_path / "one", metrics=[line(1)], metrics_eval=[{"step": 1, "task": 3}])
+    page = page_of(tmp_path)
+    out, problems = capsys.readouterr()
+    assert "shows 4 runs" in out and page.stat().st_size < 200_000
+    assert "torn/metrics.jsonl:2" in problems and problems.count("strange/metrics.jsonl") == 3
+
+
+def test_of_very_many_runs_the_best_are_drawn_and_the_page_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: dict[str, Any] = {}
+    monkeypatch.setattr("lingua.report.page.gzip.compress", lambda data, *_, **__: described.update(
+        json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])) or b"")  # fmt: skip
+    for i in range(60):
+        held = [{"step": 5, "source": "a", "nats_per_byte": float(i % 7 + i / 100), "bytes": 1}]
+        a_run(tmp_path / f"r{i:02d}", metrics=[line(5)], metrics_validation=held)
+    page_of(tmp_path)
+    best = sorted(range(60), key=lambda i: i % 7 + i / 100)[:50]
+    assert described["names"] == [f"r{i:02d}" for i in sorted(best)]
+    assert described["notes"][0].startswith("Curves are of 50 of the 60 runs")
+    assert len(described["overview"]) == 61
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "no folder is given"), (["{}", "out=page.pdf"], "out = page.pdf: must end with .html"),
+     (["{}", "ot=page.html"], 'did you mean "out"'), (["{}/missing"], "does not exist"),
+     (["{}"], "no run there or below"), (["{}/run", "out={}/no/a.html"], "cannot be written")],
+)  # fmt: skip
+def test_mistakes_are_named(tmp_path: Path, words: list[str], message: str) -> None:
+    if "run" in "".join(words):
+        a_run(tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        main([word.format(tmp_path) for word in words])
+
+
+def test_the_program_does_not_import_torch() -> None:
+    script = "import sys, lingua.report.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=REPO).returncode == 0
+
+
+@needs_chromium
+@pytest.mark.soak
+def test_twenty_runs_of_ten_thousand_points_stay_below_six_megabytes(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    random = np.random.default_rng(0)
+    for run in range(20):
+        noise = random.standard_normal((10_000, 6)) * 0.05 + 1
+        lines = [
+            line(10 * s, loss=float(np.float32((2 + 9 / math.sqrt(s)) * a)), grad_norm=float(b),
+                 lr=1e-3 * (run + 1) * (1 + math.cos(s / 3184)), tokens_per_s=3e4 * c,
+                 mfu=40 * c, step_time_s=0.2 * d, data_time_s=1e-4 * e)
+            for s, (a, b, c, d, e, _) in enumerate(noise.tolist(), 1)
+        ]  # fmt: skip
+        a_run(tmp_path / f"run{run}", metrics=lines)
+    page = page_of(tmp_path)
+    assert page.stat().st_size < 6_000_000
+    chromium.open(page)
+    assert len(chromium.all("#charts canvas")) == 7
+    assert chromium.messages() == []
