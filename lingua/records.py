@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -219,16 +219,16 @@ def heldout(record: Record, measure: str = "nats_per_byte") -> tuple[np.ndarray,
     The steps are those at which every source was measured that the last two measurements had, so
     that one cut off by a kill does not count.
     """
-    parts = [c for c in record.validation.values() if measure in c.names]
-    steps = sorted({step for columns in parts for step in columns.step.tolist()})
-    parts = [c for c in parts if not set(c.step.tolist()).isdisjoint(steps[-2:])]
-    common = [s for s in steps if all(s in set(c.step.tolist()) for c in parts)]
+    parts = [c for c in record.validation.values() if not np.isnan(c[measure]).all()]
+    at = {id(c): set(c.step.tolist()) for c in parts}
+    steps = sorted(set().union(*at.values()))
+    parts = [c for c in parts if not at[id(c)].isdisjoint(steps[-2:])]
+    common = sorted(set(steps).intersection(*(at[id(c)] for c in parts)))
     size = "tokens" if measure.endswith("_per_token") else "bytes"
-    at = [np.searchsorted(c.step, common) for c in parts]
-    values = np.array([c[measure][i] for c, i in zip(parts, at, strict=True)])
-    weights = np.array([c[size][i] for c, i in zip(parts, at, strict=True)])
     if not common:
         return np.zeros(0, np.int64), np.zeros(0)
+    values = np.array([c[measure][np.searchsorted(c.step, common)] for c in parts])
+    weights = np.array([c[size][np.searchsorted(c.step, common)] for c in parts])
     if not (weights > 0).all():  # NaN included
         weights = np.ones_like(values)
     return np.array(common, np.int64), (values * weights).sum(0) / weights.sum(0)
@@ -318,17 +318,19 @@ def _read_block(path: Path) -> dict[str, Any] | None:
     groups = [root]  # that the line may belong to, from the outermost
     items: tuple[str, dict[str, Any], str] | None = None  # of a line `key:`: indent, group, key
     for line in read_bytes(path, 1 << 19).decode(errors="replace").splitlines():
-        if (item := _ITEM.fullmatch(line)) is not None:
-            if items is None or item[1] != items[0]:
+        found = _read_line(line)
+        if found is None:
+            return None
+        indent, key, text, value = found
+        if key is None:
+            if items is None or indent != items[0]:
                 return None
             _, group, key = items
-            group[key] = [*(group[key] or []), scalar(item[2])]
+            group[key] = [*(group[key] or []), value]
             continue
-        entry = _ENTRY.fullmatch(line)
-        if entry is None or len(entry[1]) % 2 or len(entry[1]) // 2 >= len(groups) + 1:
-            return None
-        indent, key, text = entry.groups()
         level = len(indent) // 2
+        if len(indent) % 2 or level > len(groups):
+            return None
         if level == len(groups):  # the first entry of a group
             if items is None or len(items[0]) // 2 != level - 1 or items[1][items[2]] is not None:
                 return None
@@ -337,10 +339,19 @@ def _read_block(path: Path) -> dict[str, Any] | None:
         del groups[level + 1 :]
         if key in groups[-1]:
             return None
-        empty: dict[str | None, Any] = {"[]": [], "{}": {}, None: None}
-        groups[-1][key] = empty[text] if text in empty else scalar(text)
-        items = (indent, groups[-1], key) if text is None else None
+        groups[-1][key] = {"[]": [], "{}": {}}.get(text, value)
+        items = None if text else (indent, groups[-1], key)
     return root
+
+
+@lru_cache(maxsize=10_000)  # configs have most lines in common
+def _read_line(line: str) -> tuple[str, str | None, str, Any] | None:
+    """(indent, key, text, value) of a line; the key is None for an item of a list."""
+    if (item := _ITEM.fullmatch(line)) is not None:
+        return item[1], None, item[2], scalar(item[2])
+    if (entry := _ENTRY.fullmatch(line)) is not None:
+        return entry[1], entry[2], entry[3] or "", scalar(entry[3] or "")
+    return None
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,8 @@ from lingua.errors import UserError
 from lingua.lock import claimed, exclusive, holder, is_free
 from tests.locks import ELSEWHERE, hold_lock, lose
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -68,6 +68,13 @@ def test_the_library_imports_no_app():
         assert "apps" not in set(imported(ast.parse(file.read_text()), at_import=False)), file
 
 
+def test_the_program_that_shows_rows_is_imported_by_no_module():
+    """It imports packages above its own; whoever imported it could close a circle."""
+    assert (ROOT / "lingua" / "data" / "show.py").is_file()
+    for file in FILES:
+        assert "lingua.data.show import" not in file.read_text(), file
+
+
 def test_an_import_at_the_top_of_any_block_is_found():
     source = """
 try:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lingua.app import App, find_app, named_app
 from lingua.checkpoint.folder import CONFIG, Checkpoint, read_state, verify
 from lingua.checkpoint.resume import TOKENIZER, flat_config
-from lingua.checkpoint.source import locate_newest, open_checkpoint
+from lingua.checkpoint.source import TensorSource, locate_newest, open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import read_saved
 from lingua.config.schema import MOST_TOKENS, Free, bounds
@@ -60,19 +60,30 @@ class Trained:
 
     def load(self, args: DistributedArgs, mesh: DeviceMesh) -> nn.Module:
         """The model with its weights on a mesh. Called by every rank."""
-        (module, plan), device = self.build(), torch.device(mesh.device_type)
-        # Of one process, which has nothing to shard, weights are cast once and not in each forward.
-        one_process = mesh.size() == 1
-        as_stored = replace(args, model_dtype="fp32")
-        model = parallelize_model(module, mesh, plan, as_stored if one_process else args)
-        if any(non_persistent_buffers(module) for module in model.modules()):
-            init_parameters(model, 0, device)  # no checkpoint has those buffers
-        else:
-            with ties_kept(model):
-                model.to_empty(device=device)
         verify(self.checkpoint)
-        open_checkpoint(self.checkpoint).load(tensors_of(model), "model.")
-        return model.to(args.dtype) if one_process else model
+        return load_weights(*self.build(), open_checkpoint(self.checkpoint), args, mesh)
+
+
+def load_weights(
+    module: nn.Module,
+    plan: ParallelPlan,
+    source: TensorSource,
+    args: DistributedArgs,
+    mesh: DeviceMesh,
+) -> nn.Module:
+    """A model on the meta device with its weights on a mesh. Called by every rank."""
+    device = torch.device(mesh.device_type)
+    # Of one process, which has nothing to shard, weights are cast once and not in each forward.
+    one_process = mesh.size() == 1
+    as_stored = replace(args, model_dtype="fp32")
+    model = parallelize_model(module, mesh, plan, as_stored if one_process else args)
+    if any(non_persistent_buffers(module) for module in model.modules()):
+        init_parameters(model, 0, device)  # no checkpoint has those buffers
+    else:
+        with ties_kept(model):
+            model.to_empty(device=device)
+    source.load(tensors_of(model), "model.")
+    return model.to(args.dtype) if one_process else model
 
 
 def check_vocabulary(tokenizer: Tokenizer, args: TokenizerArgs, path: Path, size: int) -> None:

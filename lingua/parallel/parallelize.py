@@ -167,7 +167,7 @@ def parallelize_model(
         mp_policy=MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32),
     )
     modules = _modules(model)
-    units = [[modules[name]] for name in _matching(modules, plan.blocks)]
+    units = [[block] for block in blocks_of(model, plan)]
     units += [[modules[name] for name in _matching(modules, unit)] for unit in plan.units]
     for unit in units:
         # The backward pass begins with the last unit, which would be gathered again at once; and
@@ -192,6 +192,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def blocks_of(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
+    """The repeated layers of a model, in order."""
+    modules = _modules(model)
+    return [modules[name] for name in _matching(modules, plan.blocks)]
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
