@@ -80,6 +80,9 @@ function smooth(values, steps, halfLife) {
   });
 }
 
+// Whether another run is pointed at in the legend.
+const dimmed = run => state.lit !== null && state.lit !== run && !state.hidden.has(state.lit);
+
 // Points that no line reaches, and all of a short line.
 function dots(values) {
   const alone = [];
@@ -156,7 +159,7 @@ class Chart {
     const faded = kind === "raw" && this.smoothed;
     const alone = kind === "raw" ? dots(values) : [];
     const paint = () => {
-      const alpha = (faded ? Math.max(.1, .6 / Math.sqrt(this.lines.length)) : 1) * (state.lit === null || state.lit === line.run ? 1 : .1);
+      const alpha = (faded ? Math.max(.1, .6 / Math.sqrt(this.lines.length)) : 1) * (dimmed(line.run) ? .1 : 1);
       return colour(line.run) + Math.round(255 * alpha).toString(16).padStart(2, "0");
     };
     return {
@@ -178,7 +181,8 @@ class Chart {
     this.curves.forEach((curve, i) => {
       if (this.u && this.u.series[i + 1].show !== this.visible(curve)) this.u.setSeries(i + 1, {show: this.visible(curve)});
     });
-    this.u?.setScale("x", {min: 0, max: 1}); // the scales' own functions give the range
+    const [min, max] = state.zoom ?? this.span();
+    this.u?.setScale("x", {min, max}); // and the range of y follows
   }
 
   span() {
@@ -215,7 +219,7 @@ class Chart {
       if (x === null || !runs.has(mark.run)) continue;
       const at = this.u.valToPos(x, "x", true);
       if (at < bbox.left - 1 || at > bbox.left + bbox.width + 1) continue;
-      ctx.fillStyle = ctx.strokeStyle = colour(mark.run) + (state.lit === null || state.lit === mark.run ? "cc" : "22");
+      ctx.fillStyle = ctx.strokeStyle = colour(mark.run) + (dimmed(mark.run) ? "22" : "cc");
       ctx.lineWidth = density;
       ctx.setLineDash([3 * density, 3 * density]);
       ctx.beginPath();
