@@ -9,6 +9,7 @@
     python -m apps.bench data      tokenizing and reading rows, each over its plain reference
     python -m apps.bench checkpoint  saving and loading 1.2 GB, each over plain files
     python -m apps.bench promise   losses of a run stopped and resumed on five topologies
+    python -m apps.bench pairs     variance of the difference of two runs that share a seed
 
 `key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
 names another; of `step` it is a model of each size.
@@ -20,7 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from apps.bench import checkpoint, data, debug, generate, loop, promise, startup, step, sync
+from apps.bench import checkpoint, data, debug, generate, loop, pairs, promise, startup, step, sync
 from apps.bench.report import show
 from lingua.parallel.program import run_program
 
@@ -34,6 +35,7 @@ MEASUREMENTS = {
     "generate": generate.measure,
     "checkpoint": checkpoint.measure,
     "promise": promise.measure,
+    "pairs": pairs.measure,
 }
 CONFIG = Path(__file__).parents[1] / "main" / "configs" / "debug.yaml"
 
@@ -49,7 +51,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats",
         type=int,
-        help="rounds: loop, data (8), checkpoint (12), startup, generate (5), step (3)",
+        help="rounds: pairs (10), loop, data (8), checkpoint (12), startup, generate (5), step (3)",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw promise (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
@@ -60,7 +62,7 @@ def main() -> None:
         if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
             parser.error(
                 "--repeats is a number from 1 on, for step, loop, data, checkpoint, startup, "
-                "generate"
+                "generate, pairs"
             )
         given["repeats"] = options.repeats
     if options.png is not None:
