@@ -256,6 +256,7 @@ EOS_NAMES: Sequence[str] = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>",
 def _hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
     library = _library("tokenizers", args)
     try:
+        _check_prefix(content)
         tokenizer = library.Tokenizer.from_buffer(content)
     except Exception as e:  # the library raises no narrower type
         raise _wrong_file(args, f": {e}") from None
@@ -281,6 +282,18 @@ def _hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
 
     decode = tokenizer.decode  # without special tokens
     return Tokenizer("hf", size, bos_id, eos_id, content, tokenizer, encode, decode, names)
+
+
+def _check_prefix(content: bytes) -> None:
+    """Raise ValueError where a merge's second token lacks the prefix that the file names. The
+    library cuts that many bytes off it: within a character, this aborts the process."""
+    if not re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', content):
+        return
+    model = json.loads(content)["model"]
+    for merge in model["merges"]:
+        second = merge.rpartition(" ")[2] if isinstance(merge, str) else merge[1]
+        if not second.startswith(model["continuing_subword_prefix"]):
+            raise ValueError(f"the merge {merge} lacks its continuing_subword_prefix")
 
 
 def tokenizer_config(args: TokenizerArgs) -> dict[str, Any]:

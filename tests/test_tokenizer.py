@@ -339,6 +339,11 @@ def test_odd_files_of_a_tokenizer_are_named_errors(tmp_path, paths):
     refused(args, "must have ids below .* its largest is -1")
     HfTokenizer(models.WordLevel({"x": 0}, unk_token="[UNK]")).save(str(path))
     refused(args, "its library fails at a text: .*UNK")
+    prefixed = json.loads(Path(paths["hf-byte-level"].path).read_text())
+    prefixed["model"]["continuing_subword_prefix"] = "x"  # the library would abort the process
+    path.write_text(json.dumps(prefixed))
+    refused(args, "lacks its continuing_subword_prefix")
+    HfTokenizer(models.WordLevel({"x": 0}, unk_token="[UNK]")).save(str(path))
     config = tmp_path / "tokenizer_config.json"
     for token in (5, ["<s>"], {"content": 5}, True):
         config.write_text(json.dumps({"bos_token": token}))

@@ -161,7 +161,7 @@ def _located(node: yaml.Node, name: str, left: Iterator[int], level: int = 0) ->
     if isinstance(node, yaml.ScalarNode):  # whose style is its quotes
         if not is_text(node.value):
             raise UserError(f"{where}: {shorten(node.value)!a}: {NO_TEXT}")
-        return LocatedValue(node.value if node.style else _scalar(node.value), where, node.value)
+        return LocatedValue(node.value if node.style else scalar(node.value), where, node.value)
     if isinstance(node, yaml.SequenceNode):
         return LocatedValue([_located(n, name, left, level + 1) for n in node.value], where)
     entries: Values = {}
@@ -181,7 +181,7 @@ _INT = re.compile(r"[-+]?(0x[0-9a-f]+|[0-9]+(_[0-9]+)*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(e[-+]?[0-9]+)?|[-+]?\.(inf|nan)")
 
 
-def _scalar(text: str) -> Any:
+def scalar(text: str) -> Any:
     """A scalar without quotes. Other than in YAML 1.1, `3e-4` is a number, `010` is ten, and `1:30`
     and dates are text."""
     lower = text.lower()

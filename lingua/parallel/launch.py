@@ -233,6 +233,3 @@ def leave(patience_s: float) -> None:
             break
         time.sleep(0.01)
     dist.destroy_process_group()
-    # Threads of gloo drop the tensors of the last collective, for which they need the interpreter:
-    # one that is late, and meets its end, aborts the process (pytorch pull request 179291).
-    time.sleep(0.1)

@@ -67,6 +67,10 @@ def run_program(program: Callable[[], None]) -> NoReturn:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if dist.is_initialized():
         leave(patience_s)
+        # Threads of gloo drop the tensors of the last collective, for which they need the
+        # interpreter: one that is late, and meets its end, aborts the process (pytorch pull request
+        # 179291).
+        time.sleep(0.1)
     sys.exit(code)
 
 

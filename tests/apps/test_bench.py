@@ -121,7 +121,9 @@ def test_a_step_is_timed_beside_a_bare_loop_that_does_the_same_work(ranks: Ranks
     assert (found["shape"], found["distributed.compile"]) == ("debug", "false")
     ours, bare, ratio = (found[key] for key in ("tokens_per_s", "bare_tokens_per_s", "ratio"))
     assert ours.n == bare.n == ratio.n == 2
-    assert ours.low / bare.high <= ratio.low <= ratio.high <= ours.high / bare.low
+    rounding = 1 + 1e-9  # where the fastest turn of one met the slowest of the other
+    assert ours.low / bare.high <= ratio.low * rounding
+    assert ratio.high <= ours.high / bare.low * rounding
     assert found["loss_difference"] < 1e-5
     assert found["mfu"] is found["peak_gib"] is None  # of a CPU
     assert f"2 turns of {STEPS} steps" in report.lines[-1]

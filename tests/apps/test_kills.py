@@ -70,7 +70,8 @@ class Killed:
         if moment == "start":
             time.sleep(self.chance.uniform(1, 5))
         else:
-            self.wait(job, lambda: re.search(r" step +\d+ loss", self.log()[len(log) :]))
+            step_line = re.compile(r" step +\d+ loss")
+            self.wait(job, lambda: len(step_line.findall(self.log()[len(log) :])) > 1)
             time.sleep(self.chance.uniform(0, 0.5))
         if moment == "save":
             leftovers = self.unfinished()
@@ -196,4 +197,4 @@ def test_a_run_killed_ten_times_goes_on_as_the_same_run(
     runs: Runs, tmp_path: Path, seed: int
 ) -> None:
     killed = survives(runs, tmp_path, TEN, seed)
-    assert killed.in_a_save and killed.steps[-1] > 4  # steps are slower on a busy machine
+    assert killed.in_a_save and killed.steps[-1] > 10

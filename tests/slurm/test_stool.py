@@ -95,11 +95,13 @@ class Cluster:
 
         def found() -> dict[str, str] | None:
             shown = self.shown(job)
-            active = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING")
+            active = ["PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING"]
+            active += ["PREEMPTED", "NODE_FAIL"] * (state == "COMPLETED")  # until it is requeued
             return None if shown["JobState"] in active else shown
 
         shown = self.until(found, f"job {job} to end")
-        assert shown["JobState"] == state, self.logs()
+        own = "".join(f"{key}={shown.get(key)} " for key in ("JobState", "Reason", "ExitCode"))
+        assert shown["JobState"] == state, f"job {job}: {own}\n{self.logs(job)}"
         return shown
 
     def wait_for_steps(self, dump_dir: Path) -> None:
@@ -112,8 +114,10 @@ class Cluster:
         self.until(lambda: lines() >= 3, f"{dump_dir.name} to train")
         assert lines() < STEPS
 
-    def logs(self) -> str:
+    def logs(self, job: str = "") -> str:
+        """The ends of all logs, or of a job's."""
         paths = [p for p in self.runs.glob("*/logs/**/*") if p.is_file() and p.suffix != ".pkl"]
+        paths = [p for p in paths if p.name.startswith(job) and p.suffix != ".sh"]
         return "\n".join(f"--- {p}\n{p.read_text(errors='replace')[-3000:]}" for p in paths)
 
 
