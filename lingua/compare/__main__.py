@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lingua.command import run_command
-from lingua.compare.arms import Arm, Measured, choose_base, find_arms, measure_runs
+from lingua.compare.arms import Arm, Measured, choose_base, find_arms, label, measure_runs
 from lingua.compare.comparison import compare
 from lingua.compare.text import UNITS, as_json, lines, wrapped
 from lingua.config.load import load
@@ -86,8 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(printable(line))
     for c in found:
         print()
-        for line in lines(c, unit, args.effect):
+        for line in lines(c, unit, args.effect, brief=len(found) > 1):
             print(printable(line))
+    if len(found) > 1:
+        print("\nOne arm alone: its differences along training, and where its runs first differ")
 
 
 def _keys(words: list[str], is_run: list[bool]) -> list[str]:
@@ -127,21 +129,15 @@ def _against(runs: list[Record], against: list[Record]) -> tuple[list[Arm], Arm]
     together = find_arms([*runs, *against])
     base = [arm for arm in together if any(run in arm.runs for run in against)]
     if len(base) > 1:
-        names = "; ".join(arm.label for arm in base)
+        names = "; ".join(label(arm, base[i == 0]) for i, arm in enumerate(base))
         raise UserError(f"--against: must be one arm, and is {len(base)}: {names}")
     [one] = base
     arms = [arm for arm in together if arm is not one]
     same = [run for run in one.runs if run not in against]  # of one config: code or data differ
     if same:
-        arms.insert(0, Arm(_common(same), same, one.values))
-        one = Arm(_common(against), against, one.values)
+        arms.insert(0, Arm(same, one.values))
+        one = Arm(against, one.values)
     return arms, one
-
-
-def _common(runs: list[Record]) -> str:
-    """What to call runs whose configs are equal: their name, or the first and the last one."""
-    first, last = runs[0].name, runs[-1].name
-    return first if len(runs) == 1 else f"{first} ... {last}"
 
 
 def open_all(words: Sequence[str]) -> list[Record]:

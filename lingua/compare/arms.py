@@ -6,7 +6,7 @@ numbers = Measured.of([*arm.runs, ...])   # at the last step that all runs have 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,29 +24,30 @@ MOST_NAMED = 10  # runs, in a message
 class Arm:
     """Runs of one config, but for the seed."""
 
-    label: str  # by what it differs from other arms
     runs: list[Record]
-    values: dict[str, Any] = field(default_factory=dict)  # of the keys in which arms differ
-
-    def by_seed(self) -> dict[Any, Record]:
-        return {run.config.get(SEED): run for run in self.runs}
+    values: dict[str, Any]  # of the config keys in which arms differ
 
 
 def find_arms(records: Sequence[Record]) -> list[Arm]:
-    """Runs grouped by their configs, in the order of the runs. A label has the keys in which they
-    differ: `optim.lr=0.004 model.dim=64`."""
+    """Runs grouped by their configs, in the order of the runs."""
     keys = [key for key in differing(records) if key != SEED]
     groups: dict[str, Arm] = {}
     for record in records:
         values = {key: record.config.get(key) for key in keys}
-        arm = Arm(_label(values) or record.folder.parent.name, [], values)
-        groups.setdefault(json.dumps(values, sort_keys=True, default=str), arm).runs.append(record)
+        group = json.dumps(values, sort_keys=True, default=str)
+        groups.setdefault(group, Arm([], values)).runs.append(record)
     return list(groups.values())
 
 
-def _label(values: dict[str, Any]) -> str:
-    words = (f"{key}={json.dumps(v, default=str).strip(chr(34))}" for key, v in values.items())
-    text = " ".join(words)
+def label(arm: Arm, other: Arm) -> str:
+    """What to call an arm beside another: by the keys in which they differ, `optim.lr=0.004`, or by
+    its runs where the configs are equal."""
+    keys = [key for key in arm.values if arm.values[key] != other.values[key]]
+    if not keys:
+        first, last = arm.runs[0].name, arm.runs[-1].name
+        return first if len(arm.runs) == 1 else f"{first} ... {last}"
+    values = (json.dumps(arm.values[key], default=str).replace('"', "") for key in keys)
+    text = " ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
     return text if len(text) <= MOST_LABEL else f"{text[: MOST_LABEL - 3]}..."
 
 

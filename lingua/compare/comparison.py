@@ -2,14 +2,16 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from lingua.compare.arms import SEED, Arm, Measured
-from lingua.compare.differences import same_run
+from lingua.compare.arms import SEED, Arm, Measured, label
+from lingua.compare.differences import only_rounding, same_run
 from lingua.compare.statistics import Estimate, paired, pairs_for, smallest_shown, unpaired
 from lingua.records import Record
+
+ROUNDING = 1e-4  # differences of losses that may be rounding, relative
 
 
 @dataclass
@@ -42,7 +44,24 @@ class Comparison:
     along: list[tuple[int, int, float, Estimate | None]]  # step, pairs, mean, interval
     diverged: dict[str, list[str]]  # runs whose loss is not finite, by label of the arm
     identical: list[Pair]  # pairs of which both are the same run
-    notes: list[str] = field(default_factory=list)  # what a reader must know besides
+    rounding: bool  # all pairs are the same mathematics, in another order of additions
+    notes: list[str]  # what a reader must know besides
+
+    @property
+    def one_on_one(self) -> tuple[Record, Record] | None:
+        """The two runs of the first pair, or the only two runs."""
+        if self.pairs:
+            return self.pairs[0].arm, self.pairs[0].base
+        alone = len(self.arm.runs) == len(self.base.runs) == 1
+        return (self.arm.runs[0], self.base.runs[0]) if alone else None
+
+    @property
+    def arm_label(self) -> str:
+        return label(self.arm, self.base)
+
+    @property
+    def base_label(self) -> str:
+        return label(self.base, self.arm)
 
     @property
     def estimate(self) -> Estimate | None:
@@ -65,7 +84,7 @@ class Comparison:
     def gain(self) -> float | None:
         """Variance of an unpaired difference over that of a paired one, of the runs in pairs: how
         many times as many runs the same certainty takes where seeds are not shared."""
-        if self.paired is None or self.paired.deviation == 0:
+        if self.paired is None or self.paired.deviation == 0 or self.rounding:
             return None
         both = [[p.arm_losses[-1], p.base_losses[-1]] for p in self.pairs]
         return float(np.var(both, axis=0, ddof=1).sum() / self.paired.deviation**2)
@@ -84,11 +103,11 @@ def compare(arm: Arm, base: Arm, measured: Measured, level: float) -> Comparison
     notes: list[str] = []
     runs = [_once(one, measured, notes) for one in (arm, base)]
     finite, diverged = [], {}
-    for one, those in zip((arm, base), runs, strict=True):
+    for name, those in zip((label(arm, base), label(base, arm)), runs, strict=True):
         bad = [r for r in those if not math.isfinite(measured.losses[id(r)][-1])]
         finite.append([r for r in those if r not in bad])
         if bad:
-            diverged[one.label] = [r.name for r in bad]
+            diverged[name] = [r.name for r in bad]
     seeds = [{_seed(r): r for r in those if SEED in r.config} for those in finite]
     pairs = [
         Pair(a, b, measured.losses[id(a)], measured.losses[id(b)])
@@ -103,10 +122,26 @@ def compare(arm: Arm, base: Arm, measured: Measured, level: float) -> Comparison
             along.append((step, len(known), float(known.mean()), paired(known, level)))
     last = [[float(measured.losses[id(r)][-1]) for r in those] for those in finite]
     return Comparison(
-        arm, base, measured.steps, level, *last, pairs, paired(differences[:, -1], level),
-        unpaired(*last, level), along, diverged, [p for p in pairs if same_run(p.arm, p.base)],
-        notes + _cautions(arm, base, measured.steps[-1]),
-    )  # fmt: skip
+        arm=arm,
+        base=base,
+        steps=measured.steps,
+        level=level,
+        arm_losses=last[0],
+        base_losses=last[1],
+        pairs=pairs,
+        paired=paired(differences[:, -1], level),
+        unpaired=unpaired(*last, level),
+        along=along,
+        diverged=diverged,
+        identical=[pair for pair in pairs if same_run(pair.arm, pair.base)],
+        rounding=bool(pairs) and all(map(_is_rounding, pairs)),
+        notes=notes + _cautions(arm, base, measured.steps[-1]),
+    )
+
+
+def _is_rounding(pair: Pair) -> bool:
+    largest = np.abs(pair.differences).max()
+    return bool(largest < ROUNDING * pair.base_losses[-1]) and only_rounding(pair.arm, pair.base)
 
 
 def _seed(record: Record) -> str:
@@ -134,10 +169,10 @@ def _cautions(arm: Arm, base: Arm, step: int) -> list[str]:
         for run in (a, b)
     ]  # fmt: skip
     if texts[0] != texts[1]:
-        sizes = [", ".join(f"{n:,} bytes of {s}" for s, n in t.items()) for t in texts]
-        same = sorted(texts[0].values()) == sorted(texts[1].values())
-        end = "of as many bytes" if same else "so the difference is not one of the models alone"
-        found.append(f"the held-out text differs: {sizes[0]}; {sizes[1]}; {end}")
+        sizes = [", ".join(f"{s} ({n:,} bytes)" for s, n in t.items()) or "none" for t in texts]
+        other = sorted(texts[0].values()) != sorted(texts[1].values())
+        end = ", so the difference is not one of the models alone" if other else ""
+        found.append(f"held-out text: {sizes[0]} and {sizes[1]}{end}")
     for key, meaning in (
         ("data.global_batch_size", "so a step has another number of rows"),
         ("data.seq_len", "so a step has another number of tokens"),

@@ -16,8 +16,8 @@ CHECKPOINT = re.compile(r"\d{10}")
 MOST_FILES = 5  # named, of the code
 MOST_CODE = 10_000  # files looked at
 VERSIONS = ("lingua", "torch", "python", "device")
-# Keys that only change the order in which numbers are added, with `topology` in events.
-ROUNDING = re.compile(r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync)")
+# Keys that only change the order of additions.
+ADDITIONS = re.compile(r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync)")
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,12 @@ def causes(a: Record, b: Record) -> list[Cause]:
 
 
 def only_rounding(a: Record, b: Record) -> bool:
-    """Whether two runs are by their configs the same mathematics, in another order of additions."""
+    """Whether two runs are the same mathematics in another order of additions, by their configs,
+    and used the same rows."""
     keys = differing([a, b])
-    return bool(keys) and all(ROUNDING.fullmatch(key) for key in keys)
+    rows = _aspect("rows", *(_texts(run.metrics, "batch_hash") for run in (a, b)))
+    configs_say_so = bool(keys) and all(ADDITIONS.fullmatch(key) for key in keys)
+    return configs_say_so and rows.first is None and rows.steps > 0
 
 
 def _unlike(values: Sequence[Any]) -> list[str]:

@@ -10,6 +10,7 @@ from lingua.compare.comparison import Comparison, Pair
 from lingua.compare.differences import Aspect, causes, first_differences, only_rounding
 from lingua.compare.statistics import MOST_PAIRS, POWER
 from lingua.format import align, counted
+from lingua.records import Record
 
 WIDTH = 80
 MOST_STEPS = 8  # of the table along training
@@ -27,9 +28,15 @@ def verdict(c: Comparison, unit: str, effect: float | None = None) -> str:
     )
     if c.is_identical:
         who = [(p.arm.name, p.base.name) for p in c.pairs[:1]]
-        a, b = who[0] if len(c.pairs) == 1 else (c.arm.label, c.base.label)
+        a, b = who[0] if len(c.pairs) == 1 else (c.arm_label, c.base_label)
         each = "" if len(c.pairs) == 1 else f" in each of {len(c.pairs)} pairs"
         return f"{text}{a} and {b} are the same run{each}: all that both recorded is identical."
+    if c.rounding:
+        largest = max(abs(pair.differences).max() for pair in c.pairs)
+        return (
+            f"{text}{c.arm_label} and {c.base_label} differ by rounding alone: the same rows, and "
+            f"losses at most {largest:.1e} {unit} apart, {counted(len(c.pairs), 'pair')}."
+        )
     if e is None:
         return text + _without_interval(c, unit)
     runs = f"{counted(len(c.arm_losses), 'run')} against {len(c.base_losses)}, not paired"
@@ -39,11 +46,11 @@ def verdict(c: Comparison, unit: str, effect: float | None = None) -> str:
         better = "better" if e.mean < 0 else "worse"
         low, high = sorted((abs(e.low), abs(e.high)))
         return text + (
-            f"{c.arm.label} is {better} than {c.base.label} by {number(abs(e.mean))} {unit}, "
+            f"{c.arm_label} is {better} than {c.base_label} by {number(abs(e.mean))} {unit}, "
             f"{level} {number(low)} to {number(high)}, {how}."
         )
     text += (
-        f"{c.arm.label} and {c.base.label} cannot be told apart: difference "
+        f"{c.arm_label} and {c.base_label} cannot be told apart: difference "
         f"{number(e.mean, '+')} {unit}, {level} {number(e.low, '+')} to {number(e.high, '+')}, "
         f"{how}."
     )
@@ -69,7 +76,7 @@ def _without_interval(c: Comparison, unit: str) -> str:
     if not (c.arm_losses and c.base_losses):
         return "Nothing is left to compare."
     runs = f"{counted(len(c.arm_losses), 'run')} and {len(c.base_losses)}, without a common seed"
-    return f"{c.arm.label} and {c.base.label}: {runs}. Run both with the same seeds."
+    return f"{c.arm_label} and {c.base_label}: {runs}. Run both with the same seeds."
 
 
 def wrapped(text: str) -> list[str]:
@@ -85,19 +92,21 @@ def _format(c: Comparison) -> Callable[..., str]:
     return lambda value, sign="": f"{value:{sign}.{places}f}"
 
 
-def lines(c: Comparison, unit: str, effect: float | None = None) -> Iterator[str]:
-    """The whole comparison for people."""
+def lines(
+    c: Comparison, unit: str, effect: float | None = None, brief: bool = False
+) -> Iterator[str]:
+    """The comparison for people, the `brief` one of several without what is not a number of it."""
     number = _format(c)
     yield from textwrap.wrap(verdict(c, unit, effect), WIDTH, break_on_hyphens=False)
     notes = [*c.notes, *(f"{p.arm.name} and {p.base.name} are the same run" for p in c.identical)]
     for note in c.notes if c.is_identical else notes:
         yield from wrapped(f"note: {note}")
-    if not c.is_identical:
+    if not (c.is_identical or c.rounding):  # an interval of rounding would mean nothing
         yield from _numbers(c, unit, number)
-        yield from _along(c, number)
-    for pair in c.pairs[:1]:
+        yield from _along(c, number) if not brief else ()
+    if not brief and c.one_on_one is not None:
         yield ""
-        yield from first_lines(pair)
+        yield from _first_lines(*c.one_on_one)
 
 
 def _numbers(c: Comparison, unit: str, number: Callable[..., str]) -> Iterator[str]:
@@ -138,22 +147,20 @@ def _along(c: Comparison, number: Callable[..., str]) -> Iterator[str]:
     yield from align(rows, left=0)
 
 
-def first_lines(pair: Pair) -> Iterator[str]:
+def _first_lines(a: Record, b: Record) -> Iterator[str]:
     """Where two runs first differ, and why."""
-    a, b = pair.arm, pair.base
     aspects = first_differences(a, b)
     yield f"where {a.name} and {b.name} first differ"
     rows = [[f"  {aspect.name}", _where(aspect), _values(aspect)] for aspect in aspects]
-    yield from (line[: 2 * WIDTH] for line in align(rows, left=3))
+    yield from align(rows, left=3)
     why = causes(a, b)
     yield "why" if why else "why: nothing that is recorded differs"
     for cause in why:
         yield from textwrap.wrap(
             f"{cause.kind}: {cause.text}", WIDTH, initial_indent="  ", subsequent_indent="    "
         )
-    rows_equal = aspects[0].steps > 0 and aspects[0].first is None
-    if rows_equal and only_rounding(a, b):
-        yield "  This only changes the order of additions: the rest is rounding."
+    if only_rounding(a, b):
+        yield "  which only changes the order of additions: the rest is rounding"
 
 
 def _where(aspect: Aspect) -> str:
@@ -169,15 +176,17 @@ def _where(aspect: Aspect) -> str:
 def _values(aspect: Aspect) -> str:
     if aspect.values is None or not all(isinstance(v, float) for v in aspect.values):
         return ""
-    return f"{aspect.values[0]:.6g} and {aspect.values[1]:.6g}"
+    a, b = aspect.values
+    digits = next((n for n in (6, 9) if f"{a:.{n}g}" != f"{b:.{n}g}"), 17)
+    return f"{a:.{digits}g} and {b:.{digits}g}"
 
 
 def as_json(c: Comparison, unit: str, effect: float | None = None) -> dict[str, Any]:
     """The whole comparison for programs."""
     needed = c.pairs_for(effect)
     return {
-        "arm": c.arm.label,
-        "base": c.base.label,
+        "arm": c.arm_label,
+        "base": c.base_label,
         "step": c.steps[-1],
         "level": c.level,
         "verdict": verdict(c, unit, effect),
@@ -188,6 +197,7 @@ def as_json(c: Comparison, unit: str, effect: float | None = None) -> dict[str, 
         "effect": needed and needed[0],
         "pairs_for_effect": needed and needed[1],
         "diverged": c.diverged,
+        "only_rounding": c.rounding,
         "notes": c.notes,
         "losses": {"arm": c.arm_losses, "base": c.base_losses},
         "along": [
