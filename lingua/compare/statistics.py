@@ -50,12 +50,17 @@ def unpaired(arm: Sequence[float], base: Sequence[float], level: float) -> Estim
     if min(len(arm), len(base)) < 2:
         return None
     mean = float(np.mean(arm) - np.mean(base))
-    deviation = math.sqrt(np.var(arm, ddof=1) + np.var(base, ddof=1))
-    if deviation == 0:
+    parts = [float(np.var(values, ddof=1)) / len(values) for values in (arm, base)]
+    error, deviation = math.sqrt(sum(parts)), math.sqrt(np.var(arm, ddof=1) + np.var(base, ddof=1))
+    if error == 0:
         return Estimate(mean, mean, mean, deviation, level)
-    result = _scipy().ttest_ind(arm, base, equal_var=False)
-    low, high = map(float, result.confidence_interval(level))
-    return Estimate(mean, low, high, deviation, level)
+    # Welch (1947): the degrees of freedom of the sum of two variances.
+    shares = [
+        (part / error**2) ** 2 / (n - 1)
+        for part, n in zip(parts, map(len, (arm, base)), strict=True)
+    ]
+    half = error * _critical(1 / sum(shares), level)
+    return Estimate(mean, mean - half, mean + half, deviation, level)
 
 
 def power(effect: float, deviation: float, pairs: int, level: float) -> float:
@@ -95,7 +100,7 @@ def smallest_shown(deviation: float, pairs: int, level: float) -> float:
     return deviation * enough
 
 
-def _critical(freedom: int, level: float) -> float:
+def _critical(freedom: float, level: float) -> float:
     return float(_scipy().t.ppf((1 + level) / 2, freedom))
 
 
