@@ -144,6 +144,38 @@ def _fmha(
     return memory_efficient_attention(q[None], k[None], v[None], bias)[0]
 
 
+LONG_ROW = 512  # positions from which documents one by one are faster, those of 16 tokens too
+
+
+class Documents:
+    """Each document by itself: on a CPU, whose kernel would compute all scores of a row with a
+    mask. The compiler takes the mask, since it would make a graph for every list of lengths."""
+
+    def __init__(self, documents: Tensor, first: Tensor, window: int | None) -> None:
+        self.packed = PackedRows(_one_by_one, documents, first.shape[1], window)
+        self.first = first  # int64 B S, the first column that each position sees
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # B H S D
+        if not torch.compiler.is_compiling():
+            return self.packed.attend(q, k, v)
+        place = torch.arange(q.shape[2], device=q.device)
+        return attend(q, k, v, _dense(place, place, self.first))
+
+
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int | None
+) -> Tensor:
+    lengths = [n for n in bounds.diff().tolist() if n]
+    out = []
+    for document in zip(*(t.split(lengths) for t in (q, k, v)), strict=True):
+        place, mask = torch.arange(len(document[0])), None
+        if window is not None and window < len(place):
+            mask = _dense(place, place, (place - window + 1).clamp(min=0))
+        heads_first = (t.transpose(0, 1)[None] for t in document)  # 1 H N D
+        out.append(attend(*heads_first, mask)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
 BLOCK = 128  # positions: flex_attention's default
 
 
@@ -184,7 +216,7 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)
 
 
-Mask = Tensor | PackedRows | Blocks | None
+Mask = Tensor | PackedRows | Documents | Blocks | None
 
 
 def build_mask(
@@ -201,7 +233,7 @@ def build_mask(
         column: int64 L, from 0 on.
         place: int64 S, the columns of the queries: all, for implementations other than sdpa.
         starts: int64 B S, the column at which the document of each position begins.
-        documents: int64 B K, the same by row (lingua.model), for implementations other than sdpa.
+        documents: int64 B K, the same by row (lingua.model); None with a cache.
         window: columns that a query sees at most, its own included.
     """
     if impl in ("varlen", "fmha"):
@@ -213,6 +245,13 @@ def build_mask(
     # It is compiled for each shape. Without gradients the dense mask is one for all layers.
     if impl == "flex_attention" and torch.is_grad_enabled():
         return Blocks(first if first.dim() == 2 else first[None])
+    if documents is not None and first.device.type == "cpu" and len(place) >= LONG_ROW:
+        return Documents(documents, first, window)
+    return _dense(column, place, first)
+
+
+def _dense(column: Tensor, place: Tensor, first: Tensor) -> Tensor:
+    """bool S L or B 1 S L, from the first column that each position sees, int64 S or B S."""
     mask = (column <= place[:, None]) & (column >= first[..., None])
     return mask if first.dim() == 1 else mask[:, None]
 
@@ -227,7 +266,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     True where a query (row) sees a key (column); None: every query sees all keys up to its own,
     where L is S, or S is 1 and the query the last of all. Returns B H S D.
     """
-    if isinstance(mask, PackedRows | Blocks):
+    if isinstance(mask, PackedRows | Documents | Blocks):
         return mask.attend(q, k, v)
     n_heads, n_kv_heads = q.shape[1], k.shape[1]
     if q.shape[2] == 1:  # the heads that share keys as queries of one head, which reads them once

@@ -141,6 +141,17 @@ def holder(path: Path) -> str | None:
     return None
 
 
+def seems_held(path: Path) -> bool:
+    """Whether a process holds the lock. Changes nothing, and does not wait: a holder on another
+    machine has renewed the file's date within LIFETIME_S by this machine's clock."""
+    try:
+        content, renewed_ns = _read(path)
+    except OSError:
+        return False
+    runs = _runs_here(content)
+    return time.time() - renewed_ns / 1e9 <= LIFETIME_S if runs is None else runs
+
+
 # ---- the file
 
 Sighting = tuple[str, int]  # of a lock's file: content, date

@@ -96,10 +96,8 @@ class Columns:
         steps = np.array([line["step"] for line in lines], np.int64)
         least_later = np.minimum.accumulate(steps[::-1])[::-1][1:]
         kept = np.append(steps[:-1] < least_later, [True] * (len(steps) > 0))
-        lines = [line for line, keep in zip(lines, kept.tolist(), strict=True) if keep]
-        columns = list(dict.fromkeys(key for line in lines for key in line))[:MOST_COLUMNS]
         self.step: np.ndarray = steps[kept.astype(bool)]
-        self._values = {key: [line.get(key) for line in lines] for key in columns}
+        self._lines = [line for line, keep in zip(lines, kept.tolist(), strict=True) if keep]
         self._arrays: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -108,11 +106,12 @@ class Columns:
     @cached_property
     def names(self) -> list[str]:
         """The columns with a number in some line, in the order of the file, without `step`."""
-        return [k for k in self._values if k != "step" and not np.isnan(self[k]).all()]
+        names = list(dict.fromkeys(key for line in self._lines for key in line))[:MOST_COLUMNS]
+        return [name for name in names if name != "step" and not np.isnan(self[name]).all()]
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._arrays:
-            values = self._values.get(name, [None] * len(self))
+            values = [line.get(name) for line in self._lines]
             if not set(map(type, values)) <= {int, float, type(None)}:
                 values = [v if type(v) in (int, float) else None for v in values]
             array = np.array(values, np.float64)
@@ -121,7 +120,7 @@ class Columns:
 
     def text(self, name: str) -> list[str | None]:
         """A column of text, such as `batch_hash`; None where a line has none."""
-        values = self._values.get(name, [None] * len(self))
+        values = [line.get(name) for line in self._lines]
         return [v if isinstance(v, str) else None for v in values]
 
 
@@ -174,6 +173,11 @@ class Record:
     @cached_property
     def _metrics(self) -> list[dict[str, Any]]:
         return self.lines("metrics.jsonl", self.tail)
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The newest line of metrics.jsonl; empty if there is none."""
+        return self._metrics[-1] if self._metrics else {}
 
     @cached_property
     def metrics(self) -> Columns:

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lingua.attention import AttnImpl, Mask, attend, build_mask, choose_attention
+from lingua.attention import (
+    LONG_ROW,
+    AttnImpl,
+    Documents,
+    Mask,
+    attend,
+    build_mask,
+    choose_attention,
+)
 from lingua.errors import UserError
 from lingua.parallel.parallelize import _selective
 from lingua.transformer import Context, TransformerArgs, TransformerBlock
@@ -136,8 +144,12 @@ def mask_of(impl: AttnImpl, documents: Tensor | None, window: int | None) -> Mas
 
 
 def check(impl: AttnImpl, documents: Tensor | None, window: int | None, n_kv_heads: int) -> None:
+    check_mask(mask_of(impl, documents, window), documents, window, n_kv_heads)
+
+
+def check_mask(mask: Mask, documents: Tensor | None, window: int | None, n_kv_heads: int) -> None:
     *qkv, grad = inputs(n_kv_heads)
-    found = with_gradients(*qkv, mask_of(impl, documents, window), grad)
+    found = with_gradients(*qkv, mask, grad)
     expected = explicit(*qkv, visible(documents, window), grad)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
@@ -163,6 +175,30 @@ def test_sdpa_is_explicit_attention(
     documents: int | None, window: int | None, n_kv_heads: int
 ) -> None:
     check("sdpa", None if documents is None else random_documents(documents), window, n_kv_heads)
+
+
+# ------------------------------------------------------------------------- documents on a CPU
+
+
+def one_by_one(documents: Tensor, window: int | None) -> Documents:
+    """What long rows have."""
+    first = torch.where(visible(documents, window), torch.arange(S), S).amin(-1)
+    return Documents(documents, first, window)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("n_kv_heads", [1, 4])
+def test_documents_one_by_one_are_explicit_attention(window: int | None, n_kv_heads: int) -> None:
+    documents = random_documents(n_kv_heads)
+    check_mask(one_by_one(documents, window), documents, window, n_kv_heads)
+
+
+def test_long_rows_on_a_cpu_have_no_dense_mask() -> None:
+    args = TransformerArgs(dim=32, n_heads=4)
+    for seq_len, expected in ((LONG_ROW, Documents), (LONG_ROW - 1, Tensor)):
+        documents = torch.tensor([[0, 7, seq_len], [0, 1, 2]])
+        assert isinstance(Context(args, seq_len, CPU, documents).mask, expected)
+    assert Context(args, LONG_ROW, CPU).mask is None
 
 
 # --------------------------------------------------------------------------------------- varlen
@@ -234,12 +270,15 @@ def block_with(mask: Callable[[int], Mask]) -> tuple[TransformerBlock, Callable[
     return block, step
 
 
-def test_compiled_blocks_keep_one_graph_over_documents(flash_on_the_cpu: list[int]) -> None:
+@pytest.mark.parametrize("kind", ["varlen", "one by one"])
+def test_compiled_blocks_keep_one_graph_over_documents(
+    flash_on_the_cpu: list[int], kind: str
+) -> None:
     """The number of documents differs from one micro-batch to the next."""
 
     def mask(seed: int) -> Mask:
-        documents = random_documents(seed)
-        return mask_of("varlen", documents[:, : 7 - seed % 3].contiguous(), None)
+        documents = random_documents(seed)[:, : 7 - seed % 3].contiguous()
+        return mask_of("varlen", documents, None) if kind == "varlen" else one_by_one(documents, 5)
 
     _, step = block_with(mask)
     expected = [step(seed) for seed in range(6)]
@@ -273,6 +312,23 @@ def test_selective_checkpointing_keeps_the_results_of_attention(
         return create_selective_checkpoint_contexts(_selective)
 
     assert (run(), run(context_fn=keep)) == (2, 1)
+
+
+def test_checkpointing_keeps_the_gradients_of_documents_one_by_one() -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    documents = random_documents(1)
+    mask = one_by_one(documents, None)
+    *qkv, grad = inputs(2)
+    expected = explicit(*qkv, visible(documents, None), grad)[1:]
+    for options in (
+        {},
+        {"context_fn": lambda: create_selective_checkpoint_contexts(_selective)},
+    ):
+        leaves = [t.detach().requires_grad_() for t in qkv]
+        out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
+        for found, theirs in zip(torch.autograd.grad(out, leaves, grad), expected, strict=True):
+            torch.testing.assert_close(found, theirs, rtol=1e-5, atol=2e-6)
 
 
 # ------------------------------------------------------------------------------- flex_attention

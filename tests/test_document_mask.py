@@ -17,6 +17,7 @@ pytestmark = pytest.mark.quick
 
 BOS, EOS = 256, 257
 LENGTHS = [5, 1, 9, 2, 3]  # of the documents in the row, 20 tokens in all
+LONG = [30 * n for n in LENGTHS]  # a row whose documents are computed one by one on a CPU
 
 
 def model(**changes: object) -> Transformer:
@@ -34,22 +35,23 @@ def documents_of(lengths: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 3}, {"n_kv_heads": 4}])
-def test_a_masked_row_is_each_document_alone(changes: dict) -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
+def test_a_masked_row_is_each_document_alone(lengths: list[int], changes: dict) -> None:
     together, alone = model(**changes), model(**changes)
     generator = torch.Generator().manual_seed(0)
-    row = torch.randint(0, 256, (1, sum(LENGTHS) + 1), generator=generator)
+    row = torch.randint(0, 256, (1, sum(lengths) + 1), generator=generator)
     tokens, targets = row[:, :-1], row[None, :, 1:].clone()
-    ends = np.cumsum(LENGTHS) - 1
+    ends = np.cumsum(lengths) - 1
     targets[..., ends] = IGNORE  # what crosses into the next document
 
-    sums, counts, _ = together(tokens, targets, documents_of(LENGTHS))
+    sums, counts, _ = together(tokens, targets, documents_of(lengths))
     sums.sum().backward()
     expected = 0.0
-    for document, target in zip(tokens.split(LENGTHS, 1), targets.split(LENGTHS, 2), strict=True):
+    for document, target in zip(tokens.split(lengths, 1), targets.split(lengths, 2), strict=True):
         part = alone(document, target).sums
         part.sum().backward()
         expected += part.item()
-    assert counts.item() == sum(LENGTHS) - len(LENGTHS)
+    assert counts.item() == sum(lengths) - len(lengths)
     assert sums.item() == pytest.approx(expected, rel=1e-6)
     for (name, p), q in zip(together.named_parameters(), alone.parameters(), strict=True):
         error = (p.grad - q.grad).norm() / q.grad.norm()

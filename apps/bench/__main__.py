@@ -2,6 +2,7 @@
 
     python -m apps.bench step      tokens per second, MFU and memory, over a bare loop, by shape
     python -m apps.bench loop      what the loop costs over a bare forward, backward and step
+    python -m apps.bench attention documents on a CPU one by one, over a mask of whole rows
     python -m apps.bench startup   seconds to the first step, and what they go into
     python -m apps.bench sync      gradient traffic of the three modes of distributed.grad_sync
     python -m apps.bench debug     time and held-out loss of the debug run, from nothing to its end
@@ -21,13 +22,26 @@ import shlex
 import sys
 from pathlib import Path
 
-from apps.bench import checkpoint, data, debug, generate, loop, pairs, promise, startup, step, sync
+from apps.bench import (
+    attention,
+    checkpoint,
+    data,
+    debug,
+    generate,
+    loop,
+    pairs,
+    promise,
+    startup,
+    step,
+    sync,
+)
 from apps.bench.report import show
 from lingua.parallel.program import run_program
 
 MEASUREMENTS = {
     "step": step.measure,
     "loop": loop.measure,
+    "attention": attention.measure,
     "startup": startup.measure,
     "sync": sync.measure,
     "debug": debug.measure,
@@ -51,7 +65,8 @@ def main() -> None:
     parser.add_argument(
         "--repeats",
         type=int,
-        help="rounds: pairs (10), loop, data (8), checkpoint (12), startup, generate (5), step (3)",
+        help="rounds: checkpoint (12), attention, pairs (10), loop, data (8), startup, "
+        "generate (5), step (3)",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw promise (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
@@ -61,8 +76,8 @@ def main() -> None:
     if options.repeats is not None:
         if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
             parser.error(
-                "--repeats is a number from 1 on, for step, loop, data, checkpoint, startup, "
-                "generate, pairs"
+                "--repeats is a number from 1 on, for step, loop, attention, data, checkpoint, "
+                "startup, generate, pairs"
             )
         given["repeats"] = options.repeats
     if options.png is not None:

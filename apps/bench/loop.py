@@ -72,7 +72,7 @@ def measure(keys: list[str], repeats: int = 8) -> Report:
         with console.open("w", encoding="utf-8") as file, redirect_stdout(file):
             train(replace(app, build=turns.build), args)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = {line["step"]: line["loss"] for line in map(json.loads, lines)}
+    losses = {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
     return report(args, turns, losses)
 
 

@@ -56,8 +56,9 @@ def start_once(keys: list[str], folder: Path, name: str) -> dict[str, float]:
     before = time.time()
     run(command)
     stamps = json.loads(stamps_file.read_text(encoding="utf-8"))
-    line = json.loads((dump_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    stamps["first step"] = datetime.fromisoformat(line["created_at"]).timestamp()
+    lines = map(json.loads, (dump_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    first = next(line for line in lines if "event" not in line)
+    stamps["first step"] = datetime.fromisoformat(first["created_at"]).timestamp()
     parts = {}
     since = before
     for part in PARTS:

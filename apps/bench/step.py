@@ -185,7 +185,8 @@ def program_turn(keys: list[str], device: torch.device) -> tuple[Turn, TrainArgs
         elif i == WARM_UP + STEPS:
             turn.seconds, turn.peak_bytes = stop_clock(device, begin)
             text = (run.args.folder / "metrics.jsonl").read_text(encoding="utf-8")
-            turn.losses = {x["step"]: x["loss"] for x in map(json.loads, text.splitlines())}
+            lines = map(json.loads, text.splitlines())
+            turn.losses = {x["step"]: x["loss"] for x in lines if "event" not in x}
 
     free(device)
     try:

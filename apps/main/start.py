@@ -5,11 +5,13 @@ import inspect
 import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from apps.main.benchmarks import check_benchmarks
 from apps.main.config import TrainArgs
 from lingua.app import App, Built, choose_app
 from lingua.attention import choose_attention
+from lingua.checkpoint.folder import versions
 from lingua.checkpoint.resume import (
     Change,
     Origin,
@@ -51,6 +54,7 @@ from lingua.parallel.launch import detect_launch, one_process
 from lingua.parallel.mesh import AXES, dp_degree, mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan, check_layout
 from lingua.signals import Stopped, StopRequest
+from lingua.slurm.freeze import code_version
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -230,6 +234,18 @@ def restore(
     if origin is not None:
         return start_from(origin, begin.changes, model, optimizer, args.data.step_rows)
     return Progress()
+
+
+def machine(device_name: str) -> dict[str, Any]:
+    """What a start of a run is on, as values of JSON. Called by every rank."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return {
+        "device": device_name,
+        "hosts": list(dict.fromkeys(hosts)),
+        "commit": on_rank_0(partial(code_version, Path(__file__))),
+        **versions(),
+    }
 
 
 def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]:

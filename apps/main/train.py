@@ -33,6 +33,7 @@ from apps.main.start import (
     check_start,
     default_optimizer,
     describe,
+    machine,
     restore,
     unless_stopped,
 )
@@ -148,7 +149,10 @@ def set_up(
     micro = args.micro_steps(degree)
     loader = Loader(data.rows, args.data.step_rows, dp_rank(mesh), degree, *micro, device, marks)
     steps = open_parts.enter_context(closing(loader.steps(progress.position, args.data.workers)))
-    report = Reporter(args, mesh, progress, built.flops_per_token, saver.is_alone)
+    report = open_parts.enter_context(
+        Reporter(args, mesh, progress, built.flops_per_token, saver.is_alone)
+    )
+    report.event("start", progress.step, topology=mesh.shape, **machine(report.device_name))
     if begin.saved is not None and begin.saved.topology != mesh.shape:
         report.event("topology", progress.step, old=begin.saved.topology, new=mesh.shape)
     run = Run(
@@ -366,17 +370,19 @@ def save_checkpoint(run: Run, held_out: float | None, final: bool) -> None:
 def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
     """Log how the run ended; a finished one also writes samples."""
     args, step = run.args, run.progress.step
+    reason = "done"
     if stopping:
-        by = stop.signal or "a signal to another rank"
+        reason = by = stop.signal or "a signal to another rank"
         where = f"after step {step}, which is saved" if step else "before the first step"
         logger.info(f"stopped by {by} {where}. The same command resumes it")
     elif step < args.steps:
+        reason = "stop_at"
         logger.info(f"stopped after step {step}, as stop_at asks; without it the run continues")
     else:
         write_samples(run)
         newest = f"the newest checkpoint is {run.saver.root / f'{step:010d}'}"
         logger.info(f"done: {step} steps in {short_time(run.report.trained_s)}; {newest}")
-    run.report.close()
+    run.report.event("stop", step, reason=reason)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from lingua.records import Columns, Record, differing, heldout
 CHECKPOINT = re.compile(r"\d{10}")
 MOST_FILES = 5  # named, of the code
 MOST_CODE = 10_000  # files looked at
-VERSIONS = ("lingua", "torch", "python", "device")
+VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "topology")
 # Keys that only change the order of additions.
 ADDITIONS = re.compile(r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync)")
 
@@ -124,7 +124,7 @@ def _checkpoint_folders(record: Record) -> list[Path]:
 
 @dataclass(frozen=True)
 class Cause:
-    """What may be why: config, code, data or versions; and how the two runs differ in it."""
+    """What may be why: config, data, code, versions or machine; and how two runs differ in it."""
 
     kind: str
     text: str
@@ -138,14 +138,12 @@ def causes(a: Record, b: Record) -> list[Cause]:
         kind = "data" if key.startswith("data.sources") or key == "data.stages" else "config"
         found.append(Cause(kind, f"{key}: {values[0]} and {values[1]}"))
     states = [_state(run) for run in (a, b)]
-    found += [Cause("data", text) for text in _unlike([state.get("data") for state in states])]
-    starts = [_versions(run, state) for run, state in zip((a, b), states, strict=True)]
-    found += [
-        Cause("code", text) for text in _unlike([{"commit": s.get("commit")} for s in starts])
-    ]
+    starts = [_start(run, state) for run, state in zip((a, b), states, strict=True)]
+    found += [Cause("data", text) for text in _unlike(*(state.get("data") for state in states))]
+    found += [Cause("code", text) for text in _unlike(*starts, keys=("commit",))]
     found += [Cause("code", text) for text in _code(a.folder / "code", b.folder / "code")]
-    known = [{key: start.get(key) for key in VERSIONS} for start in starts]
-    found += [Cause("versions", text) for text in _unlike(known)]
+    found += [Cause("versions", text) for text in _unlike(*starts, keys=VERSIONS)]
+    found += [Cause("machine", text) for text in _unlike(*starts, keys=MACHINE)]
     return found
 
 
@@ -154,14 +152,17 @@ def only_rounding(a: Record, b: Record) -> bool:
     and used the same rows."""
     keys = differing([a, b])
     rows = _aspect("rows", *(_texts(run.metrics, "batch_hash") for run in (a, b)))
-    configs_say_so = bool(keys) and all(ADDITIONS.fullmatch(key) for key in keys)
-    return configs_say_so and rows.first is None and rows.steps > 0
+    starts = [_start(run, {}) for run in (a, b)]
+    other = bool(keys) or bool(_unlike(*starts, keys=("topology",)))
+    same = rows.steps > 0 and rows.first is None
+    return other and same and all(ADDITIONS.fullmatch(key) for key in keys)
 
 
-def _unlike(values: Sequence[Any]) -> list[str]:
-    """`key: value and value` of the keys that both mappings have, with different values."""
-    a, b = (v if isinstance(v, dict) else {} for v in values)
-    both = [k for k in a if k in b and a[k] is not None and b[k] is not None]
+def _unlike(a: Any, b: Any, keys: Sequence[str] | None = None) -> list[str]:
+    """`key: value and value` of the keys (None: all) that both mappings have, where they differ."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return []
+    both = [k for k in (a if keys is None else keys) if None not in (a.get(k), b.get(k))]
     return [f"{key}: {a[key]} and {b[key]}" for key in both if a[key] != b[key]]
 
 
@@ -173,7 +174,7 @@ def _state(record: Record) -> dict[str, Any]:
     return {}
 
 
-def _versions(record: Record, state: dict[str, Any]) -> dict[str, Any]:
+def _start(record: Record, state: dict[str, Any]) -> dict[str, Any]:
     """Of the first start of the run, or of its newest checkpoint where no start is recorded."""
     starts = [event for event in record.events if event["event"] == "start"]
     saved = state.get("versions")

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.checkpoint.resume import Progress
 from lingua.config.load import flatten
+from lingua.config.values import shorten
 from lingua.device import to_host
 from lingua.monitor.logger import progress_line
 from lingua.monitor.metrics import (
@@ -44,7 +46,7 @@ class Measured(NamedTuple):
 
 
 class Reporter:
-    """Measures the time of a run and writes its lines."""
+    """Measures the time of a run and writes its lines; a context, whose end closes wandb."""
 
     def __init__(
         self,
@@ -62,11 +64,12 @@ class Reporter:
             may_write: False once another run has the dump dir; asked on rank 0 for each line.
         """
         self.args, self.mesh, self.flops_per_token = args, mesh, flops_per_token
+        self.progress = progress
         self.may_write = may_write
         self.folder = Path(args.dump_dir)
         self.device = torch.device(mesh.device_type)
-        device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
-        self.peak = peak_flops(device_name, args.distributed.dtype)
+        self.device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+        self.peak = peak_flops(self.device_name, args.distributed.dtype)
         self.wandb: Any = None
         on_rank_0(partial(self._open, progress.step))
         self.trained_s = progress.trained_s  # of the whole run, earlier processes included
@@ -186,7 +189,16 @@ class Reporter:
         if self.wandb is not None and "event" not in line:
             self.wandb.log(wandb_values(kind, line))
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            first_line = shorten("".join(str(error).splitlines()[:1]))
+            text = f"{type(error).__name__}: {first_line}"
+            self.event("stop", self.progress.step, reason="error", error=text)
         if self.wandb is not None:
             self.wandb.finish()
 

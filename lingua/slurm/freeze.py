@@ -70,6 +70,21 @@ def freeze_code(module_file: Path, dump_dir: Path, report: Callable[[str], None]
     return code
 
 
+def code_version(file: Path) -> str | None:
+    """The commit of the code that `file` belongs to, with `-dirty` where tracked files differ from
+    it. It is that of the checkout, or of the copy's launch; None where there is neither."""
+    for former in file.absolute().parents:
+        if former.name == CODE and (commit := former.with_name(COMMIT)).exists():
+            dirty = former.with_name(DIFF).stat().st_size > 0
+            return commit.read_text().strip() + ("-dirty" if dirty else "")
+    try:
+        options = ("--always", "--dirty", "--abbrev=40", "--exclude=*")  # no tags
+        shown = _git(file.parent, "--no-optional-locks", "describe", *options)
+    except UserError:
+        return None
+    return os.fsdecode(shown).strip()
+
+
 def move_away(path: Path) -> None:
     """Rename what an earlier launch wrote to `path.1`, or to the first number that is free."""
     if os.path.lexists(path):

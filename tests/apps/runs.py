@@ -274,7 +274,6 @@ def restore_here(
     """The state of a resumed run before its first step, named without the program's help."""
     with closing(StopRequest()) as stop, ExitStack() as open_parts:
         run, _, _ = set_up(with_model(build), arguments(overrides), stop, open_parts)
-        run.report.close()
         return state_of(run)
 
 

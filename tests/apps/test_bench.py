@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from apps.bench import promise
+from apps.bench.attention import DOCUMENTS, ROWS
+from apps.bench.attention import measure as measure_attention
 from apps.bench.checkpoint import TOPOLOGIES
 from apps.bench.checkpoint import report as report_checkpoint
 from apps.bench.checkpoint_rank import measure as measure_checkpoint
@@ -132,6 +135,15 @@ def test_a_step_is_timed_beside_a_bare_loop_that_does_the_same_work(ranks: Ranks
 def test_a_mistake_that_ends_every_case_ends_the_measurement(keys):
     with pytest.raises(UserError, match="vocab_size"):
         measure_step(keys, 1)
+
+
+@pytest.mark.soak
+def test_documents_one_by_one_are_timed_beside_a_mask_that_gives_the_same_gradients(keys):
+    report = measure_attention([*keys, "distributed.model_dtype=fp32"], repeats=2)
+    cases = report.results["cases"]
+    assert [(c["seq_len"], c["documents"]) for c in cases] == list(product(ROWS, DOCUMENTS))
+    assert all(c["ratio"].n == 2 and c["difference"] < 1e-5 for c in cases)
+    assert len(report.lines) == len(cases) + 4
 
 
 @pytest.mark.soak

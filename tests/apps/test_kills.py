@@ -71,7 +71,7 @@ class Killed:
             time.sleep(self.chance.uniform(1, 5))
         else:
             step_line = re.compile(r" step +\d+ loss")
-            self.wait(job, lambda: len(step_line.findall(self.log()[len(log) :])) > 1)
+            self.wait(job, lambda: len(step_line.findall(self.log()[len(log) :])) > 2)
             time.sleep(self.chance.uniform(0, 0.5))
         if moment == "save":
             leftovers = self.unfinished()

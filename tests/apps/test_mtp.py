@@ -219,7 +219,6 @@ def look_here(overrides: dict[str, Any]) -> tuple[dict[str, bool], set[str], lis
     targets."""
     with closing(StopRequest()) as stop, ExitStack() as open_parts:
         run, _, _ = set_up(app, arguments(overrides), stop, open_parts)
-    run.report.close()
     split = {
         canonical_name(name): isinstance(p, DTensor)  # of one process: the plain model
         and any(isinstance(place, Shard) for place in p.placements[1:])

@@ -1,6 +1,7 @@
 """What a new run starts from: another run's model or everything of it, Meta Lingua's checkpoints,
 files of torch.save; on any topology, and never what does not fit."""
 
+import json
 import os
 import pickle
 import shutil
@@ -115,8 +116,8 @@ def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_che
 
     whole_run = Outcome(tmp_path / "tail", [])
     whole_run.dump_dir.mkdir()
-    lines = (through.dump_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (whole_run.dump_dir / "metrics.jsonl").write_text("".join(lines[K:]))
+    lines = [json.dumps(line) + "\n" for line in through.lines[K:]]
+    (whole_run.dump_dir / "metrics.jsonl").write_text("".join(lines))
     assert differs(run, whole_run) == []
     alone = runs.train((1, 1, 1), start(first.dump_dir) | {"stop_at": END - K})
     assert set(differs(alone, whole_run)) == {"batch_hash", *TOLERANCES}
@@ -158,7 +159,6 @@ def logits_here(overrides: dict[str, Any]) -> Tensor:
     """Of TOKENS, by the model that a run begins with."""
     with closing(StopRequest()) as stop, ExitStack() as open_parts:
         run, _, _ = set_up(app, arguments(overrides), stop, open_parts)
-        run.report.close()
         with torch.no_grad():
             return whole(run.model(TOKENS))
 

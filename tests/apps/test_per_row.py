@@ -72,7 +72,6 @@ def first_step_here(
         valid, *_ = count_targets(batch, False, False, run.mesh)
         torch._dynamo.utils.counters.clear()
         loss, _ = Objective(run).gradients(batch, valid)
-        run.report.close()
     if args.distributed.compile:  # a graph for all blocks and micro-steps, without a break
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

@@ -34,7 +34,7 @@ def wait_for(condition: Any, job: subprocess.Popen, seconds: float = 60.0) -> No
 
 def n_lines(dump_dir: Path) -> int:
     file = dump_dir / "metrics.jsonl"
-    return file.read_text().count("\n") if file.exists() else 0
+    return file.read_text().count('"loss"') if file.exists() else 0
 
 
 def text_of(log: Path) -> str:

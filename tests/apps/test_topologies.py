@@ -224,6 +224,8 @@ def test_a_global_batch_without_a_valid_target_is_an_error(runs: Runs) -> None:
     two_rows = {"data.global_batch_size": 2}
     run = runs.train((1, 2, 1), two_rows, twist=Twist(some_targets=True), refused=True)
     assert run.error == "step 1: all targets are ignored in its global batch (rows 0 to 1)"
+    stop = run.events[-1]
+    assert (stop["event"], stop["step"], stop["error"]) == ("stop", 0, f"UserError: {run.error}")
 
 
 def test_a_gradient_with_a_wrong_divisor_is_seen(

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,12 @@ def report_here(dump_dir: Path) -> tuple[dict[str, Any], list[str]]:
     logger.setLevel(logging.INFO)
     mesh = start(torch.device("cpu"), detect_launch(), DistributedArgs())
     args = arguments({"dump_dir": dump_dir, "logging.wandb.mode": "offline"})
-    report = Reporter(args, mesh, Progress(), flops_per_token=1.0)
-    held_out = {"nats_per_byte": 2.0, "nats_per_token": 3.0, "tokens": 5}
-    report.validation(54_000, "wiki", held_out)
-    report.validation(54_000, "pairs", {"loss": 0.5, "accuracy": 1.0})
-    report.evaluation([{"step": 54_000, "task": "arc", "acc,none": 0.5}])
-    summary = dict(report.wandb.summary)
-    report.close()
+    with Reporter(args, mesh, Progress(), flops_per_token=1.0) as report:
+        held_out = {"nats_per_byte": 2.0, "nats_per_token": 3.0, "tokens": 5}
+        report.validation(54_000, "wiki", held_out)
+        report.validation(54_000, "pairs", {"loss": 0.5, "accuracy": 1.0})
+        report.evaluation([{"step": 54_000, "task": "arc", "acc,none": 0.5}])
+        summary = dict(report.wandb.summary)
     logger.removeHandler(handler)
     return summary, logged
 
@@ -62,6 +62,11 @@ def test_the_held_out_loss_of_several_sources_is_logged_as_their_mean_over_bytes
     args = arguments({"data.root_dir": tmp_path})
     prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=str)
     run = Runs(ranks, tmp_path, tmp_path).train((1, 1, 1), {"stop_at": 1, "validation.every": 1})
+    start, stop = run.events
+    assert (start["event"], start["topology"], start["device"]) == ("start", [1, 1, 1], "cpu")
+    assert (start["step"], start["hosts"]) == (0, [socket.gethostname()])
+    assert start["torch"] == torch.__version__ and len(start["commit"].partition("-")[0]) == 40
+    assert (stop["event"], stop["step"], stop["reason"]) == ("stop", 1, "stop_at")
     losses = [line["nats_per_byte"] for line in run.held_out]
     sizes = [line["bytes"] for line in run.held_out]
     nats = [loss * size for loss, size in zip(losses, sizes, strict=True)]

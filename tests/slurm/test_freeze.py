@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lingua.errors import UserError
-from lingua.slurm.freeze import freeze_code
+from lingua.slurm.freeze import code_version, freeze_code
 
 pytestmark = pytest.mark.quick
 
@@ -52,6 +52,17 @@ def test_untracked_secrets_and_large_files_are_named_and_not_copied(tmp_path: Pa
         (checkout / name).write_text("secret")
     (checkout / "data.bin").write_bytes(bytes(3 << 20))
     copy = freeze_code(checkout / "train.py", tmp_path / "run", lines.append)
+
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    commit = head.stdout.strip()
+    for file in (checkout / "train.py", copy / "private" / "notes.py"):
+        assert code_version(file) == commit
+    (checkout / "train.py").write_text("2\n")
+    assert code_version(checkout / "train.py") == f"{commit}-dirty"
+    freeze_code(checkout / "train.py", tmp_path / "later", lines.append)
+    assert code_version(tmp_path / "later" / "code" / "train.py") == f"{commit}-dirty"
+    assert code_version(tmp_path / "run" / "x.py") is None
+    del lines[2:]
 
     copied = {str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()}
     untracked = {"private/new.py", "tokens.py", "tokenizer.json"}

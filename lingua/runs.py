@@ -1,0 +1,376 @@
+"""A table of runs, launched or plain, finished or not, found below the given folders:
+
+    python -m lingua.runs runs
+    python -m lingua.runs runs/a runs/b sort=heldout filter="state=running,optim.lr>1e-3"
+    python -m lingua.runs runs seeds=true --csv
+
+Its columns are the config keys in which the runs differ, the state, the step, the held-out loss of
+all sources in nats per byte, the smoothed training loss, tokens/s and the time left.
+--csv and --json print all of it for programs, the numbers with all digits.
+"""
+
+import csv
+import json
+import math
+import operator
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingua.command import run_command, split_folders
+from lingua.config.load import load
+from lingua.config.schema import Free
+from lingua.config.values import parse_argument, plain, show
+from lingua.errors import UserError, nearest
+from lingua.format import align, counted, printable, short_count, short_time
+from lingua.lock import seems_held
+from lingua.records import Record, differing, heldout, open_runs, smooth
+
+TAIL_BYTES = 96 << 10  # of metrics.jsonl that are read: enough lines for the smoothed loss
+MOST_KEYS = 8  # config keys that the table shows by itself
+MOST_PROBLEMS = 10  # lines about files that could not be read
+LOCK = "run.lock"  # of a dump dir, held while its run trains
+
+
+@dataclass
+class RunsArgs:
+    # column or config key to sort by, with a minus for the largest first; null: by folder
+    sort: Free[str | None] = None
+    # runs to show, by columns and config keys: filter="state=running,optim.lr>=1e-3"
+    filter: Free[str | None] = None
+    seeds: Free[bool] = False  # one line for the runs that differ only in their seed
+    sources: Free[bool] = False  # the held-out loss of each source too
+    # config keys to show; null: those that differ between the runs, at most eight in the table
+    columns: Free[list[str] | None] = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table shows of a run, or of several that differ only in their seed. Losses are None
+    where they were not measured and NaN where they are not finite."""
+
+    name: str
+    folder: Path
+    state: str  # running, finished, stopped, failed, not started
+    age_s: float | None  # since the newest line of metrics.jsonl
+    step: int
+    steps: int | None  # the step that the run trains up to
+    heldout: float | None  # nats per byte of all sources
+    heldout_step: int | None  # where it was measured
+    loss: float | None  # of training, smoothed
+    tokens_per_s: float | None
+    left_s: float | None  # seconds of training left, at the last measured speed
+    sources: dict[str, float]  # the held-out loss of each source
+    config: Mapping[str, Any]
+    n: int = 1  # runs
+    spread: dict[str, float] = field(default_factory=dict)  # of several, by column
+
+
+# ---- what a row says
+
+
+def row_of(record: Record) -> Row:
+    config, metrics, newest = record.config, record.metrics, record.newest
+    end = [v for v in (config.get("steps"), config.get("stop_at")) if type(v) is int]
+    steps = min(end) if end else None
+    step = newest.get("step", 0)
+    measured_at, losses = heldout(record)
+    state = _state(record, steps)
+    step_s, speed = (_last(metrics[name]) for name in ("step_time_s", "tokens_per_s"))
+    left = None if step_s is None or steps is None else max(0, steps - step) * step_s
+    measured = [(name, _last(c["nats_per_byte"])) for name, c in record.validation.items()]
+    return Row(
+        name=record.name,
+        folder=record.folder,
+        state=state,
+        age_s=_age_s(newest),
+        step=step,
+        steps=steps,
+        heldout=_last(losses),
+        heldout_step=int(measured_at[-1]) if len(measured_at) else None,
+        loss=_last(smooth(metrics["loss"], metrics.step)),
+        tokens_per_s=speed,
+        left_s=left if state == "running" else None,
+        sources={name: value for name, value in measured if value is not None},
+        config=config,
+    )
+
+
+def _state(record: Record, steps: int | None) -> str:
+    """From the lock, which a killed run leaves behind, and from the newest line."""
+    lock, newest = record.folder / LOCK, record.newest
+    if seems_held(lock):
+        return "running"
+    if lock.exists() or (newest.get("event") == "stop" and "error" in newest):
+        return "failed"
+    if steps is not None and newest.get("step", 0) >= steps:
+        return "finished"
+    return "stopped" if newest or (record.folder / "config.yaml").exists() else "not started"
+
+
+def _last(values: np.ndarray) -> float | None:
+    return float(values[-1]) if len(values) else None
+
+
+def _age_s(line: Mapping[str, Any]) -> float | None:
+    try:
+        written = datetime.fromisoformat(str(line.get("created_at")))
+        return max(0.0, (datetime.now(UTC) - written.astimezone(UTC)).total_seconds())
+    except (ValueError, OverflowError):
+        return None
+
+
+def over_seeds(records: Sequence[Record], rows: Sequence[Row]) -> list[Row]:
+    """One row for the runs whose configs differ only in their seed: means, with the standard
+    deviation of a run as spread, at the last step that all of them have in common."""
+    groups: dict[str, list[int]] = {}
+    keys = [key for key in differing(records) if key != "seed"]
+    for i, row in enumerate(rows):
+        groups.setdefault(show({key: row.config.get(key) for key in keys}), []).append(i)
+    return [_mean([records[i] for i in g], [rows[i] for i in g]) for g in groups.values()]
+
+
+def _mean(records: Sequence[Record], rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    step = min(row.step for row in rows)
+    states = {row.state for row in rows}
+    losses = [_at(r.metrics.step, smooth(r.metrics["loss"], r.metrics.step)) for r in records]
+    measured = [_at(*heldout(r)) for r in records]
+    ages = [row.age_s for row in rows if row.age_s is not None]
+    spread: dict[str, float] = {}
+    at: dict[str, int] = {}
+
+    def mean(column: str, found: Sequence[Mapping[int, float]]) -> float | None:
+        common = set.intersection(*(set(f) for f in found))
+        if not common:
+            return None
+        at[column] = max(common)
+        values = np.array([f[at[column]] for f in found])
+        spread[column] = float(values.std(ddof=1))
+        return float(values.mean())
+
+    names = set.intersection(*(set(row.sources) for row in rows))
+    return Row(
+        name=rows[0].name,
+        folder=rows[0].folder,
+        state=states.pop() if len(states) == 1 else "mixed",
+        age_s=min(ages, default=None),
+        step=step,
+        steps=rows[0].steps,
+        heldout=mean("heldout", measured),
+        heldout_step=at.get("heldout"),
+        loss=mean("loss", [{s: v for s, v in f.items() if s <= step} for f in losses]),
+        tokens_per_s=_mean_of([row.tokens_per_s for row in rows]),
+        left_s=max((row.left_s for row in rows if row.left_s is not None), default=None),
+        sources={
+            name: value
+            for name in sorted(names)
+            if (value := mean(name, [_source(r, name) for r in records])) is not None
+        },
+        config={k: v for k, v in rows[0].config.items() if k != "seed"},
+        n=len(rows),
+        spread=spread,
+    )
+
+
+def _at(step: np.ndarray, values: np.ndarray) -> dict[int, float]:
+    return dict(zip(step.tolist(), values.tolist(), strict=True))
+
+
+def _source(record: Record, name: str) -> dict[int, float]:
+    columns = record.validation[name]
+    return _at(columns.step, columns["nats_per_byte"])
+
+
+def _mean_of(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+# ---- which rows, in which order
+
+COLUMNS = ("name", "state", "age_s", "step", "steps", "heldout", "loss", "tokens_per_s", "left_s")
+_COMPARE = {
+    "<=": operator.le, ">=": operator.ge, "!=": operator.ne,
+    "=": operator.eq, "<": operator.lt, ">": operator.gt,
+}  # fmt: skip
+
+
+def chosen(rows: Sequence[Row], conditions: str) -> list[Row]:
+    """The rows that fulfil every one of the conditions, `state=running,optim.lr>=1e-3`. A row
+    without a value fulfils `!=` alone. Raises UserError."""
+    kept = list(rows)
+    for condition in conditions.split(","):
+        found = re.fullmatch(r"\s*([\w.-]+?)\s*(<=|>=|!=|=|<|>)(.*)", condition)
+        if found is None:
+            raise UserError(f"filter = {conditions}: {condition!r} must be KEY=VALUE, <, <=, >, >=")
+        key, sign, text = _key(rows, found[1], "filter"), found[2], found[3].strip()
+        wanted = plain(parse_argument(text))
+
+        def fulfils(row: Row, key: str = key, sign: str = sign, wanted: Any = wanted) -> bool:
+            value = _value(row, key)
+            if isinstance(value, int | float) and isinstance(wanted, int | float):
+                return _COMPARE[sign](value, wanted)
+            if sign in ("=", "!="):
+                return _COMPARE[sign](_text(value), _text(wanted))
+            return False
+
+        kept = [row for row in kept if fulfils(row)]
+    return kept
+
+
+def ordered(rows: Sequence[Row], by: str) -> list[Row]:
+    """Rows by a column or a config key, `-heldout` for the largest first; those without a value, or
+    with NaN, last. Raises UserError."""
+    key = _key(rows, by.removeprefix("-"), "sort")
+
+    def place(row: Row) -> tuple[float, str]:
+        value = _value(row, key)
+        number = isinstance(value, int | float)
+        return (float(value), "") if number else (math.inf, _text(value))
+
+    known = [row for row in rows if _value(row, key) is not None and place(row)[0] == place(row)[0]]
+    known_ids = set(map(id, known))
+    rest = [row for row in rows if id(row) not in known_ids]
+    return sorted(known, key=place, reverse=by.startswith("-")) + rest
+
+
+def _key(rows: Sequence[Row], name: str, of: str) -> str:
+    """The column or config key that is meant: `lr` is optim.lr where no other key ends so."""
+    keys = dict.fromkeys(key for row in rows for key in row.config)
+    ends = [key for key in keys if key.endswith(f".{name}")]
+    if name in COLUMNS or name in keys or len(ends) == 1:
+        return name if name in COLUMNS or name in keys else ends[0]
+    allowed = [*COLUMNS, *keys]
+    several = f", such as {' or '.join(ends)}" if ends else nearest(name, allowed)
+    raise UserError(f"{of}: {name} must be a config key or one of {', '.join(COLUMNS)}{several}")
+
+
+def _value(row: Row, key: str) -> Any:
+    return getattr(row, key) if key in COLUMNS else row.config.get(key)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else show(value)
+
+
+# ---- as text
+
+
+def table(
+    rows: Sequence[Row], keys: Sequence[str] = (), sources: bool = False, **more: Sequence[str]
+) -> str:
+    """Lines for people. `more` are further columns at the right, a cell for each row."""
+    names = sorted({name for row in rows for name in row.sources}) if sources else []
+    runs = ["runs"] if any(row.n > 1 for row in rows) else []
+    head = ["run", *map(_short(keys), keys), *runs, "state", "age", "step", "held-out", *names]
+    lines = [[*head, "loss", "tok/s", "left", *more]]
+    for i, row in enumerate(rows):
+        late = row.heldout_step not in (None, row.step)
+        at = f" at {row.heldout_step}" if late else ""
+        lines.append(
+            [
+                row.name,
+                *(_text(row.config.get(key)) if key in row.config else "-" for key in keys),
+                *([str(row.n)] if runs else []),
+                row.state,
+                _shown(row.age_s, short_time),
+                f"{row.step}/{row.steps}" if row.steps is not None else str(row.step),
+                _loss(row, "heldout", row.heldout) + at,
+                *(_loss(row, name, row.sources.get(name)) for name in names),
+                _loss(row, "loss", row.loss),
+                _shown(row.tokens_per_s, short_count),
+                _shown(row.left_s, short_time),
+                *(cells[i] for cells in more.values()),
+            ]
+        )
+    return printable("\n".join(align(lines, left=1 + len(keys))))
+
+
+def _short(keys: Sequence[str]) -> Any:
+    """Names of config keys without their group, where that is enough."""
+    ends = [key.rpartition(".")[2] for key in keys]
+    return lambda key: end if ends.count(end := key.rpartition(".")[2]) == 1 else key
+
+
+def _shown(value: float | None, form: Any) -> str:
+    return "-" if value is None else "nan" if math.isnan(value) else form(value)
+
+
+def _loss(row: Row, column: str, value: float | None) -> str:
+    spread = f" ±{row.spread[column]:.4f}" if column in row.spread else ""
+    return _shown(value, "{:.4f}".format) + spread
+
+
+def entries(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every row as plain values for programs; what is not finite is None."""
+    for row in rows:
+        entry = {name: getattr(row, name) for name in COLUMNS}
+        entry |= {"folder": str(row.folder), "heldout_step": row.heldout_step, "runs": row.n}
+        entry |= {f"heldout.{name}": value for name, value in row.sources.items()}
+        entry |= {f"spread.{name}": value for name, value in row.spread.items()}
+        entry |= {f"config.{key}": row.config.get(key) for key in keys}
+        yield {k: None if isinstance(v, float) and not math.isfinite(v) else v
+               for k, v in entry.items()}  # fmt: skip
+
+
+def _print_csv(lines: Sequence[Mapping[str, Any]]) -> None:
+    names = dict.fromkeys(name for line in lines for name in line)
+    writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        writer.writerow({k: _text(v) if isinstance(v, list | dict) else v for k, v in line.items()})
+
+
+# ---- command line
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    folders, words = split_folders(argv)
+    form = [word for word in words if word in ("--csv", "--json")]
+    args, _ = load(RunsArgs, [word for word in words if word not in form])
+    if not folders or len(form) > 1:
+        raise UserError("usage: python -m lingua.runs DIR... [key=value ...] [--csv | --json]")
+    records = open_runs(folders, TAIL_BYTES)
+    rows = [row_of(record) for record in records]
+    keys = differing(records)
+    if args.seeds:
+        rows, keys = over_seeds(records, rows), [key for key in keys if key != "seed"]
+    if args.columns is not None:
+        keys = [_key(rows, name, "columns") for name in args.columns]
+    if args.filter is not None:
+        rows = chosen(rows, args.filter)
+    if args.sort is not None:
+        rows = ordered(rows, args.sort)
+    if form == ["--json"]:
+        print(json.dumps(list(entries(rows, keys)), indent=1, default=str))
+    elif form == ["--csv"]:
+        _print_csv(list(entries(rows, keys)))
+    else:
+        shown = keys if args.columns is not None else keys[:MOST_KEYS]
+        print(table(rows, shown, args.sources))
+        if hidden := keys[len(shown) :]:
+            print(f"{counted(len(hidden), 'more key')} differ (columns=[...] chooses): "
+                  + printable(", ".join(hidden)))  # fmt: skip
+    report_problems(records)
+
+
+def report_problems(records: Iterable[Record]) -> None:
+    """On stderr, what could not be read."""
+    problems = [problem for record in records for problem in record.problems]
+    for problem in problems[:MOST_PROBLEMS]:
+        print(f"warning: {printable(problem)}", file=sys.stderr)
+    if len(problems) > MOST_PROBLEMS:
+        print(f"warning: {len(problems) - MOST_PROBLEMS:,} more of this kind", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_command(main)
