@@ -20,10 +20,12 @@ from lingua.config.values import plain, read_file, scalar
 from lingua.errors import UserError
 from lingua.files import file_size, read_bytes
 
-CONFIGS = ("config.yaml", "base_config.yaml")  # of a run that has started; of one launched
-STARTED = ("metrics.jsonl", "train.log", "base_config.yaml")  # a dump dir has one of them too
-# Keys that only name a run or a place; what is trained does not depend on them.
-NAMES = ("name", "dump_dir", "checkpoint.path", "logging.wandb.name", "logging.wandb.dir")
+BASE = "base_config.yaml"  # the config of a run that was launched
+CONFIGS = ("config.yaml", BASE)  # that of a run that has started is resolved
+STARTED = ("metrics.jsonl", "train.log", BASE)  # a dump dir has one of them too
+# Keys that only name a run, a place or its last step; what is trained does not depend on them.
+NAMES = ("name", "dump_dir", "stop_at", "checkpoint.path")
+NAMES += ("logging.wandb.name", "logging.wandb.dir")
 MAPPINGS = ("data.sources", "data.source_files", "eval.job")  # keys whose value is a mapping
 MOST_BYTES = 1 << 29  # of a file that is read
 MOST_COLUMNS, MOST_PROBLEMS = 1000, 5  # of a file

@@ -291,7 +291,7 @@ def table(
                 *(cells[i] for cells in more.values()),
             ]
         )
-    return printable("\n".join(align(lines, left=1 + len(keys))))
+    return printable("\n".join(align(lines, left=2 + len(keys) + len(runs))))
 
 
 def _short(keys: Sequence[str]) -> Any:
@@ -332,13 +332,18 @@ def _print_csv(lines: Sequence[Mapping[str, Any]]) -> None:
 # ---- command line
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else list(argv)
+def arguments(argv: Sequence[str]) -> tuple[list[str], RunsArgs, str]:
+    """(folders, keys, `--csv`, `--json` or empty) of a command line. Raises UserError."""
     folders, words = split_folders(argv)
     form = [word for word in words if word in ("--csv", "--json")]
     args, _ = load(RunsArgs, [word for word in words if word not in form])
     if not folders or len(form) > 1:
         raise UserError("usage: python -m lingua.runs DIR... [key=value ...] [--csv | --json]")
+    return folders, args, "".join(form)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    folders, args, form = arguments(sys.argv[1:] if argv is None else argv)
     records = open_runs(folders, TAIL_BYTES)
     rows = [row_of(record) for record in records]
     keys = differing(records)
@@ -350,9 +355,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = chosen(rows, args.filter)
     if args.sort is not None:
         rows = ordered(rows, args.sort)
-    if form == ["--json"]:
+    if form == "--json":
         print(json.dumps(list(entries(rows, keys)), indent=1, default=str))
-    elif form == ["--csv"]:
+    elif form == "--csv":
         _print_csv(list(entries(rows, keys)))
     else:
         shown = keys if args.columns is not None else keys[:MOST_KEYS]

@@ -34,6 +34,7 @@ from lingua.convert import ConvertArgs
 from lingua.data.prepare.__main__ import PrepareArgs
 from lingua.data.show import ShowArgs
 from lingua.errors import UserError
+from lingua.runs import arguments as arguments_of_runs
 from lingua.slurm.launch import split_arguments
 from tests.programs import python
 
@@ -259,6 +260,8 @@ def parse_program(module: str, argv: list[str]) -> None:
         argv = []
     elif module in classes:
         load(classes[module], argv, META_LINGUA, partial=module.startswith("lingua.data"))
+    elif module == "lingua.runs":
+        arguments_of_runs(argv)
     elif module == "apps.main.train":
         load(choose_app(argv).config, argv, META_LINGUA)
     elif module == "lingua.stool" and argv[:1] != ["status"]:
@@ -301,6 +304,8 @@ def help_of(*program: str) -> str:
         "python -m lingua.stool config=apps/main/configs/debug.yaml sweep.optim.rl=1e-3,3e-4",
         "python -m lingua.stool config=apps/main/configs/debug.yaml nods=2",
         "python -m lingua.checkpoint shw runs/debug",
+        "python -m lingua.runs runs srot=heldout",
+        "python -m lingua.runs runs --cvs",
         "python -m lingua.checkpoint convert runs/debug debug.pth --al",
         "python -m lingua.convert source=runs/debug dest=debug-hf",
         "python -m lingua.data.show config=apps/main/configs/debug.yaml stp=3",

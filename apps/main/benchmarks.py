@@ -114,8 +114,9 @@ class Benchmarks:
         for job in status(jobs) if any(jobs.glob("*/job_id")) else ():
             if job.failed and job.job_id not in self._logged:
                 self._logged.add(job.job_id)
-                why = "; ".join(job.errors) or f"see {jobs / job.name / 'logs'}"
-                logger.error(f"job {job.job_id}, which evaluates {job.name}, is {job.state}: {why}")
+                why = "; ".join(job.errors) or f"see {job.row.folder / 'logs'}"
+                step = job.row.folder.name
+                logger.error(f"job {job.job_id}, which evaluates {step}, is {job.state}: {why}")
 
 
 def results_folder(args: TrainArgs, step: int) -> Path:

@@ -4,11 +4,8 @@ it and the code to the dump dir, and submits a job that runs from there."""
 import os
 import re
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import product
@@ -26,10 +23,12 @@ from lingua.config.values import parse_argument, plain
 from lingua.errors import UserError
 from lingua.format import printable
 from lingua.parallel.launch import run_slurm
-from lingua.signals import StopRequest, exec_program
+from lingua.records import BASE
+from lingua.signals import exec_program
 from lingua.slurm.freeze import CODE, COMMIT, DIFF, freeze_code, move_away
 from lingua.slurm.jobs import ENDED, environment_of_another, job_states
-from lingua.slurm.status import BASE, JOB, status, table
+from lingua.slurm.local import Command, run_one, run_sweep, shares, visible_gpus
+from lingua.slurm.status import JOB, status, table
 
 SCRIPT = "submit.slurm"
 MOST_RUNS = 1000  # of a sweep; Slurm's own default for an array
@@ -57,7 +56,9 @@ class JobArgs:
     # any other option of sbatch by its long name, slurm.reservation=NAME; one without value is true
     slurm: dict[str, Any] = field(default_factory=dict)
     setup: list[str] = field(default_factory=list)  # shell lines before the run: [module load x]
-    at_once: int | None = None  # of a sweep, how many runs at once; null: all
+    # of a sweep, how many runs at once; null: all of them as jobs, one on this machine, whose cores
+    # and GPUs are divided among those that run
+    at_once: int | None = None
     dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -105,8 +106,9 @@ def launch(
     # An app is trusted because the command line names it; the program must not rely on a file.
     program = [module.__name__, *(word for word in arguments if word.startswith("app="))]
     if job.launcher == "local":
+        _shares(job, configs)  # which may refuse at_once
         _write_inputs(module, root, configs)
-        return _run_here(job, root, configs, program)
+        return _run_here(job, root, configs, program, swept=bool(sweep))
     executor, batch_script = _batch(job, root, whole.name, len(configs))
     _check_possible(job, batch_script)
     _write_inputs(module, root, configs, batch_script)
@@ -313,32 +315,36 @@ def _submit(executor: Any, root: Path, configs: list[Any], program: list[str]) -
     return launched
 
 
-def _run_here(job: JobArgs, root: Path, configs: list[Any], program: list[str]) -> list[Launched]:
-    """Run them on this machine by torchrun, one after the other. A signal stops the current run,
-    which saves, and starts no other."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu), "--redirects", "3", "--tee", "0:3"]
-    shell = "\n".join([*_setup(job, root), 'exec "$@"'])
-    # What torchrun prints before each line of rank 0; its default names the role.
-    env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " "}
-    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "300"  # seconds to save, before torchrun kills
-    launched = []
-    with closing(StopRequest()) as stop:
-        for config in configs:
-            logs = ["--log-dir", f"{config.dump_dir}/logs"]
-            command = [*torchrun, *logs, "-m", *program, _config_word(config)]
-            process = subprocess.Popen(
-                ["bash", "-c", shell, "bash", *command], env=os.environ | env
-            )
-            while process.poll() is None and stop.signal is None:
-                time.sleep(0.1)
-            # A terminal sends its Ctrl-C, and that it is closed, to torchrun too.
-            if stop.signal not in (None, "SIGINT", "SIGHUP"):
-                process.terminate()
-            launched.append(Launched(Path(config.dump_dir), None, process.wait()))
-            if stop.signal is not None:
-                break
-    return launched
+def _run_here(
+    job: JobArgs, root: Path, configs: list[Any], program: list[str], swept: bool
+) -> list[Launched]:
+    """Run them on this machine by torchrun: one whose output is shown, or a sweep."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3"]
+    torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu)]
+    shell = [
+        *_setup(job, root),
+        # What torchrun prints before each line of rank 0; its default names the role.
+        "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=' '",
+        "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300",  # seconds to save, before torchrun kills
+        'exec "$@"',
+    ]
+    bash = ["bash", "-c", "\n".join(shell), "bash", *torchrun]
+    commands: list[Command] = []
+    for config in configs:
+        shown = [] if swept else ["--tee", "0:3"]
+        logs = ["--log-dir", f"{config.dump_dir}/logs", *shown]
+        argv = [*bash, *logs, "-m", *program, _config_word(config)]
+        commands.append((Path(config.dump_dir), argv))
+    codes = run_sweep(root, commands, _shares(job, configs)) if swept else [run_one(commands[0][1])]
+    return [Launched(d, None, code) for (d, _), code in zip(commands, codes, strict=False)]
+
+
+def _shares(job: JobArgs, configs: list[Any]) -> list[dict[str, str]]:
+    """Of this machine, for each of the runs that a sweep runs at once."""
+    on_cpu = job.gpus == "none" or getattr(configs[0], "device", "auto") == "cpu"
+    at_once = min(job.at_once or 1, len(configs))
+    cores = len(os.sched_getaffinity(0))
+    return shares(at_once, job.nodes * job.ngpu, [] if on_cpu else visible_gpus(), cores)
 
 
 # ---- command line

@@ -13,39 +13,81 @@ import pytest
 
 from lingua.errors import UserError
 from lingua.slurm.launch import JobArgs, launch, main, split_arguments, split_values
+from lingua.slurm.local import run_sweep, shares
 from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, write_sources
 
 REPO = Path(__file__).parents[2]
 
 
-def test_a_sweep_on_this_machine_saves_and_ends_at_the_first_signal(tmp_path: Path) -> None:
+def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path: Path) -> None:
     text, sweep = tmp_path / "text", tmp_path / "sweep"
     text.mkdir()
     write_sources(text)
-    job = ["script=tests.slurm_app", "launcher=local", "ngpu=2", "setup=[export STEP_S=0.2]"]
+    job = ["script=tests.slurm_app", "launcher=local", "at_once=2", "setup=[export STEP_S=0.2]"]
     values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
-    values["sweep.optim.lr"] = "1e-3,3e-4"
+    values["sweep.optim.lr"] = "1e-3,3e-4,1e-4"
     command = [sys.executable, "-m", "lingua.stool", *job, *(f"{k}={v}" for k, v in values.items())]
     env = os.environ | {"A_SECRET": (secret := secrets.token_hex())}
+
+    def both_train() -> bool:
+        return sum('"loss"' in path.read_text() for path in sweep.glob("*/metrics.jsonl")) == 2
+
     with subprocess.Popen(
-        command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=REPO,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # the processes of one terminal
     ) as launcher:
         try:
-            while not any(path.stat().st_size for path in sweep.glob("*/metrics.jsonl")):
-                assert launcher.poll() is None, launcher.stdout.read().decode()
+            while launcher.poll() is None and not both_train():
                 time.sleep(0.05)
-            launcher.send_signal(signal.SIGTERM)
-            output = launcher.communicate(timeout=60)[0].decode()
+            os.killpg(launcher.pid, signal.SIGINT)
+            output = launcher.communicate(timeout=120)[0].decode()
         finally:
             launcher.kill()
-    [log] = sweep.glob("*/train.log")  # of the first: the second was not started
-    assert "stopped by SIGTERM after step" in log.read_text(), output
-    [checkpoint] = (log.parent / "checkpoints").glob("0*")
-    assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
-    assert launcher.returncode, output
+    logs = sorted(sweep.glob("*/train.log"))  # of the first two: the third was not started
+    assert [log.parent.name[:3] for log in logs] == ["000", "001"], output
+    for log in logs:
+        assert "stopped by SIGINT after step" in log.read_text(), output
+        [checkpoint] = (log.parent / "checkpoints").glob("0*")
+        assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
+    assert launcher.returncode and "step " not in output.partition("SIGINT: 2 runs will save")[0], (
+        output
+    )
+    assert "stopped by SIGINT; 1 run not started. The same command with dirs_exists_ok" in output
+
+    assert output.count("  stopped  step ") == 2 and "state" in output.splitlines()[-4]
     files = [path for path in sweep.rglob("*") if path.is_file()]
     assert secret not in output and not any(secret.encode() in f.read_bytes() for f in files)
+
+
+def test_runs_that_run_at_once_divide_the_machine() -> None:
+    assert shares(1, 2, [], 8) == [{}] and shares(1, 2, ["0", "1", "2"], 8) == [{}]
+    assert shares(3, 1, [], 8) == 3 * [{"OMP_NUM_THREADS": "2"}]
+    assert shares(3, 4, [], 8) == 3 * [{"OMP_NUM_THREADS": "1"}]
+    parts = shares(2, 2, ["1", "3", "GPU-a", "GPU-b", "7"], 8)
+    assert [part["CUDA_VISIBLE_DEVICES"] for part in parts] == ["1,3", "GPU-a,GPU-b"]
+    with pytest.raises(UserError, match=r"at_once = 3: must be at most 2: this machine has 5 GPUs"):
+        shares(3, 2, list("01234"), 8)
+
+
+def test_a_run_of_a_sweep_that_fails_does_not_end_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    commands = []
+    for name, code in (("bad", "raise ValueError('why')"), ("good", "print('done')")):
+        folder = tmp_path / name
+        (folder / "logs").mkdir(parents=True)
+        (folder / "base_config.yaml").write_text("steps: 5\n")
+        commands.append((folder, [sys.executable, "-c", code]))
+    assert run_sweep(tmp_path, commands, [{}]) == [1, 0]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("1 of 2  bad  failed  step 0/5  ")
+    assert f"see {tmp_path}/bad/logs" in lines[1] and lines[2].startswith("2 of 2  good  ")
+    assert "ValueError: why" in (tmp_path / "bad" / "logs" / "launcher.log").read_text()
 
 
 def test_print_shows_the_script_and_needs_no_slurm(

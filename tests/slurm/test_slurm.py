@@ -3,11 +3,14 @@ test_stool.py."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lingua.monitor.metrics import append_line
+from lingua.records import smooth
 from lingua.slurm.jobs import environment_of_another
 from lingua.slurm.status import status
+from tests.locks import ELSEWHERE
 
 pytestmark = pytest.mark.quick
 
@@ -25,6 +28,7 @@ def test_another_job_does_not_inherit_the_variables_of_this_one(monkeypatch) -> 
 
 def test_status_shows_the_last_complete_line_about_a_step(tmp_path: Path) -> None:
     (tmp_path / "base_config.yaml").write_text("steps: 10\nstop_at: 8\n")
+    (tmp_path / "run.lock").write_text(ELSEWHERE)
     metrics = tmp_path / "metrics.jsonl"
     for step in (2, 4):
         append_line(metrics, {"step": step, "loss": 1 / step, "step_time_s": 0.5})
@@ -33,4 +37,7 @@ def test_status_shows_the_last_complete_line_about_a_step(tmp_path: Path) -> Non
         file.write('\n[]\n{"step": 6, "loss": 0.1')
     (tmp_path / "job_id").write_text("")
     [run] = status(tmp_path)
-    assert (run.step, run.steps, run.loss, run.left_s) == (4, 8, 0.25, 2.0)
+    row = run.row
+    assert (row.state, row.step, row.steps, row.left_s) == ("running", 5, 8, 1.5)
+    assert row.loss == smooth(np.array([0.5, 0.25]), np.array([2, 4]))[-1]
+    assert not run.failed and run.state == "-"
