@@ -103,7 +103,7 @@ def _table(steps: list[int], runs: dict[str, list[list[float]]]) -> list[str]:
         unpaired = arm.var(0, ddof=1) + base.var(0, ddof=1)
         for i, step in enumerate(steps):
             rows.append((
-                name, f"{step}", f"{(arm - base).mean(0)[i]:+.5f}", f"{paired[i] ** 0.5:.5f}",
-                f"{unpaired[i] ** 0.5:.5f}", f"{unpaired[i] / paired[i]:.1f}",
+                name, f"{step}", f"{(arm - base).mean(0)[i]:+.5f}", f"{paired[i] ** 0.5:.2g}",
+                f"{unpaired[i] ** 0.5:.2g}", f"{unpaired[i] / paired[i]:.2g}",
             ))  # fmt: skip
     return align(rows, left=1)

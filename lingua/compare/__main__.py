@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lingua.command import run_command
+from lingua.command import run_command, split_folders
 from lingua.compare.arms import Arm, Measured, choose_base, find_arms, label, measure_runs
 from lingua.compare.comparison import compare
 from lingua.compare.text import UNITS, as_json, lines, wrapped
@@ -51,20 +51,22 @@ class CompareArgs:
         yield from require(self, "from 0.5 to 0.9999", lambda v: 0.5 <= v <= 0.9999, "level")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if argv is None else list(argv)
-    as_numbers = "--json" in words
-    words = [word for word in words if word != "--json"]
-    against = words.index("--against") if "--against" in words else len(words)
-    is_run = [w[:1] != "-" and ("=" not in w or Path(w).exists()) for w in words]
-    args, _ = load(CompareArgs, _keys(words, is_run))
-    first, second = (
-        [word for word, run in list(zip(words, is_run, strict=True))[part] if run]
-        for part in (slice(against), slice(against, None))
-    )
-    if not first or ("--against" in words and not second):
+def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], CompareArgs, bool]:
+    """(runs before --against, runs after it, keys, whether --json) of a command line. Raises
+    UserError."""
+    words = [word for word in argv if word != "--json"]
+    at = words.index("--against") if "--against" in words else len(words)
+    before, keys = split_folders(words[:at])
+    after, more = split_folders(words[at + 1 :])
+    args, _ = load(CompareArgs, [*keys, *more])
+    if not before or (at < len(words) and not after):
         raise UserError(USAGE)
-    arms, base, problems = choose_arms(open_all(first), open_all(second) if second else [])
+    return before, after, args, len(words) < len(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    before, after, args, as_numbers = arguments(sys.argv[1:] if argv is None else argv)
+    arms, base, problems = choose_arms(open_all(before), open_all(after) if after else [])
     everything = [run for arm in [*arms, base] for run in arm.runs]
     measured = measure_runs(everything, args.measure, args.step)
     # Bonferroni's correction: the intervals hold all together with at least the level asked for.
@@ -90,11 +92,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(printable(line))
     if len(found) > 1:
         print("\nOne arm alone: its differences along training, and where its runs first differ")
-
-
-def _keys(words: list[str], is_run: list[bool]) -> list[str]:
-    """The words that are neither runs nor --against, for the configuration."""
-    return [w for w, run in zip(words, is_run, strict=True) if not run and w != "--against"]
 
 
 def choose_arms(runs: list[Record], against: list[Record]) -> tuple[list[Arm], Arm, list[str]]:

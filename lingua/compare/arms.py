@@ -75,21 +75,22 @@ def measure_runs(records: Sequence[Record], name: str, step: int | None) -> Meas
     """The losses called `name`, up to the last step that all runs have, or to `step`. Runs without
     any are left out, as are those that have none at `step`. Raises UserError where no step is left.
     """
-    found = {
-        id(record): dict(zip(*map(list, heldout(record, name)), strict=True)) for record in records
-    }
+    found: dict[int, dict[int, float]] = {}
+    for record in records:
+        at, values = heldout(record, name)
+        found[id(record)] = dict(zip(at.tolist(), values.tolist(), strict=True))
     left_out, used = [], []
     for record in records:
-        steps = found[id(record)]
-        if not steps:
+        known = found[id(record)]
+        if not known:
             left_out.append(f"{record.name} has no held-out loss in {name} yet")
-        elif step is not None and step not in steps:
-            has = f"{counted(len(steps), 'measurement')}, the last at step {max(steps):,}"
+        elif step is not None and step not in known:
+            has = f"{counted(len(known), 'measurement')}, the last at step {max(known):,}"
             left_out.append(f"{record.name} has no held-out loss at step {step:,} ({has})")
         else:
             used.append(record)
     common = set.intersection(*(set(found[id(r)]) for r in used)) if used else set()
-    steps = sorted(int(s) for s in common if step is None or s <= step)
+    steps = sorted(s for s in common if step is None or s <= step)
     if not steps:
         raise UserError(_no_step(records, found, name))
     last = steps[-1]
@@ -99,7 +100,7 @@ def measure_runs(records: Sequence[Record], name: str, step: int | None) -> Meas
     return Measured(steps, losses, left_out, shortest)
 
 
-def _no_step(records: Sequence[Record], found: dict[int, dict[Any, Any]], name: str) -> str:
+def _no_step(records: Sequence[Record], found: dict[int, dict[int, float]], name: str) -> str:
     """Why there is nothing to compare."""
     rows = [f"no step at which all runs have a held-out loss in {name}; give step=N, or fewer runs"]
     for record in records[:MOST_NAMED]:

@@ -120,17 +120,17 @@ def compare(arm: Arm, base: Arm, measured: Measured, level: float) -> Comparison
         known = column[np.isfinite(column)]
         if len(known):
             along.append((step, len(known), float(known.mean()), paired(known, level)))
-    last = [[float(measured.losses[id(r)][-1]) for r in those] for those in finite]
+    last, base_last = ([float(measured.losses[id(r)][-1]) for r in some] for some in finite)
     return Comparison(
         arm=arm,
         base=base,
         steps=measured.steps,
         level=level,
-        arm_losses=last[0],
-        base_losses=last[1],
+        arm_losses=last,
+        base_losses=base_last,
         pairs=pairs,
         paired=paired(differences[:, -1], level),
-        unpaired=unpaired(*last, level),
+        unpaired=unpaired(last, base_last, level),
         along=along,
         diverged=diverged,
         identical=[pair for pair in pairs if same_run(pair.arm, pair.base)],

@@ -139,11 +139,11 @@ def causes(a: Record, b: Record) -> list[Cause]:
         found.append(Cause(kind, f"{key}: {values[0]} and {values[1]}"))
     states = [_state(run) for run in (a, b)]
     starts = [_start(run, state) for run, state in zip((a, b), states, strict=True)]
-    found += [Cause("data", text) for text in _unlike(*(state.get("data") for state in states))]
-    found += [Cause("code", text) for text in _unlike(*starts, keys=("commit",))]
+    found += [Cause("data", text) for text in _unlike([state.get("data") for state in states])]
+    found += [Cause("code", text) for text in _unlike(starts, ("commit",))]
     found += [Cause("code", text) for text in _code(a.folder / "code", b.folder / "code")]
-    found += [Cause("versions", text) for text in _unlike(*starts, keys=VERSIONS)]
-    found += [Cause("machine", text) for text in _unlike(*starts, keys=MACHINE)]
+    found += [Cause("versions", text) for text in _unlike(starts, VERSIONS)]
+    found += [Cause("machine", text) for text in _unlike(starts, MACHINE)]
     return found
 
 
@@ -153,13 +153,14 @@ def only_rounding(a: Record, b: Record) -> bool:
     keys = differing([a, b])
     rows = _aspect("rows", *(_texts(run.metrics, "batch_hash") for run in (a, b)))
     starts = [_start(run, {}) for run in (a, b)]
-    other = bool(keys) or bool(_unlike(*starts, keys=("topology",)))
+    other = bool(keys) or bool(_unlike(starts, ("topology",)))
     same = rows.steps > 0 and rows.first is None
     return other and same and all(ADDITIONS.fullmatch(key) for key in keys)
 
 
-def _unlike(a: Any, b: Any, keys: Sequence[str] | None = None) -> list[str]:
+def _unlike(values: Sequence[Any], keys: Sequence[str] | None = None) -> list[str]:
     """`key: value and value` of the keys (None: all) that both mappings have, where they differ."""
+    a, b = values
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return []
     both = [k for k in (a if keys is None else keys) if None not in (a.get(k), b.get(k))]

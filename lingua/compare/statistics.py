@@ -33,7 +33,7 @@ class Estimate:
         return self.low > 0 or self.high < 0
 
 
-def paired(differences: Sequence[float], level: float) -> Estimate | None:
+def paired(differences: Sequence[float] | np.ndarray, level: float) -> Estimate | None:
     """The interval of Student's t of the mean of one sample; None for fewer than two."""
     n = len(differences)
     if n < 2:
@@ -44,7 +44,9 @@ def paired(differences: Sequence[float], level: float) -> Estimate | None:
     return Estimate(mean, mean - half, mean + half, deviation, level)
 
 
-def unpaired(arm: Sequence[float], base: Sequence[float], level: float) -> Estimate | None:
+def unpaired(
+    arm: Sequence[float] | np.ndarray, base: Sequence[float] | np.ndarray, level: float
+) -> Estimate | None:
     """Welch's interval of the mean of `arm` minus that of `base`, whose variances may differ; None
     where one of them has fewer than two values."""
     if min(len(arm), len(base)) < 2:

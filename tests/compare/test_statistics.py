@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
+from apps.bench.pairs import BASE, TINY
+from apps.bench.pairs import CHANGES as MEASURED
 from lingua.compare.statistics import (
     MOST_PAIRS,
     POWER,
@@ -16,7 +18,7 @@ from lingua.compare.statistics import (
     smallest_shown,
     unpaired,
 )
-from tests.compare.pool import LOSSES, SEEDS
+from tests.compare.pool import LOSSES, POOL, SEEDS
 
 pytestmark = pytest.mark.quick
 
@@ -82,7 +84,8 @@ def test_the_number_of_pairs_and_the_noise_floor_invert_power() -> None:
 # ---- on the pool
 
 
-def test_the_pool_has_at_least_40_pairs_of_five_changes() -> None:
+def test_the_pool_has_at_least_40_pairs_of_the_changes_of_the_measurement() -> None:
+    assert POOL["changes"] == MEASURED and POOL["base"] == [*TINY, *BASE]
     assert len(CHANGES) == 5 and SEEDS * len(CHANGES) >= 40
 
 
