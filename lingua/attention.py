@@ -171,8 +171,8 @@ def _one_by_one(
         place, mask = torch.arange(len(document[0])), None
         if window is not None and window < len(place):
             mask = _dense(place, place, (place - window + 1).clamp(min=0))
-        heads_first = (t.transpose(0, 1)[None] for t in document)  # 1 H N D
-        out.append(attend(*heads_first, mask)[0].transpose(0, 1))
+        q1, k1, v1 = (t.transpose(0, 1)[None] for t in document)  # 1 H N D
+        out.append(attend(q1, k1, v1, mask)[0].transpose(0, 1))
     return torch.cat(out)
 
 

@@ -18,7 +18,8 @@ def split_folders(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     sweep is a path, though its name has a `=`. Those of `--help GROUP` are no paths."""
     if {"-h", "--help"} & set(argv):
         return [], list(argv)
-    folders, words = [], []
+    folders: list[str] = []
+    words: list[str] = []
     for word in argv:
         is_key = word[:1] == "-" or re.fullmatch(r"[\w.]+=.*", word, re.DOTALL)
         (words if is_key and not Path(word).is_dir() else folders).append(word)

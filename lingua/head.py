@@ -2,7 +2,7 @@
 positions in memory, also where tensor parallelism splits the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,14 +118,14 @@ class _SummedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> Tensor:
-        losses, *gradients = _gradients(x, weight, targets, shard, None)
+        losses, *gradients = _gradients(x, weight, targets, shard, None, ctx.needs_input_grad)
         ctx.save_for_backward(*gradients)
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors  # changed in place: a second backward raises
-        return x.mul_(upstream), weight.mul_(upstream), None, None
+        gradients = ctx.saved_tensors  # changed in place: a second backward raises
+        return *(None if t is None else t.mul_(upstream) for t in gradients), None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -140,8 +140,9 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, targets = ctx.saved_tensors
-        _, x_grad, weight_grad = _gradients(x, weight, targets, ctx.shard, upstream)
-        return x_grad, weight_grad, None, None
+        needed = ctx.needs_input_grad
+        _, *gradients = _gradients(x, weight, targets, ctx.shard, upstream, needed)
+        return *gradients, None, None
 
 
 def _losses(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> Tensor:
@@ -153,22 +154,31 @@ def _losses(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> Tensor
 
 
 def _gradients(
-    x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: _Shard,
+    scale: Tensor | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The losses, and the gradients of their sum, each times its `scale` (float32 [N]), by x (under
-    tensor parallelism this rank's part of it) and by weight, summed over the chunks in float32."""
+    tensor parallelism this rank's part of it) and by weight, summed over the chunks in float32;
+    None for one that is not `needed`."""
     losses = []
-    x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+    x_grad = torch.empty_like(x) if needed[0] else None
+    weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
     for i in _chunks(x, weight):
         loss, grad = _chunk(x[i], weight, targets[i], shard)
         losses.append(loss)
         if scale is not None:
             grad *= scale[i, None]
         grad = grad.to(x.dtype)
-        torch.mm(grad, weight, out=x_grad[i])
-        for rows in _chunks(weight, x):
-            weight_grad[rows] += grad[:, rows].T @ x[i]
-    return torch.cat(losses), x_grad, weight_grad.to(weight.dtype)
+        if x_grad is not None:
+            torch.mm(grad, weight, out=x_grad[i])
+        if weight_grad is not None:
+            for rows in _chunks(weight, x):
+                weight_grad[rows] += grad[:, rows].T @ x[i]
+    return torch.cat(losses), x_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
 
 
 def _chunk_size(n_rows: int) -> int:

@@ -75,7 +75,14 @@ class _SeededDraws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                out = (kwargs or {}).get("out")
+                if not isinstance(out, DTensor):
+                    raise
+                # From torch 2.14 on, in which those before put the whole for a part.
+                raise _not_filled([self.names.get(id(out), self.current)]) from error
         if func not in KINDS:
             raise UserError(
                 f"a reset_parameters of the model calls {func}: initial values can only be drawn "
@@ -146,7 +153,11 @@ def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     names = [name for name, flag in zip(before, flags.tolist(), strict=True) if flag]
     if names:
-        raise UserError(
-            f"no reset_parameters of the model fills {', '.join(names)}: define reset_parameters() "
-            "on the module that owns each, filling it in place (nn.init.eye_ does not)"
-        )
+        raise _not_filled(names)
+
+
+def _not_filled(names: list[str]) -> UserError:
+    return UserError(
+        f"no reset_parameters of the model fills {', '.join(names)}: define reset_parameters() on "
+        "the module that owns each, filling it in place (nn.init.eye_ does not)"
+    )

@@ -24,8 +24,8 @@ BASE = "base_config.yaml"  # the config of a run that was launched
 CONFIGS = ("config.yaml", BASE)  # that of a run that has started is resolved
 STARTED = ("metrics.jsonl", "train.log", BASE)  # a dump dir has one of them too
 # Keys that only name a run, a place or its last step; what is trained does not depend on them.
-NAMES = ("name", "dump_dir", "stop_at", "checkpoint.path")
-NAMES += ("logging.wandb.name", "logging.wandb.dir")
+NAMES = {"name", "dump_dir", "stop_at", "checkpoint.path"}
+NAMES |= {"logging.wandb.name", "logging.wandb.dir"}
 MAPPINGS = ("data.sources", "data.source_files", "eval.job")  # keys whose value is a mapping
 MOST_BYTES = 1 << 29  # of a file that is read
 MOST_COLUMNS, MOST_PROBLEMS = 1000, 5  # of a file
@@ -298,7 +298,9 @@ def _parse(text: bytes) -> dict[str, Any]:
     if not isinstance(line, dict):
         raise ValueError("it is no JSON object")
     step = line.get("step")
-    if not (type(step) in (int, float) and 0 <= step < MOST_STEP and step == int(step)):
+    if isinstance(step, bool) or not isinstance(step, int | float):
+        raise ValueError("it has no valid step")
+    if not (0 <= step < MOST_STEP and step == int(step)):
         raise ValueError("it has no valid step")
     line["step"] = int(step)
     return line
@@ -335,7 +337,7 @@ def _read_block(path: Path) -> dict[str, Any] | None:
         del groups[level + 1 :]
         if key in groups[-1]:
             return None
-        empty: dict[str, Any] = {"[]": [], "{}": {}, None: None}
+        empty: dict[str | None, Any] = {"[]": [], "{}": {}, None: None}
         groups[-1][key] = empty[text] if text in empty else scalar(text)
         items = (indent, groups[-1], key) if text is None else None
     return root

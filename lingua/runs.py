@@ -265,9 +265,13 @@ def _text(value: Any) -> str:
 
 
 def table(
-    rows: Sequence[Row], keys: Sequence[str] = (), sources: bool = False, **more: Sequence[str]
+    rows: Sequence[Row],
+    keys: Sequence[str] = (),
+    sources: bool = False,
+    more: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Lines for people. `more` are further columns at the right, a cell for each row."""
+    more = more or {}
     names = sorted({name for row in rows for name in row.sources}) if sources else []
     runs = ["runs"] if any(row.n > 1 for row in rows) else []
     head = ["run", *map(_short(keys), keys), *runs, "state", "age", "step", "held-out", *names]

@@ -27,6 +27,8 @@ is_traceable_wrapper_subclass_type = _python_dispatch.is_traceable_wrapper_subcl
 FakeTensor = _subclasses.FakeTensor
 # -1 outside of a backward pass: collectives are counted by pass.
 graph_task_id = torch._C._current_graph_task_id
+# Divides a list of tensors by a scalar on the device, with one kernel for many of them.
+foreach_div_ = torch._foreach_div_
 # What selective activation checkpointing keeps: the results of the kernels of attention, by name,
 # since some exist once their module is imported, and of the reduce-scatter of tensor parallelism.
 ATTENTION_OPERATORS = (

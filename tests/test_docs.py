@@ -28,6 +28,7 @@ from apps.bench.__main__ import CONFIG, MEASUREMENTS
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs
 from lingua.app import choose_app
+from lingua.command import split_folders
 from lingua.compare.__main__ import arguments as arguments_of_compare
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
@@ -37,6 +38,7 @@ from lingua.data.show import ShowArgs
 from lingua.errors import UserError
 from lingua.runs import arguments as arguments_of_runs
 from lingua.slurm.launch import split_arguments
+from lingua.tokenizer.__main__ import TokenizerTrainArgs
 from tests.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -259,6 +261,10 @@ def parse_program(module: str, argv: list[str]) -> None:
     }
     if "--help" in argv:
         argv = []
+    elif module == "lingua.data.show" and (folders := split_folders(argv)[0]):
+        assert len(folders) == 1
+        of_run = ["data.sources={a: 1}", "data.global_batch_size=16"]
+        load(ShowArgs, [*split_folders(argv)[1], *of_run], META_LINGUA, partial=True)
     elif module in classes:
         load(classes[module], argv, META_LINGUA, partial=module.startswith("lingua.data"))
     elif module == "lingua.runs":
@@ -271,6 +277,8 @@ def parse_program(module: str, argv: list[str]) -> None:
         job, arguments, sweep = split_arguments(argv)
         swept = [f"{key}={values[0]}" for key, values in sweep.items()]
         parse_program(job.script or "apps.main.train", [*arguments, *swept])
+    elif module == "lingua.tokenizer" and argv[0] == "train":
+        load(TokenizerTrainArgs, argv[1:], META_LINGUA, partial=True)
     elif module == "lingua.checkpoint":
         check_options(["-m", module], argv[:1])
         options = [word for word in argv if word[0] == "-"]
@@ -312,6 +320,7 @@ def help_of(*program: str) -> str:
         "python -m lingua.checkpoint convert runs/debug debug.pth --al",
         "python -m lingua.convert source=runs/debug dest=debug-hf",
         "python -m lingua.data.show config=apps/main/configs/debug.yaml stp=3",
+        "python -m lingua.data.show runs/debug step=3 wurst=2",
         "python -m apps.bench loop --repeat 3",
         "python setup/download_tokenizer.py llama3 --folder tokenizers",
     ],

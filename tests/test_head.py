@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lingua import head
 from lingua.data import IGNORE
@@ -57,6 +58,25 @@ def test_sums_and_token_losses_are_those_of_whole_logits(monkeypatch, positions)
         with torch.no_grad():
             again = layer(x, targets, per_token=per_token)
         torch.testing.assert_close(again, losses, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("frozen", ["weight", "x"])
+def test_what_is_frozen_costs_no_gradient(monkeypatch, frozen, per_token):
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * POSITION)
+    layer, x, targets = an_input(torch.float32)
+    _, *expected = reference(layer, x, targets, torch.ones(()))
+    products = []
+    for freeze in (False, True):
+        (layer.weight if frozen == "weight" else x).requires_grad_(not freeze)
+        with FlopCounterMode(display=False) as counter:
+            layer(x, targets, per_token=per_token).sum().backward()
+        products.append(counter.get_total_flops())
+    # One of x and of the weight, and each of their gradients; of tokens the first twice.
+    assert products[1] / products[0] == pytest.approx(3 / 4 if per_token else 2 / 3)
+    found = x.grad if frozen == "weight" else layer.weight.grad
+    exact = expected[0 if frozen == "weight" else 1]
+    torch.testing.assert_close(found.double(), 2 * exact, rtol=1e-5, atol=1e-6)
 
 
 def test_ignored_targets_give_no_loss_and_no_gradient():

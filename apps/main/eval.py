@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
             append_line(metrics, line)
         if wandb_run is not None:
             for line in lines:
-                wandb_run.log(wandb_values(METRICS, line))
+                wandb_run.log({"step": line["step"], **wandb_values(METRICS, line)})
             wandb_run.finish()
 
     tasks = load_tasks(args, opened.context)

@@ -1,10 +1,6 @@
 """Samples of a run: held-out text of every source, continued by the model from a few places."""
 
-import json
 import logging
-from pathlib import Path
-
-import torch.distributed as dist
 
 from apps.main.run import Run
 from lingua.inference.generate import Request, generate
@@ -30,16 +26,13 @@ def check_samples(run: Run) -> None:
 
 
 def write_samples(run: Run) -> None:
-    """Append the samples of this step to samples.jsonl and log them; a failure is logged. Called by
+    """Report the samples of this step and log them; a failure is logged. Called by
     every rank."""
-    path = Path(run.args.dump_dir) / "samples.jsonl"
     try:
         for name in run.data.held_out:
-            for prompt, text in _continue(run, name, SAMPLES, SAMPLE_TOKENS):
-                line = {"step": run.progress.step, "source": name, "prompt": prompt, "text": text}
-                if dist.get_rank() == 0:
-                    with path.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            pairs = _continue(run, name, SAMPLES, SAMPLE_TOKENS)
+            run.report.samples(run.progress.step, name, pairs)
+            for prompt, text in pairs:
                 rows = f"{prompt} >>> {text}".splitlines()
                 shown = "\n".join(f"  | {row}" for row in rows)
                 logger.info(f"held-out text of {name} >>> as the model continues it:\n{shown}")

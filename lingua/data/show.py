@@ -1,32 +1,46 @@
 """What a run reads, without training:
 
     python -m lingua.data.show config=apps/main/configs/debug.yaml
-    python -m lingua.data.show config=runs/debug/config.yaml step=100
-    python -m lingua.data.show config=runs/debug/config.yaml step=100 row=3
+    python -m lingua.data.show runs/debug step=100 row=3
+    python -m lingua.data.show runs/debug step=100 worst=5
 
-Without a step it shows the mixture, else one row as text. The config is that of a training run,
-best the resolved one, <dump_dir>/config.yaml; keys that are not about data are ignored. Sources
-that are not tokenized yet are tokenized first.
+Without a step it shows the mixture, else one row as text, or the `worst` rows of the step: those
+with the highest losses under the run's checkpoint that is nearest to it. The config is that of a
+training run; keys that are not about data are ignored. Sources that are not tokenized yet are
+tokenized first. Of a run, named by its dump dir, nothing is tokenized: its shards are read.
 """
+
+# A program, which no module imports: it may import packages above this one.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import islice
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from lingua.config.load import load
+from lingua.app import App, find_app, named_app
+from lingua.checkpoint.folder import Checkpoint, Progress, find, read_state
+from lingua.command import split_folders
+from lingua.config.load import load, read_saved
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds
+from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds, schema
 from lingua.data.args import DataArgs
-from lingua.data.prepare.records import read_records, records_before
-from lingua.data.prepare.sources import prepare_sources, source_files
-from lingua.data.shards import DocumentSpan, Source
-from lingua.data.stream import RowStream, shares
-from lingua.format import align, printable
+from lingua.data.describe import describe_mixture, describe_row
+from lingua.data.documents import document_marks
+from lingua.data.prepare.sources import prepare_sources
+from lingua.data.rows import OpenData, Rows
+from lingua.data.stream import RowStream
+from lingua.data.text import TextData
+from lingua.errors import UserError
+from lingua.format import counted, printable
+from lingua.inference.row_losses import RowLosses, nearest, row_losses
+from lingua.inference.trained import open_trained
+from lingua.parallel.launch import Launch, pick_device, start
+from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.program import run_program
+from lingua.records import Record
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -34,6 +48,9 @@ from lingua.tokenizer import Tokenizer, build_tokenizer
 class ShowArgs:
     step: Free[int | None] = None  # the step, as metrics.jsonl counts them; null: the mixture
     row: Free[int] = 0  # of the step's global batch, the first is 0
+    worst: Free[int | None] = None  # of a run: so many rows of the step, the highest loss first
+    device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # that computes losses
+    app: Free[str | None] = None  # import path of the run's app; null: the one that it names
     seed: Guarded[int] = 42  # of the run
     steps: Announced[int] = 1000  # of the whole run
     data: DataArgs = field(default_factory=DataArgs)
@@ -43,101 +60,157 @@ class ShowArgs:
         if rows is None:
             need = "must be given here: a training run takes it from its number of devices, and "
             yield "data.global_batch_size", need + "writes it to <dump_dir>/config.yaml"
-        elif not 0 <= self.row < rows:
-            yield "row", f"must be 0 to {rows - 1}, as data.global_batch_size = {rows}"
-        if self.step is None and self.row:
-            yield "row", "must be given together with step"
+        else:
+            for key, least, most in (("row", 0, rows - 1), ("worst", 1, rows)):
+                if not least <= (getattr(self, key) or least) <= most:
+                    yield key, f"must be {least} to {most}, as data.global_batch_size = {rows}"
+        if self.step is None:
+            for key in ("row", "worst"):
+                if getattr(self, key):
+                    yield key, "must be given together with step"
+        elif self.row and self.worst:
+            yield "row", "must not be given together with worst"
         yield from bounds(self, 1, "step", "steps", most=MOST_STEPS)
 
 
-def main() -> None:
-    args, notices = load(ShowArgs, foreign=META_LINGUA, partial=True)
-    report = partial(print, file=sys.stderr, flush=True)
-    for line in notices:
-        report(line)
-    tokenizer = build_tokenizer(args.data.tokenizer)
-    sources = prepare_sources(args.data, tokenizer, report)
-    stream = args.data.row_stream(sources, args.seed)
-    if args.step is None:
-        lines = describe_mixture(args, stream, sources)
-    else:
-        lines = describe_row(args, stream, sources, tokenizer)
-    for line in lines:
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        load(ShowArgs, argv)
+    runs, words = split_folders(argv)
+    if len(runs) > 1 or (runs and any(word.startswith("config=") for word in words)):
+        raise UserError(f"{', '.join(runs)}: must be one dump dir of a run, or else config=FILE")
+    for line in show_run(Path(runs[0]), words) if runs else show_config(words):
         print(printable(line))
 
 
-def describe_row(
-    args: ShowArgs, stream: RowStream, sources: dict[str, Source], tokenizer: Tokenizer
-) -> Iterator[str]:
-    """Where the row of `args` comes from, then its text, a header before each document's part."""
-    data = args.data
-    assert args.step is not None and data.global_batch_size is not None
-    position = np.array([(args.step - 1) * data.global_batch_size + args.row])
-    (stage,), (index,), (row,) = stream.stages.stage_of(position), *stream.source_rows(position)
-    name = stream.names[index]
-    source = sources[name]
-    (tokens,) = stream.rows(position)
-    start, n_rows = int(row) * data.seq_len, source.n_rows(data.seq_len, data.n_views)
-    epoch, number = divmod(stream.counts(int(position[0]))[name], n_rows)
-    begun = data.stages[stage - 1].from_step if stage else 0
-    yield (
-        f"step {args.step}, row {args.row}: position {position[0]:,} of the run, "
-        f"in the stage from step {begun}"
-    )
-    yield (
-        f"{name}: row {row:,} of {n_rows:,}, number {number:,} of epoch {epoch}: tokens {start:,} "
-        f"to {start + len(tokens) - 1:,} of {source.n_tokens:,}"
-    )
-    at = 0
-    for span in source.spans(start, len(tokens)):
-        end = at + span.end - span.first
-        before = sum(s.train.documents for s in source.manifest.shards[: span.shard])
-        yield (
-            f"--- tokens {at:,} to {end - 1:,} of the row: document {before + span.document:,} "
-            f"({find_record(source, span, data)}), its tokens {span.first:,} to "
-            f"{span.end - 1:,} of {span.n_tokens:,}"
+def show_config(words: list[str]) -> Iterator[str]:
+    """What a config describes. Its sources are tokenized where they are not."""
+    args = read_arguments(ShowArgs, words)
+    if args.worst is not None:
+        raise UserError(
+            f"worst = {args.worst}: needs the weights of a run; name its dump dir in place of "
+            "config, such as python -m lingua.data.show runs/debug step=100 worst=5"
         )
-        yield tokenizer.decode(tokens[at:end])
-        at = end
+    tokenizer = build_tokenizer(args.data.tokenizer)
+    sources = prepare_sources(args.data, tokenizer, report)
+    yield from describe(args, args.data.row_stream(sources, args.seed), tokenizer)
 
 
-def find_record(source: Source, span: DocumentSpan, args: DataArgs) -> str:
-    """`file:line`, or of parquet `file:row`, of the document of `span`. The shard's text is read
-    again up to there: a few seconds at most, and nothing has to be stored about every document."""
-    files = {file.path: file for file in source_files(source.name, args)}
-    inputs = source.shard_inputs(span.shard)
-    parts = [replace(files[part.path], begin=part.begin, end=part.end) for part in inputs]
-    trained = (
-        (part, record.number)
-        for part in parts
-        for record in read_records(part, args.text_keys(source.name))
-        if record.wrong is None and (source.manifest.heldout_tail or not record.is_held_out)
+def show_run(run: Path, words: list[str]) -> Iterator[str]:
+    """What a run has read or will read, of any app."""
+    config = run / "config.yaml"
+    if not config.is_file():
+        raise UserError(f"{run}: must be the dump dir of a run, with its config.yaml")
+    words = [f"config={config}", *words]
+    app = named_app(words) or find_app(None, "")
+    args = read_arguments(with_data_of(app), words)
+    of_run: Any = read_saved(app.config, config)
+    of_run.data, of_run.seed = args.data, args.seed
+    tokenizer = build_tokenizer(args.data.tokenizer)
+    data: OpenData = (app.data or TextData()).open(of_run, tokenizer)
+    if args.worst is None:
+        yield from describe(args, data.rows, tokenizer)
+    else:
+        yield from describe_worst(run, app, args, of_run, data)
+
+
+def read_arguments(cls: type[ShowArgs], words: list[str]) -> ShowArgs:
+    args, notices = load(cls, words, foreign=META_LINGUA, partial=True)
+    for line in notices:
+        report(line)
+    return args
+
+
+def with_data_of(app: App) -> type[ShowArgs]:
+    """ShowArgs with the `data` group of an app, which may have keys of its own."""
+    group = schema(app.config)["data"].group or DataArgs
+    return make_dataclass(
+        "ShowArgs", [("data", group, field(default_factory=group))], bases=(ShowArgs,)
     )
-    part, number = next(islice(trained, span.document, None))
-    return f"{part.full}:{records_before(part) + number}"
 
 
-def describe_mixture(
-    args: ShowArgs, stream: RowStream, sources: dict[str, Source]
+def describe(args: ShowArgs, rows: Rows, tokenizer: Tokenizer) -> Iterator[str]:
+    """The mixture, or one row."""
+    if args.step is not None:
+        position = (args.step - 1) * args.data.step_rows + args.row
+        yield from describe_row(args.data, rows, tokenizer, args.step, args.row, position)
+    elif isinstance(rows, RowStream):
+        yield from describe_mixture(args.data, rows, args.steps)
+    else:
+        raise UserError("step: must be given, since the rows of this app are no mixture of sources")
+
+
+def describe_worst(
+    run: Path, app: App, args: ShowArgs, of_run: Any, data: OpenData
 ) -> Iterator[str]:
-    """The size of each source, how much of it the run reads, and the shares of the rows."""
-    data = args.data
-    assert data.global_batch_size is not None
-    n = args.steps * data.global_batch_size
-    yield (
-        f"{args.steps:,} steps of {data.global_batch_size:,} rows of {data.seq_len:,} tokens: "
-        f"{n:,} rows, {n * data.seq_len:,} tokens"
+    """The rows of a step with the highest losses under the checkpoint nearest to it."""
+    step, size = args.step or 0, args.data.step_rows
+    folder = Path(of_run.checkpoint.path or run / "checkpoints")
+    found, metrics = find(folder, report), Record(run).metrics
+    logged = dict(zip(metrics.step.tolist(), metrics["loss"].tolist(), strict=True))
+    check_step(step, args.steps, max([*logged, *(c.step for c in found)], default=0))
+    if not found:
+        raise UserError(f"{folder}: has no whole checkpoint, on whose weights the losses depend")
+    checkpoint = nearest(found, step)
+    state = read_state(checkpoint)
+    progress = state.progress or Progress()
+    for key, content in data.fingerprints.items():
+        if state.data.get(key, content) != content:
+            raise UserError(f"{key}: is not what the run read up to {checkpoint.path}")
+    trained = open_trained("run", str(checkpoint.path), app)
+    tokenizer = trained.build_tokenizer(args.data.tokenizer.path)
+    position = progress.position + (step - 1 - checkpoint.step) * size
+
+    of_model = trained.args.distributed
+    settings = DistributedArgs(
+        model_dtype=of_model.model_dtype, matmul_allow_tf32=of_model.matmul_allow_tf32
     )
-    table = [["source", "documents", "tokens", "rows an epoch", "rows read", "epochs"]]
-    for name, read in stream.counts(n).items():
-        source = sources[name]
-        n_rows = source.n_rows(data.seq_len, data.n_views)
-        counts = (source.manifest.total("train", "documents"), source.n_tokens, n_rows, read)
-        table.append([name, *(f"{count:,}" for count in counts), f"{read / n_rows:.3f}"])
-    yield from align(table, left=1)
-    for from_step, weights in [(0, data.sources), *((s.from_step, s.sources) for s in data.stages)]:
-        parts = (f"{name} {float(share):.4%}" for name, share in shares(weights).items())
-        yield f"shares of the rows from step {from_step}: {', '.join(parts)}"
+    model = trained.load(settings, start(pick_device(args.device, Launch()), Launch(), settings))
+    marks = document_marks(args.data, tokenizer)
+    losses = row_losses(model, of_run, data.rows, marks, step, position)
+    yield from describe_losses(step, checkpoint, losses, logged.get(step))
+    if app.objective is not None:
+        yield f"{app.path} has an objective of its own; these are the losses of its targets alone"
+    of_rows = losses.of_rows()
+    for row in np.argsort(-np.nan_to_num(of_rows, nan=np.inf), kind="stable")[
+        : args.worst
+    ].tolist():
+        n = int(losses.counts[row, 0])
+        yield f"=== loss {of_rows[row]:.4f} over {counted(n, 'target')}"
+        yield from describe_row(args.data, data.rows, tokenizer, step, row, position + row)
+
+
+def check_step(step: int, steps: int, newest: int) -> None:
+    """Raises UserError where the run has not read the step."""
+    if step > steps:
+        raise UserError(f"step = {step}: must be at most {steps:,}, the steps of the run")
+    if step > newest:
+        raise UserError(
+            f"step = {step}: the run has not read it; its newest line and checkpoint are of step "
+            f"{newest:,} at most"
+        )
+
+
+def describe_losses(
+    step: int, checkpoint: Checkpoint, losses: RowLosses, logged: float | None
+) -> Iterator[str]:
+    """Under which weights the losses are, and how the step's compares with them."""
+    behind, of_rows = step - 1 - checkpoint.step, losses.of_rows()
+    which = f"from {counted(behind, 'step')} before" if behind else "with which the step began"
+    if behind < 0:
+        which = "which have trained on these rows already"
+    yield f"step {step} under the weights of {checkpoint.path}, {which}:"
+    then = "" if logged is None else f" (logged: {logged:.4f})"
+    low, middle, high = np.percentile(of_rows, (0, 50, 100))
+    yield (
+        f"loss {losses.of_step():.4f}{then}; its {counted(len(of_rows), 'row')} from {low:.4f} to "
+        f"{high:.4f}, median {middle:.4f}"
+    )
+
+
+def report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

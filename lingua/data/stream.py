@@ -45,9 +45,10 @@ class RowStream:
         self.stages = Stages([(0, weights), *stages])
         self.names = self.stages.names
         self.seq_len, self.n_views, self.seed = seq_len, n_views, seed
-        self._sources = [sources[name] for name in self.names]
-        self._n_rows = np.array([s.n_rows(seq_len, n_views) for s in self._sources], np.int64)
-        self._dtype = np.result_type(*(source.dtype for source in self._sources))
+        self.sources = {name: sources[name] for name in self.names}
+        opened = self.sources.values()
+        self._n_rows = np.array([s.n_rows(seq_len, n_views) for s in opened], np.int64)
+        self._dtype = np.result_type(*(source.dtype for source in opened))
 
     def counts(self, position: int) -> dict[str, int]:
         """How many rows each source gave before `position`."""
@@ -72,7 +73,7 @@ class RowStream:
         index, row = self.source_rows(positions)
         for s in np.unique(index).tolist():
             where = np.flatnonzero(index == s)
-            self._sources[s].read(row[where] * self.seq_len, out, where)
+            self.sources[self.names[s]].read(row[where] * self.seq_len, out, where)
         return out
 
     def is_target(self, positions: np.ndarray) -> None:

@@ -4,9 +4,10 @@ depend on the device: peak FLOP/s, MFU, peak memory."""
 import re
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,8 +174,29 @@ def start_wandb(args: WandbArgs, name: str, config: Mapping[str, Any], dump_dir:
 
 
 def wandb_values(kind: str, line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of `<kind>.jsonl` under wandb's names: numbers of a source or a task are prefixed with
-    its name, such as `validation/wiki/nats_per_byte`."""
+    """What wandb shows of a line of `<kind>.jsonl`, without its step, by wandb's names. Those of a
+    source, a task or an event begin with its name, such as `validation/wiki/nats_per_byte`. Of an
+    event it is the numbers: `gradients/norms/output.weight`."""
+    values = {key: value for key, value in line.items() if key != "step"}
+    if kind == "samples":
+        return {}  # a table has them all
+    if "event" in values:
+        return _numbers(values.pop("event"), values)
     of = {"metrics.validation": "source", "metrics.eval": "task"}.get(kind)
-    prefix = f"{kind.removeprefix('metrics.')}/{line[of]}/" if of else ""
-    return {k if k == "step" else prefix + k: v for k, v in line.items() if k != of}
+    prefix = f"{kind.removeprefix('metrics.')}/{values.pop(of)}/" if of else ""
+    return {prefix + key: value for key, value in values.items()}
+
+
+def _numbers(path: str, value: Any) -> dict[str, Real]:
+    """{path: number} of those in nested mappings."""
+    if isinstance(value, Mapping):
+        found = [_numbers(f"{path}/{key}", inner) for key, inner in value.items()]
+        return {path: number for part in found for path, number in part.items()}
+    return {path: value} if isinstance(value, Real) else {}
+
+
+def wandb_table(pairs: Sequence[tuple[str, str]]) -> Any:
+    """The wandb table of samples, a row for each (prompt, text)."""
+    import wandb
+
+    return wandb.Table(columns=["prompt", "text"], data=[list(pair) for pair in pairs])

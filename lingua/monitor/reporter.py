@@ -29,6 +29,7 @@ from lingua.monitor.metrics import (
     peak_flops,
     peak_mem_gib,
     start_wandb,
+    wandb_table,
     wandb_values,
 )
 from lingua.parallel.mesh import dp_sum_, on_rank_0
@@ -79,7 +80,7 @@ class Reporter:
         self._since = time.perf_counter()
 
     def _open(self, step: int) -> None:
-        for kind in ("metrics", "metrics.validation", "metrics.eval"):
+        for kind in ("metrics", "metrics.validation", "metrics.eval", "samples"):
             cut_back(self.folder / f"{kind}.jsonl", step)
         if self.args.logging.wandb is not None:
             args = self.args
@@ -175,8 +176,17 @@ class Reporter:
         for line in lines:
             self._write("metrics.eval", line)
 
+    def samples(self, step: int, source: str, pairs: list[tuple[str, str]]) -> None:
+        """Write text that the model generated: (prompt, text), with prompts of one source."""
+        of = {"step": step, "source": source}
+        for prompt, text in pairs:
+            self._write("samples", of | {"prompt": prompt, "text": text})
+        if self.wandb is not None:
+            self.wandb.log({"step": step, f"samples/{source}": wandb_table(pairs)})
+
     def event(self, event: str, step: int, **values: Any) -> None:
-        """Write a line about something that happened after `step`; it has no loss."""
+        """Write a line about something that happened after `step`, or that a probe has measured; it
+        has no loss. wandb gets its numbers."""
         self._write("metrics", {"event": event, "step": step, **values})
 
     def _write(self, kind: str, line: dict[str, Any]) -> None:
@@ -186,8 +196,8 @@ class Reporter:
             append_line(self.folder / f"{kind}.jsonl", line)
         except OSError as error:  # a full disk must not end the run
             logger.error(f"{kind}.jsonl: the line of step {line['step']} was not written: {error}")
-        if self.wandb is not None and "event" not in line:
-            self.wandb.log(wandb_values(kind, line))
+        if self.wandb is not None and (values := wandb_values(kind, line)):
+            self.wandb.log({"step": line["step"], **values})
 
     def __enter__(self) -> Self:
         return self

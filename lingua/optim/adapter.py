@@ -18,7 +18,7 @@ from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.init import canonical_name
 from lingua.optim.optimizer import AdamWMuon, LoopOptimizer, local_grad
-from lingua.torch_private import takes_found_inf
+from lingua.torch_private import foreach_div_, takes_found_inf
 
 
 def on_shards(
@@ -92,9 +92,8 @@ class Adapter(LoopOptimizer):
             self._inner_step()
             return
         owned = [p for group in self.param_groups for p in group["params"]]
-        for p in owned:
-            if p.grad is not None:
-                local(p.grad).div_(divisor)
+        if grads := [local(p.grad) for p in owned if p.grad is not None]:
+            foreach_div_(grads, divisor)
         values = [(p, local(p).clone()) for p in owned]
         states = [
             (state, key, local(t).clone())

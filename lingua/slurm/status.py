@@ -58,7 +58,7 @@ def table(runs: list[RunStatus]) -> str:
     """A line for each run, then the errors of those that failed."""
     more = {"job": [run.job_id for run in runs], "Slurm": [run.state for run in runs]}
     keys = differing([run.record for run in runs])[:MOST_KEYS]
-    shown = table_of_runs([run.row for run in runs], keys, **more)
+    shown = table_of_runs([run.row for run in runs], keys, more=more)
     errors = [f"{run.row.name}: {error}" for run in runs for error in run.errors]
     return "\n".join([shown, *map(printable, errors)])
 

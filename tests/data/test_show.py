@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 
@@ -12,9 +13,10 @@ from apps.main.config import TrainArgs
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.args import DataArgs, Stage
+from lingua.data.describe import describe_mixture, describe_row
 from lingua.data.prepare.records import HELD_OUT_BELOW
 from lingua.data.prepare.sources import prepare_sources
-from lingua.data.show import ShowArgs, describe_mixture, describe_row
+from lingua.data.show import ShowArgs
 from lingua.errors import UserError
 from lingua.tokenizer import build_tokenizer
 from tests.programs import python
@@ -72,11 +74,11 @@ def corpus(tmp_path_factory) -> Corpus:
 def opened(corpus):
     tokenizer = build_tokenizer(corpus.data.tokenizer)
     sources = prepare_sources(corpus.data, tokenizer, lambda line: None)
-    return tokenizer, sources, corpus.data.row_stream(sources, seed=5)
+    return tokenizer, corpus.data.row_stream(sources, seed=5)
 
 
 def test_a_row_is_shown_with_the_text_files_lines_and_documents_it_is_made_of(corpus, opened):
-    tokenizer, sources, stream = opened
+    tokenizer, stream = opened
     documents = {name: corpus.documents(name) for name in "ab"}
     of_token = {
         name: [(i, j) for i, (_, tokens) in enumerate(documents[name]) for j in range(len(tokens))]
@@ -84,9 +86,9 @@ def test_a_row_is_shown_with_the_text_files_lines_and_documents_it_is_made_of(co
     }
     seen = set()
     for step, row in ((1, 0), (2, 7), (20, 3), (21, 0), (21, 1), (30, 5), (10**9, 2)):
-        args = ShowArgs(step=step, row=row, seed=5, data=corpus.data)
-        first, second, *rest = describe_row(args, stream, sources, tokenizer)
         position = (step - 1) * 8 + row
+        shown = describe_row(corpus.data, stream, tokenizer, step, row, position)
+        first, second, *rest = shown
         assert f"step {step}, row {row}: position {position:,} of the run" in first
         assert f"the stage from step {20 if step > 20 else 0}" in first
         name = second[0]
@@ -116,9 +118,8 @@ def test_a_row_is_shown_with_the_text_files_lines_and_documents_it_is_made_of(co
 
 
 def test_the_summary_is_what_counting_by_hand_gives(corpus, opened):
-    _, sources, stream = opened
-    args = ShowArgs(seed=5, steps=300, data=corpus.data)
-    first, _, a, b, *rest = describe_mixture(args, stream, sources)
+    _, stream = opened
+    first, _, a, b, *rest = describe_mixture(corpus.data, stream, steps=300)
     assert first == "300 steps of 8 rows of 48 tokens: 2,400 rows, 115,200 tokens"
     read = {"a": 120, "b": 40 + 280 * 8}  # 160 rows at 3 to 1, then b alone
     for name, line in (("a", a), ("b", b)):
@@ -160,12 +161,32 @@ def test_it_runs_on_a_training_config_and_prepares_what_is_missing(corpus, tmp_p
         (["step=1", "row=8"], "row = 8: must be 0 to 7, as data.global_batch_size = 8"),
         (["optim.lr=1"], "optim.lr: unknown key (command line)"),
         (["row=3"], "row = 3: must be given together with step"),
+        (["worst=3"], "worst = 3: must be given together with step"),
+        (["step=1", "worst=9"], "worst = 9: must be 1 to 8, as data.global_batch_size = 8"),
+        (["step=1", "worst=2", "row=3"], "row = 3: must not be given together with worst"),
     ],
 )
 def test_a_row_that_does_not_exist_says_which_do(words, message):
     with pytest.raises(UserError) as error:
         load(ShowArgs, ["data.sources={a: 1}", "data.global_batch_size=8", *words], partial=True)
     assert message in str(error.value)
+
+
+def test_a_document_whose_text_has_changed_is_shown_from_its_tokens(corpus, opened):
+    tokenizer, stream = opened
+    path = corpus.root / "a.jsonl"
+    before = path.read_bytes()
+    position = 1 + [stream.names[i] for i in stream.source_rows(np.arange(1, 8))[0]].index("a")
+    shown = corpus.data, stream, tokenizer, 1, position, position
+    _, _, header, text, *_ = describe_row(*shown)
+    assert f"({path}:" in header
+    try:
+        for changed in (before.replace(b": gr", b": Gr"), b"", None):
+            path.unlink() if changed is None else path.write_bytes(changed)
+            _, _, now, same, *_ = describe_row(*shown)
+            assert "(of a.jsonl, which has changed since it was tokenized)" in now and same == text
+    finally:
+        path.write_bytes(before)
 
 
 def test_what_a_config_leaves_out_is_what_training_takes():

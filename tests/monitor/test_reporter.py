@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lingua.checkpoint.resume import Progress
@@ -34,7 +35,10 @@ def report_here(dump_dir: Path) -> tuple[dict[str, Any], list[str]]:
         report.validation(54_000, "wiki", held_out)
         report.validation(54_000, "pairs", {"loss": 0.5, "accuracy": 1.0})
         report.evaluation([{"step": 54_000, "task": "arc", "acc,none": 0.5}])
-        summary = dict(report.wandb.summary)
+        report.event("gradients", 54_000, norms={"wq": 0.25, "wk": np.float32(2)}, device="cpu")
+        report.samples(54_000, "wiki", [("Once", " upon"), ("größer", " als")])
+        sent = dict(report.wandb.summary)
+        summary = {k: dict(v) if hasattr(v, "keys") else v for k, v in sent.items()}
     logger.removeHandler(handler)
     return summary, logged
 
@@ -48,6 +52,16 @@ def test_held_out_losses_and_benchmarks_are_reported_under_their_sources_and_tas
     assert json.loads(line)["task"] == "arc"
     lines = (tmp_path / "metrics.validation.jsonl").read_text().splitlines()
     assert [json.loads(line)["source"] for line in lines] == ["wiki", "pairs"]
+    assert summary["gradients/norms/wq"] == 0.25 and "gradients/device" not in summary
+    assert summary["samples/wiki"]["nrows"] == 2
+    [table] = (tmp_path / "wandb").glob("offline-run-*/files/" + summary["samples/wiki"]["path"])
+    shown = json.loads(table.read_text())
+    assert shown["columns"] == ["prompt", "text"] and shown["data"][0] == ["Once", " upon"]
+    lines = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert [(line["source"], line["prompt"]) for line in lines] == [
+        ("wiki", "Once"),
+        ("wiki", "größer"),
+    ]
     assert logged == [
         "step 54000 held-out wiki: 2.0000 nats/byte, 3.0000 nats/token",
         "step 54000 held-out pairs: loss 0.5000, accuracy 1.0000",

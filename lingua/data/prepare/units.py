@@ -278,7 +278,7 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
     try:
         records = _good_records(unit, job, inputs, skipped, on_read)
         if unit.is_all:
-            records, has_tail = _hold_out_tail(records)
+            records, has_tail = hold_out_tail(records)
         for batch in _batches(records):
             texts = [record.text for record in batch]
             if lost is None:
@@ -319,7 +319,7 @@ def _lost_share(texts: list[str], tokenizer: Tokenizer) -> float:
     return lost / sum(map(len, texts))
 
 
-def _hold_out_tail(records: Iterator[Record]) -> tuple[Iterator[Record], bool]:
+def hold_out_tail(records: Iterator[Record]) -> tuple[Iterator[Record], bool]:
     """The documents of a source, and whether they are the two parts of a single long one."""
     first = list(islice(records, 2))
     if len(first) != 1:

@@ -1,0 +1,189 @@
+"""`python -m lingua.data.show RUN step=N worst=K`: the losses of a step's rows are those that the
+step trained on, of any app, and rows of garbage come first."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from apps.main.config import TrainArgs
+from apps.main.train import train
+from lingua.app import import_app
+from lingua.checkpoint.folder import Checkpoint
+from lingua.config.load import load, read_saved
+from lingua.data.documents import document_marks
+from lingua.data.prepare.sources import prepare_sources
+from lingua.data.show import main
+from lingua.data.text import TextData
+from lingua.errors import UserError
+from lingua.inference.row_losses import RowLosses, nearest, row_losses
+from lingua.inference.trained import open_trained
+from lingua.parallel.launch import Launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.tokenizer import build_tokenizer
+from tests.apps.runs import GLOBAL_BATCH, SMALL, Outcome, Runs, arguments
+from tests.programs import python
+from tests.ranks import Ranks
+
+REPO = Path(__file__).parents[2]
+
+
+def train_here(app: str, overrides: dict[str, Any]) -> None:
+    chosen = import_app(app, "test")
+    train(chosen, load(chosen.config, [f"{k}={v}" for k, v in (SMALL | overrides).items()])[0])
+
+
+def losses_here(folder: Path, app: str, saved: int, step: int) -> tuple[RowLosses, list[float]]:
+    """Of the rows of `step` under the checkpoint `saved`; and the framework's own loss of each row
+    as a whole, on logits."""
+    chosen = import_app(app, "test")
+    args: Any = read_saved(chosen.config, folder / "config.yaml")
+    trained = open_trained("run", str(folder / "checkpoints" / f"{saved:010d}"), chosen)
+    tokenizer = trained.build_tokenizer()
+    rows = (chosen.data or TextData()).open(args, tokenizer).rows
+    settings = DistributedArgs(model_dtype="fp32")
+    model = trained.load(settings, start(torch.device("cpu"), Launch(), settings))
+    first, seq_len = (step - 1) * GLOBAL_BATCH, args.data.seq_len
+    found = row_losses(model, args, rows, document_marks(args.data, tokenizer), step, first)
+    model.eval()
+    tokens = rows.rows(np.arange(first, first + GLOBAL_BATCH)).astype(np.int64)
+    whole = []
+    with torch.no_grad():
+        for row in torch.from_numpy(tokens):
+            logits = model(row[None, :seq_len])[0]
+            whole.append(F.cross_entropy(logits, row[1 : seq_len + 1]).item())
+    return found, whole
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("apps.main", {}),
+    "masks and dropout": ("apps.main", {"data.document_mask": "ignore", "model.dropout": 0.2}),
+    "views": ("apps.mtp", {"data.n_views": 4}),
+    "terms of rows": ("tests.forks.moe", {}),
+    "other rows": ("tests.forks.synthetic", {"data.sources": "{copy: 1}"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rows_of_a_step_have_the_loss_that_it_trained_on(runs: Runs, case: str) -> None:
+    app, settings = CASES[case]
+    folder = runs.folder / f"worst {case}"
+    settings = {"stop_at": 6, "checkpoint.dump.every": 3, "dump_dir": folder} | settings
+    runs.ranks.run(2, train_here, app, runs.config((1, 2, 1), settings))
+    logged = Outcome(folder, []).column("loss")
+
+    [(found, whole)] = runs.ranks.run(1, losses_here, folder, app, saved=3, step=4)
+    of_rows, n = found.of_rows(), found.counts[:, 0]
+    assert np.average(of_rows, weights=n) == pytest.approx(logged[3], rel=1e-6)
+    assert found.of_step() == pytest.approx(logged[3], rel=1e-6)
+    if case == "plain":
+        np.testing.assert_allclose(of_rows, whole, rtol=1e-5)
+    if case == "masks and dropout":  # of rows with unequal numbers of targets
+        assert len(set(n.tolist())) > 1 and abs(of_rows.mean() / logged[3] - 1) > 1e-4
+    for saved, step in ((6, 4), (3, 5)):  # under other weights it is another loss
+        [(other, _)] = runs.ranks.run(1, losses_here, folder, app, saved=saved, step=step)
+        assert abs(other.of_step() / logged[step - 1] - 1) > 1e-4
+
+
+def test_the_nearest_checkpoint_is_one_that_has_not_trained_on_later_rows() -> None:
+    found = [Checkpoint(Path(), step, serial=0, files={}) for step in (30, 10, 20, 19)]
+    chosen = {step: nearest(found, step).step for step in (5, 10, 11, 18, 20, 21, 29, 30, 99)}
+    assert chosen == {5: 10, 10: 10, 11: 10, 18: 10, 20: 19, 21: 20, 29: 20, 30: 30, 99: 30}
+
+
+# ---- the command
+
+GARBAGE = "\u00ff\u00fe" * 60
+HEADER = re.compile(r"=== loss ([\d.]+) over 16 targets")
+
+
+def show(*words: Any) -> subprocess.CompletedProcess[str]:
+    command = [*python(), "-m", "lingua.data.show", *map(str, words)]
+    return subprocess.run(command, cwd=REPO, capture_output=True, encoding="utf-8", timeout=120)
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A run on text with one document, on line 71, of characters that no other has."""
+    text = tmp_path_factory.mktemp("text")
+    chance = random.Random(1)
+    documents = ["".join(chance.choices("abcdef ", k=40)) for _ in range(150)]
+    documents[70] = GARBAGE
+    lines = [json.dumps({"text": document}) + "\n" for document in documents]
+    (text / "one.jsonl").write_text("".join(lines))
+    settings = {"data.root_dir": text, "data.sources": "{one: 1}", "checkpoint.dump.every": 5}
+    settings |= {"stop_at": 18, "checkpoint.dump.keep": -1}
+    args = arguments(settings)
+    prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=str)
+    return Runs(ranks, text, tmp_path_factory.mktemp("run")).train((1, 2, 1), settings)
+
+
+def test_garbage_among_the_rows_is_found(run: Outcome) -> None:
+    args = read_saved(TrainArgs, run.dump_dir / "config.yaml")
+    rows = TextData().open(args, build_tokenizer(args.data.tokenizer)).rows
+    tokens = rows.rows(np.arange(18 * GLOBAL_BATCH))
+    of_garbage = ((tokens >= 0x80) & (tokens < 256)).sum(1).reshape(18, GLOBAL_BATCH)
+    step = 6 + int(of_garbage[6:].max(1).argmax())  # counted from 0
+    row = int(of_garbage[step].argmax())
+    assert of_garbage[step, row] == 17
+
+    done = show(run.dump_dir, f"step={step + 1}", "worst=3")
+    assert not done.returncode, done.stderr
+    heading, loss, *lines = done.stdout.splitlines()
+    saved = run.checkpoint(step // 5 * 5)
+    assert f"step {step + 1} under the weights of {saved}, " in heading
+    assert f"(logged: {run.column('loss')[step]:.4f})" in loss
+    losses = [float(found[1]) for line in lines if (found := HEADER.fullmatch(line))]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True)
+    assert lines[1].startswith(f"step {step + 1}, row {row}: position {step * 7 + row} of the run")
+    assert f"({args.data.root_dir}/one.jsonl:71)" in lines[3] and set(lines[4]) <= set("ÿþ\ufffd")
+
+
+def test_a_run_is_shown_by_its_folder_as_by_its_config(run: Outcome, capsys: Any) -> None:
+    for words in ([], ["step=7", "row=2"]):
+        main([str(run.dump_dir), *words])
+        by_folder = capsys.readouterr().out
+        main([f"config={run.dump_dir}/config.yaml", *words])
+        assert capsys.readouterr().out == by_folder and len(by_folder.splitlines()) > 3
+
+
+def test_what_cannot_be_shown_is_refused_with_what_to_do(run: Outcome, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"  # also without the folder of its name in the config
+    shutil.copytree(run.dump_dir, moved)
+    assert show(moved, "step=7", "worst=1").stdout.startswith(
+        f"step 7 under the weights of {moved}/"
+    )
+    for where in moved.glob("checkpoints/*/manifest.json"):
+        where.write_text("{")
+    config = f"config={run.dump_dir}/config.yaml"
+    cases = {
+        "step = 21: must be at most 20, the steps of the run": (run.dump_dir, "step=21", "worst=1"),
+        "step = 19: the run has not read it": (run.dump_dir, "step=19", "worst=1"),
+        "worst = 8: must be 1 to 7": (run.dump_dir, "step=1", "worst=8"),
+        "must be the dump dir of a run, with its config.yaml": (tmp_path, "step=1"),
+        "has no whole checkpoint": (moved, "step=7", "worst=1"),
+        "worst = 1: needs the weights of a run": (config, "step=1", "worst=1"),
+        "must be one dump dir of a run, or else config=FILE": (run.dump_dir, config),
+        "is not a folder of token shards": (run.dump_dir, f"data.cache_dir={tmp_path}"),
+        'wurst: unknown key (did you mean "worst"?)': (run.dump_dir, "step=7", "wurst=1"),
+    }
+    for message, words in cases.items():
+        with pytest.raises(UserError) as refused:
+            main([str(word) for word in words])
+        assert message in str(refused.value)
+
+
+def test_shards_that_the_run_did_not_read_are_refused(run: Outcome, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"text": "another text, again and again"}\n' * 200)
+    args = arguments({"data.root_dir": tmp_path, "data.sources": "{one: 1}"})
+    prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=str)
+    with pytest.raises(UserError, match=r"data\.content\.one: is not what the run read"):
+        main([str(run.dump_dir), "step=7", "worst=1", f"data.root_dir={tmp_path}"])
