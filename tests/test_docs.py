@@ -29,6 +29,7 @@ from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs
 from lingua.app import choose_app
 from lingua.command import split_folders
+from lingua.compare.__main__ import arguments as arguments_of_compare
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.convert import ConvertArgs
@@ -271,6 +272,8 @@ def parse_program(module: str, argv: list[str]) -> None:
         arguments_of_runs(argv)
     elif module == "lingua.report":
         load(ReportArgs, split_folders(argv)[1])
+    elif module == "lingua.compare":
+        arguments_of_compare(argv)
     elif module == "apps.main.train":
         load(choose_app(argv).config, argv, META_LINGUA)
     elif module == "lingua.stool" and argv[:1] != ["status"]:

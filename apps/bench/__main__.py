@@ -10,6 +10,7 @@
     python -m apps.bench data      tokenizing and reading rows, each over its plain reference
     python -m apps.bench checkpoint  saving and loading 1.2 GB, each over plain files
     python -m apps.bench promise   losses of a run stopped and resumed on five topologies
+    python -m apps.bench pairs     variance of the difference of two runs that share a seed
 
 `key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
 names another; of `step` it is a model of each size.
@@ -28,6 +29,7 @@ from apps.bench import (
     debug,
     generate,
     loop,
+    pairs,
     promise,
     startup,
     step,
@@ -47,6 +49,7 @@ MEASUREMENTS = {
     "generate": generate.measure,
     "checkpoint": checkpoint.measure,
     "promise": promise.measure,
+    "pairs": pairs.measure,
 }
 CONFIG = Path(__file__).parents[1] / "main" / "configs" / "debug.yaml"
 
@@ -62,8 +65,8 @@ def main() -> None:
     parser.add_argument(
         "--repeats",
         type=int,
-        help="rounds: checkpoint (12), attention (10), loop, data (8), startup, generate (5), "
-        "step (3)",
+        help="rounds: checkpoint (12), attention, pairs (10), loop, data (8), startup, "
+        "generate (5), step (3)",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw promise (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
@@ -74,7 +77,7 @@ def main() -> None:
         if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
             parser.error(
                 "--repeats is a number from 1 on, for step, loop, attention, data, checkpoint, "
-                "startup, generate"
+                "startup, generate, pairs"
             )
         given["repeats"] = options.repeats
     if options.png is not None:

@@ -1,0 +1,211 @@
+"""Where two runs first differ, in rows, rate, weights or loss, and why."""
+
+import filecmp
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lingua.files import load_json
+from lingua.records import Columns, Record, differing, heldout
+
+CHECKPOINT = re.compile(r"\d{10}")
+MOST_FILES = 5  # named, of the code
+MOST_CODE = 10_000  # files looked at
+VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "topology")
+# Keys that only change the order of additions.
+ADDITIONS = re.compile(r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync)")
+
+
+@dataclass(frozen=True)
+class Aspect:
+    """One thing that two runs may differ in, at the steps of which both have a record."""
+
+    name: str
+    steps: int  # how many both have
+    equal_until: int | None  # the last one before the first difference; None: there is none
+    first: int | None  # the first one at which they differ; None: they do not
+    values: tuple[Any, Any] | None = None  # there
+    missing: str = ""  # why there is no step to compare
+
+
+def first_differences(a: Record, b: Record) -> list[Aspect]:
+    """Of rows, rate, gradient norm, loss, weights and held-out loss, where two runs first differ.
+    Numbers are compared exactly."""
+    return [
+        _aspect("rows", *(_texts(r.metrics, "batch_hash") for r in (a, b))),
+        _aspect("learning rate", *(_numbers(r.metrics, "lr") for r in (a, b))),
+        _aspect("loss", *(_numbers(r.metrics, "loss") for r in (a, b))),
+        _aspect("gradient norm", *(_numbers(r.metrics, "grad_norm") for r in (a, b))),
+        _weights(a, b),
+        _aspect("held-out loss", *(_heldout(r) for r in (a, b))),
+    ]
+
+
+def same_run(a: Record, b: Record) -> bool:
+    """Whether all that both have recorded of their training is equal, to the last bit, and that
+    includes losses."""
+    aspects = {aspect.name: aspect for aspect in first_differences(a, b)}
+    known = aspects["loss"].steps or aspects["held-out loss"].steps
+    return bool(known) and all(aspect.first is None for aspect in aspects.values())
+
+
+def _aspect(name: str, a: dict[int, Any], b: dict[int, Any]) -> Aspect:
+    if not a or not b:
+        return Aspect(name, 0, None, None, missing="not recorded")
+    steps = sorted(a.keys() & b.keys())
+    if not steps:
+        return Aspect(name, 0, None, None, missing="no step of both is recorded")
+    until = None
+    for step in steps:
+        if a[step] != b[step]:
+            return Aspect(name, len(steps), until, step, (a[step], b[step]))
+        until = step
+    return Aspect(name, len(steps), until, None)
+
+
+def _weights(a: Record, b: Record) -> Aspect:
+    """By the checksums of checkpoints, which tell only where both were saved by as many ranks."""
+    found = [_checkpoints(r) for r in (a, b)]
+    alike = [
+        s for s in found[0].keys() & found[1].keys() if found[0][s].keys() == found[1][s].keys()
+    ]
+    aspect = _aspect("weights", *({s: sums[s] for s in alike} for sums in found))
+    if alike or not (found[0] and found[1]):
+        return aspect
+    return replace(aspect, missing="no checkpoint of one step, saved by as many ranks")
+
+
+def _numbers(columns: Columns, name: str) -> dict[int, Any]:
+    """{step: number}, None for one that is not finite, since NaN does not equal itself."""
+    values = columns[name].tolist() if name in columns.names else []
+    known = (v if abs(v) < float("inf") else None for v in values)
+    return dict(zip(columns.step.tolist(), known, strict=False)) if values else {}
+
+
+def _texts(columns: Columns, name: str) -> dict[int, Any]:
+    pairs = zip(columns.step.tolist(), columns.text(name), strict=True)
+    return {step: text for step, text in pairs if text is not None}
+
+
+def _heldout(record: Record) -> dict[int, Any]:
+    steps, values = heldout(record)
+    known = (v if abs(v) < float("inf") else None for v in values.tolist())
+    return dict(zip(steps.tolist(), known, strict=True))
+
+
+def _checkpoints(record: Record) -> dict[int, Any]:
+    """{step: checksums of the files with parameters and moments} of the run's checkpoints."""
+    found = {}
+    for path in _checkpoint_folders(record):
+        try:
+            files = load_json(path / "manifest.json")["files"]
+            sums = {n: e["xxh3_64"] for n, e in files.items() if n.endswith(".distcp")}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # it is no checkpoint
+        if sums:
+            found[int(path.name)] = sums
+    return found
+
+
+def _checkpoint_folders(record: Record) -> list[Path]:
+    root = Path(record.config.get("checkpoint.path") or record.folder / "checkpoints")
+    try:
+        return sorted(p for p in root.iterdir() if CHECKPOINT.fullmatch(p.name))
+    except OSError:
+        return []
+
+
+# ---- why
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What may be why: config, data, code, versions or machine; and how two runs differ in it."""
+
+    kind: str
+    text: str
+
+
+def causes(a: Record, b: Record) -> list[Cause]:
+    """What differs between two runs besides their results, as far as it is recorded."""
+    found = []
+    for key in differing([a, b]):
+        values = [run.config.get(key, "not given") for run in (a, b)]
+        kind = "data" if key.startswith("data.sources") or key == "data.stages" else "config"
+        found.append(Cause(kind, f"{key}: {values[0]} and {values[1]}"))
+    states = [_state(run) for run in (a, b)]
+    starts = [_start(run, state) for run, state in zip((a, b), states, strict=True)]
+    found += [Cause("data", text) for text in _unlike([state.get("data") for state in states])]
+    found += [Cause("code", text) for text in _unlike(starts, ("commit",))]
+    found += [Cause("code", text) for text in _code(a.folder / "code", b.folder / "code")]
+    found += [Cause("versions", text) for text in _unlike(starts, VERSIONS)]
+    found += [Cause("machine", text) for text in _unlike(starts, MACHINE)]
+    return found
+
+
+def only_rounding(a: Record, b: Record) -> bool:
+    """Whether two runs are the same mathematics in another order of additions, by their configs,
+    and used the same rows."""
+    keys = differing([a, b])
+    rows = _aspect("rows", *(_texts(run.metrics, "batch_hash") for run in (a, b)))
+    starts = [_start(run, {}) for run in (a, b)]
+    other = bool(keys) or bool(_unlike(starts, ("topology",)))
+    same = rows.steps > 0 and rows.first is None
+    return other and same and all(ADDITIONS.fullmatch(key) for key in keys)
+
+
+def _unlike(values: Sequence[Any], keys: Sequence[str] | None = None) -> list[str]:
+    """`key: value and value` of the keys (None: all) that both mappings have, where they differ."""
+    a, b = values
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return []
+    both = [k for k in (a if keys is None else keys) if None not in (a.get(k), b.get(k))]
+    return [f"{key}: {a[key]} and {b[key]}" for key in both if a[key] != b[key]]
+
+
+def _state(record: Record) -> dict[str, Any]:
+    """train_state.json of the newest checkpoint that has one; empty where there is none."""
+    for path in reversed(_checkpoint_folders(record)):
+        with suppress(OSError, ValueError):
+            return load_json(path / "train_state.json")
+    return {}
+
+
+def _start(record: Record, state: dict[str, Any]) -> dict[str, Any]:
+    """Of the first start of the run, or of its newest checkpoint where no start is recorded."""
+    starts = [event for event in record.events if event["event"] == "start"]
+    saved = state.get("versions")
+    return starts[0] if starts else saved if isinstance(saved, dict) else {}
+
+
+def _code(a: Path, b: Path) -> list[str]:
+    """Which files differ between the code that two launches copied; nothing where one has none."""
+    if not (a.is_dir() and b.is_dir()):
+        return []
+    files = [_files(folder) for folder in (a, b)]
+    changed = [
+        name
+        for name in sorted(files[0] | files[1])
+        if name not in files[0] or name not in files[1] or not _same_file(a / name, b / name)
+    ]
+    named = ", ".join(changed[:MOST_FILES])
+    more = f" and {len(changed) - MOST_FILES:,} more" if len(changed) > MOST_FILES else ""
+    return [f"files differ: {named}{more}"] if changed else []
+
+
+def _files(folder: Path) -> set[str]:
+    paths = islice(folder.rglob("*"), MOST_CODE)
+    return {
+        str(p.relative_to(folder)) for p in paths if p.is_file() and "__pycache__" not in p.parts
+    }
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    try:
+        return filecmp.cmp(a, b, shallow=False)
+    except OSError:
+        return False
