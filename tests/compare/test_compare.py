@@ -84,7 +84,7 @@ def test_arms_that_cannot_be_told_apart_say_how_many_pairs_would_show_what(out: 
     arm("b", 0.2, {s: [3.0, 2.0] for s in range(5)})
     text = out(".", "effect=0.005")
     assert "cannot be told apart" in text
-    assert "About 35 pairs would show 0.0050" in text  # 7.85 (0.0102 / 0.005)^2 + 2 for t
+    assert "About 36 pairs would show 0.0050" in text  # the power of 35 is 0.798
     assert "More than 10,000 pairs" in out(".", "effect=1e-6")
 
 
