@@ -55,13 +55,13 @@ def _place(record: Record, name: str) -> Path | None:
 
 def _diff(old: Path, new: Path) -> list[str]:
     """A unified diff of two folders."""
-    lines = []
+    lines: list[str] = []
     for name in sorted({*_names(old), *_names(new)}):
         one, other = old / name, new / name
         if one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False):
             continue
-        texts = [_content(path).splitlines() for path in (one, other)]
-        lines += difflib.unified_diff(*texts, f"a/{name}", f"b/{name}", n=2, lineterm="")
+        before, after = _content(one).splitlines(), _content(other).splitlines()
+        lines += difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=2, lineterm="")
     return lines
 
 

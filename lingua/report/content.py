@@ -247,7 +247,7 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
         step = int(record.metrics.step[i])
         found.append((step, "skipped", f"{counted(int(new[i]), 'step')} skipped by step {step}"))
     for step, kind, text in sorted(found):
-        x = [float(values) for values in axes.at(np.float64(step))]
+        x = [float(values[0]) for values in axes.at(np.array([step]))]
         yield {"run": run, "kind": kind, "text": text, "x": [_finite(value) for value in x]}
 
 
@@ -263,8 +263,9 @@ def _overview(records: Sequence[Record], drawn: Sequence[Record]) -> list[list[s
     for record in records:
         metrics, held_out = record.metrics, heldout(record)[1]
         loss = smooth(metrics["loss"], metrics.step)
-        speed = metrics["tokens_per_s"]
-        speed = np.median(speed[np.isfinite(speed)]) if np.isfinite(speed).any() else math.nan
+        speeds = metrics["tokens_per_s"]
+        speeds = speeds[np.isfinite(speeds)]
+        speed = float(np.median(speeds)) if len(speeds) else math.nan
         last = [metrics.step[-1:], metrics["tokens"][-1:], held_out[-1:], loss[-1:]]
         step, tokens, held, trained = (float(v[0]) if len(v) else math.nan for v in last)
         steps = _shown(record, "steps")
