@@ -1,5 +1,6 @@
 """The loss on held-out documents, the same number on every topology."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -45,9 +46,12 @@ def validate(
         targets = F.pad(targets[None], (0, 0, 0, padding, 0, n_targets - 1), value=IGNORE)
         batch = [tokens, targets]
         if marks is not None:
-            index = marks.index(torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy())
-            if marks.bos_id is not None:
-                marks.drop_targets(targets[0].numpy(), index, view=1)
+            if held_out.documents is not None:
+                index = np.pad(held_out.documents[mine], ((0, padding), (0, 0)))
+            else:
+                index = marks.index(torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy())
+                if marks.bos_id is not None:
+                    marks.drop_targets(targets[0].numpy(), index, view=1)
             batch.append(torch.from_numpy(document_starts(index[:, :seq_len])))
         sums, counts, *_ = model(*(to_device(t, total.device) for t in batch))
         total += torch.stack((sums[0].double(), counts[0].double()))

@@ -3,11 +3,13 @@
     python -m apps.main.generate ckpt=runs/debug prompt="def main("
     python -m apps.main.generate ckpt=runs/debug prompts=prompts.txt out=results.jsonl temperature=0
     torchrun --nproc-per-node 2 -m apps.main.generate ckpt=runs/debug distributed.tp_size=2
+    python -m apps.main.generate ckpt=runs/debug-sft chat=true system="Answer briefly."
 
 Without prompts it asks for them. prompts.txt has a prompt a line; a .jsonl file has objects
 {"prompt": text}, which may set `id`, `seed` and the sampling keys for themselves. Data-parallel
 ranks divide the prompts among themselves. The text depends neither on the topology nor on the other
-prompts.
+prompts. With `chat` a prompt is the message of a user, in the chat template of the model's
+tokenizer; without prompts it keeps the conversation.
 """
 
 import logging
@@ -23,6 +25,7 @@ import orjson
 import torch.distributed as dist
 from torch import nn
 
+from lingua.chat import Chat, ChatError, Message, open_chat
 from lingua.config.load import from_values, load
 from lingua.config.schema import MOST_ROWS, Free, bounds
 from lingua.errors import UserError
@@ -46,10 +49,14 @@ class GenerateArgs(SamplingArgs, OpenArgs):
     # a prompt that leaves no room in the context for max_gen_tokens: cut it on the left, or stop
     on_long_prompt: Free[Literal["cut", "refuse"]] = "cut"
     seed: Free[int] = 0  # prompt i, from 0 on, is sampled with seed + i
+    chat: Free[bool] = False  # prompts are messages, which the model's chat template renders
+    system: Free[str | None] = None  # of a chat: the system message before the first one
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from SamplingArgs.validate(self)
         yield from OpenArgs.validate(self)
+        if self.system is not None and not self.chat:
+            yield "system", "must be given together with chat=true"
         if self.prompt is not None and self.prompts is not None:
             yield "prompt", "must not be given together with prompts"
         yield from bounds(self, 1, "batch_size", most=MOST_ROWS)
@@ -77,22 +84,29 @@ class Prompt:
     text: str
     args: PromptArgs
     where: str  # for messages
+    before: tuple[Message, ...] = ()  # earlier messages of a chat
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*self.before, {"role": "user", "content": self.text}]
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     args, _ = load(GenerateArgs, argv)
     opened = open_model(args, argv)
-    prompts = read_prompts(args)
-    requests = to_requests(prompts, opened, args.on_long_prompt)
+    chat = open_chat_of(opened, args.tokenizer_path) if args.chat else None
+    system = () if args.system is None else ({"role": "system", "content": args.system},)
+    prompts = [replace(prompt, before=system) for prompt in read_prompts(args)]
+    requests = to_requests(prompts, opened, args.on_long_prompt, chat)
     on_rank_0(lambda: write_results(args.out, [], []))  # whether it can be written
     model = opened.trained.load(args.distributed, opened.mesh)
     if not prompts:
-        complete_interactively(args, model, opened)
+        complete_interactively(args, model, opened, chat, system)
         return
     streamed = len(prompts) == 1 and args.out is None
     if streamed:
-        print_on_rank_0(prompts[0].text)
+        print_on_rank_0("" if chat else prompts[0].text)
         requests = [replace(requests[0], on_text=print_on_rank_0)]
     chunk = 8 * args.batch_size * dp_degree(opened.mesh)  # prompts between two writes of results
     for first in range(0, len(prompts), chunk):
@@ -101,13 +115,22 @@ def main(argv: list[str] | None = None) -> None:
         on_rank_0(partial(write_results, args.out, part, done))
         if args.out is None:
             for prompt, result in zip(part, done, strict=True):
-                print_on_rank_0("\n" if streamed else f"--- {prompt.text}{result.text}\n")
+                between = "\n" if chat else ""
+                whole = f"--- {prompt.text}{between}{result.text}\n"
+                print_on_rank_0("\n" if streamed else whole)
         elif len(prompts) > chunk:
             logger.info(f"{first + len(part)} of {len(prompts)} prompts are done")
 
 
-def complete_interactively(args: GenerateArgs, model: nn.Module, opened: Opened) -> None:
-    """Complete prompts from the terminal, one at a time, until the input ends."""
+def complete_interactively(
+    args: GenerateArgs,
+    model: nn.Module,
+    opened: Opened,
+    chat: Chat | None,
+    before: tuple[Message, ...],
+) -> None:
+    """Complete prompts from the terminal, one at a time, until the input ends. In a chat, `before`
+    and then all that was said precede a prompt."""
     checkpoint = opened.trained.checkpoint
     print_on_rank_0(
         f"{checkpoint.path}, step {checkpoint.step}: enter a prompt (\\n is a new line)\n"
@@ -115,9 +138,11 @@ def complete_interactively(args: GenerateArgs, model: nn.Module, opened: Opened)
     )
     number = 0
     while (line := on_rank_0(ask)) is not None:
-        prompt = Prompt(line, prompt_args(args, number), f"prompt {number + 1}")
+        prompt = Prompt(line, prompt_args(args, number), f"prompt {number + 1}", before)
         try:
-            [request] = to_requests([prompt], opened, args.on_long_prompt)
+            if chat is not None:
+                prompt = forget(prompt, opened, chat)
+            [request] = to_requests([prompt], opened, args.on_long_prompt, chat)
         except UserError as error:
             logger.info(str(error))
             continue
@@ -126,10 +151,26 @@ def complete_interactively(args: GenerateArgs, model: nn.Module, opened: Opened)
         try:
             done = generate(model, [request], opened.tokenizer, opened.mesh, batch_size=1)
             on_rank_0(partial(write_results, args.out, [prompt], done))
+            if chat is not None:
+                answer = {"role": "assistant", "content": done[0].text.strip()}
+                before = (*prompt.messages, answer)
         except KeyboardInterrupt:
             if dist.get_world_size() > 1:  # ranks are interrupted at different places
                 raise
         print_on_rank_0("\n")
+
+
+def forget(prompt: Prompt, opened: Opened, chat: Chat) -> Prompt:
+    """The prompt without as many of the oldest exchanges of its chat as the context has no room
+    for; the system message stays."""
+    room = opened.context - prompt.args.max_gen_tokens
+    n_system, n = len(prompt.before) % 2, len(prompt.before)
+    while len(prompt.before) > n_system and len(chat_tokens(prompt, chat)) > room:
+        rest = prompt.before[n_system + 2 :]
+        prompt = replace(prompt, before=prompt.before[:n_system] + rest)
+    if len(prompt.before) < n:
+        logger.info("the context is full: the oldest messages are left out")
+    return prompt
 
 
 def ask() -> str | None:
@@ -196,12 +237,45 @@ def read_json(line: str, args: PromptArgs, where: str) -> Prompt:
         raise UserError(f"{where}: is nested too deeply") from None
 
 
-def to_requests(prompts: Sequence[Prompt], opened: Opened, on_long_prompt: str) -> list[Request]:
+def open_chat_of(opened: Opened, tokenizer_path: str | None) -> Chat:
+    """The chat template of a model: that of its training data, or else its tokenizer's."""
+    data = opened.trained.args.data
+    tokenizer = replace(data.tokenizer, path=tokenizer_path or data.tokenizer.path)
+    return open_chat(tokenizer, opened.tokenizer, data.chat and data.chat.template)
+
+
+def chat_tokens(prompt: Prompt, chat: Chat) -> list[int]:
+    try:
+        return chat.encode(chat.render(prompt.messages, add_generation_prompt=True)).tolist()
+    except ChatError as error:
+        raise UserError(f"{prompt.where}: {error}") from None
+
+
+def until_turn_end(settings: PromptArgs, chat: Chat, eos_id: int | None) -> PromptArgs:
+    """The settings, with the end of an answer among what ends the result."""
+    try:
+        token, text = chat.turn_end
+    except ChatError as error:
+        raise UserError(f"chat = true: {error}") from None
+    if text:
+        return replace(settings, stop=[*settings.stop, text])
+    if settings.stop_tokens is None:
+        ends = [t for t in (token, eos_id) if t is not None]
+        return replace(settings, stop_tokens=ends)
+    return settings
+
+
+def to_requests(
+    prompts: Sequence[Prompt], opened: Opened, on_long_prompt: str, chat: Chat | None
+) -> list[Request]:
     """The prompts as tokens; each leaves room in the context for what is generated."""
     requests = []
     for prompt in prompts:
         try:
-            tokens = opened.tokenizer.encode(prompt.text, bos=opened.add_bos).tolist()
+            if chat is not None:
+                tokens = chat_tokens(prompt, chat)
+            else:
+                tokens = opened.tokenizer.encode(prompt.text, bos=opened.add_bos).tolist()
         except UnicodeEncodeError:
             raise UserError(f"{prompt.where}: has half a surrogate pair, no character") from None
         if not tokens:
@@ -213,12 +287,17 @@ def to_requests(prompts: Sequence[Prompt], opened: Opened, on_long_prompt: str) 
                 f"number of tokens of the {opened.tokenizer.name} tokenizer"
             )
         room = opened.context - prompt.args.max_gen_tokens
-        if on_long_prompt == "refuse" and len(tokens) > room:
+        # A chat that is cut on the left has lost what its template begins with.
+        if (on_long_prompt == "refuse" or chat is not None) and len(tokens) > room:
+            advice = "" if chat else "; on_long_prompt=cut cuts it on the left"
             raise UserError(
                 f"{prompt.where}: has {len(tokens)} tokens; must have at most {room}, the context "
-                f"of {opened.context} less max_gen_tokens; on_long_prompt=cut cuts it on the left"
+                f"of {opened.context} less max_gen_tokens{advice}"
             )
-        requests.append(Request(tokens, prompt.args, prompt.args.seed))
+        settings = prompt.args
+        if chat is not None:
+            settings = until_turn_end(settings, chat, opened.tokenizer.eos_id)
+        requests.append(Request(tokens, settings, prompt.args.seed))
     return fit_prompts(requests, opened.context)
 
 

@@ -148,7 +148,8 @@ def set_up(
     # ---- rows from there on, and a place to report to
     degree, marks = dp_degree(mesh), document_marks(args.data, begin.tokenizer)
     micro = args.micro_steps(degree)
-    loader = Loader(data.rows, args.data.step_rows, dp_rank(mesh), degree, *micro, device, marks)
+    mine = dp_rank(mesh), degree, *micro, device, marks, data.documents
+    loader = Loader(data.rows, args.data.step_rows, *mine)
     steps = open_parts.enter_context(closing(loader.steps(progress.position, args.data.workers)))
     report = open_parts.enter_context(
         Reporter(args, mesh, progress, built.flops_per_token, saver.is_alone)

@@ -29,6 +29,16 @@ class SourceFiles:
 
 
 @dataclass
+class ChatArgs:
+    """Sources of conversations, which a chat template renders; only answers carry loss."""
+
+    # file of the chat template, in Jinja; null: the tokenizer's own
+    template: Guarded[str | None] = None
+    # an example of more tokens than a row: a bad record, or cut at its end and counted
+    on_long_example: Guarded[Literal["refuse", "cut"]] = "refuse"
+
+
+@dataclass
 class DataArgs:
     root_dir: Free[str] = "data"  # folder of the sources' text
     cache_dir: Free[str | None] = None  # folder of the token shards; null: <root_dir>/.tokens
@@ -50,6 +60,9 @@ class DataArgs:
     add_bos: Guarded[bool] = True  # begin every document with the tokenizer's bos
     add_eos: Guarded[bool] = True  # end every document with the tokenizer's eos
     tokenizer: TokenizerArgs = field(default_factory=TokenizerArgs)
+    # {}: the sources are conversations, records of messages or of prompt and completion, and the
+    # loss is on answers alone; null: they are text
+    chat: Guarded[ChatArgs | None] = None
     # documents of a row: `none`, they see each other; `ignore` and `keep`, attention and positions
     # restart with each, and its first token is not a target (ignore) or is one (keep)
     document_mask: Guarded[Literal["none", "ignore", "keep"]] = "none"
@@ -62,7 +75,8 @@ class DataArgs:
         yield from bounds(self, 2, "n_views", most=1000)
         yield from bounds(self, 1, "batch_size", "global_batch_size", most=MOST_ROWS)
         yield from bounds(self, 0, "workers", most=256)
-        if self.document_mask != "none" and not (self.add_bos or self.add_eos):
+        marked = self.add_bos or self.add_eos or self.chat is not None
+        if self.document_mask != "none" and not marked:
             need = "must be none where documents have neither a first nor a last token; "
             yield "document_mask", need + "set data.add_bos or data.add_eos to true"
         yield from _validate_weights(self.sources)
@@ -88,6 +102,11 @@ class DataArgs:
         assert self.global_batch_size is not None
         return self.global_batch_size
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row, those of all its views."""
+        return self.seq_len + self.n_views - 1
+
     def used_sources(self) -> list[str]:
         """Every source that has a weight above 0 at some step, sorted."""
         weights = [self.sources, *(stage.sources for stage in self.stages)]
@@ -96,12 +115,15 @@ class DataArgs:
     def text_keys(self, source: str) -> tuple[str, ...]:
         """The keys or columns of a source's text: the first that a record has is read."""
         key = self.source_files.get(source, SourceFiles()).text_key
-        return (key,) if key else ("text", "content")
+        usual = ("text", "content") if self.chat is None else ("messages",)
+        return (key,) if key else usual
 
     def row_stream(self, sources: dict[str, Source], seed: int) -> RowStream:
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""
         stages = [(stage.from_step * self.step_rows, stage.sources) for stage in self.stages]
-        return RowStream(sources, self.sources, self.seq_len, self.n_views, seed, stages)
+        # Rows of conversations are packed when they are prepared, and do not share a token.
+        cut = (self.seq_len, self.n_views) if self.chat is None else (self.row_tokens, 1)
+        return RowStream(sources, self.sources, *cut, seed, stages)
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 
 from lingua.data import IGNORE
 from lingua.data.documents import DocumentMarks, document_starts
-from lingua.data.rows import Rows
+from lingua.data.rows import Documents, Rows
 from lingua.device import device_threads
 from lingua.errors import UserError
 from lingua.format import counted
@@ -71,6 +71,7 @@ class Loader:
     device: torch.device | str = "cpu"  # tensors are pinned for a CUDA device
     # with marks, batches have `documents`, and targets that the document mask ignores are IGNORE
     marks: DocumentMarks | None = None
+    documents: Documents | None = None  # where the rows know it better than the marks
 
     def steps(self, position: int, workers: int = 0) -> Generator[list[MicroBatch]]:
         """The micro-batches of each step from `position` on.
@@ -99,22 +100,31 @@ class Loader:
         positions = np.arange(position + first, position + end)
         rows, is_target = self.stream.rows(positions), self.stream.is_target(positions)
         wanted = rows if is_target is None else np.where(is_target, rows.astype(np.int64), IGNORE)
+        index = None
+        if self.marks is not None:
+            index = self.marks.index(rows) if not self.documents else self.documents(positions)
         cuts = [m * len(positions) // self.n_micro for m in range(self.n_micro + 1)]
         of_row = 1 + self.stream.seq_len * (self.stream.n_views + (self.marks is not None))
         block = _Block(self.n_micro * self.rows * of_row, torch.device(self.device).type == "cuda")
         return [
-            self._micro_batch(positions[i:j], rows[i:j], wanted[i:j], block)
+            self._micro_batch(
+                positions[i:j], rows[i:j], wanted[i:j], None if index is None else index[i:j], block
+            )
             for i, j in pairwise(cuts)
         ]
 
     def _micro_batch(
-        self, ids: np.ndarray, rows: np.ndarray, wanted: np.ndarray, block: "_Block"
+        self,
+        ids: np.ndarray,
+        rows: np.ndarray,
+        wanted: np.ndarray,
+        index: np.ndarray | None,
+        block: "_Block",
     ) -> MicroBatch:
         """`rows` [n, S + V - 1] with row ids [n], padded to the size of all micro-batches; `wanted`
-        are the rows with IGNORE for what may not be a target."""
+        are the rows with IGNORE for what may not be a target, `index` their documents."""
         n, seq_len = len(ids), self.stream.seq_len
         targets = block.take(self.stream.n_views - 1, self.rows, seq_len)
-        index = None if self.marks is None else self.marks.index(rows)
         for v, view in enumerate(targets.numpy(), start=1):
             view[:n], view[n:] = wanted[:, v : v + seq_len], IGNORE
             if self.marks is not None and index is not None:

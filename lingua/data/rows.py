@@ -8,6 +8,10 @@ import numpy as np
 
 from lingua.tokenizer import Tokenizer
 
+# Positions int64 [n] -> which document of its row each token belongs to, counted from 0: int64 [n,
+# seq_len + n_views - 1].
+Documents = Callable[[np.ndarray], np.ndarray]
+
 
 class Rows(Protocol):
     """All rows of a run, each a pure function of its position, which is all the state there is."""
@@ -30,6 +34,9 @@ class HeldOut:
     tokens: np.ndarray  # int64 [windows, S]
     targets: np.ndarray  # int64 [windows, S], IGNORE after the last token
     n_bytes: int  # of the documents' text in UTF-8
+    # int64 [windows, S], which document of its window each token belongs to, counted from 0; None:
+    # the tokens that begin or end documents show it
+    documents: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class OpenData:
     # a resumed run is refused where one differs
     fingerprints: Mapping[str, str]
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)  # by source: what is measured
+    # what `data.document_mask` separates; None: the tokens that begin or end documents show it
+    documents: Documents | None = None
 
 
 class Data(Protocol):

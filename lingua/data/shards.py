@@ -27,6 +27,7 @@ LARGEST_MANIFEST = 1 << 32  # bytes
 SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
 OPEN_FILES = 256  # that a source keeps open
+N_KINDS = 3  # of tokens of conversations
 
 
 @dataclass
@@ -83,6 +84,13 @@ class Manifest:
     # their hash, as in all shards of earlier versions.
     heldout_tail: bool = False
     lost: float = 0.0  # share of the characters, of a sample, that decoding does not give back
+    chat: bool = False  # conversations: each token with its kind, packed (lingua.data.chat)
+    cut: int = 0  # examples that were longer than a row
+
+    @property
+    def n_values(self) -> int:
+        """All numbers of the token files are below it."""
+        return self.tokenizer["vocab_size"] * (N_KINDS if self.chat else 1)
 
     @property
     def origin(self) -> tuple[Any, ...]:
@@ -98,7 +106,8 @@ class Manifest:
             s: {f: self.total(s, f) for f in ("tokens", "documents", "bytes")} for s in SPLITS
         }
         fields: dict[str, Any] = {"totals": totals, **asdict(self)}
-        for name in ("heldout_tail", "lost"):  # which manifests of earlier versions do not have
+        # Which manifests of earlier versions do not have.
+        for name in ("heldout_tail", "lost", "chat", "cut"):
             if not fields[name]:
                 del fields[name]
         return json.dumps(fields, indent=1, ensure_ascii=False)

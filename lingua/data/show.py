@@ -70,6 +70,8 @@ class ShowArgs:
                     yield key, "must be given together with step"
         elif self.row and self.worst:
             yield "row", "must not be given together with worst"
+        if self.data.chat is not None:
+            yield "data.chat", "must be null: packed rows of conversations are not shown yet"
         yield from bounds(self, 1, "step", "steps", most=MOST_STEPS)
 
 

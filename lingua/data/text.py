@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from lingua.data import IGNORE
+from lingua.data.chat import ChatRows, held_out_answers
 from lingua.data.prepare.sources import check_sources, open_sources, prepare_sources
 from lingua.data.rows import HeldOut, OpenData
 from lingua.data.shards import SPLITS, Source
@@ -29,9 +30,11 @@ class TextData:
     def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
         sources = open_sources(args.data, tokenizer)
         window = args.data.seq_len, args.validation.tokens
-        held_out = {name: held_out_windows(source, *window) for name, source in sources.items()}
+        is_text = args.data.chat is None
+        windows_of = held_out_windows if is_text else held_out_answers
+        held_out = {name: windows_of(source, *window) for name, source in sources.items()}
         for name, source in open_sources(args.data, tokenizer, args.validation.sources).items():
-            held_out[name] = held_out_windows(source, *window, SPLITS)
+            held_out[name] = windows_of(source, *window, SPLITS)
         for name in [name for name, windows in held_out.items() if not len(windows.tokens)]:
             del held_out[name]
             logger.info(
@@ -39,7 +42,11 @@ class TextData:
                 "to measure the loss on can be named in validation.sources"
             )
         fingerprints = {f"{CONTENT}{name}": source.fingerprint for name, source in sources.items()}
-        return OpenData(args.data.row_stream(sources, args.seed), fingerprints, held_out)
+        stream = args.data.row_stream(sources, args.seed)
+        if is_text:
+            return OpenData(stream, fingerprints, held_out)
+        rows = ChatRows(stream, args.data.seq_len, args.data.n_views, tokenizer.vocab_size)
+        return OpenData(rows, fingerprints, held_out, rows.documents)
 
 
 def held_out_windows(

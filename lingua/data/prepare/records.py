@@ -17,6 +17,7 @@ from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -53,6 +54,12 @@ class Record(NamedTuple):
     hash: int = 0  # of these bytes: 64 bits
     is_held_out: bool = False
     wrong: Wrong | None = None
+    tokens: np.ndarray | None = None  # of an example of a conversation, in place of the text
+    is_cut: bool = False  # the example was longer than a row
+
+
+# The examples of a conversation, from the number of its record and its object. Raises Wrong.
+Examples = Callable[[int, dict[str, Any]], list[Record]]
 
 
 def _form(file: FilePart) -> tuple[str, str | None]:
@@ -157,22 +164,26 @@ class _PartFile(io.FileIO):
 
 
 def read_records(
-    part: FilePart, keys: tuple[str, ...], on_read: OnRead | None = None
+    part: FilePart,
+    keys: tuple[str, ...],
+    on_read: OnRead | None = None,
+    examples: Examples | None = None,
 ) -> Iterator[Record]:
-    """Every record of a part. `keys` are those of the text: the first that exists is read."""
+    """Every record of a part. `keys` are those of the text: the first that exists is read. Where
+    records are conversations, what `examples` makes of each."""
     form, codec = _form(part)
     number = 0
     try:
         with _open_part(part, on_read, codec) as stream:
-            values: Iterable[bytes | Wrong] = stream
+            values: Iterable[bytes | Wrong | dict[str, Any]] = stream
             if form == "text":
                 values = [b"".join(_blocks(stream))]
             elif form == "parquet":
-                values = _parquet_values(part, keys)
+                values = _parquet_values(part, keys) if examples is None else _parquet_rows(part)
                 if on_read is not None:
                     on_read(part.end - part.begin)
             for number, value in enumerate(values, start=1):
-                yield _record(number, value, form, keys)
+                yield from _records(number, value, form, keys, examples)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the operating system
             raise
@@ -197,16 +208,29 @@ def split_tail(record: Record) -> list[Record]:
     return [head._replace(is_held_out=False), tail._replace(is_held_out=True)]
 
 
-def _record(number: int, value: bytes | Wrong, form: str, keys: tuple[str, ...]) -> Record:
+def _records(
+    number: int,
+    value: bytes | Wrong | dict[str, Any],
+    form: str,
+    keys: tuple[str, ...],
+    examples: Examples | None,
+) -> list[Record]:
     if isinstance(value, Wrong):
-        return Record(number, wrong=value)
+        return [Record(number, wrong=value)]
+    text = ""
     try:
-        if form == "json":
-            text = _json_text(value.removeprefix(_BOM).removesuffix(b"\n"), keys)
-        else:
+        if isinstance(value, bytes) and form == "json":
+            value = _json_object(value.removeprefix(_BOM).removesuffix(b"\n"))
+        if examples is not None:
+            if isinstance(value, bytes):
+                raise Wrong("not a conversation", "must be in a .jsonl or .parquet file")
+            return examples(number, value)
+        if isinstance(value, bytes):
             text = value.decode("utf-8-sig" if form == "text" else "utf-8")
+        else:
+            text = _text_of(value, keys)
         if text:
-            return _document(number, text)
+            return [_document(number, text)]
         wrong = Wrong("empty document")
     except Wrong as fault:
         wrong = fault
@@ -219,10 +243,10 @@ def _record(number: int, value: bytes | Wrong, form: str, keys: tuple[str, ...])
         wrong = Wrong("not UTF-8", f"\\u{ord(text[error.start]):04x} alone")
     except (ValueError, RecursionError) as error:
         wrong = Wrong("not JSON", str(error))
-    return Record(number, wrong=wrong)
+    return [Record(number, wrong=wrong)]
 
 
-def _json_text(line: bytes, keys: tuple[str, ...]) -> str:
+def _json_object(line: bytes) -> dict[str, Any]:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -233,6 +257,10 @@ def _json_text(line: bytes, keys: tuple[str, ...]) -> str:
         record = json.loads(decoded)
     if not isinstance(record, dict):
         raise Wrong("no text", f"a {type(record).__name__}, not an object with a text")
+    return record
+
+
+def _text_of(record: dict[str, Any], keys: tuple[str, ...]) -> str:
     key = next((key for key in keys if key in record), None)
     if key is None:
         raise _no_text("key", keys, record)
@@ -242,6 +270,19 @@ def _json_text(line: bytes, keys: tuple[str, ...]) -> str:
     if not isinstance(text, str):
         raise Wrong("text is not a string", f"key {key} is {json.dumps(text)[:40]}")
     return text
+
+
+def _parquet_rows(part: FilePart) -> Iterator[Wrong | dict[str, Any]]:
+    """Each row as an object, or what is wrong with it."""
+    with pq.ParquetFile(part.full, page_checksum_verification=True) as file:
+        groups = _row_groups(file.metadata)
+        chosen = [i for i, group in enumerate(groups) if part.begin <= group.begin < part.end]
+        for batch in file.iter_batches(ROWS, row_groups=chosen, use_threads=False):
+            for i in range(batch.num_rows):
+                try:
+                    yield batch.slice(i, 1).to_pylist()[0]
+                except UnicodeDecodeError as error:
+                    yield Wrong("not UTF-8", str(error))
 
 
 def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | Wrong]:

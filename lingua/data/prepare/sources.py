@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lingua.chat import find_template, open_chat, special_names
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.prepare.files import STDLIB, FilePart, find_files
 from lingua.data.prepare.units import (
@@ -29,7 +30,7 @@ from lingua.data.prepare.units import (
     why_stale,
 )
 from lingua.data.prepare.verify import remove_damaged
-from lingua.data.shards import FORMAT_VERSION, MANIFEST, SPLITS, Manifest, Source
+from lingua.data.shards import FORMAT_VERSION, MANIFEST, N_KINDS, SPLITS, Manifest, Source
 from lingua.errors import UserError, all_of
 from lingua.files import write_atomically
 from lingua.format import counted
@@ -68,9 +69,15 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str
                 f"{args.source_key(name)}: {shared} is also trained on, as {used[shared]}"
             )
 
-    checks: list[Callable[[], object]] = [
-        partial(tokenizer.encode, "", bos=args.add_bos),
-        partial(tokenizer.encode, "", eos=args.add_eos),
+    checks: list[Callable[[], object]]
+    if args.chat is None:
+        checks = [
+            partial(tokenizer.encode, "", bos=args.add_bos),
+            partial(tokenizer.encode, "", eos=args.add_eos),
+        ]
+    else:
+        checks = [partial(open_chat, args.tokenizer, tokenizer, args.chat.template)]
+    checks += [
         *(partial(check_files, name) for name in [*args.used_sources(), *validation]),
     ]
     wrong: list[str] = []
@@ -110,6 +117,10 @@ def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
     """The folder of the shards of source `name`."""
     key = [FORMAT_VERSION, tokenizer.fingerprint(), args.add_bos, args.add_eos]
     key.append(asdict(args.source_files.get(name, SourceFiles())))
+    if args.chat is not None:
+        text, _ = find_template(args.tokenizer, args.chat.template)
+        names = special_names(args.tokenizer, tokenizer)
+        key.append([text, names, args.chat.on_long_example, args.row_tokens])
     if name == STDLIB:  # machines that share the folder may have different ones
         key.append(platform.python_version())
     digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()
@@ -137,7 +148,7 @@ def prepare_source(
             manifest, why = _valid_manifest(job, files, report)
             if manifest is not None:
                 break
-            check_sample(files, job)
+            check_sample(files, job, tokenizer)
             job.folder.mkdir(parents=True, exist_ok=True)
             units = plan_units(files, unit_bytes)
             build_units(units, job, tokenizer, processes, why, report)
@@ -155,6 +166,7 @@ def prepare_source(
 
 
 def _job(name: str, args: DataArgs, tokenizer: Tokenizer) -> Job:
+    n_values = tokenizer.vocab_size * (1 if args.chat is None else N_KINDS)
     manifest = Manifest(
         version=FORMAT_VERSION,
         source=name,
@@ -167,7 +179,8 @@ def _job(name: str, args: DataArgs, tokenizer: Tokenizer) -> Job:
         },
         add_bos=args.add_bos,
         add_eos=args.add_eos,
-        dtype=np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<").str,
+        dtype=np.min_scalar_type(n_values - 1).newbyteorder("<").str,
+        chat=args.chat is not None,
     )
     return Job(args, shard_folder(name, args, tokenizer), manifest)
 
@@ -209,6 +222,8 @@ def _summary(manifest: Manifest, trained_on: bool) -> Iterator[str]:
     if manifest.skipped:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in manifest.skipped.items())
         yield f"{counted(sum(manifest.skipped.values()), 'bad record')} left out ({kinds})"
+    if manifest.cut:
+        yield f"{counted(manifest.cut, 'example')} longer than a row cut at the end"
     if manifest.lost:
         yield (
             f"the tokenizer loses text: decoding does not give back {manifest.lost:.2%} of the "
@@ -240,6 +255,7 @@ def _write_manifest(shares: list[Manifest | None], job: Job) -> None:
         fingerprint=hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
         heldout_tail=any(share.heldout_tail for share in built),
         lost=sum(share.lost for share in built) / len(built),
+        cut=sum(share.cut for share in built),
     )
     write_atomically(job.folder / MANIFEST, manifest.to_json())
     # Of what killed or earlier builds left, nothing that is in use is removed. Names of all files

@@ -31,9 +31,11 @@ import xxhash
 from tqdm import tqdm
 
 from lingua.data.args import DataArgs
+from lingua.data.prepare.conversations import open_conversations, packed
 from lingua.data.prepare.files import FilePart
 from lingua.data.prepare.pieces import PIECE, Pieces
 from lingua.data.prepare.records import (
+    Examples,
     OnRead,
     Record,
     Wrong,
@@ -274,21 +276,27 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
     pieces = Pieces(tokenizer)
     writers = {split: _SplitWriter(job, tokenizer, temporary, split) for split in SPLITS}
     lost: float | None = None
-    has_tail = False
+    has_tail, n_cut = False, 0
+    examples = open_conversations(job.args, tokenizer, job.manifest.source)
     try:
-        records = _good_records(unit, job, inputs, skipped, on_read)
-        if unit.is_all:
-            records, has_tail = hold_out_tail(records)
-        for batch in _batches(records):
-            texts = [record.text for record in batch]
-            if lost is None:
-                lost = _lost_share(texts, tokenizer)
-            if len(texts[0]) > PIECE:
-                encoded: list[Iterable[np.ndarray]] = [pieces.encode(texts[0])]
-            else:
-                encoded = [[ids] for ids in tokenizer.encode_batch(texts)]
-            for record, ids in zip(batch, encoded, strict=True):
-                writers["heldout" if record.is_held_out else "train"].add(record, ids)
+        records = _good_records(unit, job, inputs, skipped, on_read, examples)
+        if examples is not None:
+            for record, parts in packed(records, job.args.row_tokens, tokenizer.vocab_size):
+                writers["heldout" if record.is_held_out else "train"].add(record, parts)
+                n_cut += record.is_cut
+        else:
+            if unit.is_all:
+                records, has_tail = hold_out_tail(records)
+            for batch in _batches(records):
+                texts = [record.text for record in batch]
+                if lost is None:
+                    lost = _lost_share(texts, tokenizer)
+                if len(texts[0]) > PIECE:
+                    encoded: list[Iterable[np.ndarray]] = [pieces.encode(texts[0])]
+                else:
+                    encoded = [[ids] for ids in tokenizer.encode_batch(texts)]
+                for record, ids in zip(batch, encoded, strict=True):
+                    writers["heldout" if record.is_held_out else "train"].add(record, ids)
         splits = {split: writer.finish() for split, writer in writers.items()}
         contents = "".join(known.hash for known in inputs) + "tail" * has_tail
         content = xxhash.xxh3_64_hexdigest(contents.encode())
@@ -308,6 +316,8 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
         fields["heldout_tail"] = True
     if lost:
         fields["lost"] = lost
+    if n_cut:
+        fields["cut"] = n_cut
     write_atomically(job.record_path(unit), json.dumps(fields, indent=1))
 
 
@@ -329,13 +339,18 @@ def hold_out_tail(records: Iterator[Record]) -> tuple[Iterator[Record], bool]:
 
 
 def _good_records(
-    unit: Unit, job: Job, inputs: list[InputPart], skipped: Counter[str], on_read: OnRead
+    unit: Unit,
+    job: Job,
+    inputs: list[InputPart],
+    skipped: Counter[str],
+    on_read: OnRead,
+    examples: Examples | None,
 ) -> Iterator[Record]:
     """Every document of the unit. Parts that were read are added to `inputs`, bad records are
     counted in `skipped`."""
     source, any_good = job.manifest.source, False
     for part in unit.parts:
-        for record in read_records(part, job.args.text_keys(source), on_read):
+        for record in read_records(part, job.args.text_keys(source), on_read, examples):
             wrong = record.wrong
             if wrong is None:
                 any_good = True
@@ -351,12 +366,14 @@ def _good_records(
         inputs.append(InputPart(*known, hash=content))
 
 
-def check_sample(files: list[FilePart], job: Job) -> None:
+def check_sample(files: list[FilePart], job: Job, tokenizer: Tokenizer) -> None:
     """Raise UserError where a sample has SAMPLE bad records and no good one: to find that out by
     reading everything may take hours."""
     bad = []
+    keys = job.args.text_keys(job.manifest.source)
+    examples = open_conversations(job.args, tokenizer, job.manifest.source)
     for file in files[:: -(-len(files) // 10)]:
-        for record in islice(read_records(file, job.args.text_keys(job.manifest.source)), SAMPLE):
+        for record in islice(read_records(file, keys, examples=examples), SAMPLE):
             if record.wrong is None:
                 return
             bad.append((file, record, record.wrong))
@@ -396,8 +413,9 @@ class _SplitWriter:
 
     def __init__(self, job: Job, tokenizer: Tokenizer, name: str, split: str) -> None:
         self._dtype = np.dtype(job.manifest.dtype)
-        self._bos = [tokenizer.bos_id] if job.args.add_bos else []
-        self._eos = [tokenizer.eos_id] if job.args.add_eos else []
+        is_text = job.args.chat is None  # a chat template writes bos and eos itself
+        self._bos = [tokenizer.bos_id] if is_text and job.args.add_bos else []
+        self._eos = [tokenizer.eos_id] if is_text and job.args.add_eos else []
         self._paths = [job.folder / f"{name}.{split}.{what}" for what in ("tokens", "documents")]
         self._tokens, self._documents = map(open_synced, self._paths)
         self._counts = Split(tokens=0, documents=0, bytes=0, hash="")

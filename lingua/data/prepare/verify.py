@@ -46,14 +46,14 @@ def remove_damaged(folder: Path, manifest: Manifest, report: Callable[[str], Non
 
 def _is_good(source: Source, i: int) -> bool:
     """Whether shard i has the content of the manifest and no token outside the vocabulary."""
-    shard, vocab_size = source.manifest.shards[i], source.manifest.tokenizer["vocab_size"]
+    shard, n_values = source.manifest.shards[i], source.manifest.n_values
     for split in SPLITS:
         highest, content = 0, xxhash.xxh3_128()
         with open(source.folder / f"{shard.name}.{split}.tokens", "rb") as file:
             while block := file.read(BLOCK):
                 content.update(block)
                 highest = max(highest, int(np.frombuffer(block, source.dtype).max()))
-        if content.hexdigest() != getattr(shard, split).hash or highest >= vocab_size:
+        if content.hexdigest() != getattr(shard, split).hash or highest >= n_values:
             return False
         try:
             source.documents(i, split)

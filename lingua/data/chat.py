@@ -1,0 +1,108 @@
+"""Rows of conversations, of which only answers carry loss.
+
+A token file of a source of conversations has, for each token, id + vocab_size * kind. Its hash, and
+so the fingerprint of the rows, covers which tokens are answers; order, resume and mixture are those
+of any source. Examples are never cut by a row: they were packed into rows (lingua.data.prepare.
+conversations), which do not overlap.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from lingua.data import IGNORE
+from lingua.data.rows import HeldOut
+from lingua.data.shards import N_KINDS, Source
+from lingua.data.stream import RowStream
+
+# Kinds of tokens: the first of an example or of the padding behind the examples of a row, which is
+# no target; one that is read only; one of an answer, which is a target.
+FIRST, CONTEXT, ANSWER = range(N_KINDS)
+OPEN_ROWS = 64  # that are packed at once
+
+T = TypeVar("T")
+
+
+class ChatRows:
+    """The rows of a stream of conversations, a lingua.data.rows.Rows.
+
+    The stream's rows are those of all views, `seq_len + n_views - 1` stored numbers each.
+    """
+
+    def __init__(self, stream: RowStream, seq_len: int, n_views: int, vocab_size: int) -> None:
+        self.stream, self.vocab_size = stream, vocab_size
+        self.seq_len, self.n_views = seq_len, n_views
+
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        return self.stream.rows(positions) % self.vocab_size
+
+    def is_target(self, positions: np.ndarray) -> np.ndarray:
+        return self.stream.rows(positions) // self.vocab_size == ANSWER
+
+    def documents(self, positions: np.ndarray) -> np.ndarray:
+        return _index(self.stream.rows(positions) // self.vocab_size)
+
+
+def _index(kinds: np.ndarray) -> np.ndarray:
+    """Which example of its row each token [..., L] belongs to, from 0: a row begins with one."""
+    return (kinds == FIRST).cumsum(-1, dtype=np.int64) - 1
+
+
+def pack(examples: Iterable[T], room: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """The examples, of at most `room` tokens each by their `size`, in rows of at most `room`.
+
+    An example goes into the fullest of the open rows that has room for it. Where none has, it opens
+    one; of OPEN_ROWS, the fullest is finished before.
+    """
+    rows: list[list[T]] = []
+    free: list[int] = []
+    for example in examples:
+        n = size(example)
+        fitting = [i for i in range(len(free)) if free[i] >= n]
+        if fitting:
+            chosen = min(fitting, key=free.__getitem__)
+        else:
+            if len(rows) == OPEN_ROWS:
+                fullest = min(range(OPEN_ROWS), key=free.__getitem__)
+                free.pop(fullest)
+                yield rows.pop(fullest)
+            chosen = len(rows)
+            rows.append([])
+            free.append(room)
+        rows[chosen].append(example)
+        free[chosen] -= n
+    yield from rows
+
+
+def padding(n: int, vocab_size: int) -> np.ndarray:
+    """Stored numbers [n] for the end of a row: a document of token 0, without targets."""
+    return np.where(np.arange(n) == 0, FIRST, CONTEXT) * vocab_size
+
+
+def held_out_answers(
+    source: Source, seq_len: int, max_tokens: int, splits: Sequence[str] = ("heldout",)
+) -> HeldOut:
+    """The held-out examples of `source` until `max_tokens` tokens are reached, in the order of
+    lingua.data.text.held_out_windows. Targets are the answers' tokens, bytes those of their text.
+    """
+    documents = source.documents_by_hash(splits)
+    before = np.cumsum(documents[:, 3]) - documents[:, 3]
+    documents = documents[: max(1, int((before < max_tokens).sum()))]
+    vocab_size = source.manifest.tokenizer["vocab_size"]
+    examples = []
+    for split, *where, _ in documents.tolist():
+        stored = source.document(splits[split], *where).astype(np.int64)
+        begins = np.flatnonzero(stored // vocab_size == FIRST)
+        examples.append(stored[: begins[1]] if len(begins) > 1 else stored)  # without padding
+    length = seq_len + 1
+    examples = [example[:length] for example in examples]
+    rows = [
+        np.concatenate([*row, padding(length - sum(map(len, row)), vocab_size)])
+        for row in pack(examples, length, len)
+    ]
+    stored = np.stack(rows) if rows else np.zeros((0, length), np.int64)
+    kinds, ids = np.divmod(stored, vocab_size)
+    targets = np.where(kinds == ANSWER, ids, IGNORE)[:, 1:]
+    n_bytes = int(documents[:, 4].sum())
+    return HeldOut(ids[:, :-1], targets, n_bytes, documents=_index(kinds)[:, :-1])

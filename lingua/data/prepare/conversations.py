@@ -1,0 +1,159 @@
+"""Records of conversations -> examples, and examples -> rows.
+
+A record has `messages`, a list of {"role": ..., "content": ...}, or a `prompt` and a `completion`.
+The tokenizer's chat template makes a text of it; messages of the assistant are its answers.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from lingua.chat import Chat, ChatError, Example, open_chat
+from lingua.data.args import DataArgs
+from lingua.data.chat import ANSWER, CONTEXT, FIRST, pack, padding
+from lingua.data.prepare.records import HELD_OUT_BELOW, Examples, Record, Wrong
+from lingua.tokenizer import Tokenizer
+
+# The roles that may follow a role; None: at the begin.
+NEXT: dict[str | None, tuple[str, ...]] = {
+    None: ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+
+
+def open_conversations(args: DataArgs, tokenizer: Tokenizer, source: str) -> Examples | None:
+    """What makes the examples of a record of `source`; None where sources are text. Raises
+    UserError."""
+    if args.chat is None:
+        return None
+    chat = open_chat(args.tokenizer, tokenizer, args.chat.template)
+    (key,) = args.text_keys(source)
+    cut = args.chat.on_long_example == "cut"
+    return _Conversations(chat, key, tokenizer.vocab_size, args.row_tokens, cut).examples
+
+
+@dataclass(frozen=True)
+class _Conversations:
+    chat: Chat
+    key: str  # of the messages
+    vocab_size: int
+    longest: int  # tokens of a row
+    cut: bool  # what is longer
+
+    def examples(self, number: int, record: dict[str, Any]) -> list[Record]:
+        """Each example as a Record with its tokens. All have the hash of the conversation, so all
+        are held out or none."""
+        messages, tools = self._messages(record), record.get("tools")
+        content = json.dumps([messages, tools], sort_keys=True, default=str).encode()
+        hashed = xxhash.xxh3_64_intdigest(content)
+        try:
+            found = self.chat.examples(messages, tools)
+        except ChatError as error:
+            raise Wrong("cannot be rendered", str(error)) from None
+        return [
+            Record(number, "", n_bytes, hashed, hashed < HELD_OUT_BELOW, None, tokens, is_cut)
+            for example in found
+            for tokens, is_cut in [self._tokens(example)]
+            for n_bytes in [sum(_answer_bytes(messages[i]) for i in example.answers)]
+        ]
+
+    def _messages(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        messages = record.get(self.key)
+        if messages is None and record.get("prompt") is not None and "completion" in record:
+            pair = (("user", record["prompt"]), ("assistant", record["completion"]))
+            messages = [{"role": role, "content": content} for role, content in pair]
+        if messages is None:
+            need = (
+                f"neither {self.key} nor prompt and completion, but {', '.join(record) or 'none'}"
+            )
+            raise Wrong("no conversation", need, lacks_key=True)
+        if not isinstance(messages, list) or not messages:
+            raise Wrong("no conversation", f"{self.key} must be a list of messages")
+        if not isinstance(record.get("tools"), list | None):
+            raise Wrong("no conversation", "tools must be a list")
+        before = None
+        for i, message in enumerate(messages, 1):
+            _check_message(i, message, before)
+            before = message["role"]
+        if before != "assistant":
+            need = f"the last message is of {before}; must be of assistant"
+            raise Wrong("roles out of order", need)
+        return messages
+
+    def _tokens(self, example: Example) -> tuple[np.ndarray, bool]:
+        """(stored numbers [n] of an example, whether it is cut)."""
+        ids, is_answer = self.chat.encode_example(example)
+        is_long = len(ids) > self.longest
+        if is_long and not self.cut:
+            raise Wrong(
+                "longer than a row",
+                f"{len(ids):,} tokens, a row has {self.longest:,}: raise data.seq_len, or set "
+                "data.chat.on_long_example=cut",
+            )
+        kinds = np.where(is_answer, ANSWER, CONTEXT)[: self.longest]
+        kinds[:1] = FIRST
+        if not (kinds == ANSWER).any():
+            raise Wrong("no answer", f"none in the {len(kinds):,} tokens of a row")
+        return ids[: self.longest] + self.vocab_size * kinds, is_long
+
+
+def _check_message(i: int, message: Any, before: str | None) -> None:
+    """Raises Wrong."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str):
+        raise Wrong("no conversation", f"message {i} must be an object with a role and a content")
+    if role not in NEXT[before]:
+        after = "" if before is None else f" after {before}"
+        need = f"message {i} is of {role}{after}; must be of {' or '.join(NEXT[before])}"
+        raise Wrong("roles out of order", need)
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(content, str) and not (content is None and calls):
+        raise Wrong("content is not a string", f"that of message {i}")
+    if role == "assistant" and not (content or "").strip() and not calls:
+        raise Wrong("empty answer", f"message {i}")
+    try:
+        (content or "").encode()
+    except UnicodeEncodeError:
+        raise Wrong("not UTF-8", f"half a surrogate pair in message {i}") from None
+
+
+def _answer_bytes(message: dict[str, Any]) -> int:
+    """Bytes of what an answer says, in UTF-8."""
+    calls = message.get("tool_calls")
+    text = json.dumps(calls, default=str) if calls else ""
+    return len(((message.get("content") or "") + text).encode())
+
+
+def packed(
+    records: Iterator[Record], row_tokens: int, vocab_size: int
+) -> Iterator[tuple[Record, list[np.ndarray]]]:
+    """Each example with its stored numbers, in the order in which they are written: held-out ones
+    as they come, those to train on in rows, with the padding of a row behind its last one."""
+
+    def tokens(record: Record) -> np.ndarray:
+        assert record.tokens is not None
+        return record.tokens
+
+    def trained() -> Iterator[Record]:
+        for record in records:
+            if record.is_held_out:
+                held_out.append(record)
+            else:
+                yield record
+
+    held_out: list[Record] = []
+    for row in pack(trained(), row_tokens, lambda record: len(tokens(record))):
+        free = row_tokens - sum(len(tokens(record)) for record in row)
+        for record in row[:-1]:
+            yield record, [tokens(record)]
+        yield row[-1], [tokens(row[-1]), padding(free, vocab_size)]
+    for record in held_out:
+        yield record, [tokens(record)]

@@ -1,0 +1,279 @@
+"""Sources of conversations: records to packed rows, and what is no conversation."""
+
+import json
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lingua.chat import open_chat
+from lingua.data import IGNORE
+from lingua.data.args import ChatArgs, DataArgs
+from lingua.data.chat import ChatRows, held_out_answers, pack
+from lingua.data.documents import document_marks
+from lingua.data.loader import Loader
+from lingua.data.prepare.sources import check_sources, prepare_source
+from lingua.data.shards import SPLITS
+from lingua.data.text import TextData
+from lingua.errors import UserError
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from tests.chats import CHATML, TEMPLATES, write_tokenizer
+
+pytestmark = pytest.mark.quick
+S = 96
+
+
+def conversation(i: int) -> list[dict[str, str]]:
+    turns = [("user", f"question {i}"), ("assistant", f"answer {'x' * (i % 11)} {i}")]
+    if i % 3 == 0:
+        turns += [("user", "again"), ("assistant", f"größer {i}")]
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+CONVERSATIONS = [conversation(i) for i in range(200)]
+
+
+def make_args(root: Path, records: list[Any], template: str = CHATML, **changes: Any) -> DataArgs:
+    root.mkdir(parents=True, exist_ok=True)
+    lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+    (root / "a.jsonl").write_text("\n".join(lines) + "\n")
+    folder = write_tokenizer(root / ".tokenizer", template)
+    tokenizer = TokenizerArgs(name="hf", path=str(folder))
+    known: dict[str, Any] = {"chat": ChatArgs(), "document_mask": "ignore", "seq_len": S}
+    known |= {"global_batch_size": 4, "sources": {"a": 1.0}, "root_dir": str(root)}
+    return DataArgs(tokenizer=tokenizer, **(known | changes))
+
+
+def prepared(args: DataArgs) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    tokenizer = build_tokenizer(args.tokenizer)
+    return prepare_source("a", args, tokenizer, lines.append, processes=1), lines
+
+
+def rows_of(args: DataArgs, source: Any) -> ChatRows:
+    vocab_size = build_tokenizer(args.tokenizer).vocab_size
+    return ChatRows(args.row_stream({"a": source}, 1), args.seq_len, args.n_views, vocab_size)
+
+
+def documents_of(tokens: np.ndarray, index: np.ndarray, target: np.ndarray) -> list[Any]:
+    """(tokens, targets) of each document of rows."""
+    return [
+        (row[i == d].tolist(), t[i == d].tolist())
+        for row, i, t in zip(tokens, index, target, strict=True)
+        for d in range(i.max() + 1)
+    ]
+
+
+@pytest.mark.parametrize("n_views", [2, 4])
+def test_every_example_is_whole_in_one_row_with_the_targets_of_its_answers(tmp_path, n_views):
+    args = make_args(tmp_path, [{"messages": c} for c in CONVERSATIONS], n_views=n_views)
+    source, lines = prepared(args)
+    rows = rows_of(args, source)
+    n_rows = source.n_tokens // args.row_tokens
+    assert source.n_tokens == n_rows * args.row_tokens  # whole rows
+    every = np.arange(n_rows)
+    found = documents_of(rows.rows(every), rows.documents(every), rows.is_target(every))
+
+    chat = open_chat(args.tokenizer, build_tokenizer(args.tokenizer))
+    expected = []
+    for c in CONVERSATIONS:
+        ids, is_answer = chat.encode_example(chat.examples(c)[0])
+        expected.append((ids.tolist(), is_answer.tolist()))
+    padding = [d for d in found if not any(d[1])]
+    assert all(set(tokens) == {0} for tokens, _ in padding)
+    trained = sorted(d for d in found if any(d[1]))
+    n_held_out = source.manifest.total("heldout", "documents")
+    assert 0 < n_held_out < 20 and len(trained) + n_held_out == len(CONVERSATIONS)
+    assert all(d in expected for d in trained)
+    padded = sum(len(tokens) for tokens, _ in padding)
+    assert padded < 0.2 * source.n_tokens
+
+    # The loss is measured on the others, each once.
+    windows = held_out_answers(source, S, 10**6)
+    answers = [w[w != IGNORE].tolist() for w in windows.targets]
+    others = [d for d in expected if d not in trained]
+    assert len(others) == n_held_out
+    in_answers = [[t for t, keep in zip(*d, strict=True) if keep] for d in others]
+    assert sorted(chain(*answers)) == sorted(chain(*in_answers))
+    text = [m["content"] for c in CONVERSATIONS for m in c[1::2]]
+    in_rows = sum(source.manifest.total(split, "bytes") for split in SPLITS)
+    assert in_rows == sum(len(t.encode()) for t in text)
+    assert windows.n_bytes == source.manifest.total("heldout", "bytes")
+    assert (windows.documents[:, 0] == 0).all() and windows.documents.max() > 0
+    assert "held out" in lines[-1]
+
+
+def test_micro_batches_have_the_documents_and_targets_of_the_rows(tmp_path):
+    args = make_args(tmp_path, [{"messages": c} for c in CONVERSATIONS])
+    source, _ = prepared(args)
+    rows, marks = rows_of(args, source), document_marks(args, build_tokenizer(args.tokenizer))
+    loader = Loader(rows, 4, 0, 1, 1, 4, marks=marks, documents=rows.documents)
+    [micro] = next(loader.steps(0))
+    first = np.arange(4)
+    wanted = np.where(rows.is_target(first), rows.rows(first).astype(np.int64), IGNORE)[:, 1:]
+    assert np.array_equal(micro.targets[0].numpy(), wanted)
+    assert (micro.targets != IGNORE).sum() > 20
+    index = rows.documents(first)[:, :S]
+    begins = [np.flatnonzero(np.diff(i, prepend=-1)).tolist() for i in index]
+    assert [[b for b in row if b < S] for row in micro.documents.tolist()] == begins
+
+
+def test_forms_of_records_give_the_same_shards(tmp_path):
+    single = [c[:2] for c in CONVERSATIONS]
+    messages = [{"messages": c} for c in single]
+    pairs = [{"prompt": c[0]["content"], "completion": c[1]["content"]} for c in single]
+    made = {
+        name: make_args(tmp_path / name, records)
+        for name, records in (("messages", messages), ("pairs", pairs), ("parquet", messages))
+    }
+    (tmp_path / "parquet/a.jsonl").unlink()
+    pq.write_table(pa.Table.from_pylist(messages), tmp_path / "parquet/a.parquet")
+    keyed = [{"chat": c} for c in single]
+    made["key"] = make_args(tmp_path / "key", keyed, source_files={"a": _files("a.jsonl", "chat")})
+    prints = {name: prepared(args)[0].fingerprint for name, args in made.items()}
+    assert len(set(prints.values())) == 1, prints
+    other = make_args(
+        tmp_path / "other", [{"messages": [*c[:1], c[1] | {"content": "?"}]} for c in single]
+    )
+    assert prepared(other)[0].fingerprint not in prints.values()
+
+
+def _files(pattern: str, key: str) -> Any:
+    from lingua.data.args import SourceFiles
+
+    return SourceFiles([pattern], key)
+
+
+def test_the_mask_the_template_and_the_row_are_part_of_the_shards(tmp_path):
+    records = [{"messages": c} for c in CONVERSATIONS]
+    args = make_args(tmp_path, records)
+    first = prepared(args)[0]
+    marked = prepared(make_args(tmp_path, records, TEMPLATES["marked"]))[0]
+    wider = prepared(replace(args, seq_len=2 * S))[0]
+    assert len({s.folder for s in (first, marked, wider)}) == 3
+    # Where answers are marked, the line break after them is none: the same ids, other targets.
+    ids = [s.manifest.tokenizer["vocab_size"] for s in (first, marked)]
+    assert ids[0] == ids[1] and first.fingerprint != marked.fingerprint
+
+
+def test_an_answer_that_history_changes_is_an_example_of_its_own(tmp_path):
+    records = [{"messages": c} for c in CONVERSATIONS]
+    source, _ = prepared(make_args(tmp_path, records, TEMPLATES["qwen3"]))
+    documents = sum(source.manifest.total(split, "documents") for split in SPLITS)
+    assert documents == sum(len(c) // 2 for c in CONVERSATIONS)
+
+
+def test_long_examples_are_refused_or_cut_and_counted(tmp_path):
+    long = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "y" * 300}]
+    lost = [{"role": "user", "content": "q" * 300}, {"role": "assistant", "content": "y"}]
+    records = [{"messages": c} for c in [*CONVERSATIONS[:50], long]]
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:51: longer than a row \(\d+ tokens, a row has 97"
+    ):
+        prepared(make_args(tmp_path / "refused", records))
+    args = make_args(tmp_path / "skipped", records, on_bad_record="skip")
+    assert "1 bad record left out (1 longer than a row)" in " ".join(prepared(args)[1])
+    cut = {"chat": ChatArgs(on_long_example="cut")}
+    source, lines = prepared(make_args(tmp_path / "cut", records, **cut))
+    assert source.manifest.cut == 1 and "1 example longer than a row cut" in " ".join(lines)
+    records.append({"messages": lost})
+    with pytest.raises(UserError, match=r"a\.jsonl:52: no answer \(none in the 97 tokens of a row"):
+        prepared(make_args(tmp_path / "lost", records, **cut))
+
+
+USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"messages": [USER, USER]},
+            "roles out of order (message 2 is of user after user; must be",
+        ),
+        (
+            {"messages": [BOT]},
+            "roles out of order (message 1 is of assistant; must be of system or",
+        ),
+        ({"messages": [USER, BOT, USER]}, "roles out of order (the last message is of user"),
+        ({"messages": [USER, BOT | {"content": " \n"}]}, "empty answer (message 2)"),
+        ({"messages": [USER, BOT | {"content": 3}]}, "content is not a string (that of message 2)"),
+        ({"messages": [USER, BOT | {"content": None}]}, "content is not a string"),
+        ({"messages": [USER, BOT], "tools": "x"}, "no conversation (tools must be a list)"),
+        ({"messages": []}, "no conversation (messages must be a list of messages)"),
+        ({"messages": "x"}, "no conversation (messages must be a list of messages)"),
+        ({"messages": [USER, "x"]}, "no conversation (message 2 must be an object"),
+        (
+            {"prompt": "q"},
+            "no conversation (neither messages nor prompt and completion, but prompt)",
+        ),
+        ({"prompt": "q", "completion": ""}, "empty answer (message 2)"),
+        ({"text": "q"}, "name the one that has the text in data.source_files.a.text_key"),
+        (
+            {"messages": [USER, BOT | {"content": "a<|im_end|>"}]},
+            "has the special token <|im_end|>",
+        ),
+        (
+            {"messages": [USER | {"role": None}, BOT]},
+            "no conversation (message 1 must be an object",
+        ),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "not UTF-8 (half a surrogate"),
+        ("[1]", "not an object"),
+        ("{", "not JSON"),
+        ("", "blank line"),
+    ],
+)
+def test_what_is_no_conversation_is_an_error_with_its_line(tmp_path, record, message):
+    good = {"messages": [USER, BOT]}
+    first = [] if message.startswith("name the one") else [good]
+    with pytest.raises(UserError) as error:
+        prepared(make_args(tmp_path, [*first, record, good]))
+    assert f"a.jsonl:{len(first) + 1}: " in str(error.value)
+    assert message in str(error.value)
+    args = make_args(tmp_path, [good, record, good], on_bad_record="skip")
+    assert sum(prepared(args)[0].manifest.skipped.values()) == 1
+
+
+def test_a_template_that_fails_is_an_error_with_file_and_line(tmp_path):
+    args = make_args(tmp_path, [{"messages": [USER, BOT]}], "{{ raise_exception('not today') }}")
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:1: cannot be rendered \(the chat template fails: not"
+    ):
+        prepared(args)
+    (tmp_path / ".tokenizer/tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="has no chat template"):
+        check_sources(args, build_tokenizer(args.tokenizer))
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.jsonl").unlink()
+    args = make_args(tmp_path / "b", [])
+    (tmp_path / "b/a.jsonl").rename(tmp_path / "b/a.txt")
+    (tmp_path / "b/a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"a\.txt:1: not a conversation"):
+        prepared(args)
+
+
+def test_packing_keeps_every_example_and_fills_rows():
+    chance = np.random.default_rng(1)
+    sizes = chance.integers(1, 101, 5000).tolist()
+    rows = list(pack(enumerate(sizes), 100, lambda item: item[1]))
+    assert sorted(i for row in rows for i, _ in row) == list(range(5000))
+    assert max(sum(n for _, n in row) for row in rows) <= 100
+    assert sum(sizes) > 0.97 * 100 * len(rows)
+
+
+def test_rows_are_read_by_training_as_any_source(tmp_path):
+    """The data of a run, as apps.main opens it."""
+    from apps.sft import TrainArgs
+
+    args = TrainArgs(data=make_args(tmp_path, [{"messages": c} for c in CONVERSATIONS]))
+    data, tokenizer = TextData(), build_tokenizer(args.data.tokenizer)
+    data.check(args, tokenizer)
+    data.prepare(args, tokenizer, str)
+    opened = data.open(args, tokenizer)
+    assert opened.documents is not None and list(opened.held_out) == ["a"]
+    assert len(opened.fingerprints["data.content.a"]) == 32
