@@ -321,10 +321,8 @@ def test_checkpointing_keeps_the_gradients_of_documents_one_by_one() -> None:
     mask = one_by_one(documents, None)
     *qkv, grad = inputs(2)
     expected = explicit(*qkv, visible(documents, None), grad)[1:]
-    for options in (
-        {},
-        {"context_fn": lambda: create_selective_checkpoint_contexts(_selective)},
-    ):
+    keep = {"context_fn": lambda: create_selective_checkpoint_contexts(_selective)}
+    for options in ({}, keep):
         leaves = [t.detach().requires_grad_() for t in qkv]
         out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
         for found, theirs in zip(torch.autograd.grad(out, leaves, grad), expected, strict=True):

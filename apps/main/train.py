@@ -385,7 +385,7 @@ def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
         newest = f"the newest checkpoint is {run.saver.root / f'{step:010d}'}"
         logger.info(f"done: {step} steps in {short_time(run.report.trained_s)}; {newest}")
     if not stopping:
-        logger.info(f"its page: python -m lingua.report {shlex.quote(str(args.folder))}")
+        logger.info(f"report: python -m lingua.report {shlex.quote(str(args.folder))}")
     run.report.event("stop", step, reason=reason)
 
 
