@@ -110,10 +110,9 @@ def choose_arms(runs: list[Record], against: list[Record]) -> tuple[list[Arm], A
     else:
         arms = find_arms(runs)
         if len(arms) == 1:
-            raise UserError(
-                f"all {counted(len(runs), 'run')} have one config, but for the seed: nothing to "
-                "compare; name other runs after --against"
-            )
+            same = f"all {len(runs)} runs have one config, but for the seed: nothing to compare"
+            found = same if len(runs) > 1 else f"{runs[0].name} is the only run"
+            raise UserError(f"{found}; name other runs after --against")
         base = choose_base(arms)
         arms = [arm for arm in arms if arm is not base]
     if len(arms) > MOST_ARMS:
