@@ -25,7 +25,7 @@ from lingua.compare.text import UNITS, as_json, lines, wrapped
 from lingua.config.load import load
 from lingua.config.schema import MOST_STEPS, Free, bounds, require
 from lingua.errors import UserError
-from lingua.format import counted, printable
+from lingua.format import printable
 from lingua.records import Record, open_runs
 
 USAGE = "usage: python -m lingua.compare A... [--against B...] [key=value ...] [--json]"
