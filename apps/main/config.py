@@ -33,6 +33,14 @@ class EvaluationArgs(HarnessArgs):
 
 
 @dataclass
+class SamplesArgs:
+    every: Free[int] = 0  # steps between two samples of what the model writes; 0: at the end alone
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 0, "every")
+
+
+@dataclass
 class TrainArgs:
     name: Free[str] = "lingua"  # name of the run
     # import path of the app that is trained; null: apps.main. A file can only name an app of this
@@ -51,6 +59,7 @@ class TrainArgs:
     distributed: DistributedArgs = field(default_factory=DistributedArgs)
     checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
     validation: ValidationArgs = field(default_factory=ValidationArgs)
+    samples: SamplesArgs = field(default_factory=SamplesArgs)
     eval: Free[EvaluationArgs | None] = None  # benchmarks while it trains, when given
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
@@ -92,6 +101,11 @@ class TrainArgs:
     def evaluation_due(self, step: int) -> bool:
         """Whether benchmarks are due once `step` is complete."""
         return self.eval is not None and (step % self.eval.every == 0 or step == self.steps)
+
+    def samples_due(self, step: int) -> bool:
+        """Whether samples are due once `step` is complete; those of the last step end the run."""
+        every = self.samples.every
+        return every > 0 and step % every == 0 and step < self.steps
 
     def measurement_due(self, step: int) -> bool:
         """Whether the held-out loss is due once `step` is complete."""

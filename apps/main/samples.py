@@ -26,8 +26,7 @@ def check_samples(run: Run) -> None:
 
 
 def write_samples(run: Run) -> None:
-    """Report the samples of this step and log them; a failure is logged. Called by
-    every rank."""
+    """Report the samples of this step and log them; a failure is logged. Called by every rank."""
     try:
         for name in run.data.held_out:
             pairs = _continue(run, name, SAMPLES, SAMPLE_TOKENS)
@@ -36,7 +35,7 @@ def write_samples(run: Run) -> None:
                 rows = f"{prompt} >>> {text}".splitlines()
                 shown = "\n".join(f"  | {row}" for row in rows)
                 logger.info(f"held-out text of {name} >>> as the model continues it:\n{shown}")
-    except Exception as error:  # the run is done and saved: nothing may fail it now
+    except Exception as error:  # no text is worth the run
         logger.error(f"the samples could not be written: {type(error).__name__}: {error}")
 
 

@@ -220,6 +220,9 @@ def take_steps(
         if save_due or stopping:
             save_checkpoint(run, held_out, final=stopping or step == args.end)
             saved_at = time.monotonic()
+        if args.samples_due(step):
+            with report.paused():
+                write_samples(run)
         if evaluate_due:
             benchmarks.evaluate(run, stop)
             asked = world_sum_(torch.tensor([stop.signal is not None]))  # while it ran

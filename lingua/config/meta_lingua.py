@@ -7,7 +7,7 @@ META_LINGUA = Foreign(
     ignored={
         "data.prefetch_size": "batches are always prepared a few steps ahead",
         "data.load_async": "batches are always prepared in the background",
-        "gc_collect_freq": "the garbage collector is left alone",
+        "gc_collect_freq": "garbage is collected every 100 steps",
         "env": "environment variables are set where the run is launched",
         "optim.annealing_step": "no schedule here has an annealing step",
         "model.max_seqlen": "it follows data.seq_len",
@@ -15,7 +15,7 @@ META_LINGUA = Foreign(
         "distributed.compile_cache_size_limit": "PyTorch's own limit is kept",
         "distributed.spawn_method": "data workers are threads",
         "distributed.float8_filter": "there is no float8 recipe to filter for",
-        "probe_freq": "probing does not exist yet",
+        "probe_freq": "an app has its own probe, called in every step",
         "eval.harness": "benchmarks are set by eval.tasks",
         "eval.generator": "benchmarks are set by eval.tasks, and each says how it generates",
         "eval.validation": "the held-out loss is set by validation",
