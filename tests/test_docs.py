@@ -394,6 +394,7 @@ def run_page(page: Path, tree: Path) -> None:
 def masked(line: str) -> str:
     """A line without what differs between machines and sizes: times, numbers, hashes, columns."""
     line = re.sub(r"^\d\d:\d\d:\d\d ", "", line.strip())
+    line = re.sub(r"\d{4}-\d\d-\d\dT[\d:.+]+", "#", line)
     line = re.sub(r"(?<![.])\b[0-9a-f]{12,}\b", "#", line)
     line = re.sub(r"(\d[\d.]*[dhms] ?)+", "#s ", line)
     line = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[KMG]iB|[kM]?\b)", "#", line)
@@ -406,4 +407,6 @@ def test_only_what_differs_between_machines_is_masked() -> None:
     there = "step 675  loss  0.9  lr 4.1e-10  970 tok/s  120 MiB  eta 8s"
     assert masked(here) == masked(there)
     assert masked(here) != masked(here.replace("loss", "losses"))
+    saved = "saved: '2026-11-22T09:15:39+00:00'"
+    assert masked(saved) == masked("saved: '2027-01-31T23:59:07+00:00'") != masked("saved: never")
     assert masked("steps     200    900    announced") != masked("steps  200  900  guarded")
