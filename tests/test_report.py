@@ -232,13 +232,44 @@ def test_runs_with_nothing_to_show_are_listed_and_what_cannot_be_read_is_reporte
     assert "torn/metrics.jsonl:2" in problems and problems.count("strange/metrics.jsonl") == 3
 
 
+def payload_of(page: Path) -> dict[str, Any]:
+    """What the page shows, without the numbers of its curves."""
+    (payload,) = re.findall(r'id="payload">([^<]+)<', page.read_text())
+    data = gzip.decompress(base64.b64decode(payload))
+    return json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])
+
+
+def test_scores_stops_samples_and_differences_of_the_code_are_those_of_the_runs(
+    tmp_path: Path,
+) -> None:
+    scores = [
+        {"step": s, "task": "arc", "acc,none": 0.1 * s, "acc_stderr,none": 0.02} for s in (4, 8)
+    ]
+    events = [{"event": "stop", "step": 4, "reason": "SIGTERM"}, {"event": "start", "step": 4}]
+    texts = [{"step": s, "source": "a", "prompt": "p", "text": f"t{s}"} for s in (4, 8)]
+    lines = [line(s, skipped_steps=2 * (s > 6)) for s in range(1, 9)]
+    for run, word in (("a", "old"), ("b", "new")):
+        a_run(tmp_path / run, metrics=[*lines[:4], *events, *lines[4:]], metrics_eval=scores,
+              samples=texts)  # fmt: skip
+        (tmp_path / run / "code").mkdir()
+        (tmp_path / run / "code" / "model.py").write_text(f"same\n{word}\n")
+        (tmp_path / run / "code.commit").write_text(f"commit of {run}\n")
+    shown = payload_of(page_of(tmp_path))
+    assert shown["scores"][1] == ["a", "0.8000 ± 0.0200 (step 8)"]
+    assert shown["samples"][1] == [{"source": "a", "prompt": "p", "texts": [[4, "t4"], [8, "t8"]]}]
+    assert [(m["kind"], m["x"][0]) for m in shown["marks"] if m["run"] == 0] == [
+        ("resume", 4), ("stop", 4), ("skipped", 7),
+    ]  # fmt: skip
+    first, second = shown["code"]
+    assert (first["commit"], first["difference"]) == ("commit of a", "")
+    assert second["difference"].splitlines()[-2:] == ["-old", "+new"]
+
+
 def test_of_very_many_runs_the_best_are_drawn_and_the_page_says_so(tmp_path: Path) -> None:
     for i in range(60):
         held = [{"step": 5, "source": "a", "nats_per_byte": float(i % 7 + i / 100), "bytes": 1}]
         a_run(tmp_path / f"r{i:02d}", metrics=[line(5)], metrics_validation=held)
-    (payload,) = re.findall(r'id="payload">([^<]+)<', page_of(tmp_path).read_text())
-    data = gzip.decompress(base64.b64decode(payload))
-    described = json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])
+    described = payload_of(page_of(tmp_path))
     best = sorted(range(60), key=lambda i: i % 7 + i / 100)[:50]
     assert described["names"] == [f"r{i:02d}" for i in sorted(best)]
     assert described["notes"][0].startswith("Curves are of 50 of the 60 runs")

@@ -136,7 +136,6 @@ class _Charts:
         for event, lines in _by(record.events, "event"):
             if event not in EVENTS:
                 self._add_numbers(run, f"Probe {event}", "", lines, axes)
-        self._add_numbers(run, "Probes", "", record.lines("metrics.probe.jsonl"), axes)
 
     def _add_metrics(self, run: int, metrics: Columns, axes: Axes) -> None:
         own = [name for name in metrics.names if name not in METRICS and name not in NOT_DRAWN]
