@@ -93,8 +93,10 @@ def held_out_answers(
     examples = []
     for split, *where, _ in documents.tolist():
         stored = source.document(splits[split], *where).astype(np.int64)
-        begins = np.flatnonzero(stored // vocab_size == FIRST)
-        examples.append(stored[: begins[1]] if len(begins) > 1 else stored)  # without padding
+        kinds = stored // vocab_size
+        last = np.flatnonzero(kinds == ANSWER)[-1]
+        behind = np.flatnonzero(kinds[last:] == FIRST)[:1]  # padding
+        examples.append(np.split(stored, last + behind)[0])
     length = seq_len + 1
     examples = [example[:length] for example in examples]
     rows = [
