@@ -62,7 +62,7 @@ class Preferences(Objective):
                 "margin": margins.mean(),
             }
             numbers = {key: float(value) for key, value in numbers.items()}
-            run.report.validation(run.progress.step, name, {**numbers, "pairs": len(margins)})
+            run.report.validation(run.progress.step, name, numbers)
             every.append(losses)
         losses = np.concatenate(every)
         return float(losses.mean()) if len(losses) else None

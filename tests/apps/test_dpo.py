@@ -187,7 +187,6 @@ def test_the_loss_is_that_of_each_pair_alone_written_out(
     assert len(records) == len(seen) + len(held_out) and held_out
     margins = margins_of(policy, reference, held_out).detach()
     last = measured(trained)[-1]
-    assert last["pairs"] == len(held_out)
     assert last["margin"] == pytest.approx(margins.mean().item(), rel=1e-3)
     assert last["accuracy"] == pytest.approx((margins > 0).float().mean().item())
     assert last["loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
