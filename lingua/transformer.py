@@ -224,6 +224,8 @@ class AllHeadsNorm(nn.RMSNorm):
     """RMSNorm as arithmetic, which also runs where the features are a DTensor that is split over
     ranks: torch's operator does not. It adds up their squares over the ranks."""
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:  # B S H*D
         wide = x.float()
         scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
