@@ -22,6 +22,7 @@ from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import Part
 from lingua.errors import UserError
 from lingua.files import file_size, read_json
+from lingua.tokenizer import Tokenizer, TokenizerArgs, tokenizer_config, tokenizer_file
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {  # as safetensors name them
@@ -87,7 +88,8 @@ def open_weights(app: App, path: str, model: Any, allowed: list[str]) -> TensorS
     ]
     if wrong:
         lines = "\n  ".join(wrong)
-        raise UserError(f"the model is not that of {source.path / CONFIG}:\n  {lines}")
+        advice = "leave these keys out: they default to the folder's"
+        raise UserError(f"the model is not that of {source.path / CONFIG}:\n  {lines}\n{advice}")
     return source
 
 
@@ -231,3 +233,27 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             at = begin + t["data_offsets"][0]
             found[tensor] = StoredTensor(file, at, t["dtype"], tuple(t["shape"]))
     return found
+
+
+def find_tokenizer(folder: Path, key: str, of_user: str) -> TokenizerArgs:
+    """The tokenizer in a folder. UserError where it has none; `key` names the folder, and `of_user`
+    is what names another tokenizer, for that message."""
+    for args in (
+        TokenizerArgs("hf", str(folder / "tokenizer.json")),
+        TokenizerArgs("sp", str(folder / "tokenizer.model")),
+    ):
+        if tokenizer_file(args).is_file():
+            return args
+    need = f"has no tokenizer.json or tokenizer.model; {of_user} names the model's tokenizer"
+    raise UserError(f"{key} = {folder}: {need}")
+
+
+def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:
+    """Whether texts of the model begin with bos: what a tokenizer.json puts before one, or what
+    add_bos_token in the tokenizer_config.json beside it says; else, unless it is `hf`, they do."""
+    if args.name == "bytes":
+        return True
+    if args.name == "hf" and tokenizer.library.encode("").ids[:1] == [tokenizer.bos_id]:
+        return True
+    asked = tokenizer_config(args).get("add_bos_token", args.name != "hf")
+    return tokenizer.bos_id is not None and bool(asked)

@@ -22,7 +22,7 @@ from lingua import convert
 from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.errors import UserError
-from lingua.hugging_face import HFTensor, open_weights
+from lingua.hugging_face import HFTensor, adds_bos, open_weights
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.transformer import RopeScaling, TransformerArgs
 from tests.apps.test_model import CASES, initialised, model_args
@@ -262,7 +262,7 @@ def test_an_imported_model_begins_texts_with_bos_where_its_tokenizer_does(tmp_pa
         config |= {} if said is None else {"add_bos_token": said}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         there = AutoTokenizer.from_pretrained(tmp_path).encode("x")[0] == ours.bos_id
-        found[said] = (convert.adds_bos(args, build_tokenizer(args)), there)
+        found[said] = (adds_bos(args, build_tokenizer(args)), there)
     # Where the two differ, older transformers did what is done here.
     assert found == {
         "hf": {None: (False, False), True: (True, False), False: (False, False)},

@@ -117,6 +117,33 @@ def test_a_reference_on_other_rows_has_other_losses(keys):
 
 
 @pytest.mark.soak
+def test_pairs_of_runs_differ_by_the_change_alone(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    for part in range(40):  # enough that some are held out
+        (tmp_path / ("a" * (part % 2)) / f"{part}.py").write_text(
+            f"def f{part}(x):\n    return x + {part}\n" * 20
+        )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    small = ["data.seq_len=16", "steps=4", "optim.warmup=1", "validation.every=2"]
+    words = ["--repeats=2", "--json=pairs.json", f"config={ROOT}/apps/main/configs/debug.yaml"]
+    command = [*python(), "-m", "apps.bench", "pairs", *words, f"data.root_dir={tmp_path}", *small]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "pairs.json").read_text())["results"]
+    assert results["steps"] == [2, 4]
+    losses = {name: torch.tensor(of_seeds) for name, of_seeds in results["runs"].items()}
+    base = losses.pop("base")
+    assert base.shape == (2, 2) and (base[0] != base[1]).all()
+    # Rows in other micro-batches are the same mathematics; everything else is another run.
+    apart = {name: float((arm / base - 1).abs().max()) for name, arm in losses.items()}
+    assert apart.pop("micro-batch") < 1e-6 and min(apart.values()) > 1e-4, apart
+    shown = [line.split() for line in done.stdout.splitlines() if line.startswith("width ")]
+    assert [float(line[2]) for line in shown] == pytest.approx(
+        (losses["width"] - base).mean(0).tolist(), abs=1e-5
+    )
+
+
+@pytest.mark.soak
 def test_a_step_is_timed_beside_a_bare_loop_that_does_the_same_work(ranks: Ranks, keys):
     case = [f"model.vocab_size={VOCAB}", "data.batch_size=8", "distributed.compile=false"]
     report = ranks.run(1, measure_step, [*keys, *case], 2)[0]
