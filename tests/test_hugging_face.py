@@ -73,6 +73,7 @@ def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_hold
         ({"multiple_of": 64}, "which give a hidden size = 128: must be 88"),
         ({"rope_theta": 5e5}, "model.rope_theta = 500000.0: must be 10000.0"),
         ({"sliding_window": 8}, "model.sliding_window = 8: must be null"),
+        ({"qk_norm": "per_head"}, "model.qk_norm = per_head: must be null"),
         ({"weight_tying": True}, "model.weight_tying = True: must be False"),
         ({"rope_scaling": SCALING}, "model.rope_scaling = RopeScaling(factor=4.0"),
     ],

@@ -51,29 +51,32 @@ class Foreign:
 
 
 def load(
-    cls: type[C],
+    owner: type[C] | C,
     argv: list[str] | None = None,
     foreign: Foreign | None = None,
     partial: bool = False,
+    below: Values | None = None,
 ) -> tuple[C, list[str]]:
     """The configuration, and one line for every given key that was accepted without effect.
 
     `argv` (default: sys.argv[1:]) holds `config=FILE` at most once, and `a.b=c`. The last value of
     a key wins; a whole list or mapping replaces the one below, default included, while
-    `data.sources.a=1` sets one entry. With `partial`, `cls` is a part of an app's configuration:
+    `data.sources.a=1` sets one entry. With `partial`, `owner` is a part of an app's configuration:
     the app's other groups in the file are ignored. `--help` prints all keys and exits, `--help
     optim` those of one group. Raises UserError.
+
+    owner: the class, or an instance whose values are the defaults.
+    below: values, by path, that come before the defaults.
     """
     argv = sys.argv[1:] if argv is None else argv
+    cls: type[C] = owner if isinstance(owner, type) else type(owner)
     if {"-h", "--help"} & set(argv):
         chosen = [word for word in argv if "=" not in word and not word.startswith("-")]
         print(help_text(cls, chosen))
         raise SystemExit(0)
-    keys, report = schema(cls), _Report(example="" if argv else first_example())
-    arguments = _read_arguments(argv, keys, report)
-    config = arguments.pop("config", None)
-    files = read_layers(Path(str(config.text)), f"config={config.text}") if config else []
-    layers = [leaves(file, keys) for file in files]
+    keys, report = schema(owner), _Report(example="" if argv else first_example())
+    *files, arguments = _read_layers(argv, keys, report)
+    layers = [leaves(below or {}, keys), *files]
     if partial:
         layers = [{k: v for k, v in layer.items() if k.split(".")[0] in keys} for layer in layers]
     given = _merge([*layers, arguments], foreign or Foreign(), keys, report)
@@ -81,6 +84,16 @@ def load(
     args = _build(cls, given, keys, report)
     report.check()
     return args, list(report.notices.values())
+
+
+def draft(cls: type[C], argv: list[str], foreign: Foreign) -> tuple[C, set[str]]:
+    """What `load` would give, with defaults in place of wrong values, and the keys that are given.
+    Raises UserError for a file that cannot be read."""
+    keys, unused = schema(cls), _Report()
+    given = _merge(_read_layers(argv, keys, unused), foreign, keys, unused)
+    names = set(given)
+    _resolve(cls, given, keys, unused)
+    return _build(cls, given, keys, unused), names
 
 
 def read_saved(cls: type[C], path: str | Path) -> C:
@@ -169,6 +182,14 @@ class _Report:
 
 
 # ---- the layers
+
+
+def _read_layers(argv: list[str], keys: Keys, report: _Report) -> list[Values]:
+    """Those of the config file, the deepest first, and that of the command line."""
+    arguments = _read_arguments(argv, keys, report)
+    config = arguments.pop("config", None)
+    files = read_layers(Path(str(config.text)), f"config={config.text}") if config else []
+    return [*(leaves(file, keys) for file in files), arguments]
 
 
 def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:
