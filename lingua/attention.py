@@ -5,7 +5,9 @@ Shapes in comments: B rows, S positions, L columns, H query heads, H' key and va
 features of a head, K documents of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
@@ -31,6 +33,7 @@ def choose_attention(
     Raises:
         UserError: the one asked for cannot serve. Only `auto` is replaced by another.
     """
+    device = torch.device(_planned.get() or device)
     if asked != "auto":
         if (need := _unmet(asked, head_dim, device, dtype)) is not None:
             raise UserError(f"model.attn_impl = {asked}: needs {need}; auto takes one that serves")
@@ -43,6 +46,19 @@ def choose_attention(
     if needs is None:
         return "varlen", "skips what documents and the window hide"
     return "flex_attention", f"skips what documents and the window hide; varlen needs {needs}"
+
+
+_planned: ContextVar[str | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def planned_for(device: str) -> Iterator[None]:
+    """Inside it the choice is that of this type of device, wherever tensors are."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
