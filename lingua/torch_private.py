@@ -125,18 +125,18 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
     """Call `observe(storage)` once Python has changed the size of a storage, which no mode sees:
     FSDP allocates and frees gathered parameters so."""
-    original = torch.UntypedStorage.resize_
+    before = torch.UntypedStorage.resize_
 
-    def resize_(storage: Any, size: int) -> Any:
-        result = original(storage, size)
+    def observed(storage: Any, size: int) -> Any:
+        result = before(storage, size)
         observe(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # put back
+    torch.UntypedStorage.resize_ = observed  # type: ignore[method-assign,assignment]  # put back
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]  # what it was
+        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]  # what it was
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """A step of training on fake tensors, as lingua.plan takes it: the config of a run that need not
 have data or a tokenizer, and the loop's own step."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -84,11 +85,12 @@ class Step:
         self.objective = (app.objective or Objective)(self.run)
         self.guard = NonFiniteGuard(args.optim.on_nonfinite, self.run.device)
 
-    def take(self, n_micro: int) -> None:
-        """A step of `n_micro` micro-steps."""
+    def take(self, n_micro: int, between: Callable[[], object] = lambda: None) -> None:
+        """A step of `n_micro` micro-steps. `between` is called once gradients are complete."""
         _, rows = self.run.args.micro_steps(dp_degree(self.run.mesh))
         batch = [empty_batch(self.run.args.data, rows) for _ in range(n_micro)]
         valid = torch.ones(self.run.args.data.n_views - 1, dtype=torch.int64)
+        self.run.app = replace(self.run.app, probe=lambda _: between())  # not the app's: it reads
         train_step(self.run, self.objective, self.guard, batch, valid)
 
 

@@ -1,6 +1,7 @@
 """One step of a run on fake tensors, as rank 0 of as many fake ranks as it will have: what it takes
 of memory, and what it sends."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from lingua.app import App, import_named, main_program
@@ -21,10 +22,35 @@ from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import parallelize_model
 from lingua.plan.memory import BLOCK, LiveMemory
+from lingua.plan.work import Kernel, KernelCounter
 from lingua.torch_private import FakeTensorMode, fake_ranks, flash_attention
 
-KEY = ("kind", "axis", "backward")  # of a total of collectives
 TRACED = 3  # micro-steps at most: the first, the last, and one of those between, which are alike
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank runs and sends in a part of a step."""
+
+    kernels: Counter[Kernel]
+    collectives: list[dict[str, Any]]  # as CollectiveCounter.totals
+
+    def plus(self, other: "Part", times: int) -> "Part":
+        """With `times` that of another; what becomes nothing is left out."""
+        kernels = self.kernels.copy()
+        for kernel, n in other.kernels.items():
+            kernels[kernel] += times * n
+        totals = {_key(t): dict(t) for t in self.collectives}
+        for t in other.collectives:
+            own = totals.setdefault(_key(t), t | {"count": 0, "bytes": 0})
+            for number in ("count", "bytes"):
+                own[number] += times * t[number]
+        kept = [t for t in totals.values() if t["count"]]
+        return Part(+kernels, sorted(kept, key=lambda t: -t["bytes"]))
+
+
+def _key(total: dict[str, Any]) -> tuple[str, str, bool]:
+    return total["kind"], total["axis"], total["backward"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +65,24 @@ class Trace:
     start: dict[str, int]  # memory by kind when the step begins
     peak: dict[str, int]  # and where it takes the most
     kept: int  # gradients between micro-steps
-    collectives: list[dict[str, Any]]  # as CollectiveCounter.totals
+    micro: Part  # each micro-step but the last
+    last: Part  # the last one
+    update: Part  # clipping and optimizer
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        """Of the step, as CollectiveCounter.totals."""
+        return self.last.plus(self.micro, self.n_micro - 1).plus(self.update, 1).collectives
+
+    @property
+    def own_bytes(self) -> int:
+        """Of parameters and optimizer."""
+        return self.start["parameters"] + self.start["optimizer"]
+
+    @property
+    def allocated(self) -> int:
+        """At the peak."""
+        return sum(self.peak.values())
 
 
 @contextmanager
@@ -113,28 +156,34 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
         memory.register("parameters", [*model.parameters(), *model.buffers()])
         step = apps_step.Step(app, args, built, mesh, model)
         memory.register("optimizer", [dict(s) for s in step.run.optimizer.state.values()])
-        step.take(1)  # in the first one, FSDP settles
-        counts = []
+        parts = [_counted(step, 1, mesh)]  # in the first one, FSDP settles
         for n in sorted({max(1, min(n_micro, TRACED) - 1), min(n_micro, TRACED)}):
             start = memory.now.copy()
             memory.restart()
-            with CollectiveCounter(mesh, fake=True) as counter:
-                step.take(n)
-            counts.append(counter.totals)
+            parts.append(_counted(step, n, mesh))
+        (_, *before, (last, update)), traced = parts, min(n_micro, TRACED)
+        micro = last.plus(before[0][0], -1) if before else Part(Counter(), [])
     return Trace(
         sizes, n_parameters, n_micro, rows, built.flops_per_token, dict(start), dict(memory.peak),
-        memory.kept[-1] - memory.kept[0], _extended(counts, n_micro),
+        memory.kept[-1] - memory.kept[0], micro, last.plus(micro, 1 - traced), update,
     )  # fmt: skip
 
 
-def _extended(counts: list[list[dict[str, Any]]], n_micro: int) -> list[dict[str, Any]]:
-    """The collectives of `n_micro` micro-steps, by those of one less than were traced, and of as
-    many: each further one adds the same."""
-    before = {tuple(t[key] for key in KEY): t for t in counts[0]}
-    last, more = counts[-1], max(0, n_micro - TRACED)
-    extended = []
-    for t in last:
-        less = before.get(tuple(t[key] for key in KEY), {"count": 0, "bytes": 0})
-        grown = {key: t[key] + more * (t[key] - less[key]) for key in ("count", "bytes")}
-        extended.append(t | grown)
-    return sorted(extended, key=lambda t: -t["bytes"])
+def _counted(step: Any, n: int, mesh: DeviceMesh) -> tuple[Part, Part]:
+    """A step of n micro-steps: their part, and what follows."""
+    parts: list[Part] = []
+    with ExitStack() as counting:
+
+        def count() -> None:
+            counters = KernelCounter(), CollectiveCounter(mesh, fake=True)
+            for counter in counters:
+                counting.enter_context(counter)
+            counting.callback(lambda: parts.append(Part(counters[0].kernels, counters[1].totals)))
+
+        def next_part() -> None:
+            counting.close()
+            count()
+
+        count()
+        step.take(n, next_part)
+    return parts[0], parts[1]
