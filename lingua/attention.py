@@ -33,7 +33,10 @@ def choose_attention(
     Raises:
         UserError: the one asked for cannot serve. Only `auto` is replaced by another.
     """
-    device = torch.device(_planned.get() or device)
+    planned = _planned.get()
+    if planned == "cuda" and asked != "sdpa" and (masked or asked != "auto"):
+        return "varlen", "the other kernels that skip what is hidden keep the same tensors"
+    device = torch.device(planned or device)
     if asked != "auto":
         if (need := _unmet(asked, head_dim, device, dtype)) is not None:
             raise UserError(f"model.attn_impl = {asked}: needs {need}; auto takes one that serves")
@@ -53,7 +56,7 @@ _planned: ContextVar[str | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(device: str) -> Iterator[None]:
-    """Inside it the choice is that of this type of device, wherever tensors are."""
+    """Inside it the choice is that for this type of device, though tensors are on the CPU."""
     token = _planned.set(device)
     try:
         yield
@@ -261,7 +264,8 @@ def build_mask(
     # It is compiled for each shape. Without gradients the dense mask is one for all layers.
     if impl == "flex_attention" and torch.is_grad_enabled():
         return Blocks(first if first.dim() == 2 else first[None])
-    if documents is not None and first.device.type == "cpu" and len(place) >= LONG_ROW:
+    one_by_one = first.device.type == "cpu" and _planned.get() is None  # lengths are not known yet
+    if documents is not None and one_by_one and len(place) >= LONG_ROW:
         return Documents(documents, first, window)
     return _dense(column, place, first)
 

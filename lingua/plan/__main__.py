@@ -65,8 +65,7 @@ def main() -> None:
 
 def make_plan(argv: list[str]) -> tuple[Plan, PlanArgs]:
     """The plan of a command line. Raises UserError, with all mistakes together."""
-    names = {f.name for f in fields(PlanArgs)}
-    own = [word for word in argv if word.partition("=")[0] in names]
+    own, of_run = split_words(argv)
     mistakes: list[str] = []
 
     def attempt(work: Callable[[], T]) -> T | None:
@@ -77,7 +76,7 @@ def make_plan(argv: list[str]) -> tuple[Plan, PlanArgs]:
             return None
 
     options = attempt(lambda: load(PlanArgs, own)[0])
-    read = attempt(lambda: program().read_config([word for word in argv if word not in own]))
+    read = attempt(lambda: program().read_config(of_run))
     device: Device | None = None
     if options is not None and options.gpu is not None:
         device = attempt(lambda: find_device(str(options.gpu)))
@@ -96,6 +95,13 @@ def make_plan(argv: list[str]) -> tuple[Plan, PlanArgs]:
     compiled = args.distributed.compile
     traced = trace(app, args, sizes, "cpu" if args.device == "cpu" else "cuda")
     return Plan(args, traced, device, options, compiled), options
+
+
+def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the plan, and those of the run."""
+    names = {f.name for f in fields(PlanArgs)}
+    own = [word for word in argv if word.partition("=")[0] in names]
+    return own, [word for word in argv if word not in own]
 
 
 def check_sizes(app: App, args: Any, sizes: tuple[int, int, int]) -> None:
