@@ -98,6 +98,8 @@ def test_loop_reports_its_overhead_and_that_both_did_the_same_work(tmp_path, key
     loop, first, second = seconds[..., 0].T
     overhead = (200 * loop / (first + second) - 100).tolist()
     assert results["overhead_percent"]["low"] == pytest.approx(min(overhead), abs=1e-3)
+    ratios = ((first + second) / (2 * loop)).tolist()
+    assert results["tokens_ratio"]["low"] == pytest.approx(min(ratios), rel=1e-3)
     assert results["steps_per_round"] == 3
     assert results["loss_difference"] < 1e-5
 
