@@ -130,7 +130,7 @@ def test_the_tokens_of_a_text_are_shown(made: Path, capsys: pytest.CaptureFixtur
         (["train", "out={text}/new", "vocab_size=257"], "vocab_size = 257: must be at least 258"),
         (["train", "out={text}/a"], "exists already; must be a new or empty folder"),
         (["train", "out=/proc/none"], "out = /proc/none: cannot be made"),
-        (["show", "hi", "path={text}/made"], "needs name=hf, sp or tiktoken too"),
+        (["show", "hi", "path={text}/made"], "needs name=hf, sp or tiktoken; bytes has no file"),
         (["train", "vocab_size=300"], "out: must be given"),
         (["train", "out={text}/new", "data.sources={{no: 1}}"], "data.sources.no: there is no"),
         (["train", "out={text}/new", "data.sources={{bad: 1}}"], "bad.jsonl:2: not JSON"),
