@@ -5,7 +5,9 @@ Shapes in comments: B rows, S positions, L columns, H query heads, H' key and va
 features of a head, K documents of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
@@ -31,6 +33,10 @@ def choose_attention(
     Raises:
         UserError: the one asked for cannot serve. Only `auto` is replaced by another.
     """
+    planned = _planned.get()
+    if planned == "cuda" and asked != "sdpa" and (masked or asked != "auto"):
+        return "varlen", "the other kernels that skip what is hidden keep the same tensors"
+    device = torch.device(planned or device)
     if asked != "auto":
         if (need := _unmet(asked, head_dim, device, dtype)) is not None:
             raise UserError(f"model.attn_impl = {asked}: needs {need}; auto takes one that serves")
@@ -43,6 +49,19 @@ def choose_attention(
     if needs is None:
         return "varlen", "skips what documents and the window hide"
     return "flex_attention", f"skips what documents and the window hide; varlen needs {needs}"
+
+
+_planned: ContextVar[str | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def planned_for(device: str) -> Iterator[None]:
+    """Inside it the choice is that for this type of device, though tensors are on the CPU."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -245,7 +264,8 @@ def build_mask(
     # It is compiled for each shape. Without gradients the dense mask is one for all layers.
     if impl == "flex_attention" and torch.is_grad_enabled():
         return Blocks(first if first.dim() == 2 else first[None])
-    if documents is not None and first.device.type == "cpu" and len(place) >= LONG_ROW:
+    one_by_one = first.device.type == "cpu" and _planned.get() is None  # lengths are not known yet
+    if documents is not None and one_by_one and len(place) >= LONG_ROW:
         return Documents(documents, first, window)
     return _dense(column, place, first)
 

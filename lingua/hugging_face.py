@@ -28,7 +28,7 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 DTYPES = {  # as safetensors name them
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-AT_ONCE = 1 << 20  # bytes read before they are converted: while they are in the processor's cache
+AT_ONCE = 1 << 19  # bytes read before they are converted: while they are in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def open_folder(form: HuggingFace, path: str, key: str) -> tuple[TensorSource, A
         )
     model, seq_len = form.from_config(read_json(where), str(where))
     ours = {f"model.{name}": t for name, t in form.tensors(model).items()}
-    stored = _stored_tensors(folder)
+    stored = stored_tensors(folder)
     expected = {t.name: t.shape for t in ours.values()}
     found = {
         name: t.shape
@@ -203,7 +203,7 @@ def _read_part(
         first += len(rows)
 
 
-def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """By their names there. Raises UserError, which names the file that cannot be read."""
     index, files = folder / INDEX, [SINGLE]
     if index.is_file():

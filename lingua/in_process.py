@@ -35,7 +35,7 @@ def train_here(app: str | ModuleType | App, config: Config) -> Record:
     if (world_size := detect_launch().world_size) > 1:
         advice = "python -m apps.main.train is the program for them"
         raise UserError(f"lingua.train: is one process, and here are {world_size}; {advice}")
-    chosen = import_app(app, "lingua.train") if isinstance(app, str) else app
+    chosen: Any = import_app(app, "lingua.train") if isinstance(app, str) else app
     chosen = getattr(chosen, "app", None) if isinstance(chosen, ModuleType) else chosen
     if not isinstance(chosen, App):
         raise UserError(f"lingua.train: app = {app}: has no lingua.app.App named app")
@@ -54,11 +54,10 @@ def words(config: Config) -> list[str]:
     """A configuration as the command line has it."""
     if isinstance(config, str | Path):
         return [f"config={config}"]
-    if config is not None and OmegaConf.is_config(config):
-        config = OmegaConf.to_container(config)
-    if not isinstance(config, Mapping | None):
-        raise UserError(f"lingua.train: config = {config!r}: must be a mapping or a YAML file")
-    values = plain(config or {})
+    given: Any = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
+    if not isinstance(given, Mapping | None):
+        raise UserError(f"lingua.train: config = {given!r}: must be a mapping or a YAML file")
+    values = plain(given or {})
     return [f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in values.items()]
 
 

@@ -33,7 +33,9 @@ def load_run(app: App, argv: list[str], part: Any = None) -> tuple[Any, list[str
     if part is not None:
         others = {f.name for f in fields(app.config)} - {f.name for f in fields(part)}
         argv = [word for word in argv if re.split(r"[.=]", word)[0] not in others]
-    return load(part or app.config, argv, META_LINGUA, part is not None, below)
+    if part is None:
+        return load(app.config, argv, META_LINGUA, below=below)
+    return load(type(part), argv, META_LINGUA, partial=True, below=below, defaults=part)
 
 
 def of_origin(app: App, args: Any, given: set[str]) -> Values:
@@ -48,7 +50,7 @@ def of_origin(app: App, args: Any, given: set[str]) -> Values:
     keys = [k for k in keys if k not in TRAINING_ONLY]
     keys += [] if given.intersection(OF_TOKENIZER) else OF_TOKENIZER + OF_TEXT
     if is_of_transformers(path):
-        file = Path(path) / HF_CONFIG
+        file: Path | None = Path(path) / HF_CONFIG
         tree = of_folder(app, key, Path(path), OF_TOKENIZER[0] in keys)
     else:
         file = config_of_checkpoint(key, path, args.folder / CONFIG)

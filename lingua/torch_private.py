@@ -3,6 +3,8 @@ torch is updated. No other file of lingua/ and apps/ names one.
 """
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +25,16 @@ OpOverload = _ops.OpOverload
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # Of DTensors and asynchronous results, whose operators unfold into those of plain tensors.
 is_traceable_wrapper_subclass_type = _python_dispatch.is_traceable_wrapper_subclass_type
-# What dynamo traces with: collectives of these are not counted.
+# What dynamo traces with: collectives of these are not counted in a run.
 FakeTensor = _subclasses.FakeTensor
+# Tensors without memory, with which a plan takes a step.
+FakeTensorMode = _subclasses.FakeTensorMode
 # -1 outside of a backward pass: collectives are counted by pass.
 graph_task_id = torch._C._current_graph_task_id
 # Divides a list of tensors by a scalar on the device, with one kernel for many of them.
 foreach_div_ = torch._foreach_div_
+# The kernel of attention that CUDA takes, for a plan on the CPU.
+flash_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention.default
 # What selective activation checkpointing keeps: the results of the kernels of attention, by name,
 # since some exist once their module is imported, and of the reduce-scatter of tensor parallelism.
 ATTENTION_OPERATORS = (
@@ -77,6 +83,8 @@ def set_group_timeout(group: dist.ProcessGroup, device_type: str, timeout: timed
 checkpoint_wrapper = wrapping.checkpoint_wrapper
 # The tensors of one type in what a model returns.
 tree_map_only = _pytree.tree_map_only
+# All values in nested lists, tuples and dicts.
+tree_leaves = _pytree.tree_leaves
 # The part of a DTensor that this rank holds, of uneven and strided shards too.
 compute_local_shape_and_global_offset = _utils.compute_local_shape_and_global_offset
 # A part of a file as a file: one of DCP's has many tensors, each as torch.save wrote it.
@@ -111,3 +119,34 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step of an optimizer divides gradients by its `grad_scale`, and changes nothing
     where its `found_inf` is 1 (fused ones)."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@contextmanager
+def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
+    """Call `observe(storage)` once Python has changed the size of a storage, which no mode sees:
+    FSDP allocates and frees gathered parameters so."""
+    before = torch.UntypedStorage.resize_
+
+    def observed(storage: Any, size: int) -> Any:
+        result = before(storage, size)
+        observe(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = observed  # type: ignore[method-assign,assignment]  # put back
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]  # what it was
+
+
+@contextmanager
+def fake_ranks(n: int) -> Iterator[None]:
+    """A process group of n ranks of which this process is rank 0: the others do not exist, and
+    collectives return at once."""
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=n)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

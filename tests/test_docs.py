@@ -36,6 +36,7 @@ from lingua.convert import ConvertArgs
 from lingua.data.prepare.__main__ import PrepareArgs
 from lingua.data.show import ShowArgs
 from lingua.errors import UserError
+from lingua.plan.__main__ import PlanArgs, split_words
 from lingua.report.__main__ import ReportArgs
 from lingua.runs import arguments as arguments_of_runs
 from lingua.slurm.launch import split_arguments
@@ -276,6 +277,10 @@ def parse_program(module: str, argv: list[str]) -> None:
         load(ReportArgs, split_folders(argv)[1])
     elif module == "lingua.compare":
         arguments_of_compare(argv)
+    elif module == "lingua.plan":
+        own, of_run = split_words(argv)
+        load(PlanArgs, own)
+        parse_program("apps.main.train", of_run)
     elif module == "apps.main.train":
         load(choose_app(argv).config, argv, META_LINGUA)
     elif module == "lingua.stool" and argv[:1] != ["status"]:
@@ -322,6 +327,7 @@ def help_of(*program: str) -> str:
         "python -m lingua.checkpoint shw runs/debug",
         "python -m lingua.runs runs srot=heldout",
         "python -m lingua.runs runs --cvs",
+        "python -m lingua.plan config=apps/main/configs/debug.yaml nodse=2",
         "python -m lingua.checkpoint convert runs/debug debug.pth --al",
         "python -m lingua.convert source=runs/debug dest=debug-hf",
         "python -m lingua.data.show config=apps/main/configs/debug.yaml stp=3",

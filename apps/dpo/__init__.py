@@ -57,7 +57,7 @@ class TrainArgs(MainArgs):
 class PairData(TextData):
     def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
         opened = super().open(args, tokenizer)
-        reference = {"data.reference": fingerprint(open_reference(args))}
+        reference = {"data.reference": fingerprint(open_reference(args, "size"))}
         return replace(opened, fingerprints={**opened.fingerprints, **reference})
 
 

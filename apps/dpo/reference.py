@@ -152,7 +152,8 @@ class Reference:
         return found
 
     def _compute(self, run: Run, absent: list[int]) -> None:
-        source, built = open_reference(run.args), run.app.build(run.args)
+        args, built = run.args, run.app.build(run.args)
+        source = open_reference(args, args.checkpoint.verify)
         plan = built.plan or ParallelPlan()
         model = load_weights(built.module, plan, source, run.args.distributed, run.mesh)
         model.requires_grad_(False)
@@ -163,7 +164,7 @@ class Reference:
             return tokens[:, :-1], wanted[:, 1:], self.rows.documents(positions)[:, :-1]
 
         logger.info(f"the reference {source.path} is computed for {counted(len(absent), 'row')}")
-        for name in self.names.keys() - self.held_out.keys():
+        for name in sorted(self.names.keys() - self.held_out.keys()):
             self.held_out[name] = held_out_ratios(run, model, run.data.held_out[name])
         size = SAVE_EVERY * run.args.data.step_rows
         for i in range(0, len(absent), size):
@@ -200,13 +201,13 @@ class Reference:
             logger.warning(f"{self.path}: cannot be written ({error})")
 
 
-def open_reference(args: Any) -> TensorSource:
+def open_reference(args: Any, verify: str) -> TensorSource:
     """The model that a run with this configuration starts from. Called by every rank. Raises
-    UserError."""
+    UserError. `verify` is that of checkpoint.verify: `size` is enough for a fingerprint."""
     start = args.checkpoint
     if start.init_from is not None:
         return open_weights(main_app, start.init_from, args.model, start.allow_change)
-    return find_source(Path(start.init_ckpt_path), start.verify, logger.warning)
+    return find_source(Path(start.init_ckpt_path), verify, logger.warning)
 
 
 def fingerprint(source: TensorSource) -> str:

@@ -172,7 +172,6 @@ def take_steps(
     """The loop. Returns True when a signal ended it before its last step."""
     args, report, progress = run.args, run.report, run.progress
     global_batch_size = args.data.global_batch_size
-    parameters = list(run.model.parameters())
     objective = (run.app.objective or Objective)(run)
     guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
     profiler = Profiler(args.profiling, args.dump_dir, run.mesh)
@@ -186,17 +185,8 @@ def take_steps(
     while progress.step < args.end and not stopping:
         step = progress.step + 1
         check_targets(valid, step, progress.position, global_batch_size)
-        report.numbers.clear()  # of the step before
         with profiler.step(step):
-            loss, hashed = objective.gradients(batch, to_device(valid, run.device))
-            if run.app.probe is not None:
-                run.app.probe(run)
-            reshard(run.model)  # what a probe's forward has left whole
-            norm = grad_norm(parameters)
-            lr = lr_at(progress.step, args.optim, args.steps)
-            admitted, divisor = guard.admit(step, norm), clip_divisor(norm, args.optim.clip)
-            update(run.optimizer, lr, admitted, divisor)  # a bad gradient changes nothing
-            run.optimizer.zero_grad()
+            loss, hashed, norm, lr = train_step(run, objective, guard, batch, valid)
         progress.step, progress.position = step, progress.position + global_batch_size
 
         # The device has work now: meanwhile the next rows are read, and the ranks agree on them.
@@ -233,6 +223,28 @@ def take_steps(
     if stopping:
         run.saver.wait()  # raises the error that ends the run, if one does
     return stopping
+
+
+def train_step(
+    run: Run, objective: "Objective", guard: NonFiniteGuard, batch: list[MicroBatch], valid: Tensor
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """One update, of which lingua.plan makes a trace too: gradients of this rank's micro-batches,
+    clipping, the optimizer. `valid` is on the CPU, as `count_targets` returns it.
+
+    Returns what `objective.gradients` does, the norm of the gradient, and the learning rate.
+    """
+    args, step = run.args, run.progress.step + 1
+    run.report.numbers.clear()  # of the step before
+    loss, hashed = objective.gradients(batch, to_device(valid, run.device))
+    if run.app.probe is not None:
+        run.app.probe(run)
+    reshard(run.model)  # what a probe's forward has left whole
+    norm = grad_norm(list(run.model.parameters()))
+    lr = lr_at(run.progress.step, args.optim, args.steps)
+    admitted, divisor = guard.admit(step, norm), clip_divisor(norm, args.optim.clip)
+    update(run.optimizer, lr, admitted, divisor)  # a bad gradient changes nothing
+    run.optimizer.zero_grad()
+    return loss, hashed, norm, lr
 
 
 class Objective:

@@ -51,30 +51,31 @@ class Foreign:
 
 
 def load(
-    owner: type[C] | C,
+    cls: type[C],
     argv: list[str] | None = None,
     foreign: Foreign | None = None,
     partial: bool = False,
     below: Values | None = None,
+    defaults: C | None = None,
 ) -> tuple[C, list[str]]:
     """The configuration, and one line for every given key that was accepted without effect.
 
     `argv` (default: sys.argv[1:]) holds `config=FILE` at most once, and `a.b=c`. The last value of
     a key wins; a whole list or mapping replaces the one below, default included, while
-    `data.sources.a=1` sets one entry. With `partial`, `owner` is a part of an app's configuration:
+    `data.sources.a=1` sets one entry. With `partial`, `cls` is a part of an app's configuration:
     the app's other groups in the file are ignored. `--help` prints all keys and exits, `--help
     optim` those of one group. Raises UserError.
 
-    owner: the class, or an instance whose values are the defaults.
     below: values, by path, that come before the defaults.
+    defaults: in place of those of the class.
     """
     argv = sys.argv[1:] if argv is None else argv
-    cls: type[C] = owner if isinstance(owner, type) else type(owner)
     if {"-h", "--help"} & set(argv):
         chosen = [word for word in argv if "=" not in word and not word.startswith("-")]
         print(help_text(cls, chosen))
         raise SystemExit(0)
-    keys, report = schema(owner), _Report(example="" if argv else first_example())
+    keys = schema(cls if defaults is None else defaults)
+    report = _Report(example="" if argv else first_example())
     *files, arguments = _read_layers(argv, keys, report)
     layers = [leaves(below or {}, keys), *files]
     if partial:

@@ -52,8 +52,10 @@ class CollectiveCounter(TorchDispatchMode):
     # Without it, higher-order operators (checkpointing, flex attention) raise under the mode.
     supports_higher_order_operators = True
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, fake: bool = False) -> None:
+        """fake: count those of fake tensors, too."""
         super().__init__()
+        self._fake = fake
         # By ranks is found a group of an earlier mesh of the same shape, which DTensor may keep.
         self._axes: dict[str | tuple[int, ...], str] = {
             tuple(range(dist.get_world_size())): "world"
@@ -85,7 +87,7 @@ class CollectiveCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operator = isinstance(func, OpOverload) and func.namespace in _NAMESPACES
-        if operator and FakeTensor not in types:
+        if operator and (self._fake or FakeTensor not in types):
             self._count(func, args, kwargs, result)
         return result
 

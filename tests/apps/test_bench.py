@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from apps.bench import promise
+from apps.bench import exchange, promise
 from apps.bench.attention import DOCUMENTS, ROWS
 from apps.bench.attention import measure as measure_attention
 from apps.bench.checkpoint import TOPOLOGIES
 from apps.bench.checkpoint import report as report_checkpoint
 from apps.bench.checkpoint_rank import measure as measure_checkpoint
 from apps.bench.debug import measure as measure_debug
+from apps.bench.exchange_rank import measure as measure_exchange
 from apps.bench.generate import measure as measure_generate
 from apps.bench.generate import take_turns, transformers_model
 from apps.bench.loop import Reference
@@ -253,6 +254,22 @@ def test_checkpoints_are_timed_beside_plain_files_of_their_size(ranks: Ranks, tm
     turns = {"save", "write", "read", *(f"load {name}" for name in TOPOLOGIES)}
     assert [seconds.keys() for seconds in found["rounds"]] == [turns, turns]
     assert all(s > 0 for seconds in found["rounds"] for s in seconds.values())
+
+
+@pytest.mark.soak
+def test_folders_of_transformers_are_timed_beside_plain_files(ranks: Ranks, tmp_path, keys):
+    args, _ = load(TrainArgs, [*keys, f"model.vocab_size={VOCAB}"])
+    folder = tmp_path / "theirs"
+    assert exchange.write_folder(folder, args.model, torch.bfloat16) > 2 * PARAMETERS
+    of_ranks = ranks.run(2, measure_exchange, folder, 2)
+    assert sum(found["held"] for found in of_ranks) == FLOAT * PARAMETERS
+    [seconds] = ranks.run(1, exchange.convert_once, folder)
+    assert list(tmp_path.iterdir()) == [folder]
+    turns = {f"{turn}, {where}" for turn in ("load", "read") for where in exchange.WHERE}
+    assert [seconds.keys() for seconds in of_ranks[0]["rounds"]] == [turns, turns]
+    shown = exchange.report({"theirs": of_ranks[0], "convert": {"rounds": [seconds]}})
+    assert shown.results["convert"]["export / copy"].low == seconds["export"] / seconds["copy"]
+    assert any(line.startswith("theirs: load, from the disk / read, fr") for line in shown.lines)
 
 
 def test_rates_of_checkpoints_are_quotients_of_the_same_round():

@@ -1,6 +1,8 @@
 """Sources of conversations: records to packed rows, and what is no conversation."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,10 +17,12 @@ from lingua.chat import open_chat
 from lingua.data import IGNORE
 from lingua.data.args import ChatArgs, DataArgs
 from lingua.data.chat import ChatRows, held_out_answers, pack
+from lingua.data.describe import describe_mixture, describe_row
 from lingua.data.documents import document_marks
 from lingua.data.loader import Loader
 from lingua.data.prepare.sources import check_sources, prepare_source
 from lingua.data.shards import SPLITS
+from lingua.data.show import show_config
 from lingua.data.text import TextData
 from lingua.errors import UserError
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
@@ -346,6 +350,41 @@ def test_what_is_no_pair_is_an_error_with_its_line(tmp_path, change, message):
         prepared(make_args(tmp_path, [good, good | change], **AS_PAIRS))
     assert "a.jsonl:2: " in str(error.value) and message in str(error.value)
     assert "data.on_bad_record: skip" in str(error.value)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs):
+    conversations = [{"messages": c[:2]} for c in CONVERSATIONS]
+    records = PAIRS if pairs else conversations
+    args = make_args(tmp_path, records, chat=ChatArgs(pairs=pairs))
+    source, tokenizer = prepared(args)[0], build_tokenizer(args.tokenizer)
+    rows, seen = rows_of(args, source), []
+    n_rows = source.n_tokens // args.row_tokens
+    for position in range(n_rows):
+        where, origin, *shown = describe_row(args, rows, tokenizer, 1, position, position)
+        assert f"position {position:,} of the run" in where and f"of {n_rows}, number" in origin
+        for header, text in zip(shown[::2], shown[1::2], strict=True):
+            line = int(re.search(r"a\.jsonl:(\d+)\)", header)[1])
+            answers = [part.partition("\u27e7")[0] for part in text.split("\u27e6")[1:]]
+            record = records[line - 1]
+            if pairs:
+                said = [record["chosen"], record["rejected"]]
+            else:
+                said = [record["messages"][1]["content"]]
+            assert [answer.strip("\n") for answer in answers] == said
+            seen.append(line)
+    n_held_out = source.manifest.total("heldout", "documents")
+    assert len(set(seen)) == len(seen) == len(records) - n_held_out
+    _, _, of_source, _ = describe_mixture(args, rows.stream, 10)
+    assert [len(seen), source.n_tokens, n_rows] == [
+        int(n.replace(",", "")) for n in of_source.split()[1:4]
+    ]
+    shutil.rmtree(tmp_path / ".tokens")  # the program makes the shards again
+    words = ["sources={a: 1}", f"root_dir={tmp_path}", f"seq_len={S}", "global_batch_size=4"]
+    words += ["tokenizer.name=hf", f"tokenizer.path={args.tokenizer.path}"]
+    words += ["document_mask=ignore", f"chat={{pairs: {str(pairs).lower()}}}"]
+    told = list(show_config([*(f"data.{word}" for word in words), "step=1", "seed=1"]))
+    assert told == list(describe_row(args, rows, tokenizer, 1, 0, 0))
 
 
 def test_packing_keeps_every_example_and_fills_rows():

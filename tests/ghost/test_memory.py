@@ -1,6 +1,9 @@
 """The memory of a training step at full size, by torch's own allocator, is what it should be."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +47,34 @@ def test_the_configs_fit_eight_gpus_of_80_gb(ghost: Ghost, config: str) -> None:
         *(f"config=apps/main/configs/{config}.yaml", "model.vocab_size=128256"),
     )
     assert json.loads(output.splitlines()[-1])["reserved_gib"] < 65  # of 74.5, less CUDA and NCCL
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "rows", "keys"),
+    [
+        ("llama_1B", 1, 4, []),
+        ("llama_1B", 8, 32, []),
+        ("llama_1B", 8, 96, []),
+        ("llama_1B", 8, 64, ["optim.name=muon"]),
+        ("llama_1B", 8, 64, ["data.document_mask=ignore"]),
+        ("llama_1B", 64, 256, []),
+        ("llama_7B", 1, 2, []),
+        ("llama_7B", 8, 48, ["distributed.activation_checkpointing=none"]),
+        ("llama_7B", 8, 48, []),
+        ("llama_7B", 8, 48, ["distributed.activation_checkpointing=full"]),
+        ("llama_7B", 64, 256, ["distributed.activation_checkpointing=full"]),
+    ],
+)
+def test_a_plan_has_the_memory_that_the_allocator_allocates(
+    ghost: Ghost, tmp_path: Path, config: str, ranks: int, rows: int, keys: list[str]
+) -> None:
+    run = [
+        *(f"config=apps/main/configs/{config}.yaml", "model.vocab_size=128256"),
+        *(f"data.global_batch_size={rows}", *keys),
+    ]
+    output = ghost("python", "-m", "tests.ghost.memory", "--ranks", str(ranks), *run)
+    plan = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "lingua.plan", f"ngpu={ranks}", f"json={plan}", *run]
+    subprocess.run(command, check=True)
+    allocated = json.loads(plan.read_text())["allocated"] / 2**30
+    assert allocated == pytest.approx(json.loads(output.splitlines()[-1])["step_gib"], rel=0.05)

@@ -1,0 +1,105 @@
+"""A step of training on fake tensors, as lingua.plan takes it: the config of a run that need not
+have data or a tokenizer, and the loop's own step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from apps.main.config import TrainArgs
+from apps.main.run import Run
+from apps.main.start import check_forward, default_optimizer
+from apps.main.train import Objective, train_step
+from lingua.app import App, Built, choose_app
+from lingua.checkpoint.resume import Progress
+from lingua.config.load import load
+from lingua.config.meta_lingua import META_LINGUA
+from lingua.data.args import DataArgs
+from lingua.data.loader import MicroBatch
+from lingua.errors import UserError
+from lingua.optim.adapter import adapt
+from lingua.optim.optimizer import NonFiniteGuard
+from lingua.parallel.mesh import dp_degree
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+
+BYTES = "data.tokenizer={name: bytes, path: null, bos: null, eos: null}"
+DOCUMENTS = 16  # of each row, where documents are masked
+
+
+def read_config(argv: list[str]) -> tuple[App, TrainArgs]:
+    """The app and the config of a run with this command line. A tokenizer is needed where the
+    config leaves the size of the vocabulary to it, and nowhere else. Raises UserError."""
+    app = choose_app(argv)
+    args: TrainArgs
+    args, _ = load(app.config, [*argv, BYTES], foreign=META_LINGUA)
+    if args.model.vocab_size == -1:
+        try:
+            own, _ = load(app.config, argv, foreign=META_LINGUA)
+            args.model.vocab_size = build_tokenizer(own.data.tokenizer).vocab_size
+        except UserError as error:
+            hint = "\nWithout the tokenizer, give the size of its vocabulary: model.vocab_size=N"
+            raise UserError(f"{error}{hint}") from None
+    return app, args
+
+
+def build(app: App, args: TrainArgs, degree: int) -> Built:
+    """The model of a config on `degree` data-parallel ranks; fills in the global batch size. Raises
+    UserError."""
+    args.app, args.dump_dir = app.path, str(args.folder)
+    args.data.global_batch_size = args.data.global_batch_size or (
+        args.data.batch_size * degree * (args.grad_acc_steps or 1)
+    )
+    args.micro_steps(degree)
+    built = app.build(args)
+    check_forward(built.module, args)
+    return built
+
+
+@dataclass
+class _Numbers:
+    """Where an objective reports to, in place of a Reporter."""
+
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.numbers[name] = value.detach().float()
+
+    def event(self, event: str, step: int, **values: Any) -> None: ...
+
+
+class Step:
+    """The training program's step, on a model that is laid out on `mesh` and has memory."""
+
+    def __init__(
+        self, app: App, args: TrainArgs, built: Built, mesh: DeviceMesh, model: nn.Module
+    ) -> None:
+        make = app.optimizer or default_optimizer
+        self.run = Run(
+            app, args, mesh, model, adapt(make(model, args, built.plan), model),
+            build_tokenizer(TokenizerArgs()), cast(Any, None), {}, Progress(),
+            cast(Any, _Numbers()), cast(Any, None),
+        )  # fmt: skip
+        self.objective = (app.objective or Objective)(self.run)
+        self.guard = NonFiniteGuard(args.optim.on_nonfinite, self.run.device)
+
+    def take(self, n_micro: int, between: Callable[[], object] = lambda: None) -> None:
+        """A step of `n_micro` micro-steps. `between` is called once gradients are complete."""
+        _, rows = self.run.args.micro_steps(dp_degree(self.run.mesh))
+        batch = [empty_batch(self.run.args.data, rows) for _ in range(n_micro)]
+        valid = torch.ones(self.run.args.data.n_views - 1, dtype=torch.int64)
+        self.run.app = replace(self.run.app, probe=lambda _: between())  # not the app's: it reads
+        train_step(self.run, self.objective, self.guard, batch, valid)
+
+
+def empty_batch(args: DataArgs, rows: int) -> MicroBatch:
+    """A micro-batch of the shapes that the loader gives."""
+    shape, masked = (rows, args.seq_len), args.document_mask != "none"
+    return MicroBatch(
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros((args.n_views - 1, *shape), dtype=torch.int64),
+        torch.zeros((rows, DOCUMENTS), dtype=torch.int64) if masked else None,
+    )

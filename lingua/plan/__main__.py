@@ -1,0 +1,114 @@
+"""What a run will take, before it is launched: memory, traffic, time and checkpoints.
+
+    python -m lingua.plan config=apps/main/configs/llama_7B.yaml nodes=2 ngpu=8 gpu=h100
+    python -m lingua.plan config=my.yaml ngpu=64 gpu=my_gpu.yaml tokens=100e9 model.vocab_size=32000
+
+It takes one step of the run's own model and layout on tensors without memory, as rank 0 of ranks
+that do not exist. It needs no device and no data, and no tokenizer where model.vocab_size is given.
+Keys that are not listed here are those of the run.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lingua.app import App
+from lingua.config.load import load
+from lingua.config.schema import Free, bounds, require
+from lingua.errors import UserError, all_of
+from lingua.parallel.mesh import mesh_sizes
+from lingua.parallel.parallelize import check_layout
+from lingua.parallel.program import run_program
+from lingua.plan.device import Device, find_device
+from lingua.plan.report import Plan, lines
+from lingua.plan.trace import program, trace
+
+T = TypeVar("T")
+
+
+@dataclass
+class PlanArgs:
+    nodes: Free[int] = 1  # machines
+    ngpu: Free[int] = 1  # processes, one for each device, of a machine
+    # a100, h100, h200, b200, l40s, or a YAML file with keys of lingua.plan.device.Device; null: no
+    # time, and nothing is refused
+    gpu: Free[str | None] = None
+    tokens: Free[float | None] = None  # of the whole run; null: those of its steps
+    json: Free[str | None] = None  # file that is written with all numbers
+    # hours of a device between failures that end a run: 419 on 16,384 devices in 54 days (Llama
+    # team, 2024, arXiv 2407.21783, section 3.3.4)
+    failure_hours: Free[float] = 50_000.0
+    storage_gb_per_s: Free[float] = 5.0  # at which all ranks together write a checkpoint
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "nodes", "ngpu", most=65535)
+        positive = ("tokens", "failure_hours", "storage_gb_per_s")
+        yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    if {"-h", "--help"} & set(argv):
+        load(PlanArgs, argv)
+    made, options = make_plan(argv)
+    if options.json is not None:
+        try:
+            Path(options.json).write_text(json.dumps(made.as_json(), indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"json = {options.json}: cannot be written: {error}") from None
+    print("\n".join(lines(made)))
+
+
+def make_plan(argv: list[str]) -> tuple[Plan, PlanArgs]:
+    """The plan of a command line. Raises UserError, with all mistakes together."""
+    own, of_run = split_words(argv)
+    mistakes: list[str] = []
+
+    def attempt(work: Callable[[], T]) -> T | None:
+        try:
+            return work()
+        except UserError as error:
+            mistakes.append(str(error))
+            return None
+
+    options = attempt(lambda: load(PlanArgs, own)[0])
+    read = attempt(lambda: program().read_config(of_run))
+    device: Device | None = None
+    if options is not None and options.gpu is not None:
+        device = attempt(lambda: find_device(str(options.gpu)))
+    sizes = None
+    if options is not None and read is not None:
+        ranks = options.nodes * options.ngpu
+        sizes = attempt(lambda: mesh_sizes(read[1].distributed, ranks))
+    if read is not None and sizes is not None:
+        attempt(lambda: check_sizes(*read, sizes))
+    if mistakes:
+        raise all_of(mistakes)
+    assert options is not None and read is not None and sizes is not None
+    app, args = read
+    if device is not None:
+        device.node_size = options.ngpu
+    compiled = args.distributed.compile
+    traced = trace(app, args, sizes, "cpu" if args.device == "cpu" else "cuda")
+    return Plan(args, traced, device, options, compiled), options
+
+
+def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the plan, and those of the run."""
+    names = {f.name for f in fields(PlanArgs)}
+    own = [word for word in argv if word.partition("=")[0] in names]
+    return own, [word for word in argv if word not in own]
+
+
+def check_sizes(app: App, args: Any, sizes: tuple[int, int, int]) -> None:
+    """Raise UserError where the model cannot be laid out on a mesh of these sizes."""
+    built = program().build(app, args, sizes[0] * sizes[1])
+    check_layout(built.module, built.plan, sizes[2])
+
+
+if __name__ == "__main__":
+    run_program(main)

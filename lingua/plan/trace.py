@@ -1,0 +1,189 @@
+"""One step of a run on fake tensors, as rank 0 of as many fake ranks as it will have: what it takes
+of memory, and what it sends."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+from lingua.app import App, import_named, main_program
+from lingua.attention import planned_for
+from lingua.dtensor import as_shard
+from lingua.init import ties_kept
+from lingua.monitor.collectives import CollectiveCounter
+from lingua.parallel.mesh import AXES
+from lingua.parallel.parallelize import parallelize_model
+from lingua.plan.memory import BLOCK, LiveMemory
+from lingua.plan.work import Kernel, KernelCounter
+from lingua.torch_private import FakeTensorMode, fake_ranks, flash_attention
+
+TRACED = 3  # micro-steps at most: the first, the last, and one of those between, which are alike
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank runs and sends in a part of a step."""
+
+    kernels: Counter[Kernel]
+    collectives: list[dict[str, Any]]  # as CollectiveCounter.totals
+
+    def plus(self, other: "Part", times: int) -> "Part":
+        """With `times` that of another; what becomes nothing is left out."""
+        kernels = self.kernels.copy()
+        for kernel, n in other.kernels.items():
+            kernels[kernel] += times * n
+        totals = {_key(t): dict(t) for t in self.collectives}
+        for t in other.collectives:
+            own = totals.setdefault(_key(t), t | {"count": 0, "bytes": 0})
+            for number in ("count", "bytes"):
+                own[number] += times * t[number]
+        kept = [t for t in totals.values() if t["count"]]
+        return Part(+kernels, sorted(kept, key=lambda t: -t["bytes"]))
+
+
+def _key(total: dict[str, Any]) -> tuple[str, str, bool]:
+    return total["kind"], total["axis"], total["backward"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step of one rank. Bytes."""
+
+    sizes: tuple[int, int, int]  # of the mesh
+    parameters: int  # of the whole model
+    n_micro: int
+    rows: int  # of a micro-batch
+    flops_per_token: float
+    start: dict[str, int]  # memory by kind when the step begins
+    peak: dict[str, int]  # and where it takes the most
+    kept: int  # gradients between micro-steps
+    micro: Part  # each micro-step but the last
+    last: Part  # the last one
+    update: Part  # clipping and optimizer
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        """Of the step, as CollectiveCounter.totals."""
+        return self.last.plus(self.micro, self.n_micro - 1).plus(self.update, 1).collectives
+
+    @property
+    def own_bytes(self) -> int:
+        """Of parameters and optimizer."""
+        return self.start["parameters"] + self.start["optimizer"]
+
+    @property
+    def allocated(self) -> int:
+        """At the peak."""
+        return sum(self.peak.values())
+
+
+@contextmanager
+def _cuda_kernels() -> Iterator[None]:
+    """Inside it, functions of torch keep the tensors that the kernels of CUDA keep, where torch has
+    others for the CPU."""
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        if not isinstance(x, DTensor):
+            return _RmsNorm.apply(x, weight)
+        # Each rank's gradient of the weight is the part that its positions give.
+        assert isinstance(weight, DTensor)
+        whole = weight.to_local(grad_placements=[Partial()])
+        return as_shard(_RmsNorm.apply(x.to_local(), whole), x)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **other: Any) -> Tensor:
+        if attn_mask is not None:
+            return originals["scaled_dot_product_attention"](q, k, v, attn_mask, **other)
+        return flash_attention(q, k, v, 0.0, other["is_causal"])[0]
+
+    replaced = {"rms_norm": rms_norm, "scaled_dot_product_attention": attention}
+    originals = {name: getattr(F, name) for name in replaced}
+    vars(F).update(replaced)  # not a TorchFunctionMode, which a backward pass leaves
+    try:
+        yield
+    finally:
+        vars(F).update(originals)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel, which keeps its input and the inverse root mean square of each position."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def program() -> ModuleType:
+    """The module of the training program that has its step: `plan` beside it."""
+    name = main_program("plan")
+    return import_named(name, f"script = {name}")
+
+
+def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trace:
+    """Trace a step of a config of `app` on a mesh of these sizes. `device` is the type of the real
+    devices. Compiled blocks are taken as they are without the compiler. Raises UserError."""
+    replicas, shards, tp = sizes
+    apps_step = program()
+    built = apps_step.build(app, args, replicas * shards)
+    n_micro, rows = args.micro_steps(replicas * shards)
+    args.distributed.compile = False
+    n_parameters = sum(p.numel() for p in built.module.parameters())
+    with ExitStack() as modes:
+        modes.enter_context(fake_ranks(replicas * shards * tp))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+        model = parallelize_model(built.module, mesh, built.plan, args.distributed)
+        modes.enter_context(planned_for(device))
+        if device == "cuda":
+            modes.enter_context(_cuda_kernels())
+        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        memory = modes.enter_context(LiveMemory(BLOCK if device == "cuda" else 1))
+        memory.watch(model)
+        with ties_kept(model):
+            model.to_empty(device="cpu")
+        memory.register("parameters", [*model.parameters(), *model.buffers()])
+        step = apps_step.Step(app, args, built, mesh, model)
+        memory.register("optimizer", [dict(s) for s in step.run.optimizer.state.values()])
+        parts = [_counted(step, 1, mesh)]  # in the first one, FSDP settles
+        for n in sorted({max(1, min(n_micro, TRACED) - 1), min(n_micro, TRACED)}):
+            start = memory.now.copy()
+            memory.restart()
+            parts.append(_counted(step, n, mesh))
+        (_, *before, (last, update)), traced = parts, min(n_micro, TRACED)
+        micro = last.plus(before[0][0], -1) if before else Part(Counter(), [])
+    return Trace(
+        sizes, n_parameters, n_micro, rows, built.flops_per_token, dict(start), dict(memory.peak),
+        memory.kept[-1] - memory.kept[0], micro, last.plus(micro, 1 - traced), update,
+    )  # fmt: skip
+
+
+def _counted(step: Any, n: int, mesh: DeviceMesh) -> tuple[Part, Part]:
+    """A step of n micro-steps: their part, and what follows."""
+    parts: list[Part] = []
+    with ExitStack() as counting:
+
+        def count() -> None:
+            counters = KernelCounter(), CollectiveCounter(mesh, fake=True)
+            for counter in counters:
+                counting.enter_context(counter)
+            counting.callback(lambda: parts.append(Part(counters[0].kernels, counters[1].totals)))
+
+        def next_part() -> None:
+            counting.close()
+            count()
+
+        count()
+        step.take(n, next_part)
+    return parts[0], parts[1]

@@ -1,0 +1,112 @@
+"""The command's mistakes, and the arithmetic of its times against numbers worked out by hand."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lingua.errors import UserError
+from lingua.plan.__main__ import make_plan
+from lingua.plan.device import Device, find_device, step_times
+from lingua.plan.report import Plan
+from lingua.plan.trace import Part, Trace
+
+pytestmark = pytest.mark.quick
+
+DEBUG = "config=apps/main/configs/debug.yaml"
+GATHER = {"kind": "all_gather", "axis": "dp_shard", "backward": False, "count": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (
+            [DEBUG, "gpu=h10", "ngpu=3", "distributed.tp_size=2", "tokens=-1"],
+            ["tokens", "must be above 0"],
+        ),
+        (
+            [DEBUG, "gpu=h10", "ngpu=3", "distributed.tp_size=2"],
+            ['(did you mean "h100"?)', "2 does not divide the number of processes, 3"],
+        ),
+        (
+            [DEBUG, "gpu=b20", "ngpu=3", "distributed.tp_size=3"],
+            ['(did you mean "b200"?)', "must divide model.n_heads = 4"],
+        ),
+        ([DEBUG, "ngpu=2", "grad_acc_steps=100"], ["grad_acc_steps = 100"]),
+        ([DEBUG, "model.dims=2"], ['(did you mean "model.dim"?)']),
+        (["config=apps/main/configs/llama_1B.yaml"], ["is not a file", "model.vocab_size=N"]),
+        ([DEBUG, "gpu=mine.yaml"], ["mine.yaml", "cannot be read"]),
+    ],
+)
+def test_mistakes_are_named_together(words: list[str], messages: list[str]) -> None:
+    with pytest.raises(UserError) as found:
+        make_plan(words)
+    for message in messages:
+        assert message in str(found.value)
+
+
+def test_a_device_of_ones_own_is_a_file_with_the_same_keys(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("{name: mine, memory_gib: 10, memory_gb_per_s: 1000, fp32_tflops: 1}")
+    with pytest.raises(UserError) as found:
+        find_device(str(path))
+    for key in ("bf16_tflops", "tf32_tflops", "node_gb_per_s", "network_gb_per_s"):
+        assert key in str(found.value)
+
+
+def device(**values: Any) -> Device:
+    """One that takes a second for 1e12 FLOPs, for 1e9 bytes of memory, and of a link."""
+    peaks = {"memory_gb_per_s": 1, "bf16_tflops": 1, "tf32_tflops": 1, "fp32_tflops": 1}
+    links = {"node_gb_per_s": 1, "network_gb_per_s": 0.25, "node_size": 4, "latency_us": 0}
+    shares = {"matmul_share": 1, "memory_share": 1, "link_share": 1}
+    return Device(**{"memory_gib": 10} | peaks | links | shares | values)
+
+
+def traced(sizes: tuple[int, int, int], micro: Part, last: Part, n_micro: int) -> Trace:
+    memory = {"parameters": 2**30, "optimizer": 2**31}
+    update = Part(Counter({(0, 4, 5 * 10**8): 1}), [])
+    return Trace(sizes, 10, n_micro, 1, 1.0, memory, memory, 0, micro, last, update)
+
+
+def test_a_kernel_takes_the_longer_of_arithmetic_and_memory_and_sending_hides_behind_it() -> None:
+    two_s = Counter({(10**12, 2, 10): 1, (10**6, 2, 10**9): 1})
+    gather = {**GATHER, "bytes": 4 * 10**9}  # 3 s of a ring of 4
+    trace = traced((1, 4, 1), Part(two_s, []), Part(two_s, [gather]), 3)
+    times = step_times(trace, device(), False, compiled=False)
+    assert (times.micro, times.last, times.update) == pytest.approx((2, 3, 0.5))
+    assert (times.compute, times.hidden, times.exposed) == pytest.approx((6.5, 2, 1))
+    assert times.step == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "axis", "seconds"),
+    [
+        ((1, 4, 1), "all_gather", "dp_shard", 3),  # within a node
+        ((1, 4, 1), "all_reduce", "dp_shard", 6),
+        ((1, 1, 4), "all_gather", "tp", 3),
+        ((2, 4, 1), "all_reduce", "dp_replicate", 4 / 0.25),  # a ring of its own for each device
+        ((1, 8, 1), "all_gather", "dp_shard", 3.5),  # four devices of a node in one
+        ((1, 2, 4), "all_gather", "dp_shard", 2 / 0.25),
+    ],
+)
+def test_the_time_of_a_collective_is_that_of_a_ring_on_its_slowest_link(
+    sizes: tuple[int, int, int], kind: str, axis: str, seconds: float
+) -> None:
+    total = {"kind": kind, "axis": axis, "backward": True, "count": 1, "bytes": 4 * 10**9}
+    nothing = Part(Counter(), [])
+    times = step_times(traced(sizes, nothing, Part(Counter(), [total]), 1), device(), False, False)
+    assert times.exposed == pytest.approx(seconds)
+
+
+def test_the_seconds_between_saves_are_youngs() -> None:
+    args = SimpleNamespace(checkpoint=SimpleNamespace(async_save=False))
+    options = SimpleNamespace(storage_gb_per_s=3 * 2**30 / 1e9, failure_hours=1000.0)
+    nothing = Part(Counter(), [])
+    plan = Plan(args, traced((5, 2, 1), nothing, nothing, 1), device(), options, False)
+    save = plan.save()
+    assert save["held_s"] == pytest.approx(2)  # of two shards; replicas have the same
+    assert save["every_s"] == pytest.approx((2 * 2 * 360_000) ** 0.5)
+    assert plan.needs_gib == pytest.approx(3 * 1.12 + 2)
+    assert plan.fits
