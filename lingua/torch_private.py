@@ -127,12 +127,12 @@ def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
     FSDP allocates and frees gathered parameters so."""
     before = torch.UntypedStorage.resize_
 
-    def observed(storage: Any, size: int) -> Any:
+    def change(storage: Any, size: int) -> Any:
         result = before(storage, size)
         observe(storage)
         return result
 
-    torch.UntypedStorage.resize_ = observed  # type: ignore[method-assign,assignment]  # put back
+    torch.UntypedStorage.resize_ = change  # type: ignore[method-assign,assignment]  # put back
     try:
         yield
     finally:

@@ -156,13 +156,13 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
         memory.register("parameters", [*model.parameters(), *model.buffers()])
         step = apps_step.Step(app, args, built, mesh, model)
         memory.register("optimizer", [dict(s) for s in step.run.optimizer.state.values()])
-        parts = [_counted(step, 1, mesh)]  # in the first one, FSDP settles
-        for n in sorted({max(1, min(n_micro, TRACED) - 1), min(n_micro, TRACED)}):
+        traced, parts = min(n_micro, TRACED), []
+        for n in (max(1, traced - 1), traced):  # in the first one, FSDP settles
             start = memory.now.copy()
             memory.restart()
             parts.append(_counted(step, n, mesh))
-        (_, *before, (last, update)), traced = parts, min(n_micro, TRACED)
-        micro = last.plus(before[0][0], -1) if before else Part(Counter(), [])
+    (before, _), (last, update) = parts
+    micro = last.plus(before, -1) if traced > 1 else Part(Counter(), [])
     return Trace(
         sizes, n_parameters, n_micro, rows, built.flops_per_token, dict(start), dict(memory.peak),
         memory.kept[-1] - memory.kept[0], micro, last.plus(micro, 1 - traced), update,
