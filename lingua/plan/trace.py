@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,8 @@ def _cuda_kernels() -> Iterator[None]:
     """Inside it, functions of torch keep the tensors that the kernels of CUDA keep, where torch has
     others for the CPU."""
 
+    original = F.scaled_dot_product_attention
+
     def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         if not isinstance(x, DTensor):
             return _RmsNorm.apply(x, weight)
@@ -100,16 +103,12 @@ def _cuda_kernels() -> Iterator[None]:
 
     def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **other: Any) -> Tensor:
         if attn_mask is not None:
-            return originals["scaled_dot_product_attention"](q, k, v, attn_mask, **other)
+            return original(q, k, v, attn_mask, **other)
         return flash_attention(q, k, v, 0.0, other["is_causal"])[0]
 
-    replaced = {"rms_norm": rms_norm, "scaled_dot_product_attention": attention}
-    originals = {name: getattr(F, name) for name in replaced}
-    vars(F).update(replaced)  # not a TorchFunctionMode, which a backward pass leaves
-    try:
+    own = {"rms_norm": rms_norm, "scaled_dot_product_attention": attention}
+    with patch.multiple(F, **own):  # not a TorchFunctionMode, which a backward pass leaves
         yield
-    finally:
-        vars(F).update(originals)
 
 
 class _RmsNorm(torch.autograd.Function):
