@@ -90,7 +90,10 @@ def main_program(name: str) -> str:
     """The module of a program of apps/main: `train` of it trains any app."""
     main = known_apps().get(MAIN)
     if main is None:
-        raise UserError("script must be given: this installation has no app main")
+        raise UserError(
+            f"this installation has no app main, whose program is {name}; to lingua.stool another "
+            "is given as script=MODULE"
+        )
     return f"{main}.{name}"
 
 

@@ -33,7 +33,16 @@ from lingua.checkpoint.source import TensorSource, check_fit, open_checkpoint
 from lingua.config.load import load, to_yaml
 from lingua.config.schema import Free
 from lingua.errors import UserError
-from lingua.hugging_face import CONFIG, INDEX, SINGLE, HFTensor, form_of, open_folder
+from lingua.hugging_face import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    HFTensor,
+    adds_bos,
+    find_tokenizer,
+    form_of,
+    open_folder,
+)
 from lingua.inference.trained import check_vocabulary, open_trained
 from lingua.parallel.launch import detect_launch, one_process
 from lingua.parallel.program import run_program
@@ -211,7 +220,7 @@ def import_folder(args: ConvertArgs, app: App) -> None:
     """A folder of transformers to a checkpoint of step 0, with its tokenizer beside it."""
     form, out = form_of(app, f"source = {args.source}"), Path(args.out)
     source, model, seq_len = open_folder(form, args.source, "source")
-    tokenizer_args = args.tokenizer or find_tokenizer(source.path)
+    tokenizer_args = args.tokenizer or find_tokenizer(source.path, "source", "tokenizer")
     tokenizer = build_tokenizer(tokenizer_args)
     check_vocabulary(tokenizer, tokenizer_args, source.path, model.vocab_size)
     out.mkdir(parents=True, exist_ok=True)
@@ -231,30 +240,6 @@ def import_folder(args: ConvertArgs, app: App) -> None:
     config = {"app": app.path, "model": asdict(model), "data": data}
     path = save(out, 0, tensors, {}, to_yaml(config))
     print(f"{source.path} is now {path}")
-
-
-def find_tokenizer(folder: Path) -> TokenizerArgs:
-    for args in (
-        TokenizerArgs("hf", str(folder / "tokenizer.json")),
-        TokenizerArgs("sp", str(folder / "tokenizer.model")),
-    ):
-        if tokenizer_file(args).is_file():
-            return args
-    raise UserError(
-        f"source = {folder}: has no tokenizer.json or tokenizer.model; name the model's tokenizer: "
-        "tokenizer.name=... tokenizer.path=..."
-    )
-
-
-def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:
-    """Whether texts of the model begin with bos: what a tokenizer.json puts before one, or what
-    add_bos_token in the tokenizer_config.json beside it says; else, unless it is `hf`, they do."""
-    if args.name == "bytes":
-        return True
-    if args.name == "hf" and tokenizer.library.encode("").ids[:1] == [tokenizer.bos_id]:
-        return True
-    asked = tokenizer_config(args).get("add_bos_token", args.name != "hf")
-    return tokenizer.bos_id is not None and bool(asked)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,15 @@ What a family of models is called there belongs to an app, whose `App.hugging_fa
 `HuggingFace`. Of a folder only JSON and safetensors are read, so nothing of it is executed.
 """
 
+import json
+import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -18,8 +22,13 @@ from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import Part
 from lingua.errors import UserError
 from lingua.files import file_size, read_json
+from lingua.tokenizer import Tokenizer, TokenizerArgs, tokenizer_config, tokenizer_file
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+DTYPES = {  # as safetensors name them
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+AT_ONCE = 1 << 19  # bytes read before they are converted: while they are in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,8 @@ def open_weights(app: App, path: str, model: Any, allowed: list[str]) -> TensorS
     ]
     if wrong:
         lines = "\n  ".join(wrong)
-        raise UserError(f"the model is not that of {source.path / CONFIG}:\n  {lines}")
+        advice = "leave these keys out: they default to the folder's"
+        raise UserError(f"the model is not that of {source.path / CONFIG}:\n  {lines}\n{advice}")
     return source
 
 
@@ -97,31 +107,104 @@ def open_folder(form: HuggingFace, path: str, key: str) -> tuple[TensorSource, A
         )
     model, seq_len = form.from_config(read_json(where), str(where))
     ours = {f"model.{name}": t for name, t in form.tensors(model).items()}
-    slices = {n: f.get_slice(n) for f in _open_files(folder) for n in f.keys()}  # noqa: SIM118
+    stored = stored_tensors(folder)
     expected = {t.name: t.shape for t in ours.values()}
     found = {
-        name: tuple(s.get_shape())
-        for name, s in slices.items()
+        name: t.shape
+        for name, t in stored.items()
         if name in expected or not name.endswith(form.unused(model))
     }
     check_fit(f"{path}: its tensors do not fit", expected, found, f"in {CONFIG}", "in the folder")
+    tensors = {}
+    for name, t in ours.items():
+        if (dtype := DTYPES.get(stored[t.name].dtype)) is None:
+            raise UserError(
+                f"{stored[t.name].file}: {t.name} is {stored[t.name].dtype}: must be of "
+                f"{', '.join(DTYPES)}; weights that are quantized are not read"
+            )
+        tensors[name] = torch.empty(t.shape, dtype=dtype, device="meta")
 
     def read(parts: list[Part]) -> None:
-        for name, (rows, *others), out in parts:
-            group = max(1, len(ours[name].row_order))
-            # Whole groups, of which what was not asked for is cut off again.
-            first, last = rows.start // group * group, -(-rows.stop // group) * group
-            groups = slices[ours[name].name][(slice(first, last), *others)]
-            ordered = ours[name].reorder(groups, to_hf=False)
-            out.copy_(ordered[rows.start - first : rows.stop - first])
+        of_file: dict[Path, list[Part]] = {}
+        for part in sorted(parts, key=lambda part: stored[ours[part.name].name].begin):
+            of_file.setdefault(stored[ours[part.name].name].file, []).append(part)
+        for file, inside in of_file.items():
+            with file.open("rb", buffering=0) as f:
+                for part in inside:
+                    t, dtype = ours[part.name], tensors[part.name].dtype
+                    _read_part(f.fileno(), stored[t.name], dtype, t.row_order, part)
 
-    dtypes = {name: slices[t.name][0:0].dtype for name, t in ours.items()}
-    tensors = {n: torch.empty(t.shape, dtype=dtypes[n], device="meta") for n, t in ours.items()}
     return TensorSource(folder, "Hugging Face folder", tensors, read), model, seq_len
 
 
-def _open_files(folder: Path) -> list[Any]:
-    """The safetensors files, mapped into memory: a slice of a tensor reads just its bytes."""
+class StoredTensor(NamedTuple):
+    """Where a safetensors file has a tensor, whose elements are in row-major order."""
+
+    file: Path
+    begin: int  # byte of the file
+    dtype: str  # as the format names it
+    shape: tuple[int, ...]
+
+    def runs(
+        self, box: tuple[slice, ...], itemsize: int, row_order: tuple[int, ...] = ()
+    ) -> tuple[np.ndarray, int]:
+        """The bytes of a box of the tensor: (int64 [N], the byte of the file at which each run
+        begins, in the order of the box; bytes of each run).
+
+        row_order: that of its HFTensor; the rows of the box are in our order.
+        """
+        # A run goes over the box's part of dimension `d` and all of those after it.
+        cut = [d for d, side in enumerate(box) if side.stop - side.start < self.shape[d]]
+        d = max(cut, default=0)
+        d = max(d, 1) if row_order else d
+        index = [np.arange(side.start, side.stop) for side in box[:d]]
+        if row_order:
+            place = index[0] % len(row_order)
+            index[0] += np.array(row_order)[place] - place
+        begins = np.array([self.begin])
+        for dim, places in enumerate(index):
+            step = itemsize * math.prod(self.shape[dim + 1 :])
+            begins = (begins[:, None] + places * step).ravel()
+        size = itemsize * math.prod(self.shape[d + 1 :])
+        if d < len(box):
+            begins, size = begins + box[d].start * size, (box[d].stop - box[d].start) * size
+        return begins, size
+
+
+def _read_part(
+    descriptor: int,
+    stored: StoredTensor,
+    dtype: torch.dtype,
+    row_order: tuple[int, ...],
+    part: Part,
+) -> None:
+    """Fill the memory of a part; where it has another dtype or is on another device, a few rows at
+    a time. Not by a map of the file into memory: that ends the process where a file is cut short,
+    and what was read of it counts as the process's memory."""
+    box, out = part.box, part.out
+    if out.dim() == 0:
+        box, out, stored = (slice(0, 1),), out.view(1), stored._replace(shape=(1,))
+    in_place = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
+    row_bytes, first = out[0].numel() * dtype.itemsize, box[0].start
+    for rows in out.split(len(out) if in_place else max(1, AT_ONCE // row_bytes)):
+        memory = rows if in_place else torch.empty_like(rows, dtype=dtype, device="cpu")
+        view, at = memory.view(-1).view(torch.uint8).numpy().data, 0
+        of_rows = (slice(first, first + len(rows)), *box[1:])
+        begins, size = stored.runs(of_rows, dtype.itemsize, row_order)
+        for begin in begins.tolist():
+            end = at + size
+            while at < end:
+                n = os.preadv(descriptor, [view[at:end]], begin)
+                if not n:
+                    raise ValueError(f"{stored.file.name}: ends too early")
+                at, begin = at + n, begin + n
+        if not in_place:
+            rows.copy_(memory)
+        first += len(rows)
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """By their names there. Raises UserError, which names the file that cannot be read."""
     index, files = folder / INDEX, [SINGLE]
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -130,13 +213,47 @@ def _open_files(folder: Path) -> list[Any]:
         files = sorted(set(map(str, weight_map.values())))
     elif not (folder / SINGLE).is_file():
         raise UserError(f"{folder}: must have {SINGLE} or {INDEX}; only safetensors are read")
-    opened = []
+    found: dict[str, StoredTensor] = {}
     for name in files:
-        if Path(name).name != name:
+        file = folder / name
+        if file.name != name:
             raise UserError(f"{index}: refers to the file {name} outside its folder")
+        if not file.exists():
+            raise UserError(f"{index}: refers to the file {name}, which {folder} does not have")
         try:
-            file_size(folder / name)
-            opened.append(safe_open(folder / name, framework="pt", device="cpu"))
+            file_size(file)
+            safe_open(file, framework="pt", device="cpu")  # checks the header and the file's size
+            with file.open("rb") as f:
+                begin = 8 + int.from_bytes(f.read(8), "little")
+                header = json.loads(f.read(begin - 8))
         except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"{folder / name}: cannot be read as safetensors ({error})") from None
-    return opened
+            raise UserError(f"{file}: cannot be read as safetensors ({error})") from None
+        header.pop("__metadata__", None)
+        for tensor, t in header.items():
+            at = begin + t["data_offsets"][0]
+            found[tensor] = StoredTensor(file, at, t["dtype"], tuple(t["shape"]))
+    return found
+
+
+def find_tokenizer(folder: Path, key: str, of_user: str) -> TokenizerArgs:
+    """The tokenizer in a folder. UserError where it has none; `key` names the folder, and `of_user`
+    is what names another tokenizer, for that message."""
+    for args in (
+        TokenizerArgs("hf", str(folder / "tokenizer.json")),
+        TokenizerArgs("sp", str(folder / "tokenizer.model")),
+    ):
+        if tokenizer_file(args).is_file():
+            return args
+    need = f"has no tokenizer.json or tokenizer.model; {of_user} names the model's tokenizer"
+    raise UserError(f"{key} = {folder}: {need}")
+
+
+def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:
+    """Whether texts of the model begin with bos: what a tokenizer.json puts before one, or what
+    add_bos_token in the tokenizer_config.json beside it says; else, unless it is `hf`, they do."""
+    if args.name == "bytes":
+        return True
+    if args.name == "hf" and tokenizer.library.encode("").ids[:1] == [tokenizer.bos_id]:
+        return True
+    asked = tokenizer_config(args).get("add_bos_token", args.name != "hf")
+    return tokenizer.bos_id is not None and bool(asked)

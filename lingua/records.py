@@ -91,7 +91,8 @@ def _dump_dirs(top: Path) -> Iterator[Path]:
 
 class Columns:
     """Lines about steps, by column: `columns["loss"]` is float64 [lines], NaN where a line has
-    null, no finite number, or no such column; `step` is int64 [lines], increasing."""
+    null, no finite number, or no such column; `step` is int64 [lines], increasing.
+    `pandas.DataFrame(dict(columns))` has them all."""
 
     def __init__(self, lines: Sequence[dict[str, Any]]) -> None:
         """Every line has a valid `step`. One that is not below the step of every later line is
@@ -112,7 +113,12 @@ class Columns:
         names = list(dict.fromkeys(key for line in self._lines for key in line))[:MOST_COLUMNS]
         return [name for name in names if name != "step" and not np.isnan(self[name]).all()]
 
+    def keys(self) -> list[str]:
+        return ["step", *self.names]
+
     def __getitem__(self, name: str) -> np.ndarray:
+        if name == "step":
+            return self.step
         if name not in self._arrays:
             values = [line.get(name) for line in self._lines]
             if not set(map(type, values)) <= {int, float, type(None)}:
@@ -130,10 +136,12 @@ class Columns:
 class Record:
     """What one run has written. A file is read when it is first asked for, and kept."""
 
-    def __init__(self, folder: Path, name: str | None = None, tail: int | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, name: str | None = None, tail: int | None = None
+    ) -> None:
         """With `tail`, of metrics.jsonl only the lines in that many last bytes are read."""
-        self.folder = folder
-        self.name = name or folder.absolute().name
+        self.folder = Path(folder)
+        self.name = name or self.folder.absolute().name
         self.tail = tail
         self.problems: list[str] = []  # what could not be read, of the files read so far
 

@@ -56,6 +56,13 @@ class TransformerArgs:
     # {factor, low_freq_factor, high_freq_factor, original_seq_len}: Llama 3.1's; null: none
     rope_scaling: Guarded[RopeScaling | None] = None
     sliding_window: Guarded[int | None] = None  # positions a token sees, itself included; null: all
+    qkv_bias: Guarded[bool] = False  # queries, keys and values have biases
+    # RMSNorm of queries and keys, over the features of each head (`per_head`, as in Qwen3) or of
+    # all heads together (`all_heads`, as in OLMo 2); null: none
+    qk_norm: Guarded[Literal["per_head", "all_heads"] | None] = None
+    # what a block's norms take: the `input` of attention and of feed-forward; or, as in OLMo 2,
+    # their `output` before it is added to the residual stream
+    norm_placement: Guarded[Literal["input", "output"]] = "input"
     init_base_std: Guarded[float | None] = None  # deviation of every matrix; null: 1 / sqrt(inputs)
     # what divides the deviation of the matrices that write to the residual stream: `disabled` 1,
     # `global_depth` sqrt(2 (n_layers + 1)), `current_depth` sqrt(2 (depth + 1)), `dim_ratio`
@@ -213,6 +220,18 @@ def trunc_normal_(weight: Tensor, std: float) -> None:
     nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
 
 
+class AllHeadsNorm(nn.RMSNorm):
+    """RMSNorm as arithmetic, which also runs where the features are a DTensor that is split over
+    ranks: torch's operator does not. It adds up their squares over the ranks."""
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:  # B S H*D
+        wide = x.float()
+        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * scale * self.weight).type_as(x)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
@@ -221,13 +240,25 @@ class Attention(nn.Module):
         n_heads, n_kv_heads, self.head_dim = args.heads()
         self.std = args.init_base_std
         self.out_factor = out_factor
-        self.wq = nn.Linear(args.dim, n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=False)
+        self.wq = nn.Linear(args.dim, n_heads * self.head_dim, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, args.dim, bias=False)
+        self.qk_norm = args.qk_norm
+        if self.qk_norm == "per_head":
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=args.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=args.norm_eps)
+        elif self.qk_norm == "all_heads":
+            self.q_norm = AllHeadsNorm(n_heads * self.head_dim, eps=args.norm_eps)
+            self.k_norm = AllHeadsNorm(n_kv_heads * self.head_dim, eps=args.norm_eps)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.qk_norm == "all_heads":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.qk_norm == "per_head":
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)  # B S H D
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if ctx.cache is not None:
@@ -238,6 +269,8 @@ class Attention(nn.Module):
     def reset_parameters(self) -> None:
         for w in (self.wq, self.wk, self.wv):
             trunc_normal_(w.weight, self.std or w.in_features**-0.5)
+            if w.bias is not None:
+                nn.init.zeros_(w.bias)
         trunc_normal_(self.wo.weight, (self.std or self.wo.in_features**-0.5) / self.out_factor)
 
 
@@ -297,7 +330,8 @@ def _(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then feed-forward, each on the normalised residual stream.
+    """Attention, then feed-forward, each on the normalised residual stream; or on the stream as it
+    is, and normalised themselves (`norm_placement`).
 
     Either may be of another kind, made and called as Attention and FeedForward are. A feed-forward
     may return (B S E, terms per row): the block then does, too.
@@ -319,16 +353,19 @@ class TransformerBlock(nn.Module):
         }[args.init_std_factor]
         self.attention = attention(args, out_factor)
         self.feed_forward = feed_forward(args, out_factor)
+        self.norms_outputs = args.norm_placement == "output"
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.attention_dropout = Dropout(args.dropout, "attention")
         self.ffn_dropout = Dropout(args.dropout, "feed_forward")
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor | tuple[Tensor, PerRow]:  # B S E -> B S E
-        out = self.attention(self.attention_norm(x), ctx)
+        out = self.attention(x if self.norms_outputs else self.attention_norm(x), ctx)
+        out = self.attention_norm(out) if self.norms_outputs else out
         x = x + (out if ctx.noise is None else self.attention_dropout(out, ctx.noise))
-        out = self.feed_forward(self.ffn_norm(x))
+        out = self.feed_forward(x if self.norms_outputs else self.ffn_norm(x))
         out, per_row = out if isinstance(out, tuple) else (out, None)
+        out = self.ffn_norm(out) if self.norms_outputs else out
         x = x + (out if ctx.noise is None else self.ffn_dropout(out, ctx.noise))
         return x if per_row is None else (x, per_row)
 

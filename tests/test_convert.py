@@ -22,7 +22,7 @@ from lingua import convert
 from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.errors import UserError
-from lingua.hugging_face import HFTensor, open_weights
+from lingua.hugging_face import HFTensor, adds_bos, open_weights
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.transformer import RopeScaling, TransformerArgs
 from tests.apps.test_model import CASES, initialised, model_args
@@ -40,11 +40,19 @@ EXPRESSIBLE = CASES | {
         "rope_theta": 500000.0, "rope_scaling": SCALING, "norm_eps": 1e-3, "multiple_of": 7,
     },
 }  # fmt: skip
+# by the class that they are in transformers
+OTHERS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 9, "dim": 30, "head_dim": 6},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": 9, "weight_tying": True},
+    "Qwen3ForCausalLM": {"qk_norm": "per_head", "n_kv_heads": 2, "head_dim": 10},
+    "Olmo2ForCausalLM": {"qk_norm": "all_heads", "norm_placement": "output", "n_kv_heads": 2},
+}
+EXPRESSIBLE |= OTHERS
 
 
-def logits_there(folder: Path, tokens: Tensor) -> Tensor:
+def logits_there(folder: Path, tokens: Tensor, kind: str = "LlamaForCausalLM") -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    assert type(model) is LlamaForCausalLM
+    assert type(model).__name__ == kind
     with torch.no_grad():
         return model(tokens).logits
 
@@ -62,7 +70,7 @@ def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bi
     tokens = torch.randint(0, 259, (3, 60), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         ours = initialised(args)(tokens)
-    there = logits_there(out, tokens)
+    there = logits_there(out, tokens, case if case in OTHERS else "LlamaForCausalLM")
     torch.testing.assert_close(there, ours, rtol=0, atol=1e-5)
     back = convert_to(ranks, out, tmp_path / "back", "tokenizer.name=bytes")
     assert OmegaConf.load(back / "0000000000" / "config.yaml").app == "apps.main"
@@ -254,7 +262,7 @@ def test_an_imported_model_begins_texts_with_bos_where_its_tokenizer_does(tmp_pa
         config |= {} if said is None else {"add_bos_token": said}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         there = AutoTokenizer.from_pretrained(tmp_path).encode("x")[0] == ours.bos_id
-        found[said] = (convert.adds_bos(args, build_tokenizer(args)), there)
+        found[said] = (adds_bos(args, build_tokenizer(args)), there)
     # Where the two differ, older transformers did what is done here.
     assert found == {
         "hf": {None: (False, False), True: (True, False), False: (False, False)},
@@ -291,10 +299,10 @@ def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
     return {case: convert_here(*arguments) for case, arguments in cases.items()}
 
 
-def test_what_llama_in_transformers_cannot_express_is_refused_by_name(ranks, tmp_path):
+def test_what_transformers_cannot_express_is_refused_by_name(ranks, tmp_path):
     models = {
-        "window": (a_model(sliding_window=9), {}),
-        "heads": (a_model(dim=30, n_heads=4, head_dim=6), {}),
+        "window": (a_model(**OTHERS["Olmo2ForCausalLM"], sliding_window=9), {}),
+        "norms": (a_model(qkv_bias=True, norm_placement="output"), {}),
         "fork": (a_model(), {"head_layers": 1}),
         "tensors": (a_model(), {"n_layers": 1}),
         "vocabulary": (model_args(vocab_size=100), {}),
@@ -304,8 +312,8 @@ def test_what_llama_in_transformers_cannot_express_is_refused_by_name(ranks, tmp
         ranks.run(1, save_here, tmp_path / case, model, config)
         cases[case] = [f"source={tmp_path / case}", f"out={tmp_path / 'out'}"]
     [said] = ranks.run(1, refusals_here, cases)
-    assert "model.sliding_window = 9" in said["window"]
-    assert "model.n_heads = 4" in said["heads"] and "model.dim = 30" in said["heads"]
+    assert "model.sliding_window = 9: olmo2 in transformers has no" in said["window"]
+    assert "model.qkv_bias = true, model.qk_norm = null, model.norm_pl" in said["norms"]
     assert "model.head_layers: unknown key" in said["fork"]
     assert "layers.1.attention.wq.weight: in the checkpoint, not in trans" in said["tensors"]
     assert "bytes tokenizer (which has no file) has 258 tokens" in said["vocabulary"]
@@ -315,7 +323,7 @@ def test_what_llama_in_transformers_cannot_express_is_refused_by_name(ranks, tmp
 def test_what_a_folder_asks_for_that_is_not_here_is_refused_by_name(ranks, tmp_path):
     LlamaForCausalLM(a_llama()).save_pretrained(tmp_path / "good")
     changes = {
-        "model_type": "mistral",
+        "model_type": "mixtral",
         "hidden_act": "gelu",
         "attention_bias": True,
         "mlp_bias": True,
@@ -341,7 +349,7 @@ def test_what_a_folder_asks_for_that_is_not_here_is_refused_by_name(ranks, tmp_p
         case: [f"source={folder}", f"out={tmp_path / 'out'}"] for case, folder in cases.items()
     }
     [said] = ranks.run(1, refusals_here, arguments)
-    assert 'model_type = "mistral": must be "llama"' in said["model_type"]
+    assert 'model_type = "mixtral": must be "llama" or "mistral" or "qwen2"' in said["model_type"]
     assert 'hidden_act = "gelu": must be "silu"' in said["hidden_act"]
     for key in ("attention_bias", "mlp_bias"):
         assert f"{key} = true: must be false" in said[key]

@@ -1,22 +1,28 @@
 """A run that starts from a folder of transformers: its weights, if they are of its model."""
 
-from dataclasses import replace
+import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apps.main import app as main_app
 from apps.main.hugging_face import llama
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
-from lingua.checkpoint.tensors import Part, tensors_of
+from lingua.checkpoint.tensors import local_parts, tensors_of
 from lingua.errors import UserError
-from lingua.hugging_face import open_folder, open_weights
+from lingua.hugging_face import CONFIG, INDEX, SINGLE, open_folder, open_weights, stored_tensors
 from lingua.init import canonical_name, init_parameters
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.mesh import AXES, DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
 from tests.converted import SCALING, a_model, convert_to, same, save_here, tensors_in
 
@@ -27,26 +33,30 @@ CPU = torch.device("cpu")
 TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (2, 1, 2), (1, 2, 2)]
 
 
+def bytes_read(work: Callable[[], None]) -> int:
+    """By this process while it does `work`, as the system counts them."""
+    before = Path("/proc/self/io").read_text()
+    work()
+    after = Path("/proc/self/io").read_text()
+    return int(after.split()[1]) - int(before.split()[1]) - len(before)
+
+
 def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> Any:
-    """The model's tensors whole, what this rank holds of them, and what it read."""
+    """The model's tensors whole, bytes of what this rank holds of them, and bytes it read."""
     replicate, shard, tp = sizes
     parallel = DistributedArgs(dp_replicate=replicate, dp_shard=shard, tp_size=tp)
     mesh = start(CPU, detect_launch(), parallel)
     model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, 16), parallel)
     init_parameters(model, 1, CPU)
-    source, read = open_folder(llama, str(folder), "checkpoint.init_from")[0], []
-
-    def count(parts: list[Part]) -> None:
-        read.extend(part.out.numel() for part in parts)
-        source.read_parts(parts)
-
-    replace(source, read_parts=count).load(tensors_of(model), "model.")
+    source, _, _ = open_folder(llama, str(folder), "checkpoint.init_from")
+    parts = local_parts(tensors_of(model))
+    n_read = bytes_read(lambda: source.read_parts(parts))
     found, held = {}, 0
     for name, p in model.named_parameters():
         split = isinstance(p, DTensor)
-        held += (p.to_local() if split else p).numel()
+        held += (p.to_local() if split else p).nbytes
         found[canonical_name(name)] = (p.full_tensor() if split else p).detach().clone()
-    return found, held, sum(read)
+    return found, held, n_read
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -64,6 +74,86 @@ def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_hold
             assert n_read == held
 
 
+# ---------------------------------------------------------------------------- memory and reads
+
+
+def peak_bytes() -> int:
+    """The most memory of this process since `reset_peak`, files mapped into it included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
+def growth_here(folder: Path) -> tuple[int, int, int]:
+    """Bytes: by which memory grows while this rank loads its part, what it holds of the model, and
+    by which memory grows where it then loads all of the folder."""
+    mesh = start(CPU, detect_launch(), parallel := DistributedArgs(model_dtype="fp32"))
+    source, args, _ = open_folder(llama, str(folder), "checkpoint.init_from")
+    model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, 16), parallel)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    before = peak_bytes()
+    model.to_empty(device="cpu")
+    source.load(tensors_of(model), "model.")
+    grown = peak_bytes() - before
+    held = sum(part.out.nbytes for part in local_parts(tensors_of(model)))
+    everything = source.whole(source.tensors)
+    return grown, held, peak_bytes() - before - grown if everything else 0
+
+
+def test_a_rank_loads_with_the_memory_of_its_part_and_no_more_than_one_tensor(ranks, tmp_path):
+    """Of 126 MB in bfloat16, to be held in float32."""
+    args = a_model(dim=1024, n_heads=8, n_layers=4, multiple_of=256)
+    (tmp_path / CONFIG).write_text(json.dumps(llama.to_config(args, 16)))
+    tensors = llama.tensors(args).values()
+    save_file({t.name: torch.randn(t.shape).bfloat16() for t in tensors}, tmp_path / SINGLE)
+    one_tensor = 2 * max(math.prod(t.shape) for t in tensors)
+    for grown, held, of_all in ranks.run(2, growth_here, tmp_path):
+        assert held <= grown < held + one_tensor
+        assert of_all > 5 * one_tensor  # the count notices more
+
+
+@pytest.mark.parametrize("n_layers", [2, pytest.param(80, marks=pytest.mark.soak)])
+def test_of_a_folder_of_70_billion_weights_a_rank_reads_its_part_alone(tmp_path, n_layers):
+    """The folder has the headers of its files, and no bytes behind them on the disk."""
+    args = ModelArgs(
+        dim=8192, n_layers=n_layers, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3,
+        multiple_of=4096, vocab_size=128256,
+    )  # fmt: skip
+    ours = {f"model.{name}": t for name, t in llama.tensors(args).items()}
+    files: dict[str, str] = {}
+    for i, t in enumerate(ours.values()):
+        size = 2 * math.prod(t.shape)
+        entry = {"dtype": "BF16", "shape": t.shape, "data_offsets": [0, size]}
+        header = json.dumps({t.name: entry}).encode()
+        files[t.name] = f"{i}.safetensors"
+        with (tmp_path / files[t.name]).open("wb") as f:
+            f.write(len(header).to_bytes(8, "little") + header)
+            f.truncate(8 + len(header) + size)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    stored, expected = stored_tensors(tmp_path), sum(math.prod(t.shape) for t in ours.values())
+    assert n_layers != 80 or expected == 70_553_706_496  # as published
+    for rank in (0, 37):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
+        try:
+            mesh = init_device_mesh("cpu", (1, 8, 8), mesh_dim_names=AXES)
+            plan, parallel = parallel_plan(args, 8192), DistributedArgs(tp_size=8)
+            model = parallelize_model(build_transformer(args), mesh, plan, parallel)
+            read = 0
+            for part in local_parts(tensors_of(model)):
+                t = ours[part.name]
+                begins, size = stored[t.name].runs(part.box, 2, t.row_order)
+                assert len(set(begins.tolist())) == len(begins)
+                assert begins.max() + size <= (tmp_path / files[t.name]).stat().st_size
+                assert len(begins) * size == 2 * part.out.numel()
+                read += len(begins) * size
+        finally:
+            dist.destroy_process_group()
+        assert read == 2 * expected // 64
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -73,6 +163,7 @@ def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_hold
         ({"multiple_of": 64}, "which give a hidden size = 128: must be 88"),
         ({"rope_theta": 5e5}, "model.rope_theta = 500000.0: must be 10000.0"),
         ({"sliding_window": 8}, "model.sliding_window = 8: must be null"),
+        ({"qk_norm": "per_head"}, "model.qk_norm = per_head: must be null"),
         ({"weight_tying": True}, "model.weight_tying = True: must be False"),
         ({"rope_scaling": SCALING}, "model.rope_scaling = RopeScaling(factor=4.0"),
     ],
@@ -86,3 +177,28 @@ def test_a_run_whose_model_is_another_is_refused_by_key(ranks, tmp_path, changed
     assert said in str(error.value) and folder in str(error.value)
     if "rope_theta" in changed:  # the same tensors: that can be meant
         open_weights(main_app, folder, a_model(**changed), ["model.rope_theta"])
+
+
+def test_a_folder_whose_files_are_not_what_it_says_is_refused_by_file(ranks, tmp_path):
+    ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
+    folder = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs", "shard_gb=3e-5")
+
+    def refusal() -> str:
+        with pytest.raises(UserError) as error:
+            open_weights(main_app, str(folder), a_model(), [])
+        return str(error.value)
+
+    index = json.loads((folder / INDEX).read_text())
+    name, file = next(iter(index["weight_map"].items()))
+    other = index | {"weight_map": index["weight_map"] | {name: "none.safetensors"}}
+    (folder / INDEX).write_text(json.dumps(other))
+    assert refusal().startswith(f"{folder / INDEX}: refers to the file none.safetensors, which ")
+    (folder / INDEX).write_text(json.dumps(index))
+    weights = load_file(folder / file)
+    save_file({n: t[:-1] for n, t in weights.items()}, folder / file)
+    assert f"{name}: (259, 32) in config.json, (258, 32) in the folder" in refusal()
+    save_file({n: t.to(torch.float8_e4m3fn) for n, t in weights.items()}, folder / file)
+    assert refusal().startswith(f"{folder / file}: {name} is F8_E4M3: must be of F64, F32, F16")
+    save_file(weights, folder / file)
+    (folder / file).write_bytes((folder / file).read_bytes()[:-1])
+    assert refusal().startswith(f"{folder / file}: cannot be read as safetensors")

@@ -89,6 +89,10 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert record.metrics.step.tolist() == [10, 20, 30]
     assert record.metrics["loss"].tolist() == [0.0, 4.0, 6.0]
     assert [e["event"] for e in record.events] == ["start"]
+    # What pandas.DataFrame takes: a dict of columns of one length.
+    table = dict(record.metrics)
+    assert list(table) == ["step", "loss"] and table["step"].tolist() == [10, 20, 30]
+    assert pytest.importorskip("pandas").DataFrame(table).shape == (3, 2)
 
 
 def test_columns_are_numbers_or_text_and_those_of_other_versions_may_be_missing(

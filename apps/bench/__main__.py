@@ -9,6 +9,7 @@
     python -m apps.bench generate  tokens per second of generation, against transformers
     python -m apps.bench data      tokenizing and reading rows, each over its plain reference
     python -m apps.bench checkpoint  saving and loading 1.2 GB, each over plain files
+    python -m apps.bench exchange  models of transformers: loading, import, export, over plain files
     python -m apps.bench promise   losses of a run stopped and resumed on five topologies
     python -m apps.bench pairs     variance of the difference of two runs that share a seed
 
@@ -27,6 +28,7 @@ from apps.bench import (
     checkpoint,
     data,
     debug,
+    exchange,
     generate,
     loop,
     pairs,
@@ -48,6 +50,7 @@ MEASUREMENTS = {
     "data": data.measure,
     "generate": generate.measure,
     "checkpoint": checkpoint.measure,
+    "exchange": exchange.measure,
     "promise": promise.measure,
     "pairs": pairs.measure,
 }
@@ -66,7 +69,7 @@ def main() -> None:
         "--repeats",
         type=int,
         help="rounds: checkpoint (12), attention, pairs (10), loop, data (8), startup, "
-        "generate (5), step (3)",
+        "generate, exchange (5), step (3)",
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw promise (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
@@ -77,7 +80,7 @@ def main() -> None:
         if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
             parser.error(
                 "--repeats is a number from 1 on, for step, loop, attention, data, checkpoint, "
-                "startup, generate, pairs"
+                "startup, generate, exchange, pairs"
             )
         given["repeats"] = options.repeats
     if options.png is not None:

@@ -10,6 +10,9 @@ The reference is what a plain script would be: forward and backward of every mic
 FSDP, schedule, batch hash, metrics, non-finite guard or agreement on stopping. It trains the same
 run from the same weights: that its losses are the loop's shows that both did the same work. Saving
 and evaluating are left out, as the loop's own throughput leaves them out.
+
+The reference sees no documents. So where the loop trains on conversations (config=apps/sft/configs/
+debug.yaml), the ratio is that of instruction tuning to plain training of the same rows.
 """
 
 import json
@@ -28,11 +31,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from apps.bench.report import Report, Spread, spread
-from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.train import train
-from apps.main.transformer import build
-from lingua.app import Built
+from lingua.app import App, Built, choose_app
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.data import IGNORE
@@ -53,7 +54,8 @@ Seconds = np.ndarray  # float64 [2]: of wall time, and of processor time of all 
 def measure(keys: list[str], repeats: int = 8) -> Report:
     """`keys` is the command line of the training program. A round is the steps from one log line
     to the next; `repeats` rounds are measured."""
-    args, _ = load(TrainArgs, keys, foreign=META_LINGUA)
+    app = choose_app(keys)
+    args: TrainArgs = load(app.config, keys, foreign=META_LINGUA)[0]
     launch = detect_launch()
     if launch.world_size != 1:
         raise UserError("the loop is measured on one process")
@@ -62,7 +64,7 @@ def measure(keys: list[str], repeats: int = 8) -> Report:
             "the reference is a plain model: set distributed.compile=false and "
             "distributed.activation_checkpointing=none"
         )
-    turns = Turns(pick_device(args.device, launch), repeats, args.logging.freq)
+    turns = Turns(app, pick_device(args.device, launch), repeats, args.logging.freq)
     with TemporaryDirectory() as folder:
         args.dump_dir, args.checkpoint.path = folder, None
         args.checkpoint.dump.every = args.checkpoint.eval.every = args.validation.every = 0
@@ -138,12 +140,12 @@ class Turns:
     config 0.06 ms a step.
     """
 
-    def __init__(self, device: torch.device, rounds: int, freq: int) -> None:
+    def __init__(self, app: App, device: torch.device, rounds: int, freq: int) -> None:
         # On CUDA a change of turn waits for the device, so it comes but once a round.
         self.turn_steps = freq if device.type == "cuda" else 1
         self.turns_per_round = freq // self.turn_steps
         self.steps = (WARM_UP + rounds * self.turns_per_round) * self.turn_steps
-        self.device, self.rounds = device, rounds
+        self.app, self.device, self.rounds = app, device, rounds
         self.references: list[Reference] = []
         self.loop: list[Seconds] = []  # of each turn
         self.copies: list[list[Seconds]] = [[], []]  # of each turn, for each copy
@@ -153,17 +155,18 @@ class Turns:
 
     def build(self, args: TrainArgs) -> Built:
         """The loop's own model, and beside it the two copies that the reference trains."""
-        self.references = [Reference(build(args).module, args, self.device) for _ in range(2)]
+        models = (self.app.build(args).module for _ in range(2))
+        self.references = [Reference(model, args, self.device) for model in models]
         data = args.data
         self.n_micro, _ = micro_steps(data.step_rows, 1, data.batch_size, args.grad_acc_steps)
-        built = build(args)
+        built = self.app.build(args)
         built.module.register_forward_pre_hook(self._before_micro_step)
         return built
 
-    def _before_micro_step(self, module: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+    def _before_micro_step(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if not module.training:  # text is generated
             return
-        self._batches[-1].append(inputs)
+        self._batches[-1].append((inputs[0], inputs[1]))
         if len(self._batches[-1]) < self.n_micro:
             return
         self._step += 1
@@ -224,15 +227,24 @@ def report(args: TrainArgs, turns: Turns, losses: dict[int, float]) -> Report:
     for name, (key, values) in zip(names, results.items(), strict=True):
         rows.append((name, *_cells(values, "+.2f" if key.endswith("percent") else ".1f")))
     apart = max(abs(expected[step].item() / loss - 1) for step, loss in losses.items())
+    ratio = spread(bare[:, 0] / seconds[:, 0, 0])
     lines = [
         *align(rows, left=1),
         "",
         f"{len(seconds)} rounds of {steps} steps, taken in turns of {turns.turn_steps}; a step is "
         f"{args.data.global_batch_size} rows of {args.data.seq_len} tokens, micro-steps: "
         f"{turns.n_micro};",
-        f"losses of loop and reference: at most {apart:.1e} apart (relative)",
+        f"losses of loop and reference: at most {apart:.1e} apart (relative)"
+        if args.data.document_mask == "none"
+        else "documents of a row do not see each other in the loop; in the reference they do",
+        f"tokens/s of the loop over the reference's: {ratio.median:.3f} ({ratio.low:.3f} to "
+        f"{ratio.high:.3f})",
     ]
-    found: dict[str, Any] = {"rounds_s": seconds.tolist(), "steps_per_round": steps}
+    found: dict[str, Any] = {
+        "tokens_ratio": ratio,
+        "rounds_s": seconds.tolist(),
+        "steps_per_round": steps,
+    }
     return Report(lines, results | found | {"loss_difference": apart}, turns.device.type)
 
 

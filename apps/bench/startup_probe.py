@@ -43,7 +43,7 @@ def main() -> None:
             return super().gradients(*args)
 
     def run() -> None:
-        args: Any = program.load(app.config, keys, foreign=program.META_LINGUA)[0]
+        args: Any = program.load_run(app, keys)[0]
         stamp("config")
         program.train(replace(app, data=StampedData(), objective=StampedObjective), args)
         Path(path).write_text(json.dumps(stamps), encoding="utf-8")

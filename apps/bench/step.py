@@ -30,13 +30,12 @@ from apps.main.run import Run
 from apps.main.train import set_up, take_steps
 from apps.main.transformer import build
 from lingua.app import choose_app
-from lingua.config.load import load
-from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.loader import MicroBatch
 from lingua.errors import UserError
 from lingua.format import align
 from lingua.monitor.metrics import mfu, peak_flops
 from lingua.parallel.launch import detect_launch, pick_device
+from lingua.run_config import load_run
 from lingua.signals import StopRequest
 
 CONFIGS = Path(__file__).parents[1] / "main" / "configs"
@@ -121,7 +120,7 @@ def run_steps(keys: list[str], n: int, at: Callable[[int, Run, list[MicroBatch]]
         ]
         app = choose_app(keys)
         args: TrainArgs
-        args, _ = load(app.config, [*keys, *own], foreign=META_LINGUA)
+        args, _ = load_run(app, [*keys, *own])
         if args.model.vocab_size == -1:
             raise UserError("model.vocab_size: must be given, since no tokenizer's file is read")
         begun = set_up(app, args, stop, parts)

@@ -1,8 +1,9 @@
-"""The model of apps/main as transformers' Llama: config.json, tensor names, order of features."""
+"""The model of apps/main as Llama, Mistral, Qwen2, Qwen3 and OLMo 2 are in transformers:
+config.json, tensor names, order of features."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from apps.main.transformer import ModelArgs
@@ -10,6 +11,54 @@ from lingua.config.values import show
 from lingua.errors import UserError
 from lingua.hugging_face import HFTensor, HuggingFace
 from lingua.transformer import RopeScaling, TransformerArgs
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of a `model_type` in transformers have in common."""
+
+    model: dict[str, Any]  # of our `model` group, keys that all of them have as here
+    missing: dict[str, Any]  # what a config.json says that lacks a key
+    windows: bool = True  # may have a sliding window
+
+
+PLAIN = {"qkv_bias": False, "qk_norm": None, "norm_placement": "input"}
+QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+QWEN |= {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+# Of those that can express a model, the first is what it is exported as.
+FAMILIES = {
+    "llama": Family(PLAIN, {"max_position_embeddings": 2048}, windows=False),
+    "mistral": Family(
+        PLAIN,
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": Family(PLAIN | {"qkv_bias": True}, QWEN),
+    "qwen3": Family(PLAIN | {"qk_norm": "per_head"}, QWEN | {"head_dim": 128}),
+    "olmo2": Family(
+        PLAIN | {"qk_norm": "all_heads", "norm_placement": "output"},
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        windows=False,
+    ),
+}
+
+
+def family_of(args: ModelArgs) -> str:
+    """The `model_type` that a model has in transformers. UserError names what none of them has."""
+    model = {key: getattr(args, key) for key in PLAIN}
+    of_kind = [name for name, family in FAMILIES.items() if family.model == model]
+    if not of_kind:
+        values = ", ".join(f"model.{key} = {show(value)}" for key, value in model.items())
+        raise UserError(f"{values}: none of {', '.join(FAMILIES)} in transformers has these")
+    for name in of_kind:
+        # Llama's configuration refuses numbers of heads that do not divide the residual stream.
+        if name == "llama" and args.dim % args.heads()[0]:
+            continue
+        if args.sliding_window is None or FAMILIES[name].windows:
+            return name
+    raise UserError(
+        f"model.sliding_window = {args.sliding_window}: {of_kind[0]} in transformers has no "
+        "sliding window; only null can be exported"
+    )
 
 
 def tensors(args: ModelArgs) -> dict[str, HFTensor]:
@@ -21,26 +70,41 @@ def tensors(args: ModelArgs) -> dict[str, HFTensor]:
     (n_heads, n_kv_heads, head_dim), dim, hidden = args.heads(), args.dim, args.hidden_dim()
     n_q, n_kv, half = n_heads * head_dim, n_kv_heads * head_dim, head_dim // 2
     pairs = tuple(i + second * half for i in range(half) for second in (0, 1))
+    norms = ("input_layernorm", "post_attention_layernorm")
+    if args.norm_placement == "output":
+        norms = ("post_attention_layernorm", "post_feedforward_layernorm")
     of_block = {
-        "attention.wq": HFTensor("self_attn.q_proj", (n_q, dim), pairs),
-        "attention.wk": HFTensor("self_attn.k_proj", (n_kv, dim), pairs),
-        "attention.wv": HFTensor("self_attn.v_proj", (n_kv, dim)),
-        "attention.wo": HFTensor("self_attn.o_proj", (dim, n_q)),
-        "feed_forward.w1": HFTensor("mlp.gate_proj", (hidden, dim)),
-        "feed_forward.w3": HFTensor("mlp.up_proj", (hidden, dim)),
-        "feed_forward.w2": HFTensor("mlp.down_proj", (dim, hidden)),
-        "attention_norm": HFTensor("input_layernorm", (dim,)),
-        "ffn_norm": HFTensor("post_attention_layernorm", (dim,)),
+        "attention.wq.weight": HFTensor("self_attn.q_proj.weight", (n_q, dim), pairs),
+        "attention.wk.weight": HFTensor("self_attn.k_proj.weight", (n_kv, dim), pairs),
+        "attention.wv.weight": HFTensor("self_attn.v_proj.weight", (n_kv, dim)),
+        "attention.wo.weight": HFTensor("self_attn.o_proj.weight", (dim, n_q)),
+        "feed_forward.w1.weight": HFTensor("mlp.gate_proj.weight", (hidden, dim)),
+        "feed_forward.w3.weight": HFTensor("mlp.up_proj.weight", (hidden, dim)),
+        "feed_forward.w2.weight": HFTensor("mlp.down_proj.weight", (dim, hidden)),
+        "attention_norm.weight": HFTensor(f"{norms[0]}.weight", (dim,)),
+        "ffn_norm.weight": HFTensor(f"{norms[1]}.weight", (dim,)),
     }
+    if args.qkv_bias:
+        of_block |= {
+            "attention.wq.bias": HFTensor("self_attn.q_proj.bias", (n_q,), pairs),
+            "attention.wk.bias": HFTensor("self_attn.k_proj.bias", (n_kv,), pairs),
+            "attention.wv.bias": HFTensor("self_attn.v_proj.bias", (n_kv,)),
+        }
+    if args.qk_norm is not None:
+        q, k = (n_q, n_kv) if args.qk_norm == "all_heads" else (head_dim, head_dim)
+        of_block |= {
+            "attention.q_norm.weight": HFTensor("self_attn.q_norm.weight", (q,), pairs),
+            "attention.k_norm.weight": HFTensor("self_attn.k_norm.weight", (k,), pairs),
+        }
     vocabulary = (args.vocab_size, dim)
-    found = {"tok_embeddings": HFTensor("model.embed_tokens", vocabulary)}
+    found = {"tok_embeddings.weight": HFTensor("model.embed_tokens.weight", vocabulary)}
     for depth in range(args.n_layers):
         for name, t in of_block.items():
             found[f"layers.{depth}.{name}"] = replace(t, name=f"model.layers.{depth}.{t.name}")
-    found["norm"] = HFTensor("model.norm", (dim,))
+    found["norm.weight"] = HFTensor("model.norm.weight", (dim,))
     if not args.weight_tying:
-        found["output"] = HFTensor("lm_head", vocabulary)
-    return {f"{name}.weight": replace(t, name=f"{t.name}.weight") for name, t in found.items()}
+        found["output.weight"] = HFTensor("lm_head.weight", vocabulary)
+    return found
 
 
 def unused(args: ModelArgs) -> tuple[str, ...]:
@@ -49,18 +113,9 @@ def unused(args: ModelArgs) -> tuple[str, ...]:
 
 
 def to_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
-    """config.json of the model. UserError names the option that transformers' Llama lacks."""
+    """config.json of the model. UserError names what no family of transformers has."""
     n_heads, n_kv_heads, head_dim = args.heads()
-    if args.sliding_window is not None:
-        raise UserError(
-            f"model.sliding_window = {args.sliding_window}: Llama in transformers has no sliding "
-            "window; only null can be exported"
-        )
-    if args.dim % n_heads:
-        raise UserError(
-            f"model.n_heads = {n_heads}: Llama in transformers takes only numbers of heads that "
-            f"divide model.dim = {args.dim}"
-        )
+    family, window = family_of(args), args.sliding_window
     rope: dict[str, Any] = {"rope_type": "default"}
     if args.rope_scaling is not None:
         rope = {
@@ -70,9 +125,9 @@ def to_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
             "high_freq_factor": args.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": args.rope_scaling.original_seq_len,
         }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    config = {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
         "vocab_size": args.vocab_size,
         "hidden_size": args.dim,
         "intermediate_size": args.hidden_dim(),
@@ -84,18 +139,26 @@ def to_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
         "max_position_embeddings": seq_len,
         "rms_norm_eps": args.norm_eps,
         "tie_word_embeddings": args.weight_tying,
-        "attention_bias": False,
-        "mlp_bias": False,
         "rope_parameters": {"rope_theta": args.rope_theta, **rope},
         # the same for programs that read the form before transformers 5
         "rope_theta": args.rope_theta,
         "rope_scaling": None if args.rope_scaling is None else rope,
     }
+    if family in ("llama", "qwen3", "olmo2"):
+        config["attention_bias"] = False
+    if family == "llama":
+        config["mlp_bias"] = False
+    if FAMILIES[family].windows:
+        config["sliding_window"] = window
+    if family in ("qwen2", "qwen3"):
+        full = 0 if window else args.n_layers  # how many layers see everything, the first ones
+        config |= {"use_sliding_window": window is not None, "max_window_layers": full}
+    return config
 
 
 # Options of config.json with the only values that the model of apps/main can have.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
+    "model_type": tuple(FAMILIES),
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -119,6 +182,8 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
         if value not in (*allowed, None) or (key == "model_type" and value is None):
             need = " or ".join(json.dumps(v) for v in allowed) or "null"
             raise UserError(f"{where}: {key} = {show(value)}: must be {need}")
+    family = FAMILIES[given["model_type"]]
+    given = family.missing | given
 
     def number(key: str, kind: type, default: Any = None, at_most: float = 2**31) -> Any:
         value = default if given.get(key) is None else given[key]
@@ -137,10 +202,11 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
             number("original_max_position_embeddings", int, seq_len),
         )
     dim, n_heads = number("hidden_size", int), number("num_attention_heads", int)
+    n_layers = number("num_hidden_layers", int, at_most=10_000)
     multiplier, multiple_of = feed_forward_size(dim, number("intermediate_size", int))
     args = ModelArgs(
         dim=dim,
-        n_layers=number("num_hidden_layers", int, at_most=10_000),
+        n_layers=n_layers,
         head_dim=number("head_dim", int, dim // n_heads, at_most=2**16),
         n_heads=n_heads,
         n_kv_heads=number("num_key_value_heads", int, n_heads),
@@ -149,13 +215,39 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
         norm_eps=number("rms_norm_eps", float, 1e-6),
         rope_theta=number("rope_theta", float, 10000.0, at_most=1e30),
         rope_scaling=scaling,
+        sliding_window=number("sliding_window", int)
+        if has_window(given, n_layers, where)
+        else None,
         vocab_size=number("vocab_size", int),
         weight_tying=bool(config.get("tie_word_embeddings")),
+        **family.model,
     )
     for group in (args, scaling):
         for key, need in group.validate() if group is not None else ():
             raise UserError(f"{where}: gives {key} = {getattr(group, key)}: {need}")
     return args, seq_len
+
+
+def has_window(config: Mapping[str, Any], n_layers: int, where: str) -> bool:
+    """Whether the layers of a model in transformers have its sliding window. UserError where some
+    have and some have not."""
+    family, key = config["model_type"], "layer_types"
+    asked = config.get("use_sliding_window", family == "mistral")
+    if config.get(key) is not None:
+        kinds = config[key]
+    elif "max_window_layers" in config and asked:  # Qwen's: the first ones see everything
+        key = "max_window_layers"
+        n_full = config[key] if isinstance(config[key], int) else 1
+        kinds = ["full_attention" if i < n_full else "sliding_attention" for i in range(n_layers)]
+    else:
+        kinds = ["sliding_attention"]
+    if not isinstance(kinds, list) or any(kind != kinds[0] for kind in kinds):
+        raise UserError(
+            f"{where}: {key} = {show(config[key])}: must give all {n_layers} layers the same "
+            "attention"
+        )
+    has = FAMILIES[family].windows and asked and config.get("sliding_window") is not None
+    return has and (family == "mistral" or kinds[:1] == ["sliding_attention"])
 
 
 def feed_forward_size(dim: int, hidden: int) -> tuple[float | None, int]:
@@ -173,7 +265,7 @@ def feed_forward_size(dim: int, hidden: int) -> tuple[float | None, int]:
 def computes(args: ModelArgs) -> dict[str, Any]:
     """By key in `model`, all that matters for the same weights to compute the same."""
     keys = "dim n_layers norm_eps rope_theta rope_scaling sliding_window vocab_size weight_tying"
-    found = {key: getattr(args, key) for key in keys.split()}
+    found = {key: getattr(args, key) for key in (*keys.split(), *PLAIN)}
     found |= zip(("n_heads", "n_kv_heads", "head_dim"), args.heads(), strict=True)
     found["ffn_dim_multiplier and multiple_of, which give a hidden size"] = args.hidden_dim()
     return found

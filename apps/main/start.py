@@ -37,8 +37,7 @@ from lingua.checkpoint.resume import (
 )
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import flatten, from_values, load, resume_classes
-from lingua.config.meta_lingua import META_LINGUA
+from lingua.config.load import flatten, from_values, resume_classes
 from lingua.config.schema import leaves, schema
 from lingua.config.values import plain, read_file
 from lingua.data.rows import Data
@@ -53,6 +52,7 @@ from lingua.parallel.gradients import grad_sync_note, replicas_note
 from lingua.parallel.launch import detect_launch, one_process
 from lingua.parallel.mesh import AXES, dp_degree, mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan, check_layout
+from lingua.run_config import load_run
 from lingua.signals import Stopped, StopRequest
 from lingua.slurm.freeze import code_version
 from lingua.tokenizer import Tokenizer, build_tokenizer
@@ -112,7 +112,7 @@ def check_start(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) 
     saved, origin = find_start(args.checkpoint_folder, args.checkpoint, classes)
     resolve(args, replicas * shards, tokenizer, saved)
     weights = args.checkpoint.init_from
-    if saved is None and weights is not None:  # else it has a checkpoint of its own
+    if saved is None and origin is None and weights is not None:  # a folder of transformers
         origin = Origin(open_weights(app, weights, args.model, allowed))
     config = flatten(args)
     changes = check_config(saved, config, classes, allowed)
@@ -153,7 +153,7 @@ def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
     lingua.stool asks for. Raises UserError where the run would refuse it."""
     app = choose_app(argv)
     args: TrainArgs
-    args, notices = load(app.config, argv, foreign=META_LINGUA)
+    args, notices = load_run(app, argv)
     resolved = deepcopy(args)
     resolved.checkpoint.verify = "size"  # the run itself compares checksums
     with one_process():

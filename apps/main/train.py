@@ -43,8 +43,7 @@ from lingua.checkpoint.folder import TrainState
 from lingua.checkpoint.resume import TOKENIZER, check_data
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.tensors import settings_of, tensors_of
-from lingua.config.load import load, to_yaml
-from lingua.config.meta_lingua import META_LINGUA
+from lingua.config.load import to_yaml
 from lingua.data import IGNORE
 from lingua.data.documents import document_marks
 from lingua.data.loader import Loader, MicroBatch
@@ -66,6 +65,7 @@ from lingua.parallel.launch import detect_launch, pick_device, set_timeout, star
 from lingua.parallel.mesh import dp_degree, dp_rank, on_rank_0, world_sum_
 from lingua.parallel.parallelize import parallelize_model, reshard
 from lingua.parallel.program import run_program
+from lingua.run_config import load_run
 from lingua.signals import StopRequest
 from lingua.slurm.jobs import requeue
 from lingua.validation import validate
@@ -81,15 +81,16 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     app = choose_app(argv)
     args: TrainArgs
-    args, notices = load(app.config, argv, foreign=META_LINGUA)
+    args, notices = load_run(app, argv)
     if detect_launch().rank == 0:
         for line in notices:
             print(line)
     train(app, args)
 
 
-def train(app: App, args: TrainArgs) -> None:
-    """Train until `steps`, `stop_at` or a signal, from the newest checkpoint if there is one."""
+def train(app: App, args: TrainArgs) -> str | None:
+    """Train until `steps`, `stop_at` or a signal, from the newest checkpoint if there is one.
+    Returns the name of the signal of this process that ended it, if one did."""
     init_logger(None, detect_launch().rank, app.path)
     with closing(StopRequest("stopping before the next step")) as stop:
         with ExitStack() as open_parts:  # closed at the end, also of a start that fails
@@ -103,6 +104,7 @@ def train(app: App, args: TrainArgs) -> None:
                 finish(run, stop, stopping)
         if stopping:
             requeue(stop.signal)
+        return stop.signal if stopping else None
 
 
 def set_up(

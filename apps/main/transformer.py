@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -19,7 +20,7 @@ from lingua.config.schema import Guarded
 from lingua.data import IGNORE
 from lingua.head import Head, VocabularyParallel
 from lingua.model import Cache, Losses, PerRow
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.parallelize import FeatureParallel, ParallelPlan
 from lingua.transformer import (
     Context,
     TransformerArgs,
@@ -109,13 +110,21 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
         desired_input_layouts=(None, Shard(1)),
         use_local_output=True,
     )
+    # What is added to the residual stream must be local as that is.
+    block_norm = SequenceParallel(use_local_output=args.norm_placement == "output")
+    qk_norm: dict[str, ParallelStyle] = {}
+    if args.qk_norm is not None:
+        # Each head by itself is a dimension of B S H D that is split; all heads are their features.
+        each = SequenceParallel(sequence_dim=2, use_local_output=True)
+        style = each if args.qk_norm == "per_head" else FeatureParallel()
+        qk_norm = {f"layers.*.attention.{name}": style for name in ("q_norm", "k_norm")}
     return ParallelPlan(
         blocks=("layers.*",),
         # Tied, the two ends share a parameter and stay together in the root unit.
         units=() if args.weight_tying else (("tok_embeddings",), ("norm", "output")),
         tp={
             "tok_embeddings": rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "layers.*.attention_norm": SequenceParallel(),
+            "layers.*.attention_norm": block_norm,
             "layers.*.attention": PrepareModuleInput(
                 input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
             ),
@@ -127,7 +136,7 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
             # its part.
             "layers.*.attention_dropout": own_positions,
             "layers.*.ffn_dropout": own_positions,
-            "layers.*.ffn_norm": SequenceParallel(),
+            "layers.*.ffn_norm": block_norm,
             "layers.*.feed_forward": PrepareModuleInput(
                 input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
             ),
@@ -137,6 +146,7 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
             "layers.*.feed_forward.w2": rowwise(output_layouts=Shard(1)),
             "norm": SequenceParallel(),
             "output": VocabularyParallel(),
+            **qk_norm,
         },
         tp_divides={
             "model.n_heads": n_heads,

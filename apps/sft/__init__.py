@@ -25,6 +25,8 @@ class TrainArgs(MainArgs):
         yield from super().validate()
         if self.data.chat is None:
             yield "data.chat", "must not be null: this app trains on conversations"
+        elif self.data.chat.pairs:
+            yield "data.chat.pairs", "must be false: apps.dpo trains on pairs"
 
 
 app = replace(main_app, path=__name__, config=TrainArgs)

@@ -43,14 +43,14 @@ from lingua.checkpoint.source import (
     locate_newest,
     open_checkpoint,
 )
-from lingua.config.load import flatten, load, resume_classes, to_yaml
-from lingua.config.meta_lingua import META_LINGUA
+from lingua.config.load import flatten, resume_classes, to_yaml
 from lingua.data.text import TextData
 from lingua.errors import UserError, nearest
 from lingua.files import open_synced, read_json, sync_folder
 from lingua.format import human_bytes, printable
 from lingua.parallel.launch import one_process
 from lingua.parallel.program import run_program
+from lingua.run_config import load_run
 from lingua.tokenizer import build_tokenizer
 
 
@@ -122,7 +122,7 @@ def _diff(folder: str, *arguments: str) -> None:
     argv = list(arguments)
     app = choose_app(argv)
     args: Any
-    args, _ = load(app.config, argv, META_LINGUA)
+    args, _ = load_run(app, argv)
     classes = resume_classes(app.config)
     saved, tokenizer = read_saved(_newest(folder), classes), build_tokenizer(args.data.tokenizer)
     # What is left open is decided as training decides it.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lingua.checkpoint.folder import CONFIG, Checkpoint, Progress, newest, read_state
 from lingua.checkpoint.retention import CheckpointArgs
-from lingua.checkpoint.source import TensorSource, find_source
+from lingua.checkpoint.source import TensorSource, find_source, is_of_transformers
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import from_values
 from lingua.config.values import parse_mapping, plain, read_file
@@ -82,15 +82,21 @@ def flat_config(config: Path | TensorSource, keys: Iterable[str]) -> dict[str, A
     else:
         where = f"config of {config.path}"
         tree = plain(parse_mapping(config.config, where))
+    flat = pick(tree, keys)
+    mixture = {name: flat.get(f"data.{name}") for name in Mixture.__dataclass_fields__}
+    from_values(SavedConfig(), {"data": mixture}, where)
+    return flat
+
+
+def pick(tree: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The values of those of `keys`, dotted names, that nested mappings have."""
     flat = {}
     for key in keys:
-        value = tree
+        value: Any = tree
         for name in key.split("."):
             value = value.get(name, ABSENT) if isinstance(value, dict) else ABSENT
         if value != ABSENT:
             flat[key] = value
-    mixture = {name: flat.get(f"data.{name}") for name in Mixture.__dataclass_fields__}
-    from_values(SavedConfig(), {"data": mixture}, where)
     return flat
 
 
@@ -233,13 +239,17 @@ def find_start(
     root: Path, args: CheckpointArgs, keys: Iterable[str]
 ) -> tuple[Saved | None, Origin | None]:
     """The checkpoint to resume, or else what to start from, if anything. Called by every rank.
-    Raises UserError where checkpoint.init_ckpt_path names nothing that can be started from.
+    Raises UserError where checkpoint.init_ckpt_path, or init_from, names nothing to start from; a
+    folder of transformers is left to lingua.hugging_face.
 
     Args:
         root: folder of this run's own checkpoints.
         keys: of the config, dotted.
     """
-    own, path = newest(root, args.verify, logger.warning), args.init_ckpt_path
+    own = newest(root, args.verify, logger.warning)
+    path, key = args.init_ckpt_path, "init_ckpt_path"
+    if args.init_from is not None and not is_of_transformers(args.init_from):
+        path, key = args.init_from, "init_from"
     if own is not None:
         if path is not None:
             logger.info(f"{path} is not read: this run has checkpoints of its own")
@@ -249,7 +259,7 @@ def find_start(
     try:
         source = find_source(Path(path), args.verify, logger.warning)
     except UserError as error:
-        raise UserError(f"checkpoint.init_ckpt_path: {error}", error.local) from None
+        raise UserError(f"checkpoint.{key}: {error}", error.local) from None
     if not args.continue_training_from_init:
         return None, Origin(source)
     checkpoint = source.checkpoint

@@ -68,7 +68,8 @@ class CheckpointArgs:
     init_ckpt_path: Free[str | None] = None
     # from init_ckpt_path take optimizer, step and position as well as the model
     continue_training_from_init: Free[bool] = False
-    # or a folder of a model in Hugging Face's transformers, whose weights it starts with
+    # or a folder of a model in Hugging Face's transformers, or a checkpoint or dump_dir as above.
+    # Keys of `model` and of the tokenizer that are not given are those of what is named by either
     init_from: Free[str | None] = None
     # guarded config keys that may differ from the checkpoint's when resuming
     allow_change: Free[list[str]] = field(default_factory=list)

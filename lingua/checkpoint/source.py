@@ -167,6 +167,11 @@ def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
     raise UserError(f"{path} has no whole checkpoint: {need}")
 
 
+def is_of_transformers(path: str) -> bool:
+    """Whether `path` is a folder of transformers, which lingua.hugging_face opens."""
+    return os.path.isfile(os.path.join(path, "config.json"))
+
+
 def locate_newest(path: Path, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
     """The first of `locate`, which must be a checkpoint of ours. By one process."""
     if found := locate(path, report):

@@ -55,6 +55,8 @@ def load(
     argv: list[str] | None = None,
     foreign: Foreign | None = None,
     partial: bool = False,
+    below: Values | None = None,
+    defaults: C | None = None,
 ) -> tuple[C, list[str]]:
     """The configuration, and one line for every given key that was accepted without effect.
 
@@ -63,17 +65,19 @@ def load(
     `data.sources.a=1` sets one entry. With `partial`, `cls` is a part of an app's configuration:
     the app's other groups in the file are ignored. `--help` prints all keys and exits, `--help
     optim` those of one group. Raises UserError.
+
+    below: values, by path, that come before the defaults.
+    defaults: in place of those of the class.
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         chosen = [word for word in argv if "=" not in word and not word.startswith("-")]
         print(help_text(cls, chosen))
         raise SystemExit(0)
-    keys, report = schema(cls), _Report(example="" if argv else first_example())
-    arguments = _read_arguments(argv, keys, report)
-    config = arguments.pop("config", None)
-    files = read_layers(Path(str(config.text)), f"config={config.text}") if config else []
-    layers = [leaves(file, keys) for file in files]
+    keys = schema(cls if defaults is None else defaults)
+    report = _Report(example="" if argv else first_example())
+    *files, arguments = _read_layers(argv, keys, report)
+    layers = [leaves(below or {}, keys), *files]
     if partial:
         layers = [{k: v for k, v in layer.items() if k.split(".")[0] in keys} for layer in layers]
     given = _merge([*layers, arguments], foreign or Foreign(), keys, report)
@@ -81,6 +85,16 @@ def load(
     args = _build(cls, given, keys, report)
     report.check()
     return args, list(report.notices.values())
+
+
+def draft(cls: type[C], argv: list[str], foreign: Foreign) -> tuple[C, set[str]]:
+    """What `load` would give, with defaults in place of wrong values, and the keys that are given.
+    Raises UserError for a file that cannot be read."""
+    keys, unused = schema(cls), _Report()
+    given = _merge(_read_layers(argv, keys, unused), foreign, keys, unused)
+    names = set(given)
+    _resolve(cls, given, keys, unused)
+    return _build(cls, given, keys, unused), names
 
 
 def read_saved(cls: type[C], path: str | Path) -> C:
@@ -169,6 +183,14 @@ class _Report:
 
 
 # ---- the layers
+
+
+def _read_layers(argv: list[str], keys: Keys, report: _Report) -> list[Values]:
+    """Those of the config file, the deepest first, and that of the command line."""
+    arguments = _read_arguments(argv, keys, report)
+    config = arguments.pop("config", None)
+    files = read_layers(Path(str(config.text)), f"config={config.text}") if config else []
+    return [*(leaves(file, keys) for file in files), arguments]
 
 
 def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:

@@ -36,6 +36,8 @@ class ChatArgs:
     template: Guarded[str | None] = None
     # an example of more tokens than a row: a bad record, or cut at its end and counted
     on_long_example: Guarded[Literal["refuse", "cut"]] = "refuse"
+    # records are pairs of answers, chosen and rejected: two conversations that stay in one row
+    pairs: Guarded[bool] = False
 
 
 @dataclass

@@ -6,6 +6,7 @@ of any source. Examples are never cut by a row: they were packed into rows (ling
 conversations), which do not overlap.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -33,15 +34,26 @@ class ChatRows:
     def __init__(self, stream: RowStream, seq_len: int, n_views: int, vocab_size: int) -> None:
         self.stream, self.vocab_size = stream, vocab_size
         self.seq_len, self.n_views = seq_len, n_views
+        self._read = threading.local()
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
-        return self.stream.rows(positions) % self.vocab_size
+        return self._parts(positions)[1]
 
     def is_target(self, positions: np.ndarray) -> np.ndarray:
-        return self.stream.rows(positions) // self.vocab_size == ANSWER
+        return self._parts(positions)[0] == ANSWER
 
     def documents(self, positions: np.ndarray) -> np.ndarray:
-        return _index(self.stream.rows(positions) // self.vocab_size)
+        return _index(self._parts(positions)[0])
+
+    def _parts(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(kinds, ids). The last ones of each thread are kept: a loader asks for rows, targets and
+        documents of the same positions."""
+        last = getattr(self._read, "last", None)
+        if last is None or not np.array_equal(last[0], positions):
+            stored = self.stream.rows(positions)
+            parts = np.divmod(stored, stored.dtype.type(self.vocab_size))
+            self._read.last = last = (positions.copy(), parts)
+        return last[1]
 
 
 def _index(kinds: np.ndarray) -> np.ndarray:
@@ -93,8 +105,10 @@ def held_out_answers(
     examples = []
     for split, *where, _ in documents.tolist():
         stored = source.document(splits[split], *where).astype(np.int64)
-        begins = np.flatnonzero(stored // vocab_size == FIRST)
-        examples.append(stored[: begins[1]] if len(begins) > 1 else stored)  # without padding
+        kinds = stored // vocab_size
+        last = np.flatnonzero(kinds == ANSWER)[-1]
+        behind = np.flatnonzero(kinds[last:] == FIRST)[:1]  # padding
+        examples.append(np.split(stored, last + behind)[0])
     length = seq_len + 1
     examples = [example[:length] for example in examples]
     rows = [

@@ -7,32 +7,37 @@ from itertools import islice
 import numpy as np
 
 from lingua.data.args import DataArgs
+from lingua.data.chat import ChatRows
+from lingua.data.prepare.conversations import open_conversations
 from lingua.data.prepare.records import read_records, records_before
 from lingua.data.prepare.sources import source_files
 from lingua.data.rows import Rows
 from lingua.data.shards import DocumentSpan, Source
 from lingua.data.stream import RowStream, shares
 from lingua.errors import UserError
-from lingua.format import align
+from lingua.format import align, counted
 from lingua.tokenizer import Tokenizer
+
+MARKS = ("\u27e6", "\u27e7")  # around what carries loss
 
 
 def describe_row(
     data: DataArgs, rows: Rows, tokenizer: Tokenizer, step: int, row: int, position: int
 ) -> Iterator[str]:
     """The row at `position`, number `row` of the step: where it comes from, then its text, a header
-    before each document's part. Rows that are not of text files are text alone."""
+    before each document's part; of conversations, what carries loss is between MARKS. Rows that are
+    not of files are text alone."""
     where, at = f"step {step}, row {row}: position {position:,} of the run", np.array([position])
     (tokens,) = rows.rows(at)
-    if not isinstance(rows, RowStream):
+    if (stream := stream_of(rows)) is None:
         yield where
         yield tokenizer.decode(tokens)
         return
-    (stage,), (index,), (row_in,) = rows.stages.stage_of(at), *rows.source_rows(at)
-    name = rows.names[index]
-    source = rows.sources[name]
-    start, n_rows = int(row_in) * data.seq_len, source.n_rows(data.seq_len, data.n_views)
-    epoch, number = divmod(rows.counts(position)[name], n_rows)
+    (stage,), (index,), (row_in,) = stream.stages.stage_of(at), *stream.source_rows(at)
+    name = stream.names[index]
+    source = stream.sources[name]
+    start, n_rows = int(row_in) * stream.seq_len, source.n_rows(stream.seq_len, stream.n_views)
+    epoch, number = divmod(stream.counts(position)[name], n_rows)
     begun = data.stages[stage - 1].from_step if stage else 0
     yield f"{where}, in the stage from step {begun}"
     yield (
@@ -45,29 +50,59 @@ def describe_row(
         before = sum(s.train.documents for s in source.manifest.shards[: span.shard])
         yield (
             f"--- tokens {begin:,} to {end - 1:,} of the row: document {before + span.document:,} "
-            f"({find_record(source, span, data)}), its tokens {span.first:,} to "
+            f"({find_record(source, span, data, tokenizer)}), its tokens {span.first:,} to "
             f"{span.end - 1:,} of {span.n_tokens:,}"
         )
-        yield tokenizer.decode(tokens[begin:end])
+        part = slice(begin, end)
+        if isinstance(rows, ChatRows):
+            yield _marked(
+                tokens[part], rows.is_target(at)[0, part], rows.documents(at)[0, part], tokenizer
+            )
+        else:
+            yield tokenizer.decode(tokens[part])
         begin = end
 
 
-def find_record(source: Source, span: DocumentSpan, args: DataArgs) -> str:
+def stream_of(rows: Rows) -> RowStream | None:
+    """The stream that the rows are read from; None for those of an app that are not of files."""
+    stream = rows.stream if isinstance(rows, ChatRows) else rows
+    return stream if isinstance(stream, RowStream) else None
+
+
+def _marked(
+    tokens: np.ndarray, is_target: np.ndarray, documents: np.ndarray, tokenizer: Tokenizer
+) -> str:
+    """An example as text: what carries loss between MARKS, and without padding."""
+    n = int((documents <= documents[is_target].max()).sum())
+    cuts = np.flatnonzero(np.diff(is_target[:n])) + 1
+    text = ""
+    for part, (has_loss, *_) in zip(
+        np.split(tokens[:n], cuts), np.split(is_target[:n], cuts), strict=True
+    ):
+        decoded = tokenizer.decode(part)
+        text += decoded.join(MARKS) if has_loss else decoded
+    return text + f"\n--- {counted(len(tokens) - n, 'token')} of padding" * (n < len(tokens))
+
+
+def find_record(source: Source, span: DocumentSpan, args: DataArgs, tokenizer: Tokenizer) -> str:
     """`file:line`, or of parquet `file:row`, of the document of `span`. The shard's text is read
     again up to there: a few seconds at most, and nothing has to be stored about every document. It
     may be another text by now, which is said."""
     inputs = source.shard_inputs(span.shard)
     known = int(source.documents(span.shard, "train")[span.document, 2]) % 2**64  # its text's hash
     try:
+        examples = open_conversations(args, tokenizer, source.name)
         files = {file.path: file for file in source_files(source.name, args)}
         parts = [replace(files[part.path], begin=part.begin, end=part.end) for part in inputs]
         trained = (
             (part, record)
             for part in parts
-            for record in read_records(part, args.text_keys(source.name))
+            for record in read_records(part, args.text_keys(source.name), examples=examples)
             if record.wrong is None and (source.manifest.heldout_tail or not record.is_held_out)
         )
-        part, record = next(islice(trained, span.document, None))
+        if examples is not None:  # packed in another order
+            trained = (found for found in trained if found[1].hash == known)
+        part, record = next(islice(trained, 0 if examples else span.document, None))
         if record.hash == known or source.manifest.heldout_tail:  # whose hash is that of a part
             return f"{part.full}:{records_before(part) + record.number}"
     except (UserError, OSError, KeyError, StopIteration):
@@ -86,7 +121,7 @@ def describe_mixture(data: DataArgs, stream: RowStream, steps: int) -> Iterator[
     table = [["source", "documents", "tokens", "rows an epoch", "rows read", "epochs"]]
     for name, read in stream.counts(n).items():
         source = stream.sources[name]
-        n_rows = source.n_rows(data.seq_len, data.n_views)
+        n_rows = source.n_rows(stream.seq_len, stream.n_views)
         counts = (source.manifest.total("train", "documents"), source.n_tokens, n_rows, read)
         table.append([name, *(f"{count:,}" for count in counts), f"{read / n_rows:.3f}"])
     yield from align(table, left=1)

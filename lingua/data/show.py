@@ -27,11 +27,11 @@ from lingua.config.load import load, read_saved
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds, schema
 from lingua.data.args import DataArgs
-from lingua.data.describe import describe_mixture, describe_row
+from lingua.data.chat import ChatRows
+from lingua.data.describe import describe_mixture, describe_row, stream_of
 from lingua.data.documents import document_marks
 from lingua.data.prepare.sources import prepare_sources
 from lingua.data.rows import OpenData, Rows
-from lingua.data.stream import RowStream
 from lingua.data.text import TextData
 from lingua.errors import UserError
 from lingua.format import counted, printable
@@ -70,8 +70,6 @@ class ShowArgs:
                     yield key, "must be given together with step"
         elif self.row and self.worst:
             yield "row", "must not be given together with worst"
-        if self.data.chat is not None:
-            yield "data.chat", "must be null: packed rows of conversations are not shown yet"
         yield from bounds(self, 1, "step", "steps", most=MOST_STEPS)
 
 
@@ -96,7 +94,9 @@ def show_config(words: list[str]) -> Iterator[str]:
         )
     tokenizer = build_tokenizer(args.data.tokenizer)
     sources = prepare_sources(args.data, tokenizer, report)
-    yield from describe(args, args.data.row_stream(sources, args.seed), tokenizer)
+    stream, data = args.data.row_stream(sources, args.seed), args.data
+    chat = ChatRows(stream, data.seq_len, data.n_views, tokenizer.vocab_size)
+    yield from describe(args, stream if data.chat is None else chat, tokenizer)
 
 
 def show_run(run: Path, words: list[str]) -> Iterator[str]:
@@ -137,8 +137,8 @@ def describe(args: ShowArgs, rows: Rows, tokenizer: Tokenizer) -> Iterator[str]:
     if args.step is not None:
         position = (args.step - 1) * args.data.step_rows + args.row
         yield from describe_row(args.data, rows, tokenizer, args.step, args.row, position)
-    elif isinstance(rows, RowStream):
-        yield from describe_mixture(args.data, rows, args.steps)
+    elif (stream := stream_of(rows)) is not None:
+        yield from describe_mixture(args.data, stream, args.steps)
     else:
         raise UserError("step: must be given, since the rows of this app are no mixture of sources")
 
@@ -170,7 +170,7 @@ def describe_worst(
     )
     model = trained.load(settings, start(pick_device(args.device, Launch()), Launch(), settings))
     marks = document_marks(args.data, tokenizer)
-    losses = row_losses(model, of_run, data.rows, marks, step, position)
+    losses = row_losses(model, of_run, data.rows, marks, step, position, data.documents)
     yield from describe_losses(step, checkpoint, losses, logged.get(step))
     if app.objective is not None:
         yield f"{app.path} has an objective of its own; these are the losses of its targets alone"

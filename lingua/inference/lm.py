@@ -4,9 +4,6 @@ It has one process, which needs no process group or mesh: those of one rank, whi
 below take, last as long as a call.
 """
 
-import atexit
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,20 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lingua.app import App, find_app, import_app
 from lingua.config.load import from_values
-from lingua.convert import adds_bos, find_tokenizer
 from lingua.errors import UserError
-from lingua.hugging_face import CONFIG, form_of, open_folder
+from lingua.hugging_face import CONFIG, adds_bos, find_tokenizer, form_of, open_folder
 from lingua.inference.generate import Request, evaluating, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
 from lingua.inference.trained import check_vocabulary, load_weights, open_trained
-from lingua.parallel.launch import Launch, one_process, pick_device
+from lingua.parallel.launch import Launch, one_process, pick_device, restored
 from lingua.parallel.mesh import AXES, DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, blocks_of
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
@@ -144,7 +139,9 @@ def _open_folder(
     source, model_args, context = open_folder(form_of(app, f"path = {path}"), path, "path")
     of_file = TokenizerArgs("sp" if (tokenizer_path or "").endswith(".model") else "hf")
     chosen = (
-        replace(of_file, path=tokenizer_path) if tokenizer_path else find_tokenizer(source.path)
+        replace(of_file, path=tokenizer_path)
+        if tokenizer_path
+        else find_tokenizer(source.path, "path", "tokenizer_path")
     )
     tokenizer = build_tokenizer(chosen)
     check_vocabulary(tokenizer, chosen, source.path, model_args.vocab_size)
@@ -162,18 +159,5 @@ def _open_folder(
 @contextmanager
 def mesh_of_one(device: torch.device) -> Iterator[DeviceMesh]:
     """The mesh of this process alone. Raises UserError where it is in a process group already."""
-    if dist.is_initialized():
-        raise UserError("a model of lingua.load is used in a process without a process group")
-    # A thread of gloo that is late aborts the process at its end, as `leave` explains.
-    atexit.unregister(_wait)
-    atexit.register(_wait)
-    excepthook = sys.excepthook
-    try:
-        with one_process():
-            yield init_device_mesh(device.type, (1, 1, 1), mesh_dim_names=AXES)
-    finally:
-        sys.excepthook = excepthook  # each group adds one, which writes "[rank0]: " in tracebacks
-
-
-def _wait() -> None:
-    time.sleep(0.1)
+    with restored(), one_process():
+        yield init_device_mesh(device.type, (1, 1, 1), mesh_dim_names=AXES)

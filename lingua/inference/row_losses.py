@@ -10,7 +10,7 @@ from torch import nn
 from lingua.checkpoint.folder import Checkpoint
 from lingua.data.documents import DocumentMarks
 from lingua.data.loader import Loader
-from lingua.data.rows import Rows
+from lingua.data.rows import Documents, Rows
 from lingua.hashing import hash_bits, key_of
 from lingua.model import Losses
 
@@ -39,20 +39,28 @@ def nearest(found: list[Checkpoint], step: int) -> Checkpoint:
 
 @torch.no_grad()
 def row_losses(
-    model: nn.Module, args: Any, rows: Rows, marks: DocumentMarks | None, step: int, position: int
+    model: nn.Module,
+    args: Any,
+    rows: Rows,
+    marks: DocumentMarks | None,
+    step: int,
+    position: int,
+    documents: Documents | None = None,
 ) -> RowLosses:
     """The losses of the global batch that begins at `position`, as `step` computes them: with the
     same masks and documents, and the same elements dropped. One row at a time, since a model gives
     the sum over its rows."""
     size, device = args.data.step_rows, next(model.parameters()).device
-    loader = Loader(rows, size, dp_rank=0, dp_size=1, n_micro=size, rows=1, marks=marks)
+    loader = Loader(
+        rows, size, dp_rank=0, dp_size=1, n_micro=size, rows=1, marks=marks, documents=documents
+    )
     noise = key_of(args.seed, "noise", step) if args.model.dropout else None
     model.train()
     found = []
     for micro in next(islice(loader.steps(position), 1)):
-        ids, tokens, targets, *documents = (t.to(device) for t in micro.tensors())
+        ids, tokens, targets, *starts = (t.to(device) for t in micro.tensors())
         random = {} if noise is None else {"noise": hash_bits(noise, ids)}
-        sums, counts, _ = Losses(*model(tokens, targets, *documents, **random))
+        sums, counts, _ = Losses(*model(tokens, targets, *starts, **random))
         found.append(torch.stack((sums.double(), counts.double())))
     sums, counts = torch.stack(found).cpu().numpy().swapaxes(0, 1)
     return RowLosses(sums, counts)

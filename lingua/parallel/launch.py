@@ -1,9 +1,11 @@
 """Processes: the rank of this process, its device and its process group."""
 
+import atexit
 import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -220,6 +222,28 @@ def one_process() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Inside, a process group may be started, as in a process of its own; at the end it and what it
+    leaves in Python are removed. Raises UserError where the process is in one already."""
+    if dist.is_initialized():
+        raise UserError("lingua.load and lingua.train need a process without a process group")
+    # A thread of gloo that is late aborts the process at its end, as `run_program` explains.
+    atexit.unregister(_wait)
+    atexit.register(_wait)
+    excepthook = sys.excepthook  # each group adds one, which writes "[rank0]: " in tracebacks
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+def _wait() -> None:
+    time.sleep(0.1)
 
 
 def leave(patience_s: float) -> None:

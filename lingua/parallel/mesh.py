@@ -122,7 +122,10 @@ def on_rank_0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and share its result with every rank: a value that JSON has, with lists
     for tuples. What `work` raises is raised on every rank: UserError as it is, another error as
     RuntimeError on the others. They poll the store without a timeout, since tokenizing may take
-    hours. It is JSON since whoever reaches the store can write to it."""
+    hours. It is JSON since whoever reaches the store can write to it. A process without a group is
+    rank 0."""
+    if not dist.is_initialized():
+        return json.loads(json.dumps(work()))
     store, rank = default_store(), dist.get_rank()
     # The number of this rank's call, counted in the store: a process may outlive its group. Threads
     # count apart, since the order between them may differ from rank to rank.

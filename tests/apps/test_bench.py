@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from apps.bench import promise
+from apps.bench import exchange, promise
 from apps.bench.attention import DOCUMENTS, ROWS
 from apps.bench.attention import measure as measure_attention
 from apps.bench.checkpoint import TOPOLOGIES
 from apps.bench.checkpoint import report as report_checkpoint
 from apps.bench.checkpoint_rank import measure as measure_checkpoint
 from apps.bench.debug import measure as measure_debug
+from apps.bench.exchange_rank import measure as measure_exchange
 from apps.bench.generate import measure as measure_generate
 from apps.bench.generate import take_turns, transformers_model
 from apps.bench.loop import Reference
@@ -114,6 +115,33 @@ def test_a_reference_on_other_rows_has_other_losses(keys):
         losses.append(torch.stack([reference.losses[1], reference.losses[2]]))
     assert (losses[1] / losses[0] - 1).abs().max() < 1e-5
     assert (losses[2] / losses[0] - 1).abs().min() > 1e-4
+
+
+@pytest.mark.soak
+def test_pairs_of_runs_differ_by_the_change_alone(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    for part in range(40):  # enough that some are held out
+        (tmp_path / ("a" * (part % 2)) / f"{part}.py").write_text(
+            f"def f{part}(x):\n    return x + {part}\n" * 20
+        )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    small = ["data.seq_len=16", "steps=4", "optim.warmup=1", "validation.every=2"]
+    words = ["--repeats=2", "--json=pairs.json", f"config={ROOT}/apps/main/configs/debug.yaml"]
+    command = [*python(), "-m", "apps.bench", "pairs", *words, f"data.root_dir={tmp_path}", *small]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "pairs.json").read_text())["results"]
+    assert results["steps"] == [2, 4]
+    losses = {name: torch.tensor(of_seeds) for name, of_seeds in results["runs"].items()}
+    base = losses.pop("base")
+    assert base.shape == (2, 2) and (base[0] != base[1]).all()
+    # Rows in other micro-batches are the same mathematics; everything else is another run.
+    apart = {name: float((arm / base - 1).abs().max()) for name, arm in losses.items()}
+    assert apart.pop("micro-batch") < 1e-6 and min(apart.values()) > 1e-4, apart
+    shown = [line.split() for line in done.stdout.splitlines() if line.startswith("width ")]
+    assert [float(line[2]) for line in shown] == pytest.approx(
+        (losses["width"] - base).mean(0).tolist(), abs=1e-5
+    )
 
 
 @pytest.mark.soak
@@ -226,6 +254,22 @@ def test_checkpoints_are_timed_beside_plain_files_of_their_size(ranks: Ranks, tm
     turns = {"save", "write", "read", *(f"load {name}" for name in TOPOLOGIES)}
     assert [seconds.keys() for seconds in found["rounds"]] == [turns, turns]
     assert all(s > 0 for seconds in found["rounds"] for s in seconds.values())
+
+
+@pytest.mark.soak
+def test_folders_of_transformers_are_timed_beside_plain_files(ranks: Ranks, tmp_path, keys):
+    args, _ = load(TrainArgs, [*keys, f"model.vocab_size={VOCAB}"])
+    folder = tmp_path / "theirs"
+    assert exchange.write_folder(folder, args.model, torch.bfloat16) > 2 * PARAMETERS
+    of_ranks = ranks.run(2, measure_exchange, folder, 2)
+    assert sum(found["held"] for found in of_ranks) == FLOAT * PARAMETERS
+    [seconds] = ranks.run(1, exchange.convert_once, folder)
+    assert list(tmp_path.iterdir()) == [folder]
+    turns = {f"{turn}, {where}" for turn in ("load", "read") for where in exchange.WHERE}
+    assert [seconds.keys() for seconds in of_ranks[0]["rounds"]] == [turns, turns]
+    shown = exchange.report({"theirs": of_ranks[0], "convert": {"rounds": [seconds]}})
+    assert shown.results["convert"]["export / copy"].low == seconds["export"] / seconds["copy"]
+    assert any(line.startswith("theirs: load, from the disk / read, fr") for line in shown.lines)
 
 
 def test_rates_of_checkpoints_are_quotients_of_the_same_round():

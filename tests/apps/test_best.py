@@ -40,7 +40,11 @@ def lowest(losses: dict[int, float]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "more"), [((1, 2, 1), {}), ((1, 1, 2), {"checkpoint.async_save": True})]
+    ("sizes", "more"),
+    [
+        ((1, 2, 1), {"checkpoint.async_save": True}),
+        pytest.param((1, 1, 2), {}, marks=pytest.mark.soak),
+    ],
 )
 def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(
     runs: Runs, sizes: Sizes, more: dict[str, Any]

@@ -293,7 +293,6 @@ def test_what_cannot_be_evaluated_is_refused_before_the_model_is_loaded(
     (task_dir / "odd.yaml").write_text(odd.replace("task: reply", "task: odd"))
     good = [f"ckpt={run}", f"task_dir={task_dir}", f"dump_dir={tmp_path / 'out'}"]
     cases = {
-        "name": ([*good, "tasks=[choise]"], 'choise is not a task, ... (did you mean "choice"?)'),
         "none": ([*good], "tasks = []: must name at least one task"),
         "folder": ([*good, "tasks=[choice]", "task_dir=/no"], 'task_dir = "/no": must be a folder'),
         "data": (
@@ -321,6 +320,13 @@ def test_what_cannot_be_evaluated_is_refused_before_the_model_is_loaded(
     for case, (_, need) in cases.items():
         assert all(part in found[case] for part in need.split(" ... ")), (case, found[case])
     assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.soak  # 16 seconds in which the harness reads all of its tasks
+def test_the_nearest_of_all_tasks_is_named(ranks, run, task_dir, tmp_path):
+    argv = [f"ckpt={run}", f"task_dir={task_dir}", f"dump_dir={tmp_path}", "tasks=[choise]"]
+    [(refused, _)] = ranks.run(1, eval_here, *argv)
+    assert "choise is not a task," in refused and '(did you mean "choice"?)' in refused
 
 
 def test_without_the_harness_the_message_names_the_package(ranks, run, tmp_path):

@@ -33,7 +33,9 @@ def until(found: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path: Path) -> None:
+def test_a_run_launches_its_evaluations_and_logs_those_that_fail(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     text, dump_dir = tmp_path / "text", tmp_path / "run"
     text.mkdir()
     write_sources(text)
@@ -50,7 +52,7 @@ def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path: Path)
     def marked(step: int) -> list[str]:
         return marks(checkpoints / f"{step:010d}")
 
-    with slurm_here(tmp_path / "cluster", 1) as env:
+    with slurm_here(tmp_path_factory.mktemp("jobs") / "cluster", 1) as env:
 
         def train(stop_at: int, job: str) -> str:
             """The output of a process that is itself in a job; each of them ends well."""

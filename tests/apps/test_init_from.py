@@ -73,7 +73,7 @@ def test_a_folder_that_is_none_or_of_another_model_stops_the_run_before_its_data
     for given, said in (
         (
             {"checkpoint.init_from": tmp_path},
-            f"checkpoint.init_from = {tmp_path}: must be a folder",
+            f"checkpoint.init_from: {tmp_path} has no whole checkpoint",
         ),
         ({"checkpoint.init_from": folder, "model.dim": 28}, "model.dim = 28: must be 24"),
     ):

@@ -56,9 +56,9 @@ def model_args(**changed) -> ModelArgs:
 def initialised(args: ModelArgs, seed: int = 1) -> Transformer:
     model = build_transformer(args)
     init_parameters(model, seed, CPU)
-    with torch.no_grad():  # norms that are all ones would hide a norm left out
+    with torch.no_grad():  # norms all ones and biases all zeros would hide what is left out
         for name, p in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "bias")):
                 p.copy_(torch.linspace(0.5, 1.5, len(p)))
     return model
 

@@ -41,7 +41,7 @@ def apart(run: Outcome, other: Outcome) -> float:
     return max(relative(run.column("loss"), other.column("loss")))
 
 
-@on_meshes((1, 2, 2), soak=[(2, 2, 1), (1, 3, 1), (2, 1, 2)])
+@on_meshes(soak=[(1, 2, 2), (2, 2, 1), (1, 3, 1), (2, 1, 2)])  # by default in test_pairs.py
 def test_every_topology_trains_the_same_run(
     runs: Runs, dtype: dict[str, Any], alone: Outcome, tolerance: float, sizes: Sizes
 ) -> None:

@@ -65,7 +65,7 @@ def test_a_model_with_buffers_frozen_and_unused_parameters_goes_on_too(
     assert {"model.1.scale", "model.1.norm.bias", "optim.step.1.unused"} <= restored.keys()
     assert "optim.step.1.norm.bias" not in restored  # frozen: nothing to remember
     whole = runs.train((1, 1, 1), GO_ON, build=build_plain)
-    again = runs.train((1, 2, 2), GO_ON, build=build_split, dump_dir=run.dump_dir)
+    again = runs.train((1, 1, 2), GO_ON, build=build_split, dump_dir=run.dump_dir)
     assert differs(again, whole) == []
 
 

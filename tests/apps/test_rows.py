@@ -55,7 +55,7 @@ def starts(bad_row: list[int]) -> list[Start]:
         Start((1, 3, 1), NanAt(bad_row), refused=True),
         Start((2, 2, 1), Interrupt(signal.SIGINT, forward=2, rank=3)),
         Start((1, 2, 1), Interrupt(signal.SIGKILL, forward=None, rank=1), killed=True),
-        Start((1, 2, 2)),
+        Start((2, 1, 1)),
     ]
 
 

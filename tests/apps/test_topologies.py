@@ -39,7 +39,7 @@ def alone(runs: Runs) -> Outcome:
 SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 
 
-@on_meshes((1, 3, 1), (2, 2, 2), soak=SEVERAL_RANKS)  # others: test_pairs.py
+@on_meshes((2, 2, 2), soak=SEVERAL_RANKS)  # others: test_pairs.py
 def test_every_topology_trains_the_same_run(runs: Runs, alone: Outcome, sizes: Sizes) -> None:
     run = runs.train(sizes, on_its_own(sizes) | MEASURED)
     assert run.weights == alone.weights
@@ -274,7 +274,6 @@ def test_gradients_travel_once_a_step_or_with_every_micro_step(runs: Runs, sizes
     logs: dict[str, str] = {}
     units = 3  # the block, the embedding, and norm with head
     once = {"reduce_scatter": units, "all_reduce": units if sizes[0] > 1 else 0}
-    assert of("last", 1) == once
     assert of("last", 4) == once
     assert of("every", 4) == {kind: 4 * n for kind, n in once.items()}
     assert n_bytes["every"] == 4 * n_bytes["last"]

@@ -1,6 +1,8 @@
 """Sources of conversations: records to packed rows, and what is no conversation."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,10 +17,12 @@ from lingua.chat import open_chat
 from lingua.data import IGNORE
 from lingua.data.args import ChatArgs, DataArgs
 from lingua.data.chat import ChatRows, held_out_answers, pack
+from lingua.data.describe import describe_mixture, describe_row
 from lingua.data.documents import document_marks
 from lingua.data.loader import Loader
 from lingua.data.prepare.sources import check_sources, prepare_source
 from lingua.data.shards import SPLITS
+from lingua.data.show import show_config
 from lingua.data.text import TextData
 from lingua.errors import UserError
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
@@ -255,6 +259,132 @@ def test_a_template_that_fails_is_an_error_with_file_and_line(tmp_path):
     (tmp_path / "b/a.txt").write_text("text")
     with pytest.raises(UserError, match=r"a\.txt:1: not a conversation"):
         prepared(args)
+
+
+PAIRS = [
+    {"prompt": f"q {i}", "chosen": "x" * (i % 9 + 1), "rejected": f"no {i}"} for i in range(150)
+]
+AS_PAIRS = {"chat": ChatArgs(pairs=True)}
+
+
+def as_messages(pair: dict[str, str]) -> dict[str, list[dict[str, str]]]:
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    return {key: [{"role": roles[key], "content": text}] for key, text in pair.items()}
+
+
+def test_forms_of_pairs_give_the_same_rows_which_hold_both_answers(tmp_path):
+    lists = [as_messages(pair) for pair in PAIRS]
+    whole = [{k: p["prompt"] + p[k] for k in ("chosen", "rejected")} for p in lists]
+    forms = {
+        "texts": PAIRS,
+        "lists": lists,
+        "whole": whole,
+        "both": [{**pair, **both} for pair, both in zip(PAIRS, whole, strict=True)],
+        "parquet": whole,
+    }
+    made = {
+        name: make_args(tmp_path / name, records, **AS_PAIRS) for name, records in forms.items()
+    }
+    (tmp_path / "parquet/a.jsonl").unlink()
+    pq.write_table(pa.Table.from_pylist(whole), tmp_path / "parquet/a.parquet")
+    sources = {name: prepared(args)[0] for name, args in made.items()}
+    assert len({source.fingerprint for source in sources.values()}) == 1
+
+    args, source = made["texts"], sources["texts"]
+    rows, every = rows_of(args, source), np.arange(source.n_tokens // args.row_tokens)
+    found = documents_of(rows.rows(every), rows.documents(every), rows.is_target(every))
+    windows = held_out_answers(source, S, 10**6)
+    has = np.pad(windows.targets != IGNORE, ((0, 0), (1, 0)))[:, :-1]
+    found += documents_of(windows.tokens, windows.documents, has)
+    answers = [d for d in found if any(d[1])]
+    chat = open_chat(args.tokenizer, build_tokenizer(args.tokenizer))
+    encoded = []
+    for pair in lists:
+        both = [chat.examples(pair["prompt"] + pair[key])[0] for key in ("chosen", "rejected")]
+        encoded += [[tuple(a.tolist() for a in chat.encode_example(e)) for e in both]]
+    assert sorted(zip(answers[::2], answers[1::2], strict=True)) == sorted(map(tuple, encoded))
+    assert len(windows.tokens) and len(every) < len(PAIRS)  # several in a row
+
+
+def test_only_the_last_answers_of_a_pair_carry_loss_and_long_ones_are_cut_to_one_length(tmp_path):
+    history = [USER, BOT, USER]
+    both = {
+        k: [*history, {"role": "assistant", "content": c * 80}]
+        for k, c in zip(("chosen", "rejected"), "yz", strict=True)
+    }
+    with pytest.raises(UserError, match=r"a\.jsonl:1: longer than a row"):
+        prepared(make_args(tmp_path, [both], **AS_PAIRS))
+    cut = {"chat": ChatArgs(pairs=True, on_long_example="cut")}
+    args = make_args(tmp_path, [both], **cut)
+    source, _ = prepared(args)
+    assert source.manifest.cut == 1
+    rows = rows_of(args, source)
+    (tokens,), (target,), (index,) = (
+        of(np.array([0])) for of in (rows.rows, rows.is_target, rows.documents)
+    )
+    assert np.bincount(index).tolist()[:2] == [args.row_tokens // 2] * 2
+    decode = build_tokenizer(args.tokenizer).decode
+    for document, letter in ((0, "y"), (1, "z")):
+        assert set(decode(tokens[target & (index == document)])) == {letter}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chosen": None}, "no pair (no key chosen, but prompt, chosen, rejected)"),
+        ({"rejected": 3}, "no pair (prompt and rejected must be texts or lists of messages)"),
+        ({"rejected": []}, "no pair (prompt and rejected must be texts or lists of messages)"),
+        ({"prompt": {"a": 1}}, "no pair (prompt and chosen must be texts or lists of messages)"),
+        ({"prompt": None}, "roles out of order (chosen: message 1 is of assistant"),
+        ({"rejected": "a"}, "no pair (chosen and rejected are equal)"),
+        ({"rejected": " "}, "empty answer (rejected: message 2)"),
+        ({"rejected": [USER]}, "roles out of order (rejected: the last message is of user"),
+        ({"rejected": [USER | {"content": "other"}, BOT]}, "differ before their last message"),
+        ({"chosen": "<|im_end|>"}, "has the special token <|im_end|>"),
+        ({"tools": "x"}, "tools must be a list"),
+    ],
+)
+def test_what_is_no_pair_is_an_error_with_its_line(tmp_path, change, message):
+    good = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    with pytest.raises(UserError) as error:
+        prepared(make_args(tmp_path, [good, good | change], **AS_PAIRS))
+    assert "a.jsonl:2: " in str(error.value) and message in str(error.value)
+    assert "data.on_bad_record: skip" in str(error.value)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs):
+    conversations = [{"messages": c[:2]} for c in CONVERSATIONS]
+    records = PAIRS if pairs else conversations
+    args = make_args(tmp_path, records, chat=ChatArgs(pairs=pairs))
+    source, tokenizer = prepared(args)[0], build_tokenizer(args.tokenizer)
+    rows, seen = rows_of(args, source), []
+    n_rows = source.n_tokens // args.row_tokens
+    for position in range(n_rows):
+        where, origin, *shown = describe_row(args, rows, tokenizer, 1, position, position)
+        assert f"position {position:,} of the run" in where and f"of {n_rows}, number" in origin
+        for header, text in zip(shown[::2], shown[1::2], strict=True):
+            line = int(re.search(r"a\.jsonl:(\d+)\)", header)[1])
+            answers = [part.partition("\u27e7")[0] for part in text.split("\u27e6")[1:]]
+            record = records[line - 1]
+            if pairs:
+                said = [record["chosen"], record["rejected"]]
+            else:
+                said = [record["messages"][1]["content"]]
+            assert [answer.strip("\n") for answer in answers] == said
+            seen.append(line)
+    n_held_out = source.manifest.total("heldout", "documents")
+    assert len(set(seen)) == len(seen) == len(records) - n_held_out
+    _, _, of_source, _ = describe_mixture(args, rows.stream, 10)
+    assert [len(seen), source.n_tokens, n_rows] == [
+        int(n.replace(",", "")) for n in of_source.split()[1:4]
+    ]
+    shutil.rmtree(tmp_path / ".tokens")  # the program makes the shards again
+    words = ["sources={a: 1}", f"root_dir={tmp_path}", f"seq_len={S}", "global_batch_size=4"]
+    words += ["tokenizer.name=hf", f"tokenizer.path={args.tokenizer.path}"]
+    words += ["document_mask=ignore", f"chat={{pairs: {str(pairs).lower()}}}"]
+    told = list(show_config([*(f"data.{word}" for word in words), "step=1", "seed=1"]))
+    assert told == list(describe_row(args, rows, tokenizer, 1, 0, 0))
 
 
 def test_packing_keeps_every_example_and_fills_rows():

@@ -21,7 +21,6 @@ LINES = {
     "synthetic": 60,
     "moe": 150,
     "probe": 40,
-    "dpo": 180,
 }  # at most, after `ruff format`
 
 SMALL: dict[str, Any] = {
@@ -71,25 +70,17 @@ def train(ranks: Ranks, fork: str, sizes: tuple[int, int, int], settings: dict[s
 
 
 @pytest.fixture(scope="module")
-def given(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each fork reads: text, or pairs and a reference."""
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each fork reads: text, or nothing."""
     chance, folder = random.Random(1), tmp_path_factory.mktemp("forks")
     some = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 5))) for _ in range(40)]
     texts = [" ".join(chance.choices(some, k=9)) for _ in range(120)]
     (folder / "one.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    pairs = [
-        {"prompt": chance.choice(some)[:2], "chosen": "abc", "rejected": chance.choice(some)[:4]}
-        for _ in range(40)
-    ]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
     text = {"data.root_dir": folder, "data.sources": "{one: 1}", "data.workers": 0}
     prepared = ranks_prepare(folder)
     assert prepared
-    reference = folder / "reference"
-    train(ranks, "apps.main", (1, 1, 1), text | {"dump_dir": reference, "stop_at": 1})
-    pairs_of = {"dpo.pairs": folder / "pairs.jsonl", "checkpoint.init_ckpt_path": reference}
     # An expert is a discrete choice: where two are nearly as likely, rounding may decide.
-    of_fork = {"synthetic": {}, "dpo": pairs_of, "moe": text | {"seed": 1}}
+    of_fork = {"synthetic": {}, "moe": text | {"seed": 1}}
     return dict.fromkeys(LINES, text) | of_fork
 
 
@@ -139,10 +130,6 @@ def apart_in(fork: str, one: Path, other: Path) -> list[float]:
                 events = [line["norms"] for line in lines if line.get("event") == "gradients"]
                 assert len(events) == 3
                 return [norm for norms in events for norm in norms.values()]
-            case "dpo":
-                accuracies = [line["accuracy"] for line in lines if "accuracy" in line]
-                assert len(accuracies) == 6 + 2 and all(0 <= a <= 1 for a in accuracies)
-                return [*accuracies, *(line["margin"] for line in lines if "margin" in line)]
             case _:
                 return [line["nats_per_token"] for line in lines if "nats_per_token" in line]
 

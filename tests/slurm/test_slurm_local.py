@@ -5,6 +5,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.local_slurm import SCRIPT, needs_slurm, slurm_here
 
 pytestmark = needs_slurm
@@ -23,8 +25,10 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-def test_a_cluster_runs_jobs_on_its_nodes_and_stopping_it_leaves_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "cluster"
+def test_a_cluster_runs_jobs_on_its_nodes_and_stopping_it_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("local") / "cluster"  # Slurm's paths must be short
     with slurm_here(folder, 2) as env:
         done = subprocess.run(
             ["srun", "--nodes=2", "sh", "-c", 'echo "$SLURMD_NODENAME"'],

@@ -9,12 +9,11 @@ any number of machines that share the folders, may run it at the same time, also
 they share the work. Each may be killed; what it had finished remains.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from lingua.config.load import load
-from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Free, bounds
 from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.prepare.sources import prepare_sources
@@ -24,6 +23,7 @@ from lingua.tokenizer import build_tokenizer
 @dataclass
 class PrepareArgs:
     processes: Free[int | None] = None  # that tokenize on this machine; null: one per core
+    app: Free[str | None] = None  # import path of the app that is trained, as in training
     data: DataArgs = field(default_factory=DataArgs)
     validation: ValidationArgs = field(default_factory=ValidationArgs)
 
@@ -32,7 +32,13 @@ class PrepareArgs:
 
 
 def main() -> None:
-    args, notices = load(PrepareArgs, foreign=META_LINGUA, partial=True)
+    # Imported here: the worker processes import this module too, and need no torch.
+    from lingua.app import choose_app
+    from lingua.run_config import load_run
+
+    argv = sys.argv[1:]
+    app = choose_app(argv)
+    args, notices = load_run(app, argv, part=PrepareArgs(data=app.config().data))
     report = partial(print, flush=True)
     for line in notices:
         report(line)
@@ -41,7 +47,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Imported here: the worker processes import this module too, and need no torch.
     from lingua.parallel.program import run_program
 
     run_program(main)

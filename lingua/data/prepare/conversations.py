@@ -1,12 +1,14 @@
 """Records of conversations -> examples, and examples -> rows.
 
 A record has `messages`, a list of {"role": ..., "content": ...}, or a `prompt` and a `completion`.
-The tokenizer's chat template makes a text of it; messages of the assistant are its answers.
+The tokenizer's chat template makes a text of it; messages of the assistant are its answers. A pair
+has `chosen` and `rejected`, lists of messages or what follows the `prompt`: it is one example, of
+two documents that each have their last answer.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +39,8 @@ def open_conversations(args: DataArgs, tokenizer: Tokenizer, source: str) -> Exa
     chat = open_chat(args.tokenizer, tokenizer, args.chat.template)
     (key,) = args.text_keys(source)
     cut = args.chat.on_long_example == "cut"
-    return _Conversations(chat, key, tokenizer.vocab_size, args.row_tokens, cut).examples
+    made = _Conversations(chat, key, tokenizer.vocab_size, args.row_tokens, cut)
+    return made.pair if args.chat.pairs else made.examples
 
 
 @dataclass(frozen=True)
@@ -51,25 +54,42 @@ class _Conversations:
     def examples(self, number: int, record: dict[str, Any]) -> list[Record]:
         """Each example as a Record with its tokens. All have the hash of the conversation, so all
         are held out or none."""
-        messages, tools = self._messages(record), record.get("tools")
-        content = json.dumps([messages, tools], sort_keys=True, default=str).encode()
-        hashed = xxhash.xxh3_64_intdigest(content)
-        try:
-            found = self.chat.examples(messages, tools)
-        except ChatError as error:
-            raise Wrong("cannot be rendered", str(error)) from None
+        messages, tools = self._messages(record), _tools(record)
+        _check_messages(messages)
+        hashed = _hash([messages, tools])
         return [
             Record(number, "", n_bytes, hashed, hashed < HELD_OUT_BELOW, None, tokens, is_cut)
-            for example in found
-            for tokens, is_cut in [self._tokens(example)]
+            for example in self._render(messages, tools)
+            for tokens, is_cut in [self._tokens([example])]
             for n_bytes in [sum(_answer_bytes(messages[i]) for i in example.answers)]
         ]
 
-    def _messages(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+    def pair(self, number: int, record: dict[str, Any]) -> list[Record]:
+        """A pair as one Record, the chosen answer first. Of a prompt, all pairs are held out or
+        none."""
+        both, tools = _pair_messages(record), _tools(record)
+        chosen, rejected = both.values()
+        for key, messages in both.items():
+            try:
+                _check_messages(messages)
+            except Wrong as fault:
+                raise Wrong(fault.kind, f"{key}: {fault.detail}") from None
+        if chosen[:-1] != rejected[:-1]:
+            raise Wrong("no pair", "chosen and rejected differ before their last message")
+        if chosen == rejected:
+            raise Wrong("no pair", "chosen and rejected are equal")
+        last = [self._render(messages, tools)[-1] for messages in both.values()]
+        tokens, is_cut = self._tokens([replace(e, spans=e.spans[-1:]) for e in last])
+        n_bytes = sum(_answer_bytes(messages[-1]) for messages in both.values())
+        is_held_out = _hash([chosen[:-1], tools]) < HELD_OUT_BELOW
+        hashed = _hash([chosen, rejected, tools])
+        return [Record(number, "", n_bytes, hashed, is_held_out, None, tokens, is_cut)]
+
+    def _messages(self, record: dict[str, Any]) -> Any:
         messages = record.get(self.key)
         if messages is None and record.get("prompt") is not None and "completion" in record:
             pair = (("user", record["prompt"]), ("assistant", record["completion"]))
-            messages = [{"role": role, "content": content} for role, content in pair]
+            return [{"role": role, "content": content} for role, content in pair]
         if messages is None:
             need = (
                 f"neither {self.key} nor prompt and completion, but {', '.join(record) or 'none'}"
@@ -77,32 +97,78 @@ class _Conversations:
             raise Wrong("no conversation", need, lacks_key=True)
         if not isinstance(messages, list) or not messages:
             raise Wrong("no conversation", f"{self.key} must be a list of messages")
-        if not isinstance(record.get("tools"), list | None):
-            raise Wrong("no conversation", "tools must be a list")
-        before = None
-        for i, message in enumerate(messages, 1):
-            _check_message(i, message, before)
-            before = message["role"]
-        if before != "assistant":
-            need = f"the last message is of {before}; must be of assistant"
-            raise Wrong("roles out of order", need)
         return messages
 
-    def _tokens(self, example: Example) -> tuple[np.ndarray, bool]:
-        """(stored numbers [n] of an example, whether it is cut)."""
-        ids, is_answer = self.chat.encode_example(example)
-        is_long = len(ids) > self.longest
+    def _render(self, messages: list[dict[str, Any]], tools: Any) -> list[Example]:
+        try:
+            return self.chat.examples(messages, tools)
+        except ChatError as error:
+            raise Wrong("cannot be rendered", str(error)) from None
+
+    def _tokens(self, examples: Sequence[Example]) -> tuple[np.ndarray, bool]:
+        """(stored numbers [n] of examples that stay together, whether they are cut, all to the same
+        length)."""
+        encoded = [self.chat.encode_example(example) for example in examples]
+        n = sum(len(ids) for ids, _ in encoded)
+        is_long = n > self.longest
         if is_long and not self.cut:
             raise Wrong(
                 "longer than a row",
-                f"{len(ids):,} tokens, a row has {self.longest:,}: raise data.seq_len, or set "
+                f"{n:,} tokens, a row has {self.longest:,}: raise data.seq_len, or set "
                 "data.chat.on_long_example=cut",
             )
-        kinds = np.where(is_answer, ANSWER, CONTEXT)[: self.longest]
-        kinds[:1] = FIRST
-        if not (kinds == ANSWER).any():
-            raise Wrong("no answer", f"none in the {len(kinds):,} tokens of a row")
-        return ids[: self.longest] + self.vocab_size * kinds, is_long
+        room = self.longest // len(examples) if is_long else self.longest
+        stored = []
+        for ids, is_answer in encoded:
+            kinds = np.where(is_answer, ANSWER, CONTEXT)[:room]
+            kinds[:1] = FIRST
+            if not (kinds == ANSWER).any():
+                raise Wrong("no answer", f"none in the {len(kinds):,} tokens of a row")
+            stored.append(ids[:room] + self.vocab_size * kinds)
+        return np.concatenate(stored), is_long
+
+
+def _pair_messages(record: dict[str, Any]) -> dict[str, list[Any]]:
+    """The messages of the chosen and of the rejected conversation, by these names."""
+    prompt, found = record.get("prompt"), {}
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    for key in ("chosen", "rejected"):
+        messages = record.get(key)
+        if messages is None:
+            raise Wrong("no pair", f"no key {key}, but {', '.join(record) or 'none'}")
+        if isinstance(messages, str):
+            messages = [{"role": "assistant", "content": messages}]
+        if not isinstance(messages, list) or not messages or not isinstance(prompt, list):
+            need = f"prompt and {key} must be texts or lists of messages"
+            raise Wrong("no pair", need)
+        first = messages[0]
+        is_answer = isinstance(first, dict) and first.get("role") == "assistant"
+        found[key] = [*prompt, *messages] if is_answer else messages
+    return found
+
+
+def _tools(record: dict[str, Any]) -> Any:
+    tools = record.get("tools")
+    if not isinstance(tools, list | None):
+        raise Wrong("no conversation", "tools must be a list")
+    return tools
+
+
+def _hash(content: Any) -> int:
+    """64 bits."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def _check_messages(messages: list[Any]) -> None:
+    """Raises Wrong where they are no conversation that ends with an answer."""
+    before = None
+    for i, message in enumerate(messages, 1):
+        _check_message(i, message, before)
+        before = message["role"]
+    if before != "assistant":
+        need = f"the last message is of {before}; must be of assistant"
+        raise Wrong("roles out of order", need)
 
 
 def _check_message(i: int, message: Any, before: str | None) -> None:

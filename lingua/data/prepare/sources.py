@@ -121,6 +121,7 @@ def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
         text, _ = find_template(args.tokenizer, args.chat.template)
         names = special_names(args.tokenizer, tokenizer)
         key.append([text, names, args.chat.on_long_example, args.row_tokens])
+        key += ["pairs"] * args.chat.pairs
     if name == STDLIB:  # machines that share the folder may have different ones
         key.append(platform.python_version())
     digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=6).hexdigest()

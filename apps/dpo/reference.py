@@ -1,0 +1,227 @@
+"""What the reference model gives for every pair: computed before the first step, and kept by row in
+`reference.json` of the dump dir. So the reference takes no memory while the run trains.
+"""
+
+import gc
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from apps.main import app as main_app
+from apps.main.run import Run
+from lingua.checkpoint.source import TensorSource, find_source, on_every_rank
+from lingua.checkpoint.tensors import Part
+from lingua.data import IGNORE
+from lingua.data.chat import ChatRows
+from lingua.data.documents import document_starts
+from lingua.data.rows import HeldOut
+from lingua.device import to_device
+from lingua.files import load_json, write_atomically
+from lingua.format import counted
+from lingua.hugging_face import open_weights
+from lingua.inference.trained import load_weights
+from lingua.parallel.mesh import divide, dp_degree, on_rank_0
+from lingua.parallel.parallelize import ParallelPlan
+
+CHUNK = 1 << 16  # positions at once
+SAVE_EVERY = 100  # steps of training rows
+LARGEST = 1 << 32  # bytes of the file
+
+# Numbers of rows -> their tokens, targets and the index of their documents, int64 [n, S] each.
+Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+logger = logging.getLogger(__name__)
+
+
+def log_ratios(
+    model: nn.Module, tokens: Tensor, targets: Tensor, starts: Tensor, **more: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log p(chosen answer) - log p(rejected answer) of the pairs of some rows.
+
+    Args:
+        tokens: int64 B S.
+        targets: int64 1 B S, IGNORE for what is not of an answer.
+        starts: int64 B K, where documents begin: a pair's two follow each other.
+        more: further arguments of the model's forward.
+
+    Returns:
+        float32 B K//2, and whether there is such a pair, bool B K//2.
+    """
+    [losses] = model(tokens, targets, starts, per_token=True, **more)
+    n = starts.shape[1] // 2
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    index = torch.searchsorted(starts, places.contiguous(), right=True) - 1  # B S
+    is_of = index[:, None] == torch.arange(2 * n, device=tokens.device)[:, None]  # B 2n S
+    sums = torch.where(is_of, -losses[:, None], 0.0).sum(-1).unflatten(1, (n, 2))
+    answered = (is_of & (targets[0] != IGNORE)[:, None]).any(-1).unflatten(1, (n, 2))
+    return sums[..., 0] - sums[..., 1], answered.all(-1)
+
+
+@torch.no_grad()
+def ratios_of(run: Run, model: nn.Module, numbers: list[int], read: Read) -> list[list[float]]:
+    """The log-ratios of each row's pairs. Called by every rank: as many rows are computed at once
+    as training does."""
+    degree = dp_degree(run.mesh)
+    _, rows = run.args.micro_steps(degree)
+
+    def work(mine: list[int]) -> list[list[float]]:
+        # Every rank runs the same shapes, also one that has fewer rows, or none.
+        tokens, targets, documents = read(np.resize(mine or numbers[:1], rows))
+        batch = (tokens, targets[None], document_starts(documents))
+        tensors = (to_device(torch.from_numpy(array), run.device) for array in batch)
+        found, is_pair = (t.tolist() for t in log_ratios(model, *tensors))
+        pairs = (zip(*row, strict=True) for row in zip(found, is_pair, strict=True))
+        return [[ratio for ratio, has in row if has] for row in pairs][: len(mine)]
+
+    size, found = rows * degree, []
+    for i in range(0, len(numbers), size):
+        found += divide(work, numbers[i : i + size], run.mesh)
+    return found
+
+
+def held_out_ratios(run: Run, model: nn.Module, windows: HeldOut) -> list[list[float]]:
+    def read(index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        assert windows.documents is not None
+        return windows.tokens[index], windows.targets[index], windows.documents[index]
+
+    return ratios_of(run, model, list(range(len(windows.tokens))), read)
+
+
+class Reference:
+    """The log-ratios of the reference, by row. Those that are not on disk, for this reference and
+    this data, are computed. Made by every rank."""
+
+    def __init__(self, run: Run) -> None:
+        args, data = run.args, run.data
+        assert isinstance(data.rows, ChatRows)
+        self.rows, self.stream = data.rows, data.rows.stream
+        sizes = [s.n_rows(args.data.row_tokens, 1) for s in self.stream.sources.values()]
+        self.begins = np.cumsum([0, *sizes])  # of each source, in one table of all their rows
+        self.path = args.folder / "reference.json"
+        # All that the numbers depend on, but for the windows that are held out.
+        key = sorted(run.fingerprints.items()), asdict(args.model), str(args.distributed.dtype)
+        self.key = _hash(json.dumps(key, default=str).encode())
+        self.names = {n: f"{n} {_hash(w.tokens.tobytes())}" for n, w in data.held_out.items()}
+
+        stored = on_rank_0(self._load)
+        n_rows = int(self.begins[-1])
+        self.by_row: list[list[float] | None] = stored.get("rows") or [None] * n_rows
+        self.held_out = {n: stored[name] for n, name in self.names.items() if name in stored}
+        absent = self._absent(args.steps * args.data.step_rows)
+        if absent or len(self.held_out) < len(self.names):
+            self._compute(run, absent)
+
+    def index(self, positions: np.ndarray) -> np.ndarray:
+        """The row in the table of the positions int64 [n]."""
+        source, row = self.stream.source_rows(positions)
+        return self.begins[source] + row
+
+    def count(self, position: int, n_rows: int) -> int:
+        """The number of pairs in the rows from `position` on."""
+        index = self.index(np.arange(position, position + n_rows)).tolist()
+        return sum(len(self.by_row[i] or ()) for i in index)
+
+    def of_rows(self, row_ids: Tensor, n: int) -> Tensor:
+        """float32 [B, n], the log-ratios of the pairs of rows int64 [B]; where a row has fewer than
+        n, and in padding rows, any numbers."""
+        out = torch.zeros(len(row_ids), n)
+        for to, i in zip(out, self.index(row_ids.clamp(0).numpy()).tolist(), strict=True):
+            found = (self.by_row[i] or [])[:n]
+            to[: len(found)] = torch.tensor(found)
+        return out
+
+    def _absent(self, end: int) -> list[int]:
+        """Of each row that is not known and is read before position `end`, the first position."""
+        known, found = np.array([row is not None for row in self.by_row]), []
+        for begin in range(0, end, CHUNK):
+            if known.all():
+                break
+            rows, first = np.unique(
+                self.index(np.arange(begin, min(begin + CHUNK, end))), return_index=True
+            )
+            found += sorted((begin + first[~known[rows]]).tolist())
+            known[rows] = True
+        return found
+
+    def _compute(self, run: Run, absent: list[int]) -> None:
+        args, built = run.args, run.app.build(run.args)
+        source = open_reference(args, args.checkpoint.verify)
+        plan = built.plan or ParallelPlan()
+        model = load_weights(built.module, plan, source, run.args.distributed, run.mesh)
+        model.requires_grad_(False)
+
+        def read(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            tokens = self.rows.rows(positions).astype(np.int64)
+            wanted = np.where(self.rows.is_target(positions), tokens, IGNORE)
+            return tokens[:, :-1], wanted[:, 1:], self.rows.documents(positions)[:, :-1]
+
+        logger.info(f"the reference {source.path} is computed for {counted(len(absent), 'row')}")
+        for name in sorted(self.names.keys() - self.held_out.keys()):
+            self.held_out[name] = held_out_ratios(run, model, run.data.held_out[name])
+        size = SAVE_EVERY * run.args.data.step_rows
+        for i in range(0, len(absent), size):
+            part = absent[i : i + size]
+            ratios = ratios_of(run, model, part, read)
+            for row, found in zip(self.index(np.array(part)).tolist(), ratios, strict=True):
+                self.by_row[row] = found
+            on_rank_0(self._save)
+            logger.info(f"reference: {i + len(part):,} of {counted(len(absent), 'row')}")
+        on_rank_0(self._save)
+        del model
+        gc.collect()  # its modules refer to each other
+
+    def _load(self) -> dict[str, Any]:
+        """What is on disk, by part; nothing where it is not of this reference and data."""
+        if not self.path.exists():
+            return {}
+        try:
+            stored = load_json(self.path, LARGEST)
+            if stored.pop("key", None) == self.key:
+                return stored
+            why = "is of another reference, data or model"
+        except (OSError, ValueError) as error:
+            why = f"cannot be read ({error})"
+        logger.warning(f"{self.path}: {why}; the reference is computed again")
+        return {}
+
+    def _save(self) -> None:
+        held_out = {self.names[name]: ratios for name, ratios in self.held_out.items()}
+        content = {"key": self.key, "rows": self.by_row, **held_out}
+        try:
+            write_atomically(self.path, json.dumps(content))
+        except OSError as error:  # what it saves is time at the next start
+            logger.warning(f"{self.path}: cannot be written ({error})")
+
+
+def open_reference(args: Any, verify: str) -> TensorSource:
+    """The model that a run with this configuration starts from. Called by every rank. Raises
+    UserError. `verify` is that of checkpoint.verify: `size` is enough for a fingerprint."""
+    start = args.checkpoint
+    if start.init_from is not None:
+        return open_weights(main_app, start.init_from, args.model, start.allow_change)
+    return find_source(Path(start.init_ckpt_path), verify, logger.warning)
+
+
+def fingerprint(source: TensorSource) -> str:
+    """A hash of the first row of every tensor of a model: of a large one, all takes minutes."""
+    parts = [
+        Part(name, tuple(slice(0, n) for n in t[:1].shape), torch.empty(t[:1].shape))
+        for name, t in sorted(source.tensors.items())
+        if name.startswith("model.") and t.ndim
+    ]
+    on_every_rank(source.path, lambda: source.read_parts(parts))
+    return _hash(
+        *(part.out.numpy().tobytes() for part in sorted(parts, key=lambda part: part.name))
+    )
+
+
+def _hash(*content: bytes) -> str:
+    return hashlib.blake2b(b"".join(content), digest_size=16).hexdigest()
