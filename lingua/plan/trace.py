@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lingua.app import App, import_named, main_program
 from lingua.attention import planned_for
-from lingua.dtensor import as_shard
+from lingua.dtensor import as_shard, local
 from lingua.init import ties_kept
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
@@ -90,24 +90,28 @@ class Trace:
 def _cuda_kernels() -> Iterator[None]:
     """Inside it, functions of torch keep the tensors that the kernels of CUDA keep, where torch has
     others for the CPU."""
+    norm, attend = F.rms_norm, F.scaled_dot_product_attention
 
-    original = F.scaled_dot_product_attention
-
-    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        if not isinstance(x, DTensor):
+    def rms_norm(
+        x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if weight is None or isinstance(x, DTensor) != isinstance(weight, DTensor):
+            return norm(x, shape, weight, eps)
+        if not isinstance(weight, DTensor):
             return _RmsNorm.apply(x, weight)
         # Each rank's gradient of the weight is the part that its positions give.
-        assert isinstance(weight, DTensor)
         whole = weight.to_local(grad_placements=[Partial()])
-        return as_shard(_RmsNorm.apply(x.to_local(), whole), x)
+        return as_shard(_RmsNorm.apply(local(x), whole), x)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **other: Any) -> Tensor:
-        if attn_mask is not None:
-            return original(q, k, v, attn_mask, **other)
-        return flash_attention(q, k, v, 0.0, other["is_causal"])[0]
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if attn_mask is not None or args:
+            return attend(q, k, v, attn_mask, *args, **kwargs)
+        return flash_attention(q, k, v, 0.0, kwargs.get("is_causal", False))[0]
 
-    own = {"rms_norm": rms_norm, "scaled_dot_product_attention": attention}
-    with patch.multiple(F, **own):  # not a TorchFunctionMode, which a backward pass leaves
+    # Not a TorchFunctionMode, which a backward pass leaves.
+    with patch.multiple(F, rms_norm=rms_norm, scaled_dot_product_attention=attention):
         yield
 
 
