@@ -60,9 +60,9 @@ class TransformerArgs:
     # RMSNorm of queries and keys, over the features of each head (`per_head`, as in Qwen3) or of
     # all heads together (`all_heads`, as in OLMo 2); null: none
     qk_norm: Guarded[Literal["per_head", "all_heads"] | None] = None
-    # what a block's norms take: the `input` of attention and of feed-forward; or, as in OLMo 2,
-    # their `output` before it is added to the residual stream
-    norm_placement: Guarded[Literal["input", "output"]] = "input"
+    # what a block's norms take: null: the input of attention and of feed-forward; `output`: what
+    # these return, before it is added to the residual stream, as in OLMo 2
+    norm_placement: Guarded[Literal["output"] | None] = None
     init_base_std: Guarded[float | None] = None  # deviation of every matrix; null: 1 / sqrt(inputs)
     # what divides the deviation of the matrices that write to the residual stream: `disabled` 1,
     # `global_depth` sqrt(2 (n_layers + 1)), `current_depth` sqrt(2 (depth + 1)), `dim_ratio`

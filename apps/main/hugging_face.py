@@ -22,7 +22,7 @@ class Family:
     windows: bool = True  # may have a sliding window
 
 
-PLAIN = {"qkv_bias": False, "qk_norm": None, "norm_placement": "input"}
+PLAIN = {"qkv_bias": False, "qk_norm": None, "norm_placement": None}
 QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 QWEN |= {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 # Of those that can express a model, the first is what it is exported as.

@@ -126,13 +126,14 @@ class Change:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], classes: Classes) -> list[Change]:
-    """Keys, flattened, that differ and are not free. A checkpoint older than a key means null."""
+    """Keys, flattened, that differ and are not free. A checkpoint older than a key means null
+    or false."""
     return [
         Change(key, saved.get(key, ABSENT), value, classes[key])
         for key, value in now.items()
         if classes[key] != "free"
         and saved.get(key, ABSENT) != value
-        and not (key not in saved and value is None)
+        and not (key not in saved and (value is None or value is False))
     ]
 
 
