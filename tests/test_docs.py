@@ -30,8 +30,9 @@ from apps.main.generate import GenerateArgs
 from lingua.app import choose_app
 from lingua.command import split_folders
 from lingua.compare.__main__ import arguments as arguments_of_compare
-from lingua.config.load import load
+from lingua.config.load import draft, load
 from lingua.config.meta_lingua import META_LINGUA
+from lingua.config.values import LocatedValue
 from lingua.convert import ConvertArgs
 from lingua.data.prepare.__main__ import PrepareArgs
 from lingua.data.show import ShowArgs
@@ -282,7 +283,11 @@ def parse_program(module: str, argv: list[str]) -> None:
         load(PlanArgs, own)
         parse_program("apps.main.train", of_run)
     elif module == "apps.main.train":
-        load(choose_app(argv).config, argv, META_LINGUA)
+        config = choose_app(argv).config
+        origin = draft(config, argv, META_LINGUA)[0].checkpoint.init_from
+        # An earlier command makes the model that gives its sizes.
+        below = {} if origin is None else {"model.n_heads": LocatedValue.of(4, origin)}
+        load(config, argv, META_LINGUA, below=below)
     elif module == "lingua.stool" and argv[:1] != ["status"]:
         job, arguments, sweep = split_arguments(argv)
         swept = [f"{key}={values[0]}" for key, values in sweep.items()]

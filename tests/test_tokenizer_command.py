@@ -83,6 +83,7 @@ def test_it_keeps_every_text_and_has_bos_and_eos_here_and_in_transformers(made: 
         assert tokenizer.decode(ids) == sample and not np.isin(ids, (0, 1)).any()
         if "<|" not in sample:  # text here
             assert theirs.encode(sample, add_special_tokens=False) == ids.tolist()
+            assert theirs.encode(sample) == [0, *ids.tolist()]  # as data.add_bos
     assert tokenizer.encode("a", bos=True, eos=True)[[0, -1]].tolist() == [0, 1]
 
 
@@ -127,7 +128,9 @@ def test_the_tokens_of_a_text_are_shown(made: Path, capsys: pytest.CaptureFixtur
         (["show", "two", "texts"], "show: must have one text"),
         (["show", "hi", "name=hf"], "path = null: must be given for the tokenizer hf"),
         (["train", "out={text}/new", "vocab_size=257"], "vocab_size = 257: must be at least 258"),
-        (["train", "out={text}/a"], "exists already; must be a new folder"),
+        (["train", "out={text}/a"], "exists already; must be a new or empty folder"),
+        (["train", "out=/proc/none"], "out = /proc/none: cannot be made"),
+        (["show", "hi", "path={text}/made"], "needs name=hf, sp or tiktoken; bytes has no file"),
         (["train", "vocab_size=300"], "out: must be given"),
         (["train", "out={text}/new", "data.sources={{no: 1}}"], "data.sources.no: there is no"),
         (["train", "out={text}/new", "data.sources={{bad: 1}}"], "bad.jsonl:2: not JSON"),

@@ -37,6 +37,7 @@ def read_config(argv: list[str]) -> tuple[App, TrainArgs]:
     args, _ = load(app.config, [*argv, BYTES], foreign=META_LINGUA)
     if args.model.vocab_size == -1:
         try:
+            own: TrainArgs
             own, _ = load(app.config, argv, foreign=META_LINGUA)
             args.model.vocab_size = build_tokenizer(own.data.tokenizer).vocab_size
         except UserError as error:
@@ -85,7 +86,7 @@ class Step:
         self.objective = (app.objective or Objective)(self.run)
         self.guard = NonFiniteGuard(args.optim.on_nonfinite, self.run.device)
 
-    def take(self, n_micro: int, between: Callable[[], object] = lambda: None) -> None:
+    def take(self, n_micro: int, between: Callable[[], None] = lambda: None) -> None:
         """A step of `n_micro` micro-steps. `between` is called once gradients are complete."""
         _, rows = self.run.args.micro_steps(dp_degree(self.run.mesh))
         batch = [empty_batch(self.run.args.data, rows) for _ in range(n_micro)]

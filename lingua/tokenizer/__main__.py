@@ -53,7 +53,7 @@ class TextArgs(DataArgs):
 @dataclass
 class TokenizerTrainArgs:
     vocab_size: Free[int] = 32_000  # tokens, those of the 256 bytes, bos and eos included
-    out: Free[str] = MISSING  # new folder of the tokenizer
+    out: Free[str] = MISSING  # folder of the tokenizer, new or empty
     # most bytes of text to learn from, of all sources together; a source that has less than its
     # share is repeated, as in training
     text_bytes: Free[int] = 500_000_000
@@ -62,8 +62,9 @@ class TokenizerTrainArgs:
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, LEAST, "vocab_size", most=1 << 24)
         yield from bounds(self, 1, "text_bytes", most=1 << 40)
-        if Path(self.out).exists():
-            yield "out", "exists already; must be a new folder"
+        out = Path(self.out)
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            yield "out", "exists already; must be a new or empty folder"
 
 
 @dataclass
@@ -88,9 +89,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def train_command(words: list[str]) -> None:
     args, _ = load(TokenizerTrainArgs, words, META_LINGUA, partial=True)
-    tokenizer = train(mixture_texts(args.data, args.text_bytes), args.vocab_size)
     folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before an hour of work rather than after it
+    except OSError as error:
+        raise UserError(f"out = {folder}: cannot be made: {error.strerror}") from None
+    try:
+        tokenizer = train(mixture_texts(args.data, args.text_bytes), args.vocab_size)
+    except BaseException:
+        folder.rmdir()
+        raise
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
@@ -103,7 +111,7 @@ def train_command(words: list[str]) -> None:
 def train(texts: Iterator[str], vocab_size: int) -> Any:
     """A tokenizers.Tokenizer: byte-level BPE (Radford et al., 2019), whose merges stay within the
     words of Llama 3's expression."""
-    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
     from tokenizers import Tokenizer as LibraryTokenizer
 
     tokenizer = LibraryTokenizer(models.BPE())
@@ -118,6 +126,10 @@ def train(texts: Iterator[str], vocab_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    # What transformers puts before a text is what data.add_bos puts before a document.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, 0)]
+    )
     return tokenizer
 
 
@@ -175,9 +187,18 @@ def show_command(argv: list[str]) -> None:
     if not argv or argv[1:] != words:
         raise UserError("show: must have one text, in quotes, and then config=FILE or name= path=")
     if any(word.startswith("config=") for word in words):
-        chosen = load(ConfigArgs, words, META_LINGUA, partial=True)[0].data.tokenizer
+        from lingua.app import choose_app  # which imports torch, as the config's app does
+        from lingua.run_config import load_run
+
+        app = choose_app(words)
+        of_run, _ = load_run(app, words, part=ConfigArgs(data=app.config().data))
+        chosen = of_run.data.tokenizer
     else:
         chosen = load(TokenizerArgs, words)[0]
+        if chosen.name == "bytes" and chosen.path is not None:
+            raise UserError(
+                f"path = {chosen.path}: needs name=hf, sp or tiktoken; bytes has no file"
+            )
     for line in describe(build_tokenizer(chosen), argv[0]):
         print(printable(line))
 
