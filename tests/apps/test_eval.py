@@ -355,6 +355,7 @@ def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tm
     assert marks(checkpoint) == []  # no job waits for it any longer
 
 
+@pytest.mark.soak  # by default in tests/config/test_help.py
 def test_programs_end_quietly_where_the_reader_of_their_output_has_gone(run, task_dir, tmp_path):
     (tmp_path / "prompts.txt").write_text("a prompt\n" * 3)
     out = f"dump_dir={tmp_path / 'out'}"
