@@ -61,13 +61,15 @@ class Head(nn.Linear):
             logits, flat = super().forward(x).float().flatten(0, 1), targets.flatten()
             losses = F.cross_entropy(logits, flat, ignore_index=IGNORE, reduction="none")
             losses = losses.view(targets.shape)
-            return losses if per_token else losses.sum((1, 2))
+            return losses.clone() if per_token else losses.sum((1, 2))
         # Without gradients, the loss of each target is all there is to compute.
         work = _TokenLosses if per_token or not torch.is_grad_enabled() else _SummedLosses
         views = zip(x.unflatten(0, (len(targets), -1)), targets, strict=True)
         of_views = [work.apply(h.flatten(0, 1), weight, t.flatten(), shard) for h, t in views]
         losses = torch.stack(of_views)
-        return losses.view(targets.shape) if per_token else losses.view(len(targets), -1).sum(1)
+        if per_token:
+            return losses.view(targets.shape).clone()  # FSDP warns of a result that is a view
+        return losses.view(len(targets), -1).sum(1)
 
 
 class VocabularyParallel(ParallelStyle):

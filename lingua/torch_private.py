@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -125,18 +126,15 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
     """Call `observe(storage)` once Python has changed the size of a storage, which no mode sees:
     FSDP allocates and frees gathered parameters so."""
-    before = torch.UntypedStorage.resize_
+    resize = torch.UntypedStorage.resize_
 
-    def observed(storage: Any, size: int) -> Any:
-        result = before(storage, size)
+    def change(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
         observe(storage)
         return result
 
-    torch.UntypedStorage.resize_ = observed  # type: ignore[method-assign,assignment]  # put back
-    try:
+    with patch.object(torch.UntypedStorage, "resize_", change):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]  # what it was
 
 
 @contextmanager

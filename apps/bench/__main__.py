@@ -1,7 +1,8 @@
 """The measurements that the README quotes, each by one command.
 
     python -m apps.bench step      tokens per second, MFU and memory, over a bare loop, by shape
-    python -m apps.bench loop      what the loop costs over a bare forward, backward and step
+    python -m apps.bench loop      what the loop costs over a bare forward, backward and step; of
+                                   config=apps/sft/configs/debug.yaml over plain training
     python -m apps.bench attention documents on a CPU one by one, over a mask of whole rows
     python -m apps.bench startup   seconds to the first step, and what they go into
     python -m apps.bench sync      gradient traffic of the three modes of distributed.grad_sync

@@ -22,11 +22,14 @@ from lingua.parallel.gradients import set_gradient_sync
 class Preferences(Objective):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.reference = Reference(run)
+        # A plan has no data: it takes one pair, and zeros for what the reference gives.
+        self.reference = None if run.data is None else Reference(run)
 
     def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
         run, args = self.run, self.run.args
-        n_pairs = self.reference.count(run.progress.position, args.data.step_rows)
+        reference, n_pairs = self.reference, 1
+        if reference is not None:
+            n_pairs = reference.count(run.progress.position, args.data.step_rows)
         noise = key_of(args.seed, "noise", run.progress.step + 1) if args.model.dropout else None
         loss = torch.zeros((), device=run.device)
         hashed = torch.zeros((), dtype=torch.int64, device=run.device)
@@ -34,7 +37,9 @@ class Preferences(Objective):
             ids, tokens, targets, starts = (
                 t.to(run.device, non_blocking=True) for t in micro.tensors()
             )
-            known = self.reference.of_rows(micro.row_ids, starts.shape[1] // 2)
+            known = torch.zeros(len(starts), starts.shape[1] // 2)
+            if reference is not None:
+                known = reference.of_rows(micro.row_ids, starts.shape[1] // 2)
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)
             random = {} if noise is None else {"noise": hash_bits(noise, ids)}
@@ -52,6 +57,7 @@ class Preferences(Objective):
         """Measure and report the held-out loss, accuracy and margin of every source. Returns the
         mean loss of their pairs, None where nothing is held out."""
         run, every = self.run, [np.empty(0)]
+        assert self.reference is not None
         for name, windows in run.data.held_out.items():
             ratios = np.concatenate(held_out_ratios(run, run.model, windows))
             margins = run.args.dpo.beta * (ratios - np.concatenate(self.reference.held_out[name]))

@@ -203,6 +203,7 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
         )
     dim, n_heads = number("hidden_size", int), number("num_attention_heads", int)
     n_layers = number("num_hidden_layers", int, at_most=10_000)
+    window = number("sliding_window", int) if has_window(given, n_layers, where) else None
     multiplier, multiple_of = feed_forward_size(dim, number("intermediate_size", int))
     args = ModelArgs(
         dim=dim,
@@ -215,9 +216,7 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
         norm_eps=number("rms_norm_eps", float, 1e-6),
         rope_theta=number("rope_theta", float, 10000.0, at_most=1e30),
         rope_scaling=scaling,
-        sliding_window=number("sliding_window", int)
-        if has_window(given, n_layers, where)
-        else None,
+        sliding_window=window,
         vocab_size=number("vocab_size", int),
         weight_tying=bool(config.get("tie_word_embeddings")),
         **family.model,

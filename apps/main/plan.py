@@ -15,14 +15,13 @@ from apps.main.start import check_forward, default_optimizer
 from apps.main.train import Objective, train_step
 from lingua.app import App, Built, choose_app
 from lingua.checkpoint.resume import Progress
-from lingua.config.load import load
-from lingua.config.meta_lingua import META_LINGUA
 from lingua.data.args import DataArgs
 from lingua.data.loader import MicroBatch
 from lingua.errors import UserError
 from lingua.optim.adapter import adapt
 from lingua.optim.optimizer import NonFiniteGuard
 from lingua.parallel.mesh import dp_degree
+from lingua.run_config import load_run
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 
 BYTES = "data.tokenizer={name: bytes, path: null, bos: null, eos: null}"
@@ -34,10 +33,11 @@ def read_config(argv: list[str]) -> tuple[App, TrainArgs]:
     config leaves the size of the vocabulary to it, and nowhere else. Raises UserError."""
     app = choose_app(argv)
     args: TrainArgs
-    args, _ = load(app.config, [*argv, BYTES], foreign=META_LINGUA)
+    args, _ = load_run(app, [*argv, BYTES])
     if args.model.vocab_size == -1:
         try:
-            own, _ = load(app.config, argv, foreign=META_LINGUA)
+            own: TrainArgs
+            own, _ = load_run(app, argv)
             args.model.vocab_size = build_tokenizer(own.data.tokenizer).vocab_size
         except UserError as error:
             hint = "\nWithout the tokenizer, give the size of its vocabulary: model.vocab_size=N"
@@ -85,7 +85,7 @@ class Step:
         self.objective = (app.objective or Objective)(self.run)
         self.guard = NonFiniteGuard(args.optim.on_nonfinite, self.run.device)
 
-    def take(self, n_micro: int, between: Callable[[], object] = lambda: None) -> None:
+    def take(self, n_micro: int, between: Callable[[], None] = lambda: None) -> None:
         """A step of `n_micro` micro-steps. `between` is called once gradients are complete."""
         _, rows = self.run.args.micro_steps(dp_degree(self.run.mesh))
         batch = [empty_batch(self.run.args.data, rows) for _ in range(n_micro)]

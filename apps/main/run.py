@@ -25,7 +25,7 @@ class Run:
     model: nn.Module  # sharded; parameters may be DTensors
     optimizer: torch.optim.Optimizer
     tokenizer: Tokenizer
-    data: OpenData
+    data: OpenData  # lingua.plan has none: there it is None
     fingerprints: dict[str, str]  # of the data and the tokenizer, saved with each checkpoint
     progress: Progress  # completed steps and rows consumed
     report: Reporter

@@ -85,7 +85,7 @@ def make_plan(argv: list[str]) -> tuple[Plan, PlanArgs]:
         ranks = options.nodes * options.ngpu
         sizes = attempt(lambda: mesh_sizes(read[1].distributed, ranks))
     if read is not None and sizes is not None:
-        attempt(lambda: check_sizes(*read, sizes))
+        attempt(lambda: check_sizes(read[0], read[1], sizes))
     if mistakes:
         raise all_of(mistakes)
     assert options is not None and read is not None and sizes is not None

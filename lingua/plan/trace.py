@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lingua.app import App, import_named, main_program
 from lingua.attention import planned_for
-from lingua.dtensor import as_shard
+from lingua.dtensor import as_shard, local
 from lingua.init import ties_kept
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
@@ -89,27 +90,29 @@ class Trace:
 def _cuda_kernels() -> Iterator[None]:
     """Inside it, functions of torch keep the tensors that the kernels of CUDA keep, where torch has
     others for the CPU."""
+    norm, attend = F.rms_norm, F.scaled_dot_product_attention
 
-    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        if not isinstance(x, DTensor):
+    def rms_norm(
+        x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if weight is None or isinstance(x, DTensor) != isinstance(weight, DTensor):
+            return norm(x, shape, weight, eps)
+        if not isinstance(weight, DTensor):
             return _RmsNorm.apply(x, weight)
         # Each rank's gradient of the weight is the part that its positions give.
-        assert isinstance(weight, DTensor)
         whole = weight.to_local(grad_placements=[Partial()])
-        return as_shard(_RmsNorm.apply(x.to_local(), whole), x)
+        return as_shard(_RmsNorm.apply(local(x), whole), x)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **other: Any) -> Tensor:
-        if attn_mask is not None:
-            return originals["scaled_dot_product_attention"](q, k, v, attn_mask, **other)
-        return flash_attention(q, k, v, 0.0, other["is_causal"])[0]
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if attn_mask is not None or args:
+            return attend(q, k, v, attn_mask, *args, **kwargs)
+        return flash_attention(q, k, v, 0.0, kwargs.get("is_causal", False))[0]
 
-    replaced = {"rms_norm": rms_norm, "scaled_dot_product_attention": attention}
-    originals = {name: getattr(F, name) for name in replaced}
-    vars(F).update(replaced)  # not a TorchFunctionMode, which a backward pass leaves
-    try:
+    # Not a TorchFunctionMode, which a backward pass leaves.
+    with patch.multiple(F, rms_norm=rms_norm, scaled_dot_product_attention=attention):
         yield
-    finally:
-        vars(F).update(originals)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -156,13 +159,13 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
         memory.register("parameters", [*model.parameters(), *model.buffers()])
         step = apps_step.Step(app, args, built, mesh, model)
         memory.register("optimizer", [dict(s) for s in step.run.optimizer.state.values()])
-        parts = [_counted(step, 1, mesh)]  # in the first one, FSDP settles
-        for n in sorted({max(1, min(n_micro, TRACED) - 1), min(n_micro, TRACED)}):
+        traced, parts = min(n_micro, TRACED), []
+        for n in (max(1, traced - 1), traced):  # in the first one, FSDP settles
             start = memory.now.copy()
             memory.restart()
             parts.append(_counted(step, n, mesh))
-        (_, *before, (last, update)), traced = parts, min(n_micro, TRACED)
-        micro = last.plus(before[0][0], -1) if before else Part(Counter(), [])
+    (before, _), (last, update) = parts
+    micro = last.plus(before, -1) if traced > 1 else Part(Counter(), [])
     return Trace(
         sizes, n_parameters, n_micro, rows, built.flops_per_token, dict(start), dict(memory.peak),
         memory.kept[-1] - memory.kept[0], micro, last.plus(micro, 1 - traced), update,

@@ -23,6 +23,7 @@ from lingua.data.prepare.sources import prepare_sources
 from lingua.data.rows import OpenData
 from lingua.errors import UserError
 from lingua.optim.schedule import lr_at
+from lingua.plan.__main__ import make_plan
 from lingua.tokenizer import Tokenizer, build_tokenizer
 from tests.apps.meshes import Sizes
 from tests.apps.test_sft import measured
@@ -219,6 +220,13 @@ def test_what_is_on_disk_is_read_and_what_is_stale_is_computed_again(
     )
     words_of = words("apps.dpo", given | {"stop_at": 2, "checkpoint.init_from": other})
     assert "data.reference" in ranks.run(1, train_here, words_of)[0]
+
+
+def test_a_run_on_pairs_is_planned_without_its_pairs(settings: dict[str, Any]) -> None:
+    absent = {"data.root_dir": "absent", "dump_dir": "absent"}
+    given = ["app=apps.dpo", *(f"{k}={v}" for k, v in (SMALL | settings | absent).items())]
+    made, _ = make_plan(given)
+    assert made.trace.peak["activations"] > 0 and not Path("absent").exists()
 
 
 def test_what_the_app_cannot_train_on_is_refused(settings: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "selective": {"distributed.activation_checkpointing": "selective"},
     "bf16": {"distributed.model_dtype": "bf16"},
     "documents": {"data.document_mask": "ignore"},
+    "sft": {"app": "apps.sft", "data.document_mask": "keep"},
     "mtp": {"app": "apps.mtp", "data.n_views": 4, "model.n_layers": 3},
 }
 Counts = dict[tuple[str, str, bool], tuple[int, int]]
