@@ -49,6 +49,12 @@ def of_origin(app: App, args: Any, given: set[str]) -> Values:
     keys = [k for k, kind in kinds.items() if k.startswith("model.") and kind == "guarded"]
     keys = [k for k in keys if k not in TRAINING_ONLY]
     keys += [] if given.intersection(OF_TOKENIZER) else OF_TOKENIZER + OF_TEXT
+    dotted = {f"{k}." for k in given}  # a group that is given, such as null, has its keys
+    keys = [
+        k for k in keys if not any(f"{k}.".startswith(d) or d.startswith(f"{k}.") for d in dotted)
+    ]
+    if not keys:  # the config of a run that has started
+        return {}
     if is_of_transformers(path):
         file: Path | None = Path(path) / HF_CONFIG
         tree = of_folder(app, key, Path(path), OF_TOKENIZER[0] in keys)

@@ -57,7 +57,7 @@ def test_three_keys_tune_a_model_of_transformers(folder: Path, tmp_path: Path) -
     (tmp_path / "config.yaml").write_text(to_yaml(args))
     whole = [f"config={tmp_path}/config.yaml"]
     (folder / "config.json").rename(folder / "other.json")
-    assert load(sft.config, whole)[0] == args
+    assert load(sft.config, whole)[0] == load_run(sft, whole)[0] == args
     with pytest.raises(UserError, match=f"init_from = {folder}: must be a folder of transf"):
         load_run(sft, argv)
     (tmp_path / "run").mkdir()  # of a run that has started with it

@@ -20,11 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lingua.app import App, find_app, named_app
+from lingua.app import App, choose_app, find_app, named_app
 from lingua.checkpoint.folder import Checkpoint, Progress, find, read_state
 from lingua.command import split_folders
 from lingua.config.load import load, read_saved
-from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds, schema
 from lingua.data.args import DataArgs
 from lingua.data.chat import ChatRows
@@ -41,6 +40,7 @@ from lingua.parallel.launch import Launch, pick_device, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.program import run_program
 from lingua.records import Record
+from lingua.run_config import load_run
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def show_config(words: list[str]) -> Iterator[str]:
     """What a config describes. Its sources are tokenized where they are not."""
-    args = read_arguments(ShowArgs, words)
+    args = read_arguments(choose_app(words), words)
     if args.worst is not None:
         raise UserError(
             f"worst = {args.worst}: needs the weights of a run; name its dump dir in place of "
@@ -106,7 +106,7 @@ def show_run(run: Path, words: list[str]) -> Iterator[str]:
         raise UserError(f"{run}: must be the dump dir of a run, with its config.yaml")
     words = [f"config={config}", *words]
     app = named_app(words) or find_app(None, "")
-    args = read_arguments(with_data_of(app), words)
+    args = read_arguments(app, words)
     of_run: Any = read_saved(app.config, config)
     of_run.data, of_run.seed = args.data, args.seed
     tokenizer = build_tokenizer(args.data.tokenizer)
@@ -117,8 +117,8 @@ def show_run(run: Path, words: list[str]) -> Iterator[str]:
         yield from describe_worst(run, app, args, of_run, data)
 
 
-def read_arguments(cls: type[ShowArgs], words: list[str]) -> ShowArgs:
-    args, notices = load(cls, words, foreign=META_LINGUA, partial=True)
+def read_arguments(app: App, words: list[str]) -> ShowArgs:
+    args, notices = load_run(app, words, part=with_data_of(app)(data=app.config().data))
     for line in notices:
         report(line)
     return args
