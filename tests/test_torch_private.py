@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "lingua/torch_private.py"
 SOURCES = [path for folder in ("lingua", "apps") for path in sorted((ROOT / folder).rglob("*.py"))]
 # Private names of other packages, and of Python, which calls these private itself.
-OTHERS = {"_exit", "_replace", "_make_sbatch_string", "_submitit_command_str", "_mergeable_ranks"}
+OTHERS = {
+    "_exit",
+    "_replace",
+    "_inheriting",
+    "_make_sbatch_string",
+    "_submitit_command_str",
+    "_mergeable_ranks",
+}
 
 
 def is_private(name: str) -> bool:
