@@ -1,5 +1,7 @@
 """A run that starts from a folder of transformers: its weights, if they are of its model."""
 
+import ctypes
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -91,6 +93,8 @@ def growth_here(folder: Path) -> tuple[int, int, int]:
     mesh = start(CPU, detect_launch(), parallel := DistributedArgs(model_dtype="fp32"))
     source, args, _ = open_folder(llama, str(folder), "checkpoint.init_from")
     model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, 16), parallel)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would be taken again
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before = peak_bytes()
     model.to_empty(device="cpu")
