@@ -3,6 +3,7 @@
 import logging
 
 from apps.main.run import Run
+from lingua.data import IGNORE
 from lingua.inference.generate import Request, generate
 from lingua.inference.sampling import SamplingArgs
 
@@ -40,13 +41,19 @@ def write_samples(run: Run) -> None:
 
 
 def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, str]]:
-    """(prompt, generated text) for at most `n` places of a source's held-out text."""
-    windows = run.data.held_out[name].tokens
-    seq_len = windows.shape[1]
-    n_prompt = max(1, min(PROMPT_TOKENS, 2 * seq_len // 3))
-    n_tokens = max(1, min(max_tokens, seq_len - n_prompt))
-    settings = SamplingArgs(temperature=0.8, max_gen_tokens=n_tokens, stop_tokens=[])
-    prompts = windows[len(windows) // (2 * n) :: -(-len(windows) // n), :n_prompt].tolist()
+    """(prompt, generated text) for at most `n` places of a source's held-out text, or of its
+    conversations, each before an answer."""
+    held_out = run.data.held_out[name]
+    windows, seq_len = held_out.tokens, held_out.tokens.shape[1]
+    chosen = range(len(windows) // (2 * n), len(windows), -(-len(windows) // n))
+    lengths = [max(1, min(PROMPT_TOKENS, 2 * seq_len // 3))] * len(chosen)
+    if held_out.documents is not None:
+        lengths = [int((held_out.targets[i] != IGNORE).argmax()) + 1 for i in chosen]
+    n_tokens = max(1, min(max_tokens, seq_len - max(lengths)))
+    # Text goes on, an answer ends.
+    stop_tokens = [] if held_out.documents is None else None
+    settings = SamplingArgs(temperature=0.8, max_gen_tokens=n_tokens, stop_tokens=stop_tokens)
+    prompts = [windows[i, :length].tolist() for i, length in zip(chosen, lengths, strict=True)]
     requests = [Request(prompt, settings, run.args.seed) for prompt in prompts]
     results = generate(run.model, requests, run.tokenizer, run.mesh, len(requests))
     return [(run.tokenizer.decode(p), r.text) for p, r in zip(prompts, results, strict=True)]

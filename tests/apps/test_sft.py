@@ -168,6 +168,8 @@ def test_generation_continues_the_conversation(trained: Path, tmp_path: Path) ->
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["text"] for line in lines] == [answer(first), answer(then)]
     assert answer(then) in printed
+    samples = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(s["prompt"].endswith("assistant\n") for s in samples)
     refused, printed = main_here(*say, "prompt=bb")
     assert not refused and printed == answer([{"role": "user", "content": "bb"}]) + "\n"
 
