@@ -3,7 +3,7 @@ it starts from (`checkpoint.init_from`, `checkpoint.init_ckpt_path`), if it name
 the app's defaults."""
 
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ def load_run(app: App, argv: list[str], part: Any = None) -> tuple[Any, list[str
 def of_origin(app: App, args: Any, given: set[str]) -> Values:
     """What defines the model that a run with these `args` starts from, by key: its sizes, and its
     tokenizer unless one is `given`; nothing where it starts from none. Raises UserError."""
+    if not is_dataclass(args.checkpoint):  # a mistake, which `load` reports
+        return {}
     name = "init_from" if args.checkpoint.init_from is not None else "init_ckpt_path"
     key, path = f"checkpoint.{name}", getattr(args.checkpoint, name)
     if path is None:

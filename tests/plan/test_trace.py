@@ -59,20 +59,25 @@ def real(sizes: Sizes, variants: dict[str, dict[str, Any]]) -> dict[str, tuple[C
         step = Step(app, args, built, ranks, model)
         n_micro, _ = args.micro_steps(sizes[0] * sizes[1])
         step.take(n_micro)
-        with torch.profiler.profile(profile_memory=True) as profile:
-            step.take(n_micro)
+        # gloo's threads may hold tensors a little longer: the least of three steps.
+        peak = min(peak_of_step(step, n_micro) for _ in range(3))
         with CollectiveCounter(ranks) as counter:
             step.take(n_micro)
-        events = profile.profiler.kineto_results.events()
-        live = peak = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            if event.name() == "[memory]":
-                live += event.nbytes()
-                peak = max(peak, live)
         states = [t for state in step.run.optimizer.state.values() for t in state.values()]
         held = sum(local(t).nbytes for t in [*model.parameters(), *states])
         found[name] = summary(counter.totals), held + peak
     return found
+
+
+def peak_of_step(step: Step, n_micro: int) -> int:
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step.take(n_micro)
+    live = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
 
 
 def planned(sizes: Sizes, variants: dict[str, dict[str, Any]]) -> dict[str, tuple[Counts, int]]:

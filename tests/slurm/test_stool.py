@@ -95,9 +95,10 @@ class Cluster:
 
         def found() -> dict[str, str] | None:
             shown = self.shown(job)
-            active = ["PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING"]
-            active += ["PREEMPTED", "NODE_FAIL"] * (state == "COMPLETED")  # until it is requeued
-            return None if shown["JobState"] in active else shown
+            ended = ["COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"]
+            # A job that is preempted, or whose node fails, is requeued.
+            ended += ["PREEMPTED", "NODE_FAIL", "BOOT_FAIL"] * (state != "COMPLETED")
+            return shown if shown["JobState"] in ended else None
 
         shown = self.until(found, f"job {job} to end")
         own = "".join(f"{key}={shown.get(key)} " for key in ("JobState", "Reason", "ExitCode"))
