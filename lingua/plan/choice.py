@@ -17,6 +17,7 @@ from typing import Any
 from lingua.app import App
 from lingua.errors import UserError
 from lingua.format import align
+from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import check_layout
 from lingua.plan.report import Plan, seconds_text
 from lingua.plan.trace import Part, Trace, program, trace
@@ -145,7 +146,12 @@ def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
         for (flops, size, n_bytes), n in p.kernels.items():
             kernels[round(flops * by), size, round(n_bytes * by)] += n
         of = {"tp": rows, "dp_replicate": shrink}
-        sent = [t | {"bytes": round(t["bytes"] * of.get(t["axis"], 1))} for t in p.collectives]
+        alone = [axis for axis, n in zip(AXES, sizes, strict=True) if n == 1]
+        sent = [
+            t | {"bytes": round(t["bytes"] * of.get(t["axis"], 1))}
+            for t in p.collectives
+            if t["axis"] not in alone
+        ]
         return Part(kernels, sent)
 
     peak, kept = memory(first.peak), first.kept
