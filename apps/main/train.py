@@ -65,6 +65,7 @@ from lingua.parallel.launch import detect_launch, pick_device, set_timeout, star
 from lingua.parallel.mesh import dp_degree, dp_rank, on_rank_0, world_sum_
 from lingua.parallel.parallelize import parallelize_model, reshard
 from lingua.parallel.program import run_program
+from lingua.plan.fact import against_plan
 from lingua.run_config import load_run
 from lingua.signals import StopRequest
 from lingua.slurm.jobs import requeue
@@ -401,6 +402,9 @@ def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
         write_samples(run)
         newest = f"the newest checkpoint is {run.saver.root / f'{step:010d}'}"
         logger.info(f"done: {step} steps in {short_time(run.report.trained_s)}; {newest}")
+    step_s = run.report.trained_s / max(1, step)
+    if line := against_plan(args.folder, run.mesh.shape, run.device, step_s):
+        logger.info(line)
     if not stopping:
         logger.info(f"report: python -m lingua.report {shlex.quote(str(args.folder))}")
     run.report.event("stop", step, reason=reason)

@@ -16,13 +16,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lingua.app import App
+from lingua.app import App, choose_app
 from lingua.config.load import load
 from lingua.config.schema import Free, bounds, require
 from lingua.errors import UserError, all_of
 from lingua.parallel.mesh import mesh_sizes
 from lingua.parallel.parallelize import check_layout
 from lingua.parallel.program import run_program
+from lingua.plan.choice import choice_as_json, choice_lines, choices, estimate
 from lingua.plan.device import Device, find_device
 from lingua.plan.report import Plan, lines
 from lingua.plan.trace import program, trace
@@ -37,6 +38,9 @@ class PlanArgs:
     # a100, h100, h200, b200, l40s, or a YAML file with keys of lingua.plan.device.Device; null: no
     # time, and nothing is refused
     gpu: Free[str | None] = None
+    # how many of the best other meshes, micro-batches and checkpointing modes are traced, after all
+    # are ranked by a formula; 0: none. Needs gpu
+    choices: Free[int] = 0
     tokens: Free[float | None] = None  # of the whole run; null: those of its steps
     json: Free[str | None] = None  # file that is written with all numbers
     # hours of a device between failures that end a run: 419 on 16,384 devices in 54 days (Llama
@@ -46,6 +50,9 @@ class PlanArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "nodes", "ngpu", most=65535)
+        yield from bounds(self, 0, "choices")
+        if self.choices and self.gpu is None:
+            yield "gpu", f"must be given, since choices = {self.choices}"
         positive = ("tokens", "failure_hours", "storage_gb_per_s")
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
 
@@ -55,16 +62,21 @@ def main() -> None:
     if {"-h", "--help"} & set(argv):
         load(PlanArgs, argv)
     made, options = make_plan(argv)
+    others = choices(choose_app(split_words(argv)[1]), made, options.choices)
+    numbers = made.as_json() | {"choices": [choice_as_json(c) for c in others]}
     if options.json is not None:
         try:
-            Path(options.json).write_text(json.dumps(made.as_json(), indent=1) + "\n")
+            Path(options.json).write_text(json.dumps(numbers, indent=1) + "\n")
         except OSError as error:
             raise UserError(f"json = {options.json}: cannot be written: {error}") from None
     print("\n".join(lines(made)))
+    if others:
+        print("\n".join(["", *choice_lines(others)]))
 
 
-def make_plan(argv: list[str]) -> tuple[Plan, PlanArgs]:
-    """The plan of a command line. Raises UserError, with all mistakes together."""
+def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
+    """The plan of a command line; a `quick` one is estimated by the formula of lingua.plan.choice.
+    Raises UserError, with all mistakes together."""
     own, of_run = split_words(argv)
     mistakes: list[str] = []
 
@@ -93,7 +105,8 @@ def make_plan(argv: list[str]) -> tuple[Plan, PlanArgs]:
     if device is not None:
         device.node_size = options.ngpu
     compiled = args.distributed.compile
-    traced = trace(app, args, sizes, "cpu" if args.device == "cpu" else "cuda")
+    follow = estimate if quick else trace
+    traced = follow(app, args, sizes, "cpu" if args.device == "cpu" else "cuda")
     return Plan(args, traced, device, options, compiled), options
 
 

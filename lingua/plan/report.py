@@ -112,6 +112,18 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _checkpoint(plan)
 
 
+def summary(plan: Plan) -> str:
+    """The plan in a line, for one with a device."""
+    device, times = plan.device, plan.times
+    assert device is not None and times is not None
+    verdict = "fits" if plan.fits else "does not fit"
+    days = plan.tokens / plan.step_tokens * times.step / DAY_S
+    return (
+        f"plan: {verdict}, about {plan.needs_gib:.1f} of {device.memory_gib:g} GiB; a step takes "
+        f"about {seconds_text(times.step)}, the run {days:.3g} days"
+    )
+
+
 def _memory(plan: Plan) -> Iterator[str]:
     traced = plan.trace
     kind = plan.args.distributed.activation_checkpointing
@@ -140,15 +152,15 @@ def _time(plan: Plan, device: Device, times: Times) -> Iterator[str]:
     traced, rate = plan.trace, plan.step_tokens / times.step
     ranks = math.prod(traced.sizes)
     mfu = 100 * traced.flops_per_token * rate / ranks / device.bf16_flops
-    yield f"a step takes {_seconds(times.step)} ({mfu:.0f} % MFU):"
-    others = f"{traced.n_micro - 1} x {_seconds(times.micro)} + " if traced.n_micro > 1 else ""
+    yield f"a step takes {seconds_text(times.step)} ({mfu:.0f} % MFU):"
+    others = f"{traced.n_micro - 1} x {seconds_text(times.micro)} + " if traced.n_micro > 1 else ""
     yield (
-        f"  micro-steps {others}{_seconds(times.last)} for the last, and "
-        f"{_seconds(times.update)} for the update"
+        f"  micro-steps {others}{seconds_text(times.last)} for the last, and "
+        f"{seconds_text(times.update)} for the update"
     )
     yield (
-        f"  computing {_seconds(times.compute)}; sending {_seconds(times.hidden)} meanwhile, and "
-        f"{_seconds(times.exposed)} while it waits"
+        f"  computing {seconds_text(times.compute)}; sending {seconds_text(times.hidden)} "
+        f"meanwhile, and {seconds_text(times.exposed)} while it waits"
     )
     yield (
         f"  {short_count(rate)} tokens/s, {short_count(rate * DAY_S)} a day; "
@@ -173,7 +185,7 @@ def _checkpoint(plan: Plan) -> Iterator[str]:
     save = plan.save()
     yield (
         f"a checkpoint has {human_bytes(plan.checkpoint_bytes)} and holds up the run for "
-        f"{_seconds(save['held_s'])}"
+        f"{seconds_text(save['held_s'])}"
     )
     often = short_time(save["every_s"])
     if (times := plan.times) is not None:
@@ -184,5 +196,5 @@ def _checkpoint(plan: Plan) -> Iterator[str]:
     )
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

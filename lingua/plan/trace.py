@@ -178,10 +178,11 @@ def _counted(step: Any, n: int, mesh: DeviceMesh) -> tuple[Part, Part]:
     with ExitStack() as counting:
 
         def count() -> None:
-            counters = KernelCounter(), CollectiveCounter(mesh, fake=True)
+            # The last to be entered is the first to be asked.
+            counters = CollectiveCounter(mesh, fake=True), KernelCounter()
             for counter in counters:
                 counting.enter_context(counter)
-            counting.callback(lambda: parts.append(Part(counters[0].kernels, counters[1].totals)))
+            counting.callback(lambda: parts.append(Part(counters[1].kernels, counters[0].totals)))
 
         def next_part() -> None:
             counting.close()

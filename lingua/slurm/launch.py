@@ -1,6 +1,7 @@
 """Launching runs, for `lingua.stool` and from Python: a launch validates the whole config, copies
 it and the code to the dump dir, and submits a job that runs from there."""
 
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from lingua.config.values import parse_argument, plain
 from lingua.errors import UserError
 from lingua.format import printable
 from lingua.parallel.launch import run_slurm
+from lingua.plan.fact import PLAN
 from lingua.records import BASE
 from lingua.signals import exec_program
 from lingua.slurm.freeze import CODE, COMMIT, DIFF, freeze_code, move_away
@@ -59,6 +61,10 @@ class JobArgs:
     # of a sweep, how many runs at once; null: all of them as jobs, one on this machine, whose cores
     # and GPUs are divided among those that run
     at_once: int | None = None
+    # device to plan for, as lingua.plan knows it: a summary is printed, and what cannot fit is
+    # refused; of a sweep its first run. null: no plan
+    gpu: str | None = None
+    allow_too_large: bool = False  # launch what does not fit by that plan
     dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -103,15 +109,16 @@ def launch(
     for line in notices:
         print(line)
     _check_dump_dir(job, root)
+    planned = _plan(job, [*arguments, *first]) if job.gpu is not None else None
     # An app is trusted because the command line names it; the program must not rely on a file.
     program = [module.__name__, *(word for word in arguments if word.startswith("app="))]
     if job.launcher == "local":
         _shares(job, configs)  # which may refuse at_once
-        _write_inputs(module, root, configs)
+        _write_inputs(module, root, configs, plan=planned)
         return _run_here(job, root, configs, program, swept=bool(sweep))
     executor, batch_script = _batch(job, root, whole.name, len(configs))
     _check_possible(job, batch_script)
-    _write_inputs(module, root, configs, batch_script)
+    _write_inputs(module, root, configs, batch_script, planned)
     return _submit(executor, root, configs, program)
 
 
@@ -199,13 +206,38 @@ def _check_possible(job: JobArgs, batch_script: str) -> None:
         raise UserError(f"{error} (asked for: {asked})") from None
 
 
+def _plan(job: JobArgs, arguments: list[str]) -> dict[str, Any]:
+    """Print a summary of the plan of a run, and return its numbers. Raises UserError where it
+    cannot fit."""
+    from lingua.plan.__main__ import make_plan  # here, since it takes time to import
+    from lingua.plan.report import summary
+
+    if job.script is not None:
+        raise UserError(f"gpu = {job.gpu}: plans training; leave it out with script = {job.script}")
+    own = [f"nodes={job.nodes}", f"ngpu={job.ngpu}", f"gpu={job.gpu}"]
+    plan, _ = make_plan([*own, *arguments], quick=True)
+    line = summary(plan)
+    print(line, file=sys.stderr)  # stdout is for the job
+    if not plan.fits and not job.allow_too_large:
+        raise UserError(
+            f"gpu = {job.gpu}: {line}; `python -m lingua.plan choices=3 ...` shows what fits, "
+            "allow_too_large=true launches it"
+        )
+    return plan.as_json()
+
+
 # ---- launching
 
 
 def _write_inputs(
-    module: ModuleType, root: Path, configs: list[Any], batch_script: str | None = None
+    module: ModuleType,
+    root: Path,
+    configs: list[Any],
+    batch_script: str | None = None,
+    plan: dict[str, Any] | None = None,
 ) -> None:
-    """Write what the runs start from: code, configs and the batch script. Raises UserError."""
+    """Write what the runs start from: code, configs and the batch script; and the plan of the
+    first, which its log compares with what it measured. Raises UserError."""
     # stdout is for the job, whose first line a program may read.
     report = partial(print, "code:", file=sys.stderr)
     try:
@@ -217,6 +249,9 @@ def _write_inputs(
             (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
             move_away(dump_dir / BASE)
             (dump_dir / BASE).write_text(to_yaml(config), encoding="utf-8")
+        move_away(Path(configs[0].dump_dir) / PLAN)
+        if plan is not None:
+            (Path(configs[0].dump_dir) / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
         if batch_script is not None:
             (root / SCRIPT).write_text(batch_script, encoding="utf-8")
     except OSError as error:

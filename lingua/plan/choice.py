@@ -1,0 +1,209 @@
+"""Other layouts of a step for as many devices: meshes, micro-batches and checkpointing, ranked by a
+formula, the best of them traced.
+
+The formula begins with traces of two and three layers, one row and two micro-steps on a mesh of
+2 x 2 x tp, for each tp and checkpointing mode. Numbers are linear in the layers. Activations,
+arithmetic and what tp sends are proportional to the rows of a micro-batch; parameters, optimizer,
+update and what replicas exchange are divided by the shards.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lingua.app import App
+from lingua.errors import UserError
+from lingua.format import align
+from lingua.parallel.mesh import AXES
+from lingua.parallel.parallelize import check_layout
+from lingua.plan.report import Plan, seconds_text
+from lingua.plan.trace import Part, Trace, program, trace
+
+Sizes = tuple[int, int, int]
+MODES = ("none", "selective", "full")
+LAYERS = 2, 3  # of the traces that the formula begins with
+SMALL = 2  # their replicas, shards and micro-steps
+OF_ROWS = ("activations", "backward")  # memory in proportion to the rows of a micro-batch
+OF_SHARDS = ("parameters", "optimizer")  # and to the shards
+
+
+@dataclass(frozen=True)
+class Choice:
+    plan: Plan
+    traced: bool  # else by the formula
+
+    @property
+    def order(self) -> tuple[bool, float, int]:
+        """Those that fit first, then the fastest, then those that take the least memory."""
+        times = self.plan.times
+        assert times is not None
+        return not self.plan.fits, times.step, self.plan.trace.allocated
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Of the run's config."""
+        args, (replicas, shards, tp) = self.plan.args, self.plan.trace.sizes
+        return {
+            "distributed.dp_replicate": replicas,
+            "distributed.dp_shard": shards,
+            "distributed.tp_size": tp,
+            "distributed.activation_checkpointing": args.distributed.activation_checkpointing,
+            "data.batch_size": args.data.batch_size,
+            "data.global_batch_size": args.data.step_rows,
+            "grad_acc_steps": None,
+        }
+
+
+def choices(app: App, plan: Plan, n_traced: int) -> list[Choice]:
+    """Every layout of the ranks of `plan`, which has a device, with its global batch, the best
+    first. The `n_traced` fastest of those that fit by the formula are traced."""
+    if not n_traced:
+        return []
+    device = "cpu" if plan.args.device == "cpu" else "cuda"
+    ranked = sorted(by_formula(app, plan, device), key=lambda choice: choice.order)
+    best = []
+    for choice in [c for c in ranked if c.plan.fits][:n_traced]:
+        args, sizes = choice.plan.args, choice.plan.trace.sizes
+        traced = trace(app, deepcopy(args), sizes, device)
+        best.append(Choice(replace(choice.plan, trace=traced), True))
+    return sorted([*best, *ranked[len(best) :]], key=lambda c: (not c.traced, *c.order))
+
+
+def by_formula(app: App, plan: Plan, device: str) -> Iterator[Choice]:
+    for tp, dp in meshes(app, plan.args, math.prod(plan.trace.sizes), plan.options.ngpu):
+        for mode in MODES:
+            args = deepcopy(plan.args)
+            args.distributed.activation_checkpointing, args.grad_acc_steps = mode, None
+            first = small_trace(app, args, tp, device)
+            for sizes in dp:
+                most = -(-args.data.step_rows // (sizes[0] * sizes[1]))
+                for power in range(most.bit_length()):
+                    own = deepcopy(args)
+                    own.data.batch_size = 1 << power
+                    scaled = scaled_trace(first, own, sizes)
+                    yield Choice(replace(plan, args=own, trace=scaled), False)
+
+
+def meshes(app: App, args: Any, ranks: int, node: int) -> Iterator[tuple[int, list[Sizes]]]:
+    """Each tp within a node that the model allows, with the meshes of this many ranks that have
+    it; none on which ranks would be without rows."""
+    for tp in _divisors(node):
+        built = program().build(app, deepcopy(args), 1)
+        try:
+            check_layout(built.module, built.plan, tp)
+        except UserError:
+            continue
+        degree = ranks // tp
+        if degree <= args.data.step_rows:
+            yield tp, [(r, degree // r, tp) for r in _divisors(degree)]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
+    """Of a micro-batch of one row, on few ranks, with the layers of `args`."""
+    layers, traces = args.model.n_layers, []
+    few = [n for n in LAYERS if layers > LAYERS[1]] or [layers]
+    for n in few:
+        own = deepcopy(args)
+        own.model.n_layers, own.grad_acc_steps = n, None
+        own.data.batch_size, own.data.global_batch_size = 1, SMALL**3
+        traces.append(trace(app, own, (SMALL, SMALL, tp), device))
+    return traces[0] if len(few) == 1 else extrapolated(*traces, layers - few[0])
+
+
+def extrapolated(first: Trace, second: Trace, n: int) -> Trace:
+    """Of a model with `n` layers more than `first`, from those of a model with one more."""
+
+    def line(name: str) -> Any:
+        a, b = getattr(first, name), getattr(second, name)
+        if isinstance(a, Part):
+            return a.plus(b.plus(a, -1), n)
+        if isinstance(a, dict):
+            return {k: max(0, a[k] + n * (b.get(k, 0) - a[k])) for k in a}
+        return a + n * (b - a)
+
+    names = ("parameters", "flops_per_token", "start", "peak", "kept", "micro", "last", "update")
+    return replace(first, **{name: line(name) for name in names})
+
+
+def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
+    """On a mesh of these sizes with the micro-batch of `args`, from `small_trace`."""
+    n_micro, rows = args.micro_steps(sizes[0] * sizes[1])
+    shrink = SMALL / sizes[1]
+
+    def memory(peak: dict[str, int]) -> dict[str, int]:
+        factors = dict.fromkeys(OF_ROWS, rows) | dict.fromkeys(OF_SHARDS, shrink)
+        return {kind: round(size * factors.get(kind, 1)) for kind, size in peak.items()}
+
+    def part(p: Part, by: float) -> Part:
+        kernels: Counter[Any] = Counter()
+        for (flops, size, n_bytes), n in p.kernels.items():
+            kernels[round(flops * by), size, round(n_bytes * by)] += n
+        of = {"tp": rows, "dp_replicate": shrink}
+        alone = [axis for axis, n in zip(AXES, sizes, strict=True) if n == 1]
+        sent = [
+            t | {"bytes": round(t["bytes"] * of.get(t["axis"], 1))}
+            for t in p.collectives
+            if t["axis"] not in alone
+        ]
+        return Part(kernels, sent)
+
+    peak, kept = memory(first.peak), first.kept
+    if args.distributed.grad_sync != "last":
+        kept = round(kept * shrink)
+    # Between micro-steps they are kept, and with one micro-step there is nothing between.
+    peak["gradients"] = max(0, peak["gradients"] - first.kept) + (kept if n_micro > 1 else 0)
+    return replace(
+        first, sizes=sizes, n_micro=n_micro, rows=rows, start=memory(first.start), peak=peak,
+        kept=kept if n_micro > 1 else 0, micro=part(first.micro, rows), last=part(first.last, rows),
+        update=part(first.update, shrink),
+    )  # fmt: skip
+
+
+def choice_as_json(choice: Choice) -> dict[str, Any]:
+    return {"keys": choice.keys, "traced": choice.traced, "why_not": why_not(choice)} | {
+        key: value for key, value in choice.plan.as_json().items() if key != "collectives"
+    }
+
+
+def why_not(choice: Choice) -> str | None:
+    """What takes the most memory where it does not fit."""
+    peak = choice.plan.trace.peak
+    return None if choice.plan.fits else max(peak, key=lambda kind: peak[kind])
+
+
+def choice_lines(found: list[Choice]) -> Iterator[str]:
+    """A table of 80 columns for a person: those traced, the next best by the formula, and the
+    fastest that do not fit."""
+    n = max(1, sum(c.traced for c in found))
+    fit = [c for c in found if c.plan.fits]
+    without = sorted((c for c in found if not c.plan.fits), key=lambda c: c.order)
+    shown = [c for c in found if c.traced]
+    shown += [c for c in fit if not c.traced][:n] + [c for c in without if not c.traced][:n]
+    head = ("replicate", "shard", "tp", "rows", "checkpointing", "GiB", "step", "")
+    table = [head]
+    for c in shown:
+        _, step_s, _ = c.order
+        mode = c.plan.args.distributed.activation_checkpointing
+        mesh = map(str, (*c.plan.trace.sizes, c.plan.trace.rows))
+        how = "traced" if c.traced else "formula"
+        too_much = f"NO: {why_not(c)}" if not c.plan.fits else how
+        table.append((*mesh, mode, f"{c.plan.needs_gib:.1f}", seconds_text(step_s), too_much))
+    yield f"the same global batch on other layouts: {len(fit)} of {len(found)} fit"
+    yield from align([(row[-1], *row[:-1]) for row in table], left=1)
+    if fit:
+        words = (f"{k}={'null' if v is None else v}" for k, v in fit[0].keys.items())
+        yield "keys of the best:"
+        yield from (f"  {word}" for word in words)
+
+
+def estimate(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
+    """What `trace` gives, by the formula, in a few seconds. Raises UserError."""
+    program().build(app, args, sizes[0] * sizes[1])  # which resolves the global batch
+    return scaled_trace(small_trace(app, args, sizes[2], device), args, sizes)
