@@ -3,13 +3,14 @@ it starts from (`checkpoint.init_from`, `checkpoint.init_ckpt_path`), if it name
 the app's defaults."""
 
 import re
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from lingua.app import App
 from lingua.checkpoint.folder import CONFIG
 from lingua.checkpoint.resume import TRAINING_ONLY, pick
+from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import is_of_transformers, locate
 from lingua.config.load import draft, load, resume_classes
 from lingua.config.meta_lingua import META_LINGUA
@@ -41,10 +42,11 @@ def load_run(app: App, argv: list[str], part: Any = None) -> tuple[Any, list[str
 def of_origin(app: App, args: Any, given: set[str]) -> Values:
     """What defines the model that a run with these `args` starts from, by key: its sizes, and its
     tokenizer unless one is `given`; nothing where it starts from none. Raises UserError."""
-    if not is_dataclass(args.checkpoint):  # a mistake, which `load` reports
+    start = args.checkpoint
+    if not isinstance(start, CheckpointArgs):  # a mistake, which `load` reports
         return {}
-    name = "init_from" if args.checkpoint.init_from is not None else "init_ckpt_path"
-    key, path = f"checkpoint.{name}", getattr(args.checkpoint, name)
+    name = "init_from" if start.init_from is not None else "init_ckpt_path"
+    key, path = f"checkpoint.{name}", getattr(start, name)
     if path is None:
         return {}
     kinds = resume_classes(app.config)

@@ -51,7 +51,7 @@ def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, s
         lengths = [int((held_out.targets[i] != IGNORE).argmax()) + 1 for i in chosen]
     n_tokens = max(1, min(max_tokens, seq_len - max(lengths)))
     # Text goes on, an answer ends.
-    stop_tokens = [] if held_out.documents is None else None
+    stop_tokens: list[int] | None = [] if held_out.documents is None else None
     settings = SamplingArgs(temperature=0.8, max_gen_tokens=n_tokens, stop_tokens=stop_tokens)
     prompts = [windows[i, :length].tolist() for i, length in zip(chosen, lengths, strict=True)]
     requests = [Request(prompt, settings, run.args.seed) for prompt in prompts]

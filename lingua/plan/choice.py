@@ -107,14 +107,15 @@ def _divisors(n: int) -> list[int]:
 
 def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
     """Of a micro-batch of one row, on few ranks, with the layers of `args`."""
-    layers, traces = args.model.n_layers, []
+    layers: int = args.model.n_layers
+    traces = []
     few = [n for n in LAYERS if layers > LAYERS[1]] or [layers]
     for n in few:
         own = deepcopy(args)
         own.model.n_layers, own.grad_acc_steps = n, None
         own.data.batch_size, own.data.global_batch_size = 1, SMALL**3
         traces.append(trace(app, own, (SMALL, SMALL, tp), device))
-    return traces[0] if len(few) == 1 else extrapolated(*traces, layers - few[0])
+    return traces[0] if len(few) == 1 else extrapolated(traces[0], traces[1], layers - few[0])
 
 
 def extrapolated(first: Trace, second: Trace, n: int) -> Trace:

@@ -95,7 +95,7 @@ def lines(plan: Plan) -> Iterator[str]:
     sizes = ", ".join(f"{axis} {n}" for axis, n in zip(AXES, traced.sizes, strict=True))
     of = "" if device is None else f" x {device.name}"
     yield f"{args.name}: {traced.parameters:,} parameters on {math.prod(traced.sizes):,}{of}"
-    yield f"mesh: {sizes}; {traced.flops_per_token / 1e9:.1f} GFLOPs a token"
+    yield f"mesh: {sizes}; {short_count(traced.flops_per_token)} FLOPs a token"
     yield (
         f"a step is {counted(args.data.step_rows, 'row')} of {args.data.seq_len} tokens: "
         f"{counted(traced.n_micro, 'micro-step')} of {counted(traced.rows, 'row')} a rank"
@@ -117,10 +117,10 @@ def summary(plan: Plan) -> str:
     device, times = plan.device, plan.times
     assert device is not None and times is not None
     verdict = "fits" if plan.fits else "does not fit"
-    days = plan.tokens / plan.step_tokens * times.step / DAY_S
+    run_s = plan.tokens / plan.step_tokens * times.step
     return (
         f"plan: {verdict}, about {plan.needs_gib:.1f} of {device.memory_gib:g} GiB; a step takes "
-        f"about {seconds_text(times.step)}, the run {days:.3g} days"
+        f"about {seconds_text(times.step)}, the run {short_time(run_s)}"
     )
 
 
@@ -164,7 +164,7 @@ def _time(plan: Plan, device: Device, times: Times) -> Iterator[str]:
     )
     yield (
         f"  {short_count(rate)} tokens/s, {short_count(rate * DAY_S)} a day; "
-        f"{short_count(plan.tokens)} tokens take {plan.tokens / rate / DAY_S:.3g} days"
+        f"{short_count(plan.tokens)} tokens take {short_time(plan.tokens / rate)}"
     )
     yield (
         f"assumed: matrix products reach {100 * device.matmul_share:.0f} % of "
