@@ -188,7 +188,7 @@ def test_what_cannot_fit_by_the_plan_is_refused(
     for job, need in (
         (JobArgs(gpu="h100", script="apps.main.eval"), "gpu = h100: plans training: leave it out"),
         (JobArgs(allow_too_large=True), "allow_too_large = True: needs gpu"),
-        (JobArgs(gpu="h10"), r'gpu = h10: must be .*did you mean "h100"'),
+        (JobArgs(gpu="h10"), r'gpu = "h10": must be .*did you mean "h100"'),
     ):
         with pytest.raises(UserError, match=need):
             launch(job, [f"{k}={v}" for k, v in values.items()])
