@@ -137,7 +137,8 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> Tensor:
         ctx.save_for_backward(x, weight, targets)
         ctx.shard = shard
-        return _losses(x, weight, targets, shard)
+        chunks = _chunks(x, weight)
+        return torch.cat([_chunk(x[i], weight, targets[i], shard)[0] for i in chunks])
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,14 +146,6 @@ class _TokenLosses(torch.autograd.Function):
         needed = ctx.needs_input_grad
         _, *gradients = _gradients(x, weight, targets, ctx.shard, upstream, needed)
         return *gradients, None, None
-
-
-def _losses(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> Tensor:
-    """Cross-entropies of N targets in nats, float32 [N], 0 where the target is ignored.
-
-    x is N E; weight has this rank's rows of the vocabulary, in the same dtype.
-    """
-    return torch.cat([_chunk(x[i], weight, targets[i], shard)[0] for i in _chunks(x, weight)])
 
 
 def _gradients(
@@ -195,7 +188,11 @@ def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def _chunk(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """The losses and their gradients by the logits, float32 [N] and N vocabulary."""
+    """Cross-entropies of N targets in nats, float32 [N], 0 where the target is ignored, and their
+    gradients by the logits, float32 N vocabulary.
+
+    x is N E; weight has this rank's rows of the vocabulary, in the same dtype.
+    """
     logits = F.linear(x, weight).float()
     valid, own = targets != IGNORE, targets - shard.begin
     here = valid & (own >= 0) & (own < len(weight))

@@ -1,20 +1,18 @@
 """Where two runs first differ, in rows, rate, weights or loss, and why."""
 
-import filecmp
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from lingua.files import load_json
 from lingua.records import Columns, Record, differing, heldout
+from lingua.report.code import changed_files
 
 CHECKPOINT = re.compile(r"\d{10}")
 MOST_FILES = 5  # named, of the code
-MOST_CODE = 10_000  # files looked at
 VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "topology")
 # Keys that only change the order of additions.
 ADDITIONS = re.compile(r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync)")
@@ -186,26 +184,7 @@ def _code(a: Path, b: Path) -> list[str]:
     """Which files differ between the code that two launches copied; nothing where one has none."""
     if not (a.is_dir() and b.is_dir()):
         return []
-    files = [_files(folder) for folder in (a, b)]
-    changed = [
-        name
-        for name in sorted(files[0] | files[1])
-        if name not in files[0] or name not in files[1] or not _same_file(a / name, b / name)
-    ]
+    changed = changed_files(a, b)
     named = ", ".join(changed[:MOST_FILES])
     more = f" and {len(changed) - MOST_FILES:,} more" if len(changed) > MOST_FILES else ""
     return [f"files differ: {named}{more}"] if changed else []
-
-
-def _files(folder: Path) -> set[str]:
-    paths = islice(folder.rglob("*"), MOST_CODE)
-    return {
-        str(p.relative_to(folder)) for p in paths if p.is_file() and "__pycache__" not in p.parts
-    }
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    try:
-        return filecmp.cmp(a, b, shallow=False)
-    except OSError:
-        return False

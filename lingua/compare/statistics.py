@@ -6,6 +6,7 @@ intervals of Student's t, which is exact for few runs where differences are norm
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -79,14 +80,8 @@ def pairs_for(effect: float, deviation: float, level: float) -> int | None:
         return 2
     if effect == 0 or power(effect, deviation, MOST_PAIRS, level) < POWER:
         return None
-    few, enough = 1, MOST_PAIRS  # power rises with the number of pairs
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        if power(effect, deviation, middle, level) < POWER:
-            few = middle
-        else:
-            enough = middle
-    return enough
+    counts = range(2, MOST_PAIRS)  # power rises with the number of pairs
+    return 2 + bisect_left(counts, POWER, key=lambda n: power(effect, deviation, n, level))
 
 
 def smallest_shown(deviation: float, pairs: int, level: float) -> float:

@@ -246,8 +246,9 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
         step = int(record.metrics.step[i])
         found.append((step, "skipped", f"{counted(int(new[i]), 'step')} skipped by step {step}"))
     for step, kind, text in sorted(found):
-        x = [float(values[0]) for values in axes.at(np.array([step]))]
-        yield {"run": run, "kind": kind, "text": text, "x": [_finite(value) for value in x]}
+        places = (float(values[0]) for values in axes.at(np.array([step])))
+        x = [place if math.isfinite(place) else None for place in places]
+        yield {"run": run, "kind": kind, "text": text, "x": x}
 
 
 def _sizes(mesh: Any) -> str:
@@ -344,7 +345,3 @@ def _digits(value: float) -> str:
 
 def _whole(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else "?"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -311,13 +311,10 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
         "shard": asdict(shard),
         "skipped": dict(sorted(skipped.items())),
         "rough_cuts": pieces.rough_cuts,
+        "heldout_tail": has_tail,
+        "lost": lost or 0.0,
+        "cut": n_cut,
     }
-    if has_tail:  # without these keys the record is as that of earlier versions
-        fields["heldout_tail"] = True
-    if lost:
-        fields["lost"] = lost
-    if n_cut:
-        fields["cut"] = n_cut
     write_atomically(job.record_path(unit), json.dumps(fields, indent=1))
 
 
