@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from lingua.slurm.launch import JobArgs, launch
 from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.local_slurm import needs_slurm, slurm_here
+from tests.programs import OF_OTHERS, python
 
 REPO = Path(__file__).parents[2]
 HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
@@ -77,7 +77,7 @@ class Cluster:
         """(job id, exit code) of each, launched from the checkout (by the command `within`)."""
         common = {"script": "tests.slurm_app", "gpus": "none", "time": "5"}
         given = json.dumps([(common | job, arguments) for job, arguments in jobs])
-        command = [*within, sys.executable, "-c", LAUNCH]
+        command = [*within, *python(OF_OTHERS), "-c", LAUNCH]
         done = subprocess.run(
             command, cwd=self.repo, env=self.env, input=given, capture_output=True, text=True
         )
@@ -342,7 +342,7 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(
     root = cluster.runs / "sweep"
     values = ["sweep.data.sources={one: 1},{one: 1, two: 1},{two: 1}", "at_once=2"]
     job = ["script=tests.slurm_app", "gpus=none", "setup=[export STEP_S=0.2]"]
-    command = [sys.executable, "-m", "lingua.stool", *values, *job, *cluster.arguments(root)]
+    command = [*python(OF_OTHERS), "-m", "lingua.stool", *values, *job, *cluster.arguments(root)]
     done = subprocess.run(
         command, cwd=cluster.repo, env=cluster.env, capture_output=True, text=True
     )
