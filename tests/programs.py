@@ -25,10 +25,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SHARED = ("torch.distributed.run", "apps.main.train", "apps.main.generate")
+SHARED = ("torch.distributed.run", "torch._dynamo", "apps.main.train", "apps.main.generate")
 # For programs that import this repository from a copy of it, and have all of it still to import.
-OF_OTHERS = ("torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint")
-OF_OTHERS += ("torch.distributed.tensor.parallel", "pyarrow", "submitit.core._submit")
+OF_OTHERS = ("torch.distributed.run", "torch._dynamo", "torch.distributed.fsdp")
+OF_OTHERS += ("torch.distributed.checkpoint", "torch.distributed.tensor.parallel")
+OF_OTHERS += ("pyarrow", "submitit.core._submit")
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
