@@ -26,8 +26,8 @@ from tests.programs import OF_OTHERS, python
 
 REPO = Path(__file__).parents[2]
 HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
-STEPS = 20
-SLOW = {"setup": ["export STEP_S=2.5"]}  # it takes 50 seconds, in which a test interrupts it
+STEPS = 12
+SLOW = {"setup": ["export STEP_S=2"]}  # it takes 24 seconds, in which a test interrupts it
 ON_TWO_NODES = {"nodes": 2, "exclude": "n3,n4,n5,n6"}
 WAIT_S = 180.0  # for a job: two busy cores run a dozen of them
 LAUNCH = """
@@ -239,11 +239,11 @@ def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(
     cluster: Cluster, jobs: dict[str, tuple[Path, str]], reference: Outcome, how: str
 ) -> None:
     if how not in jobs:
-        other = {"exclude": "n1,n2,n6"}
+        other = {"exclude": "n1,n2,n6", "setup": ["export STEP_S=4"]}  # Slurm takes seconds
         if how == "preemption":
-            other = {"nodes": 1, "exclude": None, "slurm": {"nodelist": "n6"}}
+            other |= {"nodes": 1, "exclude": None, "slurm": {"nodelist": "n6"}}
         place = cluster.runs / how
-        [[job, _]] = cluster.launch((ON_TWO_NODES | SLOW | other, cluster.arguments(place)))
+        [[job, _]] = cluster.launch((ON_TWO_NODES | other, cluster.arguments(place)))
         cluster.wait_for_steps(place)
         interrupt(cluster, how, job)
         jobs[how] = place, job
@@ -265,7 +265,7 @@ def test_a_job_saves_and_comes_back_before_its_time_limit(
     # Slurm checks times every 30 seconds and sends the signal up to 60 seconds early: here it
     # comes 30 to 90 seconds after the start.
     place = cluster.runs / "time limit"
-    limit = {"setup": ["export STEP_S=6"], "time": "2", "signal_s": 30, "nodes": 2}
+    limit = {"setup": ["export STEP_S=10"], "time": "2", "signal_s": 30, "nodes": 2}
     [[job, _]] = cluster.launch((limit, cluster.arguments(place)))
     assert cluster.ended(job)["Restarts"] == "1"
     assert same(place, reference)
