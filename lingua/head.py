@@ -172,7 +172,7 @@ def _gradients(
             torch.mm(grad, weight, out=x_grad[i])
         if weight_grad is not None:
             for rows in _chunks(weight, x):
-                weight_grad[rows] += grad[:, rows].T @ x[i]
+                weight_grad[rows].add_(grad[:, rows].T @ x[i])
     return torch.cat(losses), x_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
 
 

@@ -207,8 +207,10 @@ class _Operators(OperatorMode):
         if _takes_device(func):
             kwargs = kwargs | {"device": META}
         result = func(*args, **kwargs)
-        for see in (self.kernels.count, self.collectives.count, self.memory.see):
-            see(func, args, kwargs, result)
+        if not func.is_view:
+            self.kernels.count(func, args, kwargs, result)
+            self.collectives.count(func, args, kwargs, result)
+            self.memory.see(func, args, kwargs, result)
         return result
 
     def part(self) -> Part:

@@ -37,7 +37,7 @@ class KernelCounter:
 @cache
 def _is_kernel(func: OpOverload) -> bool:
     allocates = func.namespace == "aten" and "empty" in str(func)
-    return not (func.namespace in _NO_KERNEL or func.is_view or allocates)
+    return not (func.namespace in _NO_KERNEL or allocates)
 
 
 @cache
