@@ -332,7 +332,7 @@ _END = object()  # of a list
 
 def _value(events: Iterator[Any]) -> Any:
     """The value that begins with the next event. Raises ValueError."""
-    event = next(events, None)
+    event: Any = next(events, None)
     if isinstance(event, yaml.SequenceEndEvent):
         return _END
     plain_node = isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
