@@ -9,7 +9,7 @@ from typing import Any
 
 from lingua.files import load_json
 from lingua.records import Columns, Record, differing, heldout
-from lingua.report.code import changed_files
+from lingua.report.code import changed_files, code_place
 
 CHECKPOINT = re.compile(r"\d{10}")
 MOST_FILES = 5  # named, of the code
@@ -139,7 +139,7 @@ def causes(a: Record, b: Record) -> list[Cause]:
     starts = [_start(run, state) for run, state in zip((a, b), states, strict=True)]
     found += [Cause("data", text) for text in _unlike([state.get("data") for state in states])]
     found += [Cause("code", text) for text in _unlike(starts, ("commit",))]
-    found += [Cause("code", text) for text in _code(a.folder / "code", b.folder / "code")]
+    found += [Cause("code", text) for text in _code(a, b)]
     found += [Cause("versions", text) for text in _unlike(starts, VERSIONS)]
     found += [Cause("machine", text) for text in _unlike(starts, MACHINE)]
     return found
@@ -180,11 +180,12 @@ def _start(record: Record, state: dict[str, Any]) -> dict[str, Any]:
     return starts[0] if starts else saved if isinstance(saved, dict) else {}
 
 
-def _code(a: Path, b: Path) -> list[str]:
+def _code(a: Record, b: Record) -> list[str]:
     """Which files differ between the code that two launches copied; nothing where one has none."""
-    if not (a.is_dir() and b.is_dir()):
+    one, other = code_place(a), code_place(b)
+    if one is None or other is None or one == other:  # of one sweep
         return []
-    changed = changed_files(a, b)
+    changed = changed_files(one, other)
     named = ", ".join(changed[:MOST_FILES])
     more = f" and {len(changed) - MOST_FILES:,} more" if len(changed) > MOST_FILES else ""
     return [f"files differ: {named}{more}"] if changed else []
