@@ -261,7 +261,7 @@ def test_the_command_needs_scipy_and_not_torch(out: Any, tmp_path: Path) -> None
     )
     for first, last, code, message in (
         ("", "sys.exit(3 * ('torch' in sys.modules))", 0, ""),
-        ("sys.modules['scipy'] = None; ", "0", 2, "error: lingua.compare needs scipy: "),
+        ("sys.modules['scipy'] = None; ", "0", 2, "error: lingua.compare needs the Python "),
     ):
         command = [sys.executable, "-c", program.format(first=first, last=last)]
         done = subprocess.run(
