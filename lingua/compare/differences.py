@@ -1,11 +1,14 @@
 """Where two runs first differ, in rows, rate, weights or loss, and why."""
 
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lingua.files import load_json
 from lingua.records import Columns, Record, differing, heldout
@@ -39,7 +42,7 @@ def first_differences(a: Record, b: Record) -> list[Aspect]:
         _aspect("loss", *(_numbers(r.metrics, "loss") for r in (a, b))),
         _aspect("gradient norm", *(_numbers(r.metrics, "grad_norm") for r in (a, b))),
         _weights(a, b),
-        _aspect("held-out loss", *(_heldout(r) for r in (a, b))),
+        _aspect("held-out loss", *(_by_step(*heldout(r)) for r in (a, b))),
     ]
 
 
@@ -78,10 +81,8 @@ def _weights(a: Record, b: Record) -> Aspect:
 
 
 def _numbers(columns: Columns, name: str) -> dict[int, Any]:
-    """{step: number}, None for one that is not finite, since NaN does not equal itself."""
-    values = columns[name].tolist() if name in columns.names else []
-    known = (v if abs(v) < float("inf") else None for v in values)
-    return dict(zip(columns.step.tolist(), known, strict=False)) if values else {}
+    """{step: number}; empty where no line has one."""
+    return _by_step(columns.step, columns[name]) if name in columns.names else {}
 
 
 def _texts(columns: Columns, name: str) -> dict[int, Any]:
@@ -89,9 +90,9 @@ def _texts(columns: Columns, name: str) -> dict[int, Any]:
     return {step: text for step, text in pairs if text is not None}
 
 
-def _heldout(record: Record) -> dict[int, Any]:
-    steps, values = heldout(record)
-    known = (v if abs(v) < float("inf") else None for v in values.tolist())
+def _by_step(steps: np.ndarray, values: np.ndarray) -> dict[int, Any]:
+    """{step: number}, None for one that is not finite, since NaN does not equal itself."""
+    known = (v if math.isfinite(v) else None for v in values.tolist())
     return dict(zip(steps.tolist(), known, strict=True))
 
 
