@@ -202,10 +202,7 @@ class Record:
     @cached_property
     def validation(self) -> dict[str, Columns]:
         """The held-out losses of each source."""
-        lines: dict[str, list[dict[str, Any]]] = {}
-        for line in self.lines("metrics.validation.jsonl"):
-            if isinstance(source := line.get("source"), str):
-                lines.setdefault(source, []).append(line)
+        lines = grouped(self.lines("metrics.validation.jsonl"), "source")
         return {source: Columns(of_source) for source, of_source in sorted(lines.items())}
 
     @cached_property
@@ -215,6 +212,15 @@ class Record:
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         return self.lines("samples.jsonl")
+
+
+def grouped(lines: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:
+    """The lines that have a text as `key`, by that text."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if isinstance(name := line.get(key), str):
+            groups.setdefault(name, []).append(line)
+    return groups
 
 
 # ---- numbers of runs
@@ -332,7 +338,7 @@ _END = object()  # of a list
 
 def _value(events: Iterator[Any]) -> Any:
     """The value that begins with the next event. Raises ValueError."""
-    event = next(events, None)
+    event: Any = next(events, None)
     if isinstance(event, yaml.SequenceEndEvent):
         return _END
     plain_node = isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)

@@ -157,7 +157,7 @@ class DCPFolder:
                 self.tensors[name] = torch.empty(size, dtype=dtype, device="meta")
                 chunks = [_state(made, "ChunkStorageMetadata") for made in attributes["chunks"]]
                 places = [(_sizes(c["offsets"]), _sizes(c["sizes"])) for c in chunks]
-                self._chunks[name] = [_Chunk(*place, *stored[name, place[0]]) for place in places]
+                self._chunks[name] = [_Chunk(at, n, *stored[name, at]) for at, n in places]
         check_size(self.tensors, sum(sizes.values()))
 
     def read(self, parts: Iterable[Part]) -> None:

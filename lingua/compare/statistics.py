@@ -9,11 +9,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
-from lingua.errors import UserError
+from lingua.errors import import_optional
 
 POWER = 0.8  # of runs like these would show a difference that is called large enough to be shown
 MOST_PAIRS = 10_000  # beyond, nobody trains them
@@ -101,9 +101,5 @@ def _critical(freedom: float, level: float) -> float:
     return float(_scipy().t.ppf((1 + level) / 2, freedom))
 
 
-def _scipy() -> ModuleType:
-    try:
-        from scipy import stats
-    except ImportError:
-        raise UserError("lingua.compare needs scipy: pip install scipy") from None
-    return stats
+def _scipy() -> Any:
+    return import_optional("scipy.stats", "lingua.compare")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lingua.app import App, choose_app, find_app, named_app
+from lingua.app import App, choose_app
 from lingua.checkpoint.folder import Checkpoint, Progress, find, read_state
 from lingua.command import split_folders
 from lingua.config.load import load, read_saved
@@ -105,7 +105,7 @@ def show_run(run: Path, words: list[str]) -> Iterator[str]:
     if not config.is_file():
         raise UserError(f"{run}: must be the dump dir of a run, with its config.yaml")
     words = [f"config={config}", *words]
-    app = named_app(words) or find_app(None, "")
+    app = choose_app(words)
     args = read_arguments(app, words)
     of_run: Any = read_saved(app.config, config)
     of_run.data, of_run.seed = args.data, args.seed

@@ -27,10 +27,10 @@ def code_differences(records: Sequence[Record]) -> list[dict[str, Any]]:
         versions.setdefault(_version(record), []).append(record)
     if not any(commit for commit, _ in versions):
         return []
-    first = _place(next(iter(versions.values()))[0], COPY)
+    first = code_place(next(iter(versions.values()))[0], COPY)
     found = []
     for (commit, changes), runs in versions.items():
-        copy = _place(runs[0], COPY)
+        copy = code_place(runs[0], COPY)
         lines = _diff(first, copy) if first is not None and copy is not None else []
         if len(lines) > MOST_LINES:
             lines = [*lines[:MOST_LINES], f"... {len(lines) - MOST_LINES:,} more lines"]
@@ -42,14 +42,15 @@ def code_differences(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def _version(record: Record) -> tuple[str, str]:
     """The commit and the uncommitted changes; where there is no copy, the commit of a start."""
-    place = _place(record, COMMIT)
+    place = code_place(record, COMMIT)
     if place is None:
         starts = [e.get("commit") for e in record.events if e["event"] == "start"]
         return str(starts[-1] or "") if starts else "", ""
     return _content(place).strip(), _content(place.with_name(DIFF))
 
 
-def _place(record: Record, name: str) -> Path | None:
+def code_place(record: Record, name: str = COPY) -> Path | None:
+    """Where the run has its copied code, or another file of it."""
     places = (record.folder / name, record.folder.absolute().parent / name)
     return next((place for place in places if place.exists()), None)
 
