@@ -224,7 +224,8 @@ def _plans(
 
     own = [f"nodes={job.nodes}", f"ngpu={job.ngpu}", f"gpu={job.gpu}"]
     found: dict[str, dict[str, Any]] = {}
-    plans, too_large = [], []
+    plans: list[dict[str, Any] | None] = []
+    too_large: list[str] = []
     for values in product(*sweep.values()):
         words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
         differ = " ".join(word for word in words if not _LEARNING.match(word))
