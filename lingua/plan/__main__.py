@@ -23,7 +23,7 @@ from lingua.errors import UserError, all_of
 from lingua.parallel.mesh import mesh_sizes
 from lingua.parallel.parallelize import check_layout
 from lingua.parallel.program import run_program
-from lingua.plan.choice import choice_as_json, choice_lines, choices, few_layers
+from lingua.plan.choice import choice_as_json, choice_lines, choices, estimate
 from lingua.plan.device import Device, find_device, unknown_device
 from lingua.plan.report import Plan, lines
 from lingua.plan.trace import program, trace
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
-    """The plan of a command line; a `quick` one is extrapolated from few layers.
+    """The plan of a command line; a `quick` one is an estimate.
     Raises UserError, with all mistakes together."""
     own, of_run = split_words(argv)
     mistakes: list[str] = []
@@ -114,7 +114,7 @@ def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
     if device is not None:
         device.node_size = options.ngpu
     compiled = args.distributed.compile
-    follow = few_layers if quick else trace
+    follow = estimate if quick else trace
     traced = follow(app, args, sizes, "cpu" if args.device == "cpu" else "cuda")
     return Plan(args, traced, device, options, compiled), options
 

@@ -105,23 +105,21 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def estimate(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
+    """What `trace` gives, by the formula. Raises UserError."""
+    return scaled_trace(small_trace(app, args, sizes[2], device), args, sizes)
+
+
 def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
     """Of two micro-batches of one row on few ranks."""
-    own = deepcopy(args)
-    own.grad_acc_steps, own.data.batch_size = None, 1
-    own.data.global_batch_size = 2 * REPLICAS * SHARDS
-    return few_layers(app, own, (REPLICAS, SHARDS, tp), device)
-
-
-def few_layers(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
-    """What `trace` gives, from traces of fewer layers. Raises UserError."""
     layers: int = args.model.n_layers
     traces = []
     few = [n for n in LAYERS if layers > LAYERS[1]] or [layers]
     for n in few:
         own = deepcopy(args)
-        own.model.n_layers = n
-        traces.append(trace(app, own, sizes, device))
+        own.model.n_layers, own.grad_acc_steps = n, None
+        own.data.batch_size, own.data.global_batch_size = 1, 2 * REPLICAS * SHARDS
+        traces.append(trace(app, own, (REPLICAS, SHARDS, tp), device))
     return traces[0] if len(few) == 1 else extrapolated(traces[0], traces[1], layers - few[0])
 
 
