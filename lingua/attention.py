@@ -56,7 +56,7 @@ _planned: ContextVar[str | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(device: str) -> Iterator[None]:
-    """Inside it the choice is that for this type of device, though tensors are on the CPU."""
+    """Inside it the choice is that for this type of device, though tensors are on meta."""
     token = _planned.set(device)
     try:
         yield
@@ -264,8 +264,8 @@ def build_mask(
     # It is compiled for each shape. Without gradients the dense mask is one for all layers.
     if impl == "flex_attention" and torch.is_grad_enabled():
         return Blocks(first if first.dim() == 2 else first[None])
-    one_by_one = first.device.type == "cpu" and _planned.get() is None  # lengths are not known yet
-    if documents is not None and one_by_one and len(place) >= LONG_ROW:
+    one_by_one = first.device.type == "cpu" and len(place) >= LONG_ROW
+    if documents is not None and one_by_one:
         return Documents(documents, first, window)
     return _dense(column, place, first)
 

@@ -172,7 +172,7 @@ def _gradients(
             torch.mm(grad, weight, out=x_grad[i])
         if weight_grad is not None:
             for rows in _chunks(weight, x):
-                weight_grad[rows] += grad[:, rows].T @ x[i]
+                weight_grad[rows].add_(grad[:, rows].T @ x[i])
     return torch.cat(losses), x_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
 
 
@@ -200,9 +200,9 @@ def _chunk(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[T
     total, target = logits.logsumexp(-1), torch.where(here, logits.gather(1, own)[:, 0], 0.0)
     if shard.group is not None:
         mine = torch.stack((total, target))
-        ranks = mine.new_empty((shard.group.size() * 2, len(x)))
-        dist.all_gather_into_tensor(ranks, mine, group=shard.group)
-        total, target = ranks[0::2].logsumexp(0), ranks[1::2].sum(0)
+        ranks = mine.new_empty((shard.group.size(), *mine.shape))
+        dist.all_gather(list(ranks), mine, group=shard.group)
+        total, target = ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)
     grad = logits.sub_(total[:, None]).exp_()  # softmax
     grad.scatter_add_(1, own, -here.float()[:, None])
     grad *= valid[:, None]

@@ -15,6 +15,7 @@ from torch import Tensor, _ops, _subclasses, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 from torch.distributed.checkpoint import utils as dcp
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, _utils
 from torch.utils import _python_dispatch, _pytree
 
@@ -28,14 +29,13 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 is_traceable_wrapper_subclass_type = _python_dispatch.is_traceable_wrapper_subclass_type
 # What dynamo traces with: collectives of these are not counted in a run.
 FakeTensor = _subclasses.FakeTensor
-# Tensors without memory, with which a plan takes a step.
-FakeTensorMode = _subclasses.FakeTensorMode
 # -1 outside of a backward pass: collectives are counted by pass.
 graph_task_id = torch._C._current_graph_task_id
 # Divides a list of tensors by a scalar on the device, with one kernel for many of them.
 foreach_div_ = torch._foreach_div_
-# The kernel of attention that CUDA takes, for a plan on the CPU.
+# The kernels of attention that CUDA and the CPU take, for a plan, whose tensors are on neither.
 flash_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention.default
+cpu_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # What selective activation checkpointing keeps: the results of the kernels of attention, by name,
 # since some exist once their module is imported, and of the reduce-scatter of tensor parallelism.
 ATTENTION_OPERATORS = (
@@ -50,6 +50,20 @@ ATTENTION_OPERATORS = (
     "aten._efficient_attention_forward.default",  # xformers' other kernels
 )
 REDUCE_SCATTER: OpOverload = torch.ops._c10d_functional.reduce_scatter_tensor.default
+# Returns its argument, but on the meta device another tensor.
+WAIT_TENSOR: OpOverload = torch.ops._c10d_functional.wait_tensor.default
+
+
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator where nothing is compiled. Other modes import dynamo, which takes a
+    second, and pass each operator through it."""
+
+    # Without it, higher-order operators (checkpointing, flex attention) raise under the mode.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def schema(func: OpOverload) -> Any:
@@ -84,8 +98,6 @@ def set_group_timeout(group: dist.ProcessGroup, device_type: str, timeout: timed
 checkpoint_wrapper = wrapping.checkpoint_wrapper
 # The tensors of one type in what a model returns.
 tree_map_only = _pytree.tree_map_only
-# All values in nested lists, tuples and dicts.
-tree_leaves = _pytree.tree_leaves
 # The part of a DTensor that this rank holds, of uneven and strided shards too.
 compute_local_shape_and_global_offset = _utils.compute_local_shape_and_global_offset
 # A part of a file as a file: one of DCP's has many tensors, each as torch.save wrote it.
@@ -141,6 +153,7 @@ def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
 def fake_ranks(n: int) -> Iterator[None]:
     """A process group of n ranks of which this process is rank 0: the others do not exist, and
     collectives return at once."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=n)
@@ -148,3 +161,11 @@ def fake_ranks(n: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # has meshes, which another of as many ranks would be given
+
+
+@contextmanager
+def fsdp_on_meta() -> Iterator[None]:
+    """Inside it, FSDP takes parameters without memory, which it refuses."""
+    with patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None):
+        yield

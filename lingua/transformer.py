@@ -170,7 +170,7 @@ class Context:
         impl: AttnImpl = "sdpa"  # whose mask may be that of a cache
         if cache is None:
             head_dim = args.heads()[2]
-            if torch.is_autocast_enabled(device.type):
+            if device.type != "meta" and torch.is_autocast_enabled(device.type):
                 dtype = torch.get_autocast_dtype(device.type)
             impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, hides)
         self.mask: Mask = None

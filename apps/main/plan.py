@@ -1,4 +1,4 @@
-"""A step of training on fake tensors, as lingua.plan takes it: the config of a run that need not
+"""A step of training on the meta device, as lingua.plan takes it: the config of a run that need not
 have data or a tokenizer, and the loop's own step."""
 
 from collections.abc import Callable

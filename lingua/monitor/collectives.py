@@ -52,10 +52,8 @@ class CollectiveCounter(TorchDispatchMode):
     # Without it, higher-order operators (checkpointing, flex attention) raise under the mode.
     supports_higher_order_operators = True
 
-    def __init__(self, mesh: DeviceMesh, fake: bool = False) -> None:
-        """fake: count those of fake tensors, too."""
+    def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self._fake = fake
         # By ranks is found a group of an earlier mesh of the same shape, which DTensor may keep.
         self._axes: dict[str | tuple[int, ...], str] = {
             tuple(range(dist.get_world_size())): "world"
@@ -86,12 +84,14 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        operator = isinstance(func, OpOverload) and func.namespace in _NAMESPACES
-        if operator and (self._fake or FakeTensor not in types):
-            self._count(func, args, kwargs, result)
+        if FakeTensor not in types:
+            self.count(func, args, kwargs, result)
         return result
 
-    def _count(self, func: OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
+    def count(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Count an operator that has run, if it is a collective."""
+        if not isinstance(func, OpOverload) or func.namespace not in _NAMESPACES:
+            return
         names = [argument.name for argument in schema(func).arguments]
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         group = values.get("process_group", values.get("group_name"))

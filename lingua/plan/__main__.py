@@ -23,8 +23,8 @@ from lingua.errors import UserError, all_of
 from lingua.parallel.mesh import mesh_sizes
 from lingua.parallel.parallelize import check_layout
 from lingua.parallel.program import run_program
-from lingua.plan.choice import choice_as_json, choice_lines, choices, estimate
-from lingua.plan.device import Device, find_device
+from lingua.plan.choice import choice_as_json, choice_lines, choices, few_layers
+from lingua.plan.device import Device, find_device, unknown_device
 from lingua.plan.report import Plan, lines
 from lingua.plan.trace import program, trace
 
@@ -53,6 +53,10 @@ class PlanArgs:
         yield from bounds(self, 0, "choices")
         if self.choices and self.gpu is None:
             yield "gpu", f"must be given, since choices = {self.choices}"
+        if self.gpu is not None and (need := unknown_device(self.gpu)):
+            yield "gpu", need
+        if self.json is not None and not Path(self.json).parent.is_dir():
+            yield "json", "must be in a folder that exists"
         positive = ("tokens", "failure_hours", "storage_gb_per_s")
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
 
@@ -75,7 +79,7 @@ def main() -> None:
 
 
 def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
-    """The plan of a command line; a `quick` one is estimated by the formula of lingua.plan.choice.
+    """The plan of a command line; a `quick` one is extrapolated from few layers.
     Raises UserError, with all mistakes together."""
     own, of_run = split_words(argv)
     mistakes: list[str] = []
@@ -84,11 +88,16 @@ def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
         try:
             return work()
         except UserError as error:
-            mistakes.append(str(error))
+            several = str(error).split("\n  ")
+            mistakes.extend(
+                several[1:] if several[0].endswith("in the configuration:") else several
+            )
             return None
 
     options = attempt(lambda: load(PlanArgs, own)[0])
     read = attempt(lambda: program().read_config(of_run))
+    if any("unknown key" in mistake for mistake in mistakes):
+        mistakes[-1] += f"\n  keys of lingua.plan: {', '.join(f.name for f in fields(PlanArgs))}"
     device: Device | None = None
     if options is not None and options.gpu is not None:
         device = attempt(lambda: find_device(str(options.gpu)))
@@ -105,7 +114,7 @@ def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
     if device is not None:
         device.node_size = options.ngpu
     compiled = args.distributed.compile
-    follow = estimate if quick else trace
+    follow = few_layers if quick else trace
     traced = follow(app, args, sizes, "cpu" if args.device == "cpu" else "cuda")
     return Plan(args, traced, device, options, compiled), options
 

@@ -25,7 +25,7 @@ from lingua.plan.trace import Part, Trace, program, trace
 Sizes = tuple[int, int, int]
 MODES = ("none", "selective", "full")
 LAYERS = 2, 3  # of the traces that the formula begins with
-SMALL = 2  # their replicas, shards and micro-steps
+REPLICAS, SHARDS = 2, 8
 OF_ROWS = ("activations", "backward")  # memory in proportion to the rows of a micro-batch
 OF_SHARDS = ("parameters", "optimizer")  # and to the shards
 
@@ -106,15 +106,22 @@ def _divisors(n: int) -> list[int]:
 
 
 def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
-    """Of a micro-batch of one row, on few ranks, with the layers of `args`."""
+    """Of two micro-batches of one row on few ranks."""
+    own = deepcopy(args)
+    own.grad_acc_steps, own.data.batch_size = None, 1
+    own.data.global_batch_size = 2 * REPLICAS * SHARDS
+    return few_layers(app, own, (REPLICAS, SHARDS, tp), device)
+
+
+def few_layers(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
+    """What `trace` gives, from traces of fewer layers. Raises UserError."""
     layers: int = args.model.n_layers
     traces = []
     few = [n for n in LAYERS if layers > LAYERS[1]] or [layers]
     for n in few:
         own = deepcopy(args)
-        own.model.n_layers, own.grad_acc_steps = n, None
-        own.data.batch_size, own.data.global_batch_size = 1, SMALL**3
-        traces.append(trace(app, own, (SMALL, SMALL, tp), device))
+        own.model.n_layers = n
+        traces.append(trace(app, own, sizes, device))
     return traces[0] if len(few) == 1 else extrapolated(traces[0], traces[1], layers - few[0])
 
 
@@ -136,7 +143,7 @@ def extrapolated(first: Trace, second: Trace, n: int) -> Trace:
 def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
     """On a mesh of these sizes with the micro-batch of `args`, from `small_trace`."""
     n_micro, rows = args.micro_steps(sizes[0] * sizes[1])
-    shrink = SMALL / sizes[1]
+    shrink = SHARDS / sizes[1]
 
     def memory(peak: dict[str, int]) -> dict[str, int]:
         factors = dict.fromkeys(OF_ROWS, rows) | dict.fromkeys(OF_SHARDS, shrink)
@@ -146,20 +153,26 @@ def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
         kernels: Counter[Any] = Counter()
         for (flops, size, n_bytes), n in p.kernels.items():
             kernels[round(flops * by), size, round(n_bytes * by)] += n
-        of = {"tp": rows, "dp_replicate": shrink}
         alone = [axis for axis, n in zip(AXES, sizes, strict=True) if n == 1]
         sent = [
-            t | {"bytes": round(t["bytes"] * of.get(t["axis"], 1))}
+            t | {"bytes": round(t["bytes"] * factor(t))}
             for t in p.collectives
             if t["axis"] not in alone
         ]
         return Part(kernels, sent)
+
+    def factor(total: dict[str, Any]) -> float:
+        if total["axis"] == "tp":  # it sums gradients of weights, and exchanges activations
+            return 1 if total["kind"] == "all_reduce" else rows
+        return shrink if total["axis"] == "dp_replicate" else 1
 
     peak, kept = memory(first.peak), first.kept
     if args.distributed.grad_sync != "last":
         kept = round(kept * shrink)
     # Between micro-steps they are kept, and with one micro-step there is nothing between.
     peak["gradients"] = max(0, peak["gradients"] - first.kept) + (kept if n_micro > 1 else 0)
+    if sizes[1] == 1 < sizes[0]:  # replicas that are not sharded keep their copies of parameters
+        peak["gathered parameters"] = peak["parameters"] // 4 * args.distributed.dtype.itemsize
     return replace(
         first, sizes=sizes, n_micro=n_micro, rows=rows, start=memory(first.start), peak=peak,
         kept=kept if n_micro > 1 else 0, micro=part(first.micro, rows), last=part(first.last, rows),
@@ -202,9 +215,3 @@ def choice_lines(found: list[Choice]) -> Iterator[str]:
         words = (f"{k}={'null' if v is None else v}" for k, v in fit[0].keys.items())
         yield "keys of the best:"
         yield from (f"  {word}" for word in words)
-
-
-def estimate(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
-    """What `trace` gives, by the formula, in a few seconds. Raises UserError."""
-    program().build(app, args, sizes[0] * sizes[1])  # which resolves the global batch
-    return scaled_trace(small_trace(app, args, sizes[2], device), args, sizes)

@@ -11,7 +11,7 @@ import torch
 from lingua.config.load import from_values, load
 from lingua.config.schema import Free, require
 from lingua.config.values import plain, read_file
-from lingua.errors import UserError, nearest
+from lingua.errors import nearest
 from lingua.monitor.metrics import peak_flops
 from lingua.parallel.mesh import AXES
 from lingua.plan.trace import Part, Trace
@@ -70,17 +70,19 @@ class Device:
         return allocated * (1 + self.fragmentation) / 2**30 + self.reserve_gib
 
 
+def unknown_device(given: str) -> str | None:
+    """What must be given instead, unless `find_device` can look for it."""
+    table = read_file(TABLE, str(TABLE))
+    if Path(given).suffix in (".yaml", ".yml") or given.lower() in table:
+        return None
+    return f"must be {', '.join(table)}, or a YAML file of its own{nearest(given, table)}"
+
+
 def find_device(given: str) -> Device:
     """The device of this name, or of a YAML file with the keys of Device. Raises UserError."""
     if Path(given).suffix in (".yaml", ".yml"):
         return load(Device, [f"config={given}"])[0]
-    table = read_file(TABLE, str(TABLE))
-    if given.lower() not in table:
-        known = ", ".join(table)
-        raise UserError(
-            f"gpu = {given}: must be {known}, or a YAML file of its own{nearest(given, table)}"
-        )
-    values: Mapping[str, Any] = plain(table[given.lower()])
+    values: Mapping[str, Any] = plain(read_file(TABLE, str(TABLE))[given.lower()])
     return from_values(Device(), values, str(TABLE))
 
 

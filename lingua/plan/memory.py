@@ -2,19 +2,15 @@
 
 import weakref
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lingua.dtensor import local
 from lingua.head import Head
-from lingua.torch_private import (
-    TorchDispatchMode,
-    graph_task_id,
-    is_traceable_wrapper_subclass_type,
-    resizes_observed,
-    tree_leaves,
-)
+from lingua.plan.work import tensors_in
+from lingua.torch_private import graph_task_id, resizes_observed
 
 BLOCK = 512  # bytes: what the caching allocator of CUDA rounds an allocation up to
 # What FSDP is doing, by the name that it gives the profiler.
@@ -24,10 +20,10 @@ _FSDP = {
 }
 
 
-class LiveMemory(TorchDispatchMode):
-    """Context manager that follows the storages of all tensors that are made inside it, fake ones
-    too, until they are freed. torch's own tool for it, FSDPMemTracker, replaces private methods of
-    FSDP and does not tell what is recomputed from what was kept.
+class LiveMemory:
+    """Follows the storages of the tensors that operators make until they are freed. torch's own
+    tool for it, FSDPMemTracker, replaces private methods of FSDP and does not tell what is
+    recomputed from what was kept.
 
     now, peak: bytes by kind, at the moment and when their sum was largest.
         parameters, optimizer: registered with `register`.
@@ -39,11 +35,8 @@ class LiveMemory(TorchDispatchMode):
         other: of clipping and of the optimizer.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, block: int = BLOCK) -> None:
         """block: bytes that an allocation is rounded up to; 1 where it is not."""
-        super().__init__()
         self.block = block
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
@@ -65,36 +58,24 @@ class LiveMemory(TorchDispatchMode):
 
     def register(self, kind: str, tensors: Any) -> None:
         """Let these tensors be of this kind, whatever made them."""
-        for t in tree_leaves(tensors):
-            if isinstance(t, Tensor):
-                self._follow(local(t).untyped_storage(), kind, again=True)
+        for t in tensors_in(tensors):
+            self._follow(local(t).untyped_storage(), kind, again=True)
 
     def restart(self) -> None:
         """Let `peak` and `kept` be of what follows."""
         self.peak, self._most, self.kept = self.now.copy(), self._total, []
 
-    def __enter__(self) -> Any:
-        self._observing = resizes_observed(self._resized)
-        self._observing.__enter__()
-        return super().__enter__()
+    def resizes(self) -> AbstractContextManager[None]:
+        """Inside it, changes of a storage's size are seen."""
+        return resizes_observed(self._resized)
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._observing.__exit__(*error)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(t) for t in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Follow what an operator has made."""
         if func.namespace == "profiler":
             self._region(func, args)
         kind = self._kind()
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor):
-                self._follow(t.untyped_storage(), kind)
-        return result
+        for t in tensors_in(result):
+            self._follow(t.untyped_storage(), kind)
 
     def _begin(self) -> None:
         for key, (kind, _) in list(self._sizes.items()):

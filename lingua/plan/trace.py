@@ -1,10 +1,11 @@
-"""One step of a run on fake tensors, as rank 0 of as many fake ranks as it will have: what it takes
+"""One step of a run on tensors without memory, as rank 0 of ranks that do not exist: what it takes
 of memory, and what it sends."""
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -18,15 +19,24 @@ from torch.distributed.tensor import DTensor, Partial
 from lingua.app import App, import_named, main_program
 from lingua.attention import planned_for
 from lingua.dtensor import as_shard, local
-from lingua.init import ties_kept
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import parallelize_model
 from lingua.plan.memory import BLOCK, LiveMemory
 from lingua.plan.work import Kernel, KernelCounter
-from lingua.torch_private import FakeTensorMode, fake_ranks, flash_attention
+from lingua.torch_private import (
+    WAIT_TENSOR,
+    OperatorMode,
+    cpu_attention,
+    fake_ranks,
+    flash_attention,
+    fsdp_on_meta,
+    is_traceable_wrapper_subclass_type,
+    schema,
+)
 
-TRACED = 3  # micro-steps at most: the first, the last, and one of those between, which are alike
+TRACED = 2  # micro-steps at most: the last, and one of the others, which are alike
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -87,15 +97,16 @@ class Trace:
 
 
 @contextmanager
-def _cuda_kernels() -> Iterator[None]:
-    """Inside it, functions of torch keep the tensors that the kernels of CUDA keep, where torch has
-    others for the CPU."""
+def _kernels_of(device: str) -> Iterator[None]:
+    """Inside it, functions of torch keep the tensors that the kernels of this type of device keep,
+    where torch has others for the meta device."""
     norm, attend = F.rms_norm, F.scaled_dot_product_attention
 
     def rms_norm(
         x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        if weight is None or isinstance(x, DTensor) != isinstance(weight, DTensor):
+        mixed = isinstance(x, DTensor) != isinstance(weight, DTensor)
+        if device == "cpu" or weight is None or mixed:
             return norm(x, shape, weight, eps)
         if not isinstance(weight, DTensor):
             return _RmsNorm.apply(x, weight)
@@ -106,9 +117,13 @@ def _cuda_kernels() -> Iterator[None]:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        causal = kwargs.get("is_causal", False)
+        if device == "cpu":
+            bias = None if attn_mask is None else attn_mask.to(q.dtype)
+            return cpu_attention(q, k, v, 0.0, causal, attn_mask=bias)[0]
         if attn_mask is not None or args:
             return attend(q, k, v, attn_mask, *args, **kwargs)
-        return flash_attention(q, k, v, 0.0, kwargs.get("is_causal", False))[0]
+        return flash_attention(q, k, v, 0.0, causal)[0]
 
     # Not a TorchFunctionMode, which a backward pass leaves.
     with patch.multiple(F, rms_norm=rms_norm, scaled_dot_product_attention=attention):
@@ -149,13 +164,12 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
         model = parallelize_model(built.module, mesh, built.plan, args.distributed)
         modes.enter_context(planned_for(device))
-        if device == "cuda":
-            modes.enter_context(_cuda_kernels())
-        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        memory = modes.enter_context(LiveMemory(BLOCK if device == "cuda" else 1))
+        modes.enter_context(_kernels_of(device))
+        memory = LiveMemory(BLOCK if device == "cuda" else 1)
         memory.watch(model)
-        with ties_kept(model):
-            model.to_empty(device="cpu")
+        modes.enter_context(fsdp_on_meta())
+        modes.enter_context(memory.resizes())
+        operators = modes.enter_context(_Operators(mesh, memory))
         memory.register("parameters", [*model.parameters(), *model.buffers()])
         step = apps_step.Step(app, args, built, mesh, model)
         memory.register("optimizer", [dict(s) for s in step.run.optimizer.state.values()])
@@ -163,7 +177,7 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
         for n in (max(1, traced - 1), traced):  # in the first one, FSDP settles
             start = memory.now.copy()
             memory.restart()
-            parts.append(_counted(step, n, mesh))
+            parts.append(operators.parts_of(step, n))
     (before, _), (last, update) = parts
     micro = last.plus(before, -1) if traced > 1 else Part(Counter(), [])
     return Trace(
@@ -172,22 +186,47 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
     )  # fmt: skip
 
 
-def _counted(step: Any, n: int, mesh: DeviceMesh) -> tuple[Part, Part]:
-    """A step of n micro-steps: their part, and what follows."""
-    parts: list[Part] = []
-    with ExitStack() as counting:
+class _Operators(OperatorMode):
+    """Context manager that runs every operator on the meta device, and counts it."""
 
-        def count() -> None:
-            # The last to be entered is the first to be asked.
-            counters = CollectiveCounter(mesh, fake=True), KernelCounter()
-            for counter in counters:
-                counting.enter_context(counter)
-            counting.callback(lambda: parts.append(Part(counters[1].kernels, counters[0].totals)))
+    def __init__(self, mesh: DeviceMesh, memory: LiveMemory) -> None:
+        super().__init__()
+        self.mesh, self.memory = mesh, memory
+        self.kernels, self.collectives = KernelCounter(), CollectiveCounter(mesh)
 
-        def next_part() -> None:
-            counting.close()
-            count()
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is WAIT_TENSOR:
+            return args[0]
+        if func is torch.ops.aten.lift_fresh.default:  # of a tensor from Python's numbers
+            return torch.empty_like(args[0], device=META)
+        if _takes_device(func):
+            kwargs = kwargs | {"device": META}
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            self.kernels.count(func, args, kwargs, result)
+            self.collectives.count(func, args, kwargs, result)
+            self.memory.see(func, args, kwargs, result)
+        return result
 
-        count()
-        step.take(n, next_part)
-    return parts[0], parts[1]
+    def part(self) -> Part:
+        """What was counted since the last call."""
+        found = Part(self.kernels.kernels, self.collectives.totals)
+        self.kernels, self.collectives = KernelCounter(), CollectiveCounter(self.mesh)
+        return found
+
+    def parts_of(self, step: Any, n: int) -> tuple[Part, Part]:
+        """A step of n micro-steps: their part, and what follows."""
+        self.part()
+        micro: list[Part] = []
+        step.take(n, lambda: micro.append(self.part()))
+        return micro[0], self.part()
+
+
+@cache
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in schema(func).arguments)

@@ -23,16 +23,17 @@ from lingua.config.schema import bounds
 from lingua.config.values import parse_argument, plain
 from lingua.errors import UserError
 from lingua.format import printable
-from lingua.parallel.launch import run_slurm
 from lingua.plan.fact import PLAN
 from lingua.records import BASE
 from lingua.signals import exec_program
 from lingua.slurm.freeze import CODE, COMMIT, DIFF, freeze_code, move_away
 from lingua.slurm.jobs import ENDED, environment_of_another, job_states
 from lingua.slurm.local import Command, run_one, run_sweep, shares, visible_gpus
-from lingua.slurm.status import JOB, status, table
+from lingua.slurm.status import JOB
+from lingua.slurm_command import run_slurm
 
 SCRIPT = "submit.slurm"
+_LEARNING = re.compile(r"seed=|optim\.(?!name=)")  # words of a sweep that leave its plan as it is
 MOST_RUNS = 1000  # of a sweep; Slurm's own default for an array
 
 
@@ -62,7 +63,7 @@ class JobArgs:
     # and GPUs are divided among those that run
     at_once: int | None = None
     # device to plan for, as lingua.plan knows it: a summary is printed, and what cannot fit is
-    # refused; of a sweep its first run. null: no plan
+    # refused. null: no plan
     gpu: str | None = None
     allow_too_large: bool = False  # launch what does not fit by that plan
     dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
@@ -72,6 +73,10 @@ class JobArgs:
         for i, line in enumerate(self.setup):
             if line.endswith("\\"):
                 yield f"setup[{i}]", "must not end in a backslash, which joins the next line to it"
+        if self.gpu is not None and self.script is not None:
+            yield "gpu", f"plans training: leave it out with script = {self.script}"
+        if self.allow_too_large and self.gpu is None:
+            yield "allow_too_large", "needs gpu, the device to plan for"
         minutes = self.time or ""
         if minutes.isdigit() and int(minutes) * 60 <= self.signal_s:
             yield "signal_s", f"must be below time = {minutes}, in seconds"
@@ -104,21 +109,22 @@ def launch(
     root = Path(whole.dump_dir)  # of a sweep: it has the code and the logs of all its runs
     configs = _check_sweep(job, module, arguments, sweep, whole) if sweep else [whole]
 
+    if job.launcher != "print":
+        for line in notices:
+            print(line)
+        _check_dump_dir(job, root)
+    plans = _plans(job, arguments, sweep or {})
     if job.launcher == "print":
         return _batch(job, root, whole.name, len(configs))[1]
-    for line in notices:
-        print(line)
-    _check_dump_dir(job, root)
-    planned = _plan(job, [*arguments, *first]) if job.gpu is not None else None
     # An app is trusted because the command line names it; the program must not rely on a file.
     program = [module.__name__, *(word for word in arguments if word.startswith("app="))]
     if job.launcher == "local":
         _shares(job, configs)  # which may refuse at_once
-        _write_inputs(module, root, configs, plan=planned)
+        _write_inputs(module, root, configs, plans)
         return _run_here(job, root, configs, program, swept=bool(sweep))
     executor, batch_script = _batch(job, root, whole.name, len(configs))
     _check_possible(job, batch_script)
-    _write_inputs(module, root, configs, batch_script, planned)
+    _write_inputs(module, root, configs, plans, batch_script)
     return _submit(executor, root, configs, program)
 
 
@@ -206,24 +212,37 @@ def _check_possible(job: JobArgs, batch_script: str) -> None:
         raise UserError(f"{error} (asked for: {asked})") from None
 
 
-def _plan(job: JobArgs, arguments: list[str]) -> dict[str, Any]:
-    """Print a summary of the plan of a run, and return its numbers. Raises UserError where it
-    cannot fit."""
+def _plans(
+    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]]
+) -> list[dict[str, Any] | None]:
+    """Print a summary of the plan of each run that differs in more than its learning, and return
+    the numbers of all. Raises UserError where one cannot fit."""
+    if job.gpu is None:
+        return [None] * prod(map(len, sweep.values()))
     from lingua.plan.__main__ import make_plan  # here, since it takes time to import
     from lingua.plan.report import summary
 
-    if job.script is not None:
-        raise UserError(f"gpu = {job.gpu}: plans training; leave it out with script = {job.script}")
     own = [f"nodes={job.nodes}", f"ngpu={job.ngpu}", f"gpu={job.gpu}"]
-    plan, _ = make_plan([*own, *arguments], quick=True)
-    line = summary(plan)
-    print(line, file=sys.stderr)  # stdout is for the job
-    if not plan.fits and not job.allow_too_large:
+    found: dict[str, dict[str, Any]] = {}
+    plans: list[dict[str, Any] | None] = []
+    too_large: list[str] = []
+    for values in product(*sweep.values()):
+        words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
+        differ = " ".join(word for word in words if not _LEARNING.match(word))
+        if differ not in found:
+            plan, _ = make_plan([*own, *arguments, *words], quick=True)
+            found[differ] = plan.as_json()
+            line = f"{differ}: {summary(plan)}" if differ else summary(plan)
+            print(line, file=sys.stderr)  # stdout is for the job
+            too_large += [] if plan.fits else [line]
+        plans.append(found[differ])
+    if too_large and not job.allow_too_large:
         raise UserError(
-            f"gpu = {job.gpu}: {line}; `python -m lingua.plan choices=3 ...` shows what fits, "
-            "allow_too_large=true launches it"
+            "\n".join(f"gpu = {job.gpu}: {line}" for line in too_large)
+            + "\n`python -m lingua.plan choices=3 ...` shows what fits, allow_too_large=true "
+            "launches it all the same"
         )
-    return plan.as_json()
+    return plans
 
 
 # ---- launching
@@ -233,25 +252,25 @@ def _write_inputs(
     module: ModuleType,
     root: Path,
     configs: list[Any],
+    plans: list[dict[str, Any] | None],
     batch_script: str | None = None,
-    plan: dict[str, Any] | None = None,
 ) -> None:
-    """Write what the runs start from: code, configs and the batch script; and the plan of the
-    first, which its log compares with what it measured. Raises UserError."""
+    """Write what the runs start from: code, configs and the batch script; and the plan of each,
+    which its log compares with what it measured. Raises UserError."""
     # stdout is for the job, whose first line a program may read.
     report = partial(print, "code:", file=sys.stderr)
     try:
         for name in (CODE, COMMIT, DIFF, SCRIPT):
             move_away(root / name)
         freeze_code(Path(str(module.__file__)), root, lambda line: report(printable(line)))
-        for config in configs:
+        for config, plan in zip(configs, plans, strict=True):
             dump_dir = Path(config.dump_dir)
             (dump_dir / "logs").mkdir(parents=True, exist_ok=True)
-            move_away(dump_dir / BASE)
+            for name in (BASE, PLAN):
+                move_away(dump_dir / name)
             (dump_dir / BASE).write_text(to_yaml(config), encoding="utf-8")
-        move_away(Path(configs[0].dump_dir) / PLAN)
-        if plan is not None:
-            (Path(configs[0].dump_dir) / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
+            if plan is not None:
+                (dump_dir / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
         if batch_script is not None:
             (root / SCRIPT).write_text(batch_script, encoding="utf-8")
     except OSError as error:
@@ -426,11 +445,6 @@ def _show_help(argv: list[str]) -> None:
 
 def main() -> None:
     argv = sys.argv[1:]
-    if argv[:1] == ["status"]:
-        if len(argv) != 2:
-            raise UserError("usage: python -m lingua.stool status DIR")
-        print(table(status(argv[1])))
-        return
     if {"-h", "--help"} & set(argv):
         _show_help(argv)
     job, arguments, sweep = split_arguments(argv)

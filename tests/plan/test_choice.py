@@ -29,7 +29,7 @@ def part(flops: int, n: int, gathered: int) -> Part:
 
 MEMORY = {"parameters": 100, "optimizer": 200, "activations": 7, "head": 5, "gradients": 410}
 FIRST = Trace(
-    (2, 2, 2), 1000, 2, 1, 6.0, MEMORY, MEMORY, 400,
+    (2, 8, 2), 1000, 2, 1, 6.0, MEMORY, MEMORY, 400,
     part(30, 2, 64), part(30, 3, 96), part(60, 1, 16),
 )  # fmt: skip
 
@@ -54,20 +54,22 @@ def test_numbers_are_linear_in_the_layers() -> None:
 
 
 def test_rows_scale_activations_and_arithmetic_and_shards_divide_what_is_sharded() -> None:
-    _, args = read_config([DEBUG, "data.global_batch_size=64", "data.batch_size=4"])
-    found = scaled_trace(FIRST, args, (1, 8, 2))  # 8 rows a rank: two micro-steps of 4
+    _, args = read_config([DEBUG, "data.global_batch_size=128", "data.batch_size=4"])
+    found = scaled_trace(FIRST, args, (1, 16, 2))  # 8 rows a rank: two micro-steps of 4
     assert (found.n_micro, found.rows, found.kept) == (2, 4, 400)
     assert found.peak == {
-        "parameters": 25, "optimizer": 50, "activations": 28, "head": 5, "gradients": 410
+        "parameters": 50, "optimizer": 100, "activations": 28, "head": 5, "gradients": 410
     }  # fmt: skip
     assert found.micro.kernels == {(120, 2, 40): 2}
-    assert found.update.kernels == {(15, 2, 2): 1}
+    assert found.update.kernels == {(30, 2, 5): 1}
     assert [t["bytes"] for t in found.micro.collectives] == [64, 32]
     every = deepcopy(args)
     every.distributed.grad_sync = "every"
-    assert scaled_trace(FIRST, every, (1, 8, 2)).peak["gradients"] == 10 + 400 / 4
+    assert scaled_trace(FIRST, every, (1, 16, 2)).peak["gradients"] == 10 + 400 / 2
+    replicas = scaled_trace(FIRST, args, (16, 1, 2)).peak
+    assert replicas["parameters"] == replicas["gathered parameters"] == 800  # copies, in float32
     args.data.batch_size = 8
-    assert scaled_trace(FIRST, args, (1, 8, 2)).peak["gradients"] == 10  # one micro-step
+    assert scaled_trace(FIRST, args, (1, 16, 2)).peak["gradients"] == 10  # one micro-step
 
 
 def test_a_choice_needs_a_device() -> None:

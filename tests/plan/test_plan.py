@@ -23,21 +23,24 @@ GATHER = {"kind": "all_gather", "axis": "dp_shard", "backward": False, "count": 
     ("words", "messages"),
     [
         (
-            [DEBUG, "gpu=h10", "ngpu=3", "distributed.tp_size=2", "tokens=-1"],
-            ["tokens", "must be above 0"],
+            [DEBUG, "gpu=h10", "nodes=0", "tokens=-1", "json=none/p.json", "model.dims=2"],
+            [
+                *('gpu = "h10": must be a100, ', '(did you mean "h100"?)', "nodes = 0: must be"),
+                *(
+                    "tokens = -1: must be above 0",
+                    "5 mistakes in",
+                    'json = "none/p.json": must be in',
+                ),
+                *('model.dims: unknown key (did you mean "model.dim"?)', "lingua.plan: nodes, "),
+            ],
         ),
+        ([DEBUG, "ngpu=3", "distributed.tp_size=2"], ["2 does not divide the number of proc"]),
         (
-            [DEBUG, "gpu=h10", "ngpu=3", "distributed.tp_size=2"],
-            ['(did you mean "h100"?)', "2 does not divide the number of processes, 3"],
-        ),
-        (
-            [DEBUG, "gpu=b20", "ngpu=3", "distributed.tp_size=3"],
-            ['(did you mean "b200"?)', "must divide model.n_heads = 4"],
+            [DEBUG, "gpu=mine.yaml", "ngpu=3", "distributed.tp_size=3"],
+            ["mine.yaml", "cannot be read", "must divide model.n_heads = 4"],
         ),
         ([DEBUG, "ngpu=2", "grad_acc_steps=100"], ["grad_acc_steps = 100"]),
-        ([DEBUG, "model.dims=2"], ['(did you mean "model.dim"?)']),
         (["config=apps/main/configs/llama_1B.yaml"], ["is not a file", "model.vocab_size=N"]),
-        ([DEBUG, "gpu=mine.yaml"], ["mine.yaml", "cannot be read"]),
     ],
 )
 def test_mistakes_are_named_together(words: list[str], messages: list[str]) -> None:

@@ -17,7 +17,14 @@ from tests.apps.runs import SMALL
 from tests.ranks import Ranks
 
 N_MICRO = 5
-MODEL = SMALL | {"data.batch_size": 1, "model.ffn_dim_multiplier": 1.0, "model.multiple_of": 4}
+MODEL = SMALL | {
+    "data.batch_size": 1,
+    "data.seq_len": 128,
+    "model.dim": 64,
+    "model.head_dim": 16,
+    "model.ffn_dim_multiplier": 1.0,
+    "model.multiple_of": 4,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "last": {},
     "replica_last": {"distributed.grad_sync": "replica_last"},
@@ -59,17 +66,18 @@ def real(sizes: Sizes, variants: dict[str, dict[str, Any]]) -> dict[str, tuple[C
         step = Step(app, args, built, ranks, model)
         n_micro, _ = args.micro_steps(sizes[0] * sizes[1])
         step.take(n_micro)
-        # gloo's threads may hold tensors a little longer: the least of three steps.
-        peak = min(peak_of_step(step, n_micro) for _ in range(3))
+        left, peak = min(peak_of_step(step, n_micro) for _ in range(3))
         with CollectiveCounter(ranks) as counter:
             step.take(n_micro)
         states = [t for state in step.run.optimizer.state.values() for t in state.values()]
         held = sum(local(t).nbytes for t in [*model.parameters(), *states])
-        found[name] = summary(counter.totals), held + peak
+        found[name] = summary(counter.totals), held + peak - left
     return found
 
 
-def peak_of_step(step: Step, n_micro: int) -> int:
+def peak_of_step(step: Step, n_micro: int) -> tuple[int, int]:
+    """Bytes that are left at the end of a step and those at its peak, as torch's profiler sees
+    them. It misses what gloo's threads free: that is left, in the quietest step the least."""
     with torch.profiler.profile(profile_memory=True) as profile:
         step.take(n_micro)
     live = peak = 0
@@ -77,7 +85,7 @@ def peak_of_step(step: Step, n_micro: int) -> int:
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    return peak
+    return live, peak
 
 
 def planned(sizes: Sizes, variants: dict[str, dict[str, Any]]) -> dict[str, tuple[Counts, int]]:
@@ -105,6 +113,5 @@ def check_plan(ranks: Ranks, sizes: Sizes, variants: dict[str, dict[str, Any]]) 
     measured = ranks.run(n, real, sizes, variants)[0]
     [plan] = ranks.run(1, planned, sizes, variants)
     assert {k: found for k, (found, _) in plan.items()} == {k: v for k, (v, _) in measured.items()}
-    # Not where gloo still holds tensors of small layers, or the CPU copies those in bfloat16.
-    names = [name for name in variants if sizes[2] == 1 and name != "bf16"]
-    assert [plan[k][1] for k in names] == pytest.approx([measured[k][1] for k in names], rel=0.1)
+    peaks = {name: peak for name, (_, peak) in measured.items()}
+    assert {name: peak for name, (_, peak) in plan.items()} == pytest.approx(peaks, rel=0.1)

@@ -16,8 +16,14 @@ from lingua.slurm.launch import JobArgs, launch, main, split_arguments, split_va
 from lingua.slurm.local import run_sweep, shares
 from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, write_sources
+from tests.programs import python
 
 REPO = Path(__file__).parents[2]
+STOOL = """
+import runpy, sys
+sys.executable = sys.argv.pop(1)  # of the runs; stool itself is to have a process of the terminal
+runpy.run_module("lingua.stool", run_name="__main__")
+"""
 
 
 def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path: Path) -> None:
@@ -27,7 +33,8 @@ def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path: Path) -> Non
     job = ["script=tests.slurm_app", "launcher=local", "at_once=2", "setup=[export STEP_S=0.2]"]
     values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
     values["sweep.optim.lr"] = "1e-3,3e-4,1e-4"
-    command = [sys.executable, "-m", "lingua.stool", *job, *(f"{k}={v}" for k, v in values.items())]
+    words = [*job, *(f"{key}={value}" for key, value in values.items())]
+    command = [sys.executable, "-c", STOOL, *python(), *words]
     env = os.environ | {"A_SECRET": (secret := secrets.token_hex())}
 
     def both_train() -> bool:
@@ -158,6 +165,40 @@ def test_wrong_input_is_refused_where_slurm_is_not(tmp_path: Path) -> None:
     # Of long values, what names a run is cut.
     long = {"data.cache_dir": [f"{tmp_path}/{c * 200}" for c in "ab"]}
     assert isinstance(launch(JobArgs(launcher="print"), arguments, long), str)
+
+
+def test_what_cannot_fit_by_the_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_sources(tmp_path)
+    values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
+    gpu = tmp_path / "own.yaml"
+    speeds = "memory_gb_per_s: 1, bf16_tflops: 1, tf32_tflops: 1, fp32_tflops: 1"
+    links = "node_gb_per_s: 1, network_gb_per_s: 1"
+    gpu.write_text(f"{{memory_gib: 2.01, reserve_gib: 2, {speeds}, {links}}}")
+    sweep = {"optim.lr": ["1e-3", "1e-4"], "model.n_layers": ["2", "200"]}
+
+    def planned(**job: Any) -> list[str]:
+        args = JobArgs(launcher="print", ngpu=2, gpu=str(gpu), **job)
+        script = launch(args, [f"{k}={v}" for k, v in values.items()], sweep)
+        assert isinstance(script, str) and script.startswith("#!")
+        return capsys.readouterr().err.splitlines()
+
+    with pytest.raises(UserError) as raised:
+        planned()
+    [line, _] = str(raised.value).splitlines()
+    assert line.startswith(f"gpu = {gpu}: model.n_layers=200: plan: does not fit, about ")
+    capsys.readouterr()
+    small, large = planned(allow_too_large=True)  # of four runs: a plan has no learning rate
+    assert small.startswith("model.n_layers=2: plan: fits, about 2.0 of 2.01 GiB; a step takes ")
+    assert large == line.removeprefix(f"gpu = {gpu}: ")
+    for job, need in (
+        (JobArgs(gpu="h100", script="apps.main.eval"), "gpu = h100: plans training: leave it out"),
+        (JobArgs(allow_too_large=True), "allow_too_large = True: needs gpu"),
+        (JobArgs(gpu="h10"), r'gpu = "h10": must be .*did you mean "h100"'),
+    ):
+        with pytest.raises(UserError, match=need):
+            launch(job, [f"{k}={v}" for k, v in values.items()])
 
 
 def test_without_submitit_the_message_names_the_package(
