@@ -8,15 +8,14 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
-import yaml
 
-from lingua.config.values import plain, read_file, scalar
+from lingua.config.values import plain, read_file
 from lingua.errors import UserError
 from lingua.files import file_size, read_bytes
 
@@ -152,7 +151,7 @@ class Record:
         for path in (self.folder / name for name in CONFIGS):
             if path.exists():
                 try:
-                    return _flatten(_read_fast(path) or plain(read_file(path, str(path))))
+                    return _flatten(plain(read_file(path, str(path))))
                 except (UserError, OSError) as error:
                     self.problems.append(str(error))
         return {}
@@ -319,44 +318,6 @@ def _parse(text: bytes) -> dict[str, Any]:
         raise ValueError("it has no valid step")
     line["step"] = int(step)
     return line
-
-
-def _read_fast(path: Path) -> dict[str, Any] | None:
-    """A config, by libyaml ten times as fast as by PyYAML. None for one that is not valid or has
-    tags or aliases, and where there is no libyaml."""
-    try:
-        events = yaml.parse(read_bytes(path, 1 << 19).decode(), Loader=yaml.CBaseLoader)
-        inside = (e for e in events if isinstance(e, yaml.NodeEvent | yaml.CollectionEndEvent))
-        value = _value(inside)
-        return value if isinstance(value, dict) and next(inside, None) is None else None
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError):
-        return None
-
-
-_END = object()  # of a list
-
-
-def _value(events: Iterator[Any]) -> Any:
-    """The value that begins with the next event. Raises ValueError."""
-    event: Any = next(events, None)
-    if isinstance(event, yaml.SequenceEndEvent):
-        return _END
-    plain_node = isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
-    if not plain_node or event.tag or event.anchor:
-        raise ValueError
-    if isinstance(event, yaml.ScalarEvent):
-        return event.value if event.style else _scalar(event.value)
-    if isinstance(event, yaml.SequenceStartEvent):
-        return list(iter(partial(_value, events), _END))
-    mapping: dict[str, Any] = {}
-    while not isinstance(key := next(events), yaml.MappingEndEvent):
-        if not isinstance(key, yaml.ScalarEvent) or key.tag or key.value in mapping:
-            raise ValueError
-        mapping[key.value] = _value(events)
-    return mapping
-
-
-_scalar = lru_cache(maxsize=10_000)(scalar)  # configs have most values in common
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

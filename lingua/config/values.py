@@ -6,9 +6,11 @@ import json
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -23,8 +25,7 @@ TOO_LARGE = f"has more than {MOST_VALUES:,} values or {MOST_LEVELS} levels, alia
 NO_TEXT = "must be text of UTF-8 without NUL"
 
 
-@dataclass(frozen=True)
-class LocatedValue:
+class LocatedValue(NamedTuple):
     """One value as the user wrote it. Lists and mappings hold LocatedValue again."""
 
     value: Any  # None, bool, int, float, str, list[LocatedValue] or dict[str, LocatedValue]
@@ -79,7 +80,7 @@ def parse_argument(text: str) -> LocatedValue:
     except (yaml.YAMLError, UserError):
         return LocatedValue(text, COMMAND_LINE, text)
     quoted = text[:1] in ("'", '"') and isinstance(given.value, str)
-    return given if quoted else replace(given, text=text)
+    return given if quoted else given._replace(text=text)
 
 
 def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list[Values]:
@@ -139,7 +140,7 @@ def parse_mapping(text: str, name: str) -> Values:
 def _parse(text: str, name: str) -> LocatedValue:
     """One YAML document; `name` is the path of its file, or COMMAND_LINE."""
     try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
+        node = _compose(text)
     except RecursionError:
         raise UserError(f"{name}: {TOO_LARGE}") from None
     if node is None:
@@ -147,20 +148,33 @@ def _parse(text: str, name: str) -> LocatedValue:
     return _located(node, name, iter(range(MOST_VALUES)))
 
 
-def _located(node: yaml.Node, name: str, left: Iterator[int], level: int = 0) -> LocatedValue:
-    """A value of a document that may have as many more as `left` has numbers."""
-    where = name if name == COMMAND_LINE else f"{name}:{node.start_mark.line + 1}"
+def _compose(text: str) -> Any:
+    """A document's node. By libyaml, ten times as fast as PyYAML itself, which is asked about what
+    is wrong, and about levels so many that libyaml would end the process."""
+    if sum(map(text.count, "[{-?")) < 1000:
+        with suppress(yaml.YAMLError, AttributeError):  # PyYAML may have been built without it
+            return yaml.compose(text, Loader=yaml.CBaseLoader)
+    return yaml.compose(text, Loader=yaml.BaseLoader)
+
+
+def _located(
+    node: yaml.Node, name: str, left: Iterator[int], level: int = 0, key_at: str = ""
+) -> LocatedValue:
+    """A value of a document that may have as many more as `left` has numbers. key_at: the line of
+    its key, where it is that of one."""
+    line = name if name == COMMAND_LINE else f"{name}:{node.start_mark.line + 1}"
+    where = key_at or line
     # An alias can stand for what contains it, and a few of them for billions of values.
     if next(left, None) is None or level > MOST_LEVELS:
-        raise UserError(f"{where}: {TOO_LARGE}")
+        raise UserError(f"{line}: {TOO_LARGE}")
     # To YAML, the bare !!!CHANGE_THIS!!! that Meta Lingua leaves for the user is a tag.
     if "CHANGE_THIS" in node.tag or node.value == "!!!CHANGE_THIS!!!":
         return LocatedValue(MISSING, where, MISSING)
     if node.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "seq", "map"):
-        raise UserError(f"{where}: the YAML tag {node.tag} is not supported")
+        raise UserError(f"{line}: the YAML tag {node.tag} is not supported")
     if isinstance(node, yaml.ScalarNode):  # whose style is its quotes
         if not is_text(node.value):
-            raise UserError(f"{where}: {shorten(node.value)!a}: {NO_TEXT}")
+            raise UserError(f"{line}: {shorten(node.value)!a}: {NO_TEXT}")
         return LocatedValue(node.value if node.style else scalar(node.value), where, node.value)
     if isinstance(node, yaml.SequenceNode):
         return LocatedValue([_located(n, name, left, level + 1) for n in node.value], where)
@@ -171,7 +185,7 @@ def _located(node: yaml.Node, name: str, left: Iterator[int], level: int = 0) ->
             raise UserError(f"{at}: a key must be a word")
         if key in entries:
             raise UserError(f'{at}: key "{key}" is given twice; first at {entries[key].where}')
-        entries[key] = replace(_located(child, name, left, level + 1), where=at)
+        entries[key] = _located(child, name, left, level + 1, at)
     return LocatedValue(entries, where)
 
 
@@ -181,6 +195,7 @@ _INT = re.compile(r"[-+]?(0x[0-9a-f]+|[0-9]+(_[0-9]+)*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(e[-+]?[0-9]+)?|[-+]?\.(inf|nan)")
 
 
+@lru_cache(maxsize=10_000)  # configs of runs have most values in common
 def scalar(text: str) -> Any:
     """A scalar without quotes. Other than in YAML 1.1, `3e-4` is a number, `010` is ten, and `1:30`
     and dates are text."""
