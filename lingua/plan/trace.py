@@ -207,8 +207,9 @@ class _Operators(OperatorMode):
         if _takes_device(func):
             kwargs = kwargs | {"device": META}
         result = func(*args, **kwargs)
-        for see in (self.kernels.count, self.collectives.count, self.memory.see):
-            see(func, args, kwargs, result)
+        self.kernels.count(func, args, kwargs, result, self.memory.in_fsdp)
+        self.collectives.count(func, args, kwargs, result)
+        self.memory.see(func, args, kwargs, result)
         return result
 
     def part(self) -> Part:
