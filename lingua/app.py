@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from lingua.config.values import COMMAND_LINE, parse_argument, read_layers
 from lingua.errors import UserError, nearest
-from lingua.parallel.parallelize import ParallelPlan
+
+if TYPE_CHECKING:  # finding an app imports no torch
+    from torch import nn
+
+    from lingua.parallel.parallelize import ParallelPlan
 
 APPS = Path(__file__).parents[1] / "apps"  # of this repository
 GROUP = "lingua.apps"  # entry points of installed packages: name = "package.module:app"
@@ -29,8 +31,8 @@ MAIN = "main"  # the app of a config that names none
 class Built:
     """The model of a config."""
 
-    module: nn.Module  # a lingua.model.LanguageModel on the meta device, unless it is small
-    plan: ParallelPlan | None  # its layout on a mesh; None: data parallel as one unit
+    module: "nn.Module"  # a lingua.model.LanguageModel on the meta device, unless it is small
+    plan: "ParallelPlan | None"  # its layout on a mesh; None: data parallel as one unit
     flops_per_token: float  # of forward and backward, for the MFU
 
 
@@ -43,7 +45,7 @@ class App:
     build: Callable[[Any], Built]  # the model of such a configuration
     data: Any = None  # where rows come from, a lingua.data.rows.Data
     # (sharded module, configuration, plan) -> torch.optim.Optimizer
-    optimizer: Callable[[nn.Module, Any, ParallelPlan | None], Any] | None = None
+    optimizer: "Callable[[nn.Module, Any, ParallelPlan | None], Any] | None" = None
     # (Run) -> apps.main.train.Objective, which computes gradients and held-out loss
     objective: Callable[[Any], Any] | None = None
     probe: Callable[[Any], None] | None = None  # of the Run, in each step once gradients are there

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ class Chat:
             lstrip_blocks=True,
             extensions=[_Generation, jinja2.ext.loopcontrols],
         )
-        environment.filters["tojson"] = _to_json
+        # As transformers' filter: Jinja's own writes HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {"raise_exception": _raise, "strftime_now": DAY.strftime}
         try:
             self._template = environment.from_string(template, globals=names)
@@ -238,20 +239,3 @@ class _Generation(jinja2.ext.Extension):
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As transformers' filter: Jinja's own writes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

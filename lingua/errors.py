@@ -1,7 +1,10 @@
-"""The one exception for a mistake of the user, and the hint that names the nearest valid word."""
+"""The one exception for a mistake of the user, the hint that names the nearest valid word, and
+optional packages."""
 
 import difflib
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
 
 MOST_SHOWN = 50  # mistakes in one message
 
@@ -32,3 +35,14 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """` (did you mean "x"?)` for the allowed word closest to `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return f' (did you mean "{match[0]}"?)' if match else ""
+
+
+def import_optional(module: str, needed_by: str) -> Any:
+    """A module of a package that not every installation has. Raises UserError, which begins with
+    what it is `needed_by`."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        advice = f"which is not installed (pip install {package})"
+        raise UserError(f"{needed_by} needs the Python package {package}, {advice}") from None

@@ -102,6 +102,15 @@ def read_bytes(path: Path, at_most: int = 1 << 30) -> bytes:
     return path.read_bytes()
 
 
+def read_into(descriptor: int, memory: memoryview, at: int) -> int:
+    """Fill `memory` with the bytes of an open file from `at` on, of which there may be fewer.
+    Returns how many. Raises OSError."""
+    done = 0
+    while done < len(memory) and (n := os.preadv(descriptor, [memory[done:]], at + done)):
+        done += n
+    return done
+
+
 def load_json(path: Path, at_most: int = 1 << 28) -> dict[str, Any]:
     """The JSON object in a file of `at_most` bytes; numbers that are not finite are None. Raises
     OSError or ValueError."""

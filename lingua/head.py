@@ -137,7 +137,8 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> Tensor:
         ctx.save_for_backward(x, weight, targets)
         ctx.shard = shard
-        return _losses(x, weight, targets, shard)
+        chunks = _chunks(x, weight)
+        return torch.cat([_chunk(x[i], weight, targets[i], shard)[0] for i in chunks])
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,14 +146,6 @@ class _TokenLosses(torch.autograd.Function):
         needed = ctx.needs_input_grad
         _, *gradients = _gradients(x, weight, targets, ctx.shard, upstream, needed)
         return *gradients, None, None
-
-
-def _losses(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> Tensor:
-    """Cross-entropies of N targets in nats, float32 [N], 0 where the target is ignored.
-
-    x is N E; weight has this rank's rows of the vocabulary, in the same dtype.
-    """
-    return torch.cat([_chunk(x[i], weight, targets[i], shard)[0] for i in _chunks(x, weight)])
 
 
 def _gradients(
@@ -179,7 +172,7 @@ def _gradients(
             torch.mm(grad, weight, out=x_grad[i])
         if weight_grad is not None:
             for rows in _chunks(weight, x):
-                weight_grad[rows] += grad[:, rows].T @ x[i]
+                weight_grad[rows].add_(grad[:, rows].T @ x[i])
     return torch.cat(losses), x_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
 
 
@@ -195,7 +188,11 @@ def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def _chunk(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """The losses and their gradients by the logits, float32 [N] and N vocabulary."""
+    """Cross-entropies of N targets in nats, float32 [N], 0 where the target is ignored, and their
+    gradients by the logits, float32 N vocabulary.
+
+    x is N E; weight has this rank's rows of the vocabulary, in the same dtype.
+    """
     logits = F.linear(x, weight).float()
     valid, own = targets != IGNORE, targets - shard.begin
     here = valid & (own >= 0) & (own < len(weight))
@@ -203,9 +200,9 @@ def _chunk(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[T
     total, target = logits.logsumexp(-1), torch.where(here, logits.gather(1, own)[:, 0], 0.0)
     if shard.group is not None:
         mine = torch.stack((total, target))
-        ranks = mine.new_empty((shard.group.size() * 2, len(x)))
-        dist.all_gather_into_tensor(ranks, mine, group=shard.group)
-        total, target = ranks[0::2].logsumexp(0), ranks[1::2].sum(0)
+        ranks = mine.new_empty((shard.group.size(), *mine.shape))
+        dist.all_gather(list(ranks), mine, group=shard.group)
+        total, target = ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)
     grad = logits.sub_(total[:, None]).exp_()  # softmax
     grad.scatter_add_(1, own, -here.float()[:, None])
     grad *= valid[:, None]

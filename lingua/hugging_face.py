@@ -6,7 +6,6 @@ What a family of models is called there belongs to an app, whose `App.hugging_fa
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from lingua.app import App
 from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import Part
 from lingua.errors import UserError
-from lingua.files import file_size, read_json
+from lingua.files import file_size, read_into, read_json
 from lingua.tokenizer import Tokenizer, TokenizerArgs, tokenizer_config, tokenizer_file
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -192,12 +191,9 @@ def _read_part(
         of_rows = (slice(first, first + len(rows)), *box[1:])
         begins, size = stored.runs(of_rows, dtype.itemsize, row_order)
         for begin in begins.tolist():
-            end = at + size
-            while at < end:
-                n = os.preadv(descriptor, [view[at:end]], begin)
-                if not n:
-                    raise ValueError(f"{stored.file.name}: ends too early")
-                at, begin = at + n, begin + n
+            if read_into(descriptor, view[at : at + size], begin) < size:
+                raise ValueError(f"{stored.file.name}: ends too early")
+            at += size
         if not in_place:
             rows.copy_(memory)
         first += len(rows)

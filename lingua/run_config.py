@@ -31,11 +31,10 @@ def load_run(app: App, argv: list[str], part: Any = None) -> tuple[Any, list[str
     below: Values = {}
     if not {"-h", "--help"} & set(argv):
         below = of_origin(app, *draft(app.config, argv, META_LINGUA))
-    if part is not None:
-        others = {f.name for f in fields(app.config)} - {f.name for f in fields(part)}
-        argv = [word for word in argv if re.split(r"[.=]", word)[0] not in others]
     if part is None:
         return load(app.config, argv, META_LINGUA, below=below)
+    others = {f.name for f in fields(app.config)} - {f.name for f in fields(part)}
+    argv = [word for word in argv if re.split(r"[.=]", word)[0] not in others]
     return load(type(part), argv, META_LINGUA, partial=True, below=below, defaults=part)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from lingua.command import run_command, split_folders
+from lingua.compare.arms import find_arms
 from lingua.config.load import load
 from lingua.config.schema import Free
 from lingua.config.values import parse_argument, plain, show
@@ -129,11 +130,9 @@ def _age_s(line: Mapping[str, Any]) -> float | None:
 def over_seeds(records: Sequence[Record], rows: Sequence[Row]) -> list[Row]:
     """One row for the runs whose configs differ only in their seed: means, with the standard
     deviation of a run as spread, at the last step that all of them have in common."""
-    groups: dict[str, list[int]] = {}
-    keys = [key for key in differing(records) if key != "seed"]
-    for i, row in enumerate(rows):
-        groups.setdefault(show({key: row.config.get(key) for key in keys}), []).append(i)
-    return [_mean([records[i] for i in g], [rows[i] for i in g]) for g in groups.values()]
+    row_of_run = {id(record): row for record, row in zip(records, rows, strict=True)}
+    arms = (arm.runs for arm in find_arms(records))
+    return [_mean(runs, [row_of_run[id(run)] for run in runs]) for runs in arms]
 
 
 def _mean(records: Sequence[Record], rows: Sequence[Row]) -> Row:
@@ -144,6 +143,7 @@ def _mean(records: Sequence[Record], rows: Sequence[Row]) -> Row:
     losses = [_at(r.metrics.step, smooth(r.metrics["loss"], r.metrics.step)) for r in records]
     measured = [_at(*heldout(r)) for r in records]
     ages = [row.age_s for row in rows if row.age_s is not None]
+    speeds = [row.tokens_per_s for row in rows if row.tokens_per_s is not None]
     spread: dict[str, float] = {}
     at: dict[str, int] = {}
 
@@ -167,7 +167,7 @@ def _mean(records: Sequence[Record], rows: Sequence[Row]) -> Row:
         heldout=mean("heldout", measured),
         heldout_step=at.get("heldout"),
         loss=mean("loss", [{s: v for s, v in f.items() if s <= step} for f in losses]),
-        tokens_per_s=_mean_of([row.tokens_per_s for row in rows]),
+        tokens_per_s=sum(speeds) / len(speeds) if speeds else None,
         left_s=max((row.left_s for row in rows if row.left_s is not None), default=None),
         sources={
             name: value
@@ -187,11 +187,6 @@ def _at(step: np.ndarray, values: np.ndarray) -> dict[int, float]:
 def _source(record: Record, name: str) -> dict[int, float]:
     columns = record.validation[name]
     return _at(columns.step, columns["nats_per_byte"])
-
-
-def _mean_of(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None
 
 
 # ---- which rows, in which order

@@ -9,10 +9,16 @@ A launch validates the whole config, copies it and the code to the dump dir, and
 runs from there. Keys that are not listed here are those of the run.
 """
 
-from lingua.parallel.program import run_program
-from lingua.slurm.launch import JobArgs, launch, main
+import sys
 
-__all__ = ["JobArgs", "launch"]
+from lingua.command import run_command
+from lingua.slurm.status import main as show_status
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["status"]:
+        run_command(show_status)
+    # Here, since importing torch takes seconds that a status does not need.
+    from lingua.parallel.program import run_program
+    from lingua.slurm.launch import main
+
     run_program(main)

@@ -59,6 +59,8 @@ SlurmdTimeout=6
 KillWait=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+# As on many clusters: a job may come back only where it asks for it.
+JobRequeue=0
 MinJobAge=3600
 END
     # More cores than the machine has: which job runs beside which is not for it to decide.

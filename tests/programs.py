@@ -5,7 +5,8 @@
 `python()` stands for sys.executable in a command. Its process has a server, which has imported what
 the programs share, fork one that is given its arguments, folder, environment and standard files. It
 passes signals on, ends as the program does, and killed takes the program with it. What Python reads
-from the environment when it starts (PYTHONUTF8, OMP_NUM_THREADS) has no effect on a fork.
+from the environment when it starts (PYTHONUTF8, OMP_NUM_THREADS) has no effect on a fork. In a fork
+sys.executable is such a command too, so that the ranks of torchrun and of a job start like this.
 """
 
 import gc
@@ -14,48 +15,62 @@ import json
 import os
 import runpy
 import selectors
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
-SHARED = ("torch.distributed.run", "apps.main.train", "apps.main.generate")
+SHARED = ("torch.distributed.run", "torch._dynamo", "apps.main.train", "apps.main.generate")
+# For programs that import this repository from a copy of it, and have all of it still to import.
+OF_OTHERS = ("torch.distributed.run", "torch._dynamo", "torch.distributed.fsdp")
+OF_OTHERS += ("torch.distributed.checkpoint", "torch.distributed.tensor.parallel")
+OF_OTHERS += ("pyarrow", "submitit.core._submit")
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
-def python() -> list[str]:
-    """The beginning of a command."""
-    return [sys.executable, "-IS", __file__, start_server()[0]]
+def python(modules: tuple[str, ...] = SHARED) -> list[str]:
+    """The beginning of a command, whose server has imported `modules`."""
+    return [start_server(modules)[0]]
 
 
 @cache
-def start_server() -> tuple[str, subprocess.Popen[bytes]]:
-    """Its address. It ends with this process, which has the other end of its standard input."""
-    address = f"lingua-{os.getpid()}"
+def start_server(modules: tuple[str, ...]) -> tuple[str, subprocess.Popen[bytes]]:
+    """The command for its forks. It ends with this process, which has the other end of its standard
+    input."""
+    folder = tempfile.mkdtemp(prefix="lingua-python-")
+    command = Path(folder, "python")
+    ask = shlex.join([sys.executable, "-IS", __file__, folder])
+    command.write_text(f'#!/bin/sh\nexec {ask} "$@"\n')
+    command.chmod(0o700)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{address}")  # without a file
+        listener.bind(f"\0{folder}")  # without a file
         listener.listen()
+        words = ["serve", str(listener.fileno()), str(command), *modules]
         server = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(listener.fileno())],
+            [sys.executable, __file__, *words],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
-    return address, server
+    return str(command), server
 
 
 # ------------------------------------------------------------------------ the process of a command
 
 
 def ask(address: str, argv: list[str]) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # by lingua.signals.exec_program
     with socket.socket(socket.AF_UNIX) as server, server.makefile() as answers:
         server.connect(f"\0{address}")
         socket.send_fds(server, [b"\n"], [0, 1, 2])
         request = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}
+        request["blocked"] = list(map(int, blocked))
         server.sendall(json.dumps(request).encode() + b"\n")
         pid = int(answers.readline())
         for number in PASSED_ON:
@@ -72,10 +87,10 @@ def ask(address: str, argv: list[str]) -> None:
 # ------------------------------------------------------------------------------------- the server
 
 
-def serve(listener: socket.socket) -> list[str]:
+def serve(listener: socket.socket, command_file: Path, modules: list[str]) -> list[str]:
     """Returns in every fork, with the arguments of its program."""
     sys.path[0] = str(Path(__file__).parents[1])
-    for name in SHARED:
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()
     ended, wake = os.pipe()
@@ -91,6 +106,7 @@ def serve(listener: socket.socket) -> list[str]:
                 if key.fileobj == 0:
                     for pid in commands:
                         os.kill(pid, signal.SIGKILL)
+                    shutil.rmtree(command_file.parent)
                     sys.exit()
                 elif key.fileobj is listener:
                     command, _ = listener.accept()
@@ -129,13 +145,19 @@ def serve(listener: socket.socket) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # which has been read from the environment
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     return request["argv"]
 
 
 def run(argv: list[str]) -> None:
     """As Python does with these arguments."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [os.getcwd(), *filter(None, paths)]
+    here = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]
+    sys.path[:1] = [*here, *filter(None, paths)]
+    if argv[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        argv = argv[1:]
     match argv:
         case "-m", module, *words:
             sys.argv = [module, *words]
@@ -152,6 +174,9 @@ def run(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        run(serve(socket.socket(fileno=int(sys.argv[2]))))
+        _, _, listener, command, *modules = sys.argv
+        argv = serve(socket.socket(fileno=int(listener)), Path(command), modules)
+        sys.executable = command
+        run(argv)
     else:
         ask(sys.argv[1], sys.argv[2:])

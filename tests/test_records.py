@@ -212,5 +212,5 @@ def test_smoothing_is_a_weighted_mean_of_what_came_before() -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    code = "import sys, lingua.records; sys.exit('torch' in sys.modules)"
+    code = "import sys, lingua.records, lingua.stool; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)

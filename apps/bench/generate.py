@@ -23,7 +23,7 @@ from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import load, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.convert import ConvertArgs, export_checkpoint
-from lingua.errors import UserError
+from lingua.errors import UserError, import_optional
 from lingua.format import align
 from lingua.inference.generate import Request, generate
 from lingua.inference.sampling import SamplingArgs
@@ -106,12 +106,8 @@ def take_turns(
 
 def transformers_model(args: TrainArgs, model: torch.nn.Module, folder: Path) -> Any:
     """The same weights, by way of a checkpoint and its export."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise UserError(
-            "the measurement needs the Python package transformers (pip install transformers)"
-        ) from None
+    library = import_optional("transformers", "the measurement")
     save(folder / "ours", 1, tensors_of(model), {}, to_yaml(args))
     export_checkpoint(ConvertArgs(source=str(folder / "ours"), out=str(folder / "theirs")))
-    return AutoModelForCausalLM.from_pretrained(folder / "theirs", attn_implementation="sdpa")
+    theirs = library.AutoModelForCausalLM
+    return theirs.from_pretrained(folder / "theirs", attn_implementation="sdpa")

@@ -18,7 +18,7 @@ from apps.bench.report import Report
 from lingua.app import choose_app
 from lingua.config.load import load
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.errors import UserError
+from lingua.errors import UserError, import_optional
 from lingua.format import align
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
@@ -203,11 +203,5 @@ def _format_axes(top: Any, bottom: Any, n_steps: int) -> None:
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("--png needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+    import_optional("matplotlib", "--png").use("agg")
+    return import_optional("matplotlib.pyplot", "--png")

@@ -32,14 +32,13 @@ from lingua.checkpoint.resume import (
     check_config,
     check_origin,
     find_start,
+    flat_config,
     log_resume,
     start_from,
 )
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import flatten, from_values, resume_classes
-from lingua.config.schema import leaves, schema
-from lingua.config.values import plain, read_file
+from lingua.config.load import flatten, resume_classes
 from lingua.data.rows import Data
 from lingua.data.text import TextData
 from lingua.errors import UserError
@@ -196,9 +195,7 @@ def former_rows(args: TrainArgs, saved: Saved | None) -> int | None:
     key, written = "data.global_batch_size", args.folder / "config.yaml"
     if saved is not None:
         return saved.config[key]
-    values = read_file(written, str(written)) if written.exists() else {}
-    given = {k: plain(v) for k, v in leaves(values, schema(type(args))).items() if k == key}
-    return from_values(args, given, str(written)).data.global_batch_size
+    return flat_config(written, [key]).get(key) if written.exists() else None
 
 
 def unless_stopped(work: Callable[[], object], stop: StopRequest, what: str) -> bool:

@@ -5,6 +5,7 @@ may hold a small part of it, and copies it; this one reads a part into its place
 """
 
 import io
+import math
 import pickle
 import pickletools
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,17 +13,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
-from torch import Size, Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch import Tensor
 
 from lingua.checkpoint.tensors import Part
-from lingua.files import file_size, read_bytes
+from lingua.files import file_size, read_bytes, read_into
 from lingua.torch_private import begin_in_file, create_file_view
 
 METADATA = ".metadata"
@@ -52,8 +46,10 @@ _WITH_LENGTH = {"LONG1": 1, "SHORT_BINUNICODE": 1, "BINUNICODE": 4}  # bytes of 
 
 
 class _Chunk(NamedTuple):
-    """Where a chunk of a tensor is stored, as torch.save wrote it."""
+    """A chunk of a tensor, and where it is stored, as torch.save wrote it."""
 
+    begin: tuple[int, ...]  # in the tensor
+    sizes: tuple[int, ...]
     file: str
     offset: int  # bytes
     length: int  # bytes
@@ -119,21 +115,11 @@ def _state(made: Any, kind: str) -> dict[str, Any]:
     return made.state
 
 
-def _sizes(made: Any) -> Size:
+def _sizes(made: Any) -> tuple[int, ...]:
     sizes = made.argument if isinstance(made, _StandIn) else None
     if not isinstance(sizes, tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in sizes):
         raise ValueError("it has sizes of a tensor that are no whole numbers")
-    return Size(sizes)
-
-
-def _tensor(made: Any) -> TensorStorageMetadata:
-    attributes = _state(made, "TensorStorageMetadata")
-    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in attributes["chunks"]]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=attributes["properties"].state[0]),
-        _sizes(attributes["size"]),
-        [ChunkStorageMetadata(_sizes(c["offsets"]), _sizes(c["sizes"])) for c in chunks],
-    )
+    return sizes
 
 
 class DCPFolder:
@@ -148,12 +134,7 @@ class DCPFolder:
         pickled = read_bytes(path / METADATA)
         _check_opcodes(pickled)
         metadata = _state(_Unpickler(pickled).load(), "Metadata")
-        self._entries = {
-            str(name): _tensor(entry)
-            for name, entry in metadata["state_dict_metadata"].items()
-            if type(entry).__name__ == "TensorStorageMetadata"
-        }
-        self._stored: dict[MetadataIndex, _Chunk] = {}
+        stored: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
         sizes: dict[str, int] = {}  # of files
         for index, info in metadata["storage_data"].items():
             index, info = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
@@ -166,32 +147,38 @@ class DCPFolder:
                 sizes[file] = file_size(path / file)
             if not 0 <= begin <= begin + length <= sizes[file]:
                 raise ValueError(f"it refers to bytes that {file} does not have")
-            key = MetadataIndex(index["fqn"], _sizes(index["offset"]))
-            self._stored[key] = _Chunk(file, begin, length)
-        self.tensors: dict[str, Tensor] = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            for name, entry in self._entries.items()
-        }
+            stored[index["fqn"], _sizes(index["offset"])] = file, begin, length
+        self.tensors: dict[str, Tensor] = {}
+        self._chunks: dict[str, list[_Chunk]] = {}
+        for key, entry in metadata["state_dict_metadata"].items():
+            if type(entry).__name__ == "TensorStorageMetadata":
+                name, attributes = str(key), _state(entry, "TensorStorageMetadata")
+                size, dtype = _sizes(attributes["size"]), attributes["properties"].state[0]
+                self.tensors[name] = torch.empty(size, dtype=dtype, device="meta")
+                chunks = [_state(made, "ChunkStorageMetadata") for made in attributes["chunks"]]
+                places = [(_sizes(c["offsets"]), _sizes(c["sizes"])) for c in chunks]
+                self._chunks[name] = [_Chunk(at, n, *stored[name, at]) for at, n in places]
         check_size(self.tensors, sum(sizes.values()))
 
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of each part. Every file is read once, from its begin to its end."""
         reads: dict[str, list[tuple[_Chunk, Part]]] = {}
         for part in parts:
-            begin = Size(side.start for side in part.box)
-            wanted = ChunkStorageMetadata(begin, part.out.shape)
-            entry = self._entries[part.name]
-            of_chunks = create_read_items_for_chunk_list(part.name, entry, [wanted])
-            if sum(item.lengths.numel() for item in of_chunks) < part.out.numel():
-                raise ValueError(f"it does not have all of {part.name}")
-            for item in of_chunks:
-                stored = self._stored[item.storage_index]
-                chunk = entry.chunks[item.storage_index.index or 0].sizes
-                if stored.length > chunk.numel() * entry.properties.dtype.itemsize + HEADER_BYTES:
+            found, itemsize = 0, self.tensors[part.name].itemsize
+            for chunk in self._chunks[part.name]:
+                sides = zip(part.box, chunk.begin, chunk.sizes, strict=True)
+                both = [(max(side.start, at), min(side.stop, at + n)) for side, at, n in sides]
+                if any(first >= end for first, end in both):
+                    continue
+                if chunk.length > math.prod(chunk.sizes) * itemsize + HEADER_BYTES:
                     raise ValueError(f"its chunk of {part.name} has other bytes besides")
-                out = part.out[_box(item.dest_offsets, item.lengths)]
-                of_chunk = Part(part.name, _box(item.storage_offsets, item.lengths), out)
-                reads.setdefault(stored.file, []).append((stored, of_chunk))
+                in_chunk = _box(both, chunk.begin)
+                in_part = _box(both, [side.start for side in part.box])
+                of_chunk = Part(part.name, in_chunk, part.out[in_part])
+                found += of_chunk.out.numel()
+                reads.setdefault(chunk.file, []).append((chunk, of_chunk))
+            if found < part.out.numel():
+                raise ValueError(f"it does not have all of {part.name}")
         for name, of_file in reads.items():
             with (self.path / name).open("rb", buffering=0) as f:
                 for stored, of_chunk in sorted(of_file, key=lambda read: read[0].offset):
@@ -207,8 +194,9 @@ def check_size(tensors: Mapping[str, Tensor], stored: int) -> None:
         raise ValueError(f"its tensors have {size} bytes, and the files only {stored}")
 
 
-def _box(begin: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(begin, sizes, strict=True))
+def _box(sides: Sequence[tuple[int, int]], begin: Sequence[int]) -> tuple[slice, ...]:
+    """The sides, (first, end) in the whole tensor, as a part that begins at `begin` has them."""
+    return tuple(slice(a - at, e - at) for (a, e), at in zip(sides, begin, strict=True))
 
 
 def _read_chunk(f: io.FileIO, stored: _Chunk, part: Part) -> None:
@@ -225,12 +213,8 @@ def _read_chunk(f: io.FileIO, stored: _Chunk, part: Part) -> None:
     in_place = out.device.type == "cpu" and out.dtype == source.dtype
     in_place = in_place and out.is_contiguous() and source.is_contiguous()
     memory = out.view(-1) if in_place else torch.empty(last + 1, dtype=source.dtype)
-    f.seek(stored.offset + begin)
-    rest = memory.view(torch.uint8).numpy().data
-    while rest:
-        n = f.readinto(rest)
-        if not n:
-            raise ValueError("ends too early")
-        rest = rest[n:]
+    as_bytes = memory.view(torch.uint8).numpy().data
+    if read_into(f.fileno(), as_bytes, stored.offset + begin) < len(as_bytes):
+        raise ValueError("ends too early")
     if not in_place:
         out.copy_(memory.as_strided(source.shape, source.stride()))

@@ -24,6 +24,7 @@ from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import TensorSource, find_source, is_of_transformers
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import from_values
+from lingua.config.schema import MOST_ROWS, bounds
 from lingua.config.values import parse_mapping, plain, read_file
 from lingua.data.args import Stage
 from lingua.data.stream import shares
@@ -66,6 +67,7 @@ class Mixture:
         for weights in (self.sources or {}, *(stage.sources for stage in self.stages or ())):
             if not all(map(isfinite, weights.values())):
                 yield "sources", "must have finite weights"
+        yield from bounds(self, 1, "global_batch_size", most=MOST_ROWS)
 
 
 @dataclass

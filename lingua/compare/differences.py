@@ -1,20 +1,21 @@
 """Where two runs first differ, in rows, rate, weights or loss, and why."""
 
-import filecmp
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lingua.files import load_json
 from lingua.records import Columns, Record, differing, heldout
+from lingua.report.code import changed_files, code_place
 
 CHECKPOINT = re.compile(r"\d{10}")
 MOST_FILES = 5  # named, of the code
-MOST_CODE = 10_000  # files looked at
 VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "topology")
 # Keys that only change the order of additions.
 ADDITIONS = re.compile(r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync)")
@@ -41,7 +42,7 @@ def first_differences(a: Record, b: Record) -> list[Aspect]:
         _aspect("loss", *(_numbers(r.metrics, "loss") for r in (a, b))),
         _aspect("gradient norm", *(_numbers(r.metrics, "grad_norm") for r in (a, b))),
         _weights(a, b),
-        _aspect("held-out loss", *(_heldout(r) for r in (a, b))),
+        _aspect("held-out loss", *(_by_step(*heldout(r)) for r in (a, b))),
     ]
 
 
@@ -80,10 +81,8 @@ def _weights(a: Record, b: Record) -> Aspect:
 
 
 def _numbers(columns: Columns, name: str) -> dict[int, Any]:
-    """{step: number}, None for one that is not finite, since NaN does not equal itself."""
-    values = columns[name].tolist() if name in columns.names else []
-    known = (v if abs(v) < float("inf") else None for v in values)
-    return dict(zip(columns.step.tolist(), known, strict=False)) if values else {}
+    """{step: number}; empty where no line has one."""
+    return _by_step(columns.step, columns[name]) if name in columns.names else {}
 
 
 def _texts(columns: Columns, name: str) -> dict[int, Any]:
@@ -91,9 +90,9 @@ def _texts(columns: Columns, name: str) -> dict[int, Any]:
     return {step: text for step, text in pairs if text is not None}
 
 
-def _heldout(record: Record) -> dict[int, Any]:
-    steps, values = heldout(record)
-    known = (v if abs(v) < float("inf") else None for v in values.tolist())
+def _by_step(steps: np.ndarray, values: np.ndarray) -> dict[int, Any]:
+    """{step: number}, None for one that is not finite, since NaN does not equal itself."""
+    known = (v if math.isfinite(v) else None for v in values.tolist())
     return dict(zip(steps.tolist(), known, strict=True))
 
 
@@ -141,7 +140,7 @@ def causes(a: Record, b: Record) -> list[Cause]:
     starts = [_start(run, state) for run, state in zip((a, b), states, strict=True)]
     found += [Cause("data", text) for text in _unlike([state.get("data") for state in states])]
     found += [Cause("code", text) for text in _unlike(starts, ("commit",))]
-    found += [Cause("code", text) for text in _code(a.folder / "code", b.folder / "code")]
+    found += [Cause("code", text) for text in _code(a, b)]
     found += [Cause("versions", text) for text in _unlike(starts, VERSIONS)]
     found += [Cause("machine", text) for text in _unlike(starts, MACHINE)]
     return found
@@ -182,30 +181,12 @@ def _start(record: Record, state: dict[str, Any]) -> dict[str, Any]:
     return starts[0] if starts else saved if isinstance(saved, dict) else {}
 
 
-def _code(a: Path, b: Path) -> list[str]:
+def _code(a: Record, b: Record) -> list[str]:
     """Which files differ between the code that two launches copied; nothing where one has none."""
-    if not (a.is_dir() and b.is_dir()):
+    one, other = code_place(a), code_place(b)
+    if one is None or other is None or one == other:  # of one sweep
         return []
-    files = [_files(folder) for folder in (a, b)]
-    changed = [
-        name
-        for name in sorted(files[0] | files[1])
-        if name not in files[0] or name not in files[1] or not _same_file(a / name, b / name)
-    ]
+    changed = changed_files(one, other)
     named = ", ".join(changed[:MOST_FILES])
     more = f" and {len(changed) - MOST_FILES:,} more" if len(changed) > MOST_FILES else ""
     return [f"files differ: {named}{more}"] if changed else []
-
-
-def _files(folder: Path) -> set[str]:
-    paths = islice(folder.rglob("*"), MOST_CODE)
-    return {
-        str(p.relative_to(folder)) for p in paths if p.is_file() and "__pycache__" not in p.parts
-    }
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    try:
-        return filecmp.cmp(a, b, shallow=False)
-    except OSError:
-        return False

@@ -6,13 +6,14 @@ intervals of Student's t, which is exact for few runs where differences are norm
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
-from lingua.errors import UserError
+from lingua.errors import import_optional
 
 POWER = 0.8  # of runs like these would show a difference that is called large enough to be shown
 MOST_PAIRS = 10_000  # beyond, nobody trains them
@@ -79,14 +80,8 @@ def pairs_for(effect: float, deviation: float, level: float) -> int | None:
         return 2
     if effect == 0 or power(effect, deviation, MOST_PAIRS, level) < POWER:
         return None
-    few, enough = 1, MOST_PAIRS  # power rises with the number of pairs
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        if power(effect, deviation, middle, level) < POWER:
-            few = middle
-        else:
-            enough = middle
-    return enough
+    counts = range(2, MOST_PAIRS)  # power rises with the number of pairs
+    return 2 + bisect_left(counts, POWER, key=lambda n: power(effect, deviation, n, level))
 
 
 def smallest_shown(deviation: float, pairs: int, level: float) -> float:
@@ -106,9 +101,5 @@ def _critical(freedom: float, level: float) -> float:
     return float(_scipy().t.ppf((1 + level) / 2, freedom))
 
 
-def _scipy() -> ModuleType:
-    try:
-        from scipy import stats
-    except ImportError:
-        raise UserError("lingua.compare needs scipy: pip install scipy") from None
-    return stats
+def _scipy() -> Any:
+    return import_optional("scipy.stats", "lingua.compare")

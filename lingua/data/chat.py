@@ -98,9 +98,7 @@ def held_out_answers(
     """The held-out examples of `source` until `max_tokens` tokens are reached, in the order of
     lingua.data.text.held_out_windows. Targets are the answers' tokens, bytes those of their text.
     """
-    documents = source.documents_by_hash(splits)
-    before = np.cumsum(documents[:, 3]) - documents[:, 3]
-    documents = documents[: max(1, int((before < max_tokens).sum()))]
+    documents = source.documents_by_hash(splits, max_tokens)
     vocab_size = source.manifest.tokenizer["vocab_size"]
     examples = []
     for split, *where, _ in documents.tolist():

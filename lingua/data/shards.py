@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 import numpy as np
 
 from lingua.errors import UserError
-from lingua.files import load_json
+from lingua.files import load_json, read_into
 from lingua.format import counted
 
 FORMAT_VERSION = 2
@@ -105,12 +105,7 @@ class Manifest:
         totals = {
             s: {f: self.total(s, f) for f in ("tokens", "documents", "bytes")} for s in SPLITS
         }
-        fields: dict[str, Any] = {"totals": totals, **asdict(self)}
-        # Which manifests of earlier versions do not have.
-        for name in ("heldout_tail", "lost", "chat", "cut"):
-            if not fields[name]:
-                del fields[name]
-        return json.dumps(fields, indent=1, ensure_ascii=False)
+        return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False)
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Manifest":
@@ -221,19 +216,14 @@ class Source:
     def _read(self, name: str, dtype: np.dtype, begin: int, n: int) -> np.ndarray:
         """[n], the items of a file from `begin` on. Raises UserError where it has changed."""
         out = np.empty(n, dtype)
-        buffer, done, reason = out.view(np.uint8).data, 0, "is shorter than its manifest says"
+        buffer, reason = out.view(np.uint8).data, "is shorter than its manifest says"
         try:
-            file = self._open(name)
-            while done < len(buffer):
-                at = begin * dtype.itemsize + done
-                if not (n_read := os.preadv(file.fileno(), [buffer[done:]], at)):
-                    break
-                done += n_read
+            file = self._open(name).fileno()
+            if read_into(file, buffer, begin * dtype.itemsize) == len(buffer):
+                return out
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
-        if done < len(buffer):
-            raise self._lost(name, reason)
-        return out
+        raise self._lost(name, reason)
 
     def _lost(self, name: str, reason: str) -> UserError:
         need = "must stay as they are while a run uses them; start again to build what is missing"
@@ -276,10 +266,10 @@ class Source:
                 inside = int(firsts[d]), int(ends[d])
                 yield DocumentSpan(shard, d, *inside, n_tokens=int(lengths[d]))
 
-    def documents_by_hash(self, splits: Sequence[str]) -> np.ndarray:
+    def documents_by_hash(self, splits: Sequence[str], max_tokens: int) -> np.ndarray:
         """int64 [documents, 5]: number of the split in `splits`, shard, first token in the file,
         tokens, bytes of text; in the order of the text's hash, which depends on nothing but the
-        documents themselves."""
+        documents themselves. One at least, and no more once they have `max_tokens`."""
         tables = [np.empty((0, 3 + DOCUMENT_COLUMNS), np.int64)]
         for i, split in enumerate(splits):
             for shard in range(len(self.manifest.shards)):
@@ -288,7 +278,9 @@ class Source:
                 file = np.full((len(table), 2), (i, shard))
                 tables.append(np.column_stack([file, first, table]))
         documents = np.concatenate(tables)
-        return documents[np.argsort(documents[:, 5], kind="stable")][:, :5]
+        documents = documents[np.argsort(documents[:, 5], kind="stable")][:, :5]
+        before = np.cumsum(documents[:, 3]) - documents[:, 3]
+        return documents[: max(1, int((before < max_tokens).sum()))]
 
     def document(self, split: str, shard: int, first: int, n: int) -> np.ndarray:
         """Tokens [n] of one document, as `documents_by_hash` locates it."""

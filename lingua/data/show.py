@@ -14,17 +14,17 @@ tokenized first. Of a run, named by its dump dir, nothing is tokenized: its shar
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from lingua.app import App, choose_app, find_app, named_app
+from lingua.app import App, choose_app
 from lingua.checkpoint.folder import Checkpoint, Progress, find, read_state
 from lingua.command import split_folders
 from lingua.config.load import load, read_saved
-from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds, schema
+from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds
 from lingua.data.args import DataArgs
 from lingua.data.chat import ChatRows
 from lingua.data.describe import describe_mixture, describe_row, stream_of
@@ -105,7 +105,7 @@ def show_run(run: Path, words: list[str]) -> Iterator[str]:
     if not config.is_file():
         raise UserError(f"{run}: must be the dump dir of a run, with its config.yaml")
     words = [f"config={config}", *words]
-    app = named_app(words) or find_app(None, "")
+    app = choose_app(words)
     args = read_arguments(app, words)
     of_run: Any = read_saved(app.config, config)
     of_run.data, of_run.seed = args.data, args.seed
@@ -118,18 +118,10 @@ def show_run(run: Path, words: list[str]) -> Iterator[str]:
 
 
 def read_arguments(app: App, words: list[str]) -> ShowArgs:
-    args, notices = load_run(app, words, part=with_data_of(app)(data=app.config().data))
+    args, notices = load_run(app, words, part=ShowArgs(data=app.config().data))
     for line in notices:
         report(line)
     return args
-
-
-def with_data_of(app: App) -> type[ShowArgs]:
-    """ShowArgs with the `data` group of an app, which may have keys of its own."""
-    group = schema(app.config)["data"].group or DataArgs
-    return make_dataclass(
-        "ShowArgs", [("data", group, field(default_factory=group))], bases=(ShowArgs,)
-    )
 
 
 def describe(args: ShowArgs, rows: Rows, tokenizer: Tokenizer) -> Iterator[str]:

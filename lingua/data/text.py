@@ -60,9 +60,7 @@ def held_out_windows(
     that ends a document, which precedes documents in training too, or else the token that begins
     one; a tokenizer with neither makes the first token an input only.
     """
-    documents = source.documents_by_hash(splits)
-    before = np.cumsum(documents[:, 3]) - documents[:, 3]
-    documents = documents[: max(1, int((before < max_tokens).sum()))]
+    documents = source.documents_by_hash(splits, max_tokens)
     special, add_eos = source.manifest.tokenizer, source.manifest.add_eos
     first = special["eos_id"] if add_eos else special["bos_id"]
     parts = [source.document(splits[split], *where) for split, *where, _ in documents.tolist()]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.config.load import flatten, from_values
 from lingua.config.schema import MOST_ROWS, MOST_TOKENS, Free, bounds
-from lingua.errors import UserError, nearest
+from lingua.errors import UserError, import_optional, nearest
 from lingua.inference.generate import Request, fit_prompts, generate
 from lingua.inference.sampling import SamplingArgs
 from lingua.inference.score import score
@@ -68,17 +68,12 @@ def find_tasks(args: HarnessArgs) -> Any:
     Raises:
         UserError: lm_eval is not installed, or a task does not exist.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise UserError(
-            "tasks: need the Python package lm_eval, which is not installed (pip install lm_eval)"
-        ) from None
+    library = import_optional("lm_eval.tasks", "tasks:")
     named = [name for name in args.tasks if not os.path.isfile(name)]
     # The harness reads all of its 14,000 task files: not where task_dir is enough.
-    manager = TaskManager(include_path=args.task_dir, include_defaults=False)
+    manager = library.TaskManager(include_path=args.task_dir, include_defaults=False)
     if not set(named) <= {*manager.all_subtasks}:
-        manager = TaskManager(include_path=args.task_dir)
+        manager = library.TaskManager(include_path=args.task_dir)
     for name in named:
         if name not in manager.all_tasks:
             raise UserError(

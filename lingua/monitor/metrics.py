@@ -15,7 +15,7 @@ import orjson
 import torch
 
 from lingua.config.schema import Free, bounds
-from lingua.errors import UserError
+from lingua.errors import UserError, import_optional
 from lingua.files import append_whole, write_atomically
 
 
@@ -151,13 +151,7 @@ def start_wandb(args: WandbArgs, name: str, config: Mapping[str, Any], dump_dir:
     `step` is a metric and the x-axis of the others: wandb's own step cannot go back, which a
     resumed run does. Raises UserError where wandb is not installed or does not start.
     """
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "logging.wandb is set, but the package wandb is not installed: "
-            "`pip install wandb`, or remove logging.wandb"
-        ) from None
+    wandb = import_optional("wandb", "logging.wandb")
     id_file = Path(dump_dir) / "wandb_id"
     settings = asdict(args) | {"name": args.name or name, "dir": args.dir or str(dump_dir)}
     try:

@@ -4,7 +4,6 @@ import atexit
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lingua.errors import UserError
 from lingua.parallel.mesh import AXES, DistributedArgs, mesh_sizes
+from lingua.slurm_command import run_slurm
 from lingua.torch_private import default_store, set_group_timeout
 
 
@@ -76,21 +76,6 @@ def _slurm_rendezvous(env: dict[str, str]) -> None:
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     os.environ.setdefault("MASTER_ADDR", address[1] if address else first)
     os.environ.setdefault("MASTER_PORT", str(20000 + (job + 997 * step) % 12000))
-
-
-def run_slurm(*command: str, stdin: str | None = None) -> str:
-    """The output of one of Slurm's commands. Raises UserError with its message."""
-    try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise UserError(
-            f"{command[0]}: no such command here; Slurm must be installed and on the PATH "
-            "(launcher=local runs a job without it)"
-        ) from None
-    if done.returncode:
-        message = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise UserError(f"{command[0]}: {'; '.join(message.splitlines())}")
-    return done.stdout
 
 
 def pick_device(name: str, launch: Launch) -> torch.device:

@@ -201,11 +201,12 @@ def why_not(choice: Choice) -> str | None:
 
 
 def choice_lines(found: list[Choice]) -> Iterator[str]:
-    """A table of 80 columns for a person: those traced, the next best by the formula, and the
-    fastest that do not fit."""
+    """A table of 80 columns for a person: those traced, the next best by the formula, and of those
+    that would be faster and do not fit the nearest to it."""
     n = max(1, sum(c.traced for c in found))
     fit = [c for c in found if c.plan.fits]
-    without = sorted((c for c in found if not c.plan.fits), key=lambda c: c.order)
+    without = [c for c in found if not (c.plan.fits or (fit and c.order[1:] > fit[0].order[1:]))]
+    without.sort(key=lambda c: c.plan.trace.allocated)
     shown = [c for c in found if c.traced]
     shown += [c for c in fit if not c.traced][:n] + [c for c in without if not c.traced][:n]
     head = ("replicate", "shard", "tp", "rows", "checkpointing", "GiB", "step", "")

@@ -207,9 +207,10 @@ class _Operators(OperatorMode):
         if _takes_device(func):
             kwargs = kwargs | {"device": META}
         result = func(*args, **kwargs)
-        self.kernels.count(func, args, kwargs, result, self.memory.in_fsdp)
-        self.collectives.count(func, args, kwargs, result)
-        self.memory.see(func, args, kwargs, result)
+        if not func.is_view:
+            self.kernels.count(func, args, kwargs, result, self.memory.in_fsdp)
+            self.collectives.count(func, args, kwargs, result)
+            self.memory.see(func, args, kwargs, result)
         return result
 
     def part(self) -> Part:

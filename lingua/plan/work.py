@@ -45,7 +45,7 @@ class KernelCounter:
 @cache
 def _is_kernel(func: OpOverload) -> bool:
     free = func.namespace == "aten" and ("empty" in str(func) or "_unsafe_view" in str(func))
-    return not (func.namespace in _NO_KERNEL or func.is_view or free)
+    return not (func.namespace in _NO_KERNEL or free)
 
 
 @cache

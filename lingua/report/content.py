@@ -1,7 +1,7 @@
 """What the page says about runs, as plain values: charts, marks, tables, samples, code."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from lingua import __version__
 from lingua.format import counted
-from lingua.records import Columns, Record, differing, heldout, smooth
+from lingua.records import Columns, Record, differing, grouped, heldout, smooth
 from lingua.report.code import code_differences
 from lingua.report.page import Arrays
 
@@ -131,9 +131,9 @@ class _Charts:
         axes = Axes.of(record.metrics)
         self._add_metrics(run, record.metrics, axes)
         self._add_held_out(run, record, axes)
-        for task, lines in _by(record.evaluation, "task"):
+        for task, lines in grouped(record.evaluation, "task").items():
             self._add_numbers(run, "Benchmarks", f"{task} ", lines, axes, ("num_fewshot",))
-        for event, lines in _by(record.events, "event"):
+        for event, lines in grouped(record.events, "event").items():
             if event not in EVENTS:
                 self._add_numbers(run, f"Probe {event}", "", lines, axes)
 
@@ -206,14 +206,6 @@ class _Charts:
         return [self.charts[place] for _, place in sorted(enumerate(self.charts), key=rank)]
 
 
-def _by(lines: Iterable[dict[str, Any]], key: str) -> list[tuple[str, list[dict[str, Any]]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        if isinstance(name := line.get(key), str):
-            groups.setdefault(name, []).append(line)
-    return list(groups.items())
-
-
 def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """`norms.layers.0`: the numbers in a line, by their path."""
     for key, value in values.items():
@@ -246,8 +238,9 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
         step = int(record.metrics.step[i])
         found.append((step, "skipped", f"{counted(int(new[i]), 'step')} skipped by step {step}"))
     for step, kind, text in sorted(found):
-        x = [float(values[0]) for values in axes.at(np.array([step]))]
-        yield {"run": run, "kind": kind, "text": text, "x": [_finite(value) for value in x]}
+        places = (float(values[0]) for values in axes.at(np.array([step])))
+        x = [place if math.isfinite(place) else None for place in places]
+        yield {"run": run, "kind": kind, "text": text, "x": x}
 
 
 def _sizes(mesh: Any) -> str:
@@ -296,7 +289,7 @@ def _scores(records: Sequence[Record]) -> list[list[str]]:
     scores: dict[str, dict[str, str]] = {}
     names: dict[str, None] = {}
     for record in records:
-        for task, lines in _by(record.evaluation, "task"):
+        for task, lines in grouped(record.evaluation, "task").items():
             line = lines[-1]
             for name, value in _numbers(line):
                 if "stderr" in name or name == "num_fewshot":
@@ -344,7 +337,3 @@ def _digits(value: float) -> str:
 
 def _whole(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else "?"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -8,12 +8,8 @@ import logging
 import os
 import re
 
-import torch
-import torch.distributed as dist
-
 from lingua.errors import UserError
-from lingua.parallel.launch import detect_launch, run_slurm
-from lingua.parallel.mesh import world_sum_
+from lingua.slurm_command import run_slurm
 
 # What Slurm sends ahead of a time limit (--signal) and on preemption; SIGINT comes from a person.
 EARLY = ("SIGUSR2", "SIGTERM")
@@ -37,6 +33,12 @@ def requeue(stopped_by: str | None) -> None:
     Raises:
         UserError: Slurm refuses.
     """
+    import torch  # here, since `stool status` does not need it
+    import torch.distributed as dist
+
+    from lingua.parallel.launch import detect_launch
+    from lingua.parallel.mesh import world_sum_
+
     if detect_launch().by != "slurm":
         return
     early = world_sum_(torch.tensor([stopped_by in EARLY]).long())

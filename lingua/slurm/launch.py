@@ -23,14 +23,14 @@ from lingua.config.schema import bounds
 from lingua.config.values import parse_argument, plain
 from lingua.errors import UserError
 from lingua.format import printable
-from lingua.parallel.launch import run_slurm
 from lingua.plan.fact import PLAN
 from lingua.records import BASE
 from lingua.signals import exec_program
 from lingua.slurm.freeze import CODE, COMMIT, DIFF, freeze_code, move_away
 from lingua.slurm.jobs import ENDED, environment_of_another, job_states
 from lingua.slurm.local import Command, run_one, run_sweep, shares, visible_gpus
-from lingua.slurm.status import JOB, status, table
+from lingua.slurm.status import JOB
+from lingua.slurm_command import run_slurm
 
 SCRIPT = "submit.slurm"
 _LEARNING = re.compile(r"seed=|optim\.(?!name=)")  # words of a sweep that leave its plan as it is
@@ -224,7 +224,8 @@ def _plans(
 
     own = [f"nodes={job.nodes}", f"ngpu={job.ngpu}", f"gpu={job.gpu}"]
     found: dict[str, dict[str, Any]] = {}
-    plans, too_large = [], []
+    plans: list[dict[str, Any] | None] = []
+    too_large: list[str] = []
     for values in product(*sweep.values()):
         words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
         differ = " ".join(word for word in words if not _LEARNING.match(word))
@@ -444,11 +445,6 @@ def _show_help(argv: list[str]) -> None:
 
 def main() -> None:
     argv = sys.argv[1:]
-    if argv[:1] == ["status"]:
-        if len(argv) != 2:
-            raise UserError("usage: python -m lingua.stool status DIR")
-        print(table(status(argv[1])))
-        return
     if {"-h", "--help"} & set(argv):
         _show_help(argv)
     job, arguments, sweep = split_arguments(argv)

@@ -93,7 +93,7 @@ def run_sweep(
                     print(printable(f"{done}  {_outcome(commands[i][0], seconds, failed)}"),
                           flush=True)  # fmt: skip
         stopped = stop.signal
-    _show(root, commands[: len(codes)])
+    _show(commands[: len(codes)])
     if stopped is not None:
         left = counted(n - len(codes), "run")
         print(f"stopped by {stopped}; {left} not started. The same command with "
@@ -134,6 +134,6 @@ def _outcome(dump_dir: Path, seconds: float, failed: bool) -> str:
     return "  ".join(parts)
 
 
-def _show(root: Path, commands: Sequence[Command]) -> None:
+def _show(commands: Sequence[Command]) -> None:
     records = open_runs([dump_dir for dump_dir, _ in commands], TAIL_BYTES)
     print(table([row_of(record) for record in records], differing(records)[:MOST_KEYS]))

@@ -2,9 +2,11 @@
 errors of those that failed."""
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lingua.errors import UserError
 from lingua.format import printable
 from lingua.records import Record, differing, open_runs
 from lingua.runs import MOST_KEYS, TAIL_BYTES, Row, row_of
@@ -82,3 +84,10 @@ def _tail(path: Path) -> list[str]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_OF_LOG))
         return file.read().decode(errors="replace").splitlines()
+
+
+def main() -> None:
+    """`python -m lingua.stool status DIR`."""
+    if len(sys.argv) != 3:
+        raise UserError("usage: python -m lingua.stool status DIR")
+    print(table(status(sys.argv[2])))

@@ -15,16 +15,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
 from lingua.config.schema import Guarded
-from lingua.errors import UserError, nearest
+from lingua.errors import UserError, import_optional, nearest
 from lingua.files import load_json, read_bytes
 
 FILES = {
@@ -330,14 +328,8 @@ def tokenizer_file(args: TokenizerArgs) -> Path:
     return path / "tokenizer.json" if args.name == "hf" and os.path.isdir(path) else path
 
 
-def _library(name: str, args: TokenizerArgs) -> ModuleType:
-    try:
-        return import_module(name)
-    except ImportError:
-        raise UserError(
-            f'data.tokenizer.name = "{args.name}": needs the Python package {name}, '
-            f"which is not installed (pip install {name})"
-        ) from None
+def _library(name: str, args: TokenizerArgs) -> Any:
+    return import_optional(name, f'data.tokenizer.name = "{args.name}":')
 
 
 def _wrong_file(args: TokenizerArgs, reason: str = "") -> UserError:

@@ -24,9 +24,9 @@ from lingua.config.meta_lingua import META_LINGUA
 from lingua.config.schema import Free, bounds
 from lingua.data.args import DataArgs
 from lingua.data.prepare.files import FilePart
-from lingua.data.prepare.records import Record, read_records, records_before
+from lingua.data.prepare.records import Record, read_records
 from lingua.data.prepare.sources import source_files
-from lingua.data.prepare.units import hold_out_tail
+from lingua.data.prepare.units import bad_record, hold_out_tail
 from lingua.data.stream import shares
 from lingua.errors import UserError, nearest
 from lingua.files import write_atomically
@@ -174,9 +174,7 @@ def good_records(file: FilePart, name: str, args: DataArgs, is_all: bool) -> Ite
         if record.wrong is None:
             yield record
         elif args.on_bad_record == "stop":
-            where = f"{file.full}:{records_before(file) + record.number}"
-            advice = "data.on_bad_record: skip leaves such records out"
-            raise UserError(f"{where}: {record.wrong.kind}; {advice}")
+            raise bad_record(file, record, args, name)
 
 
 # ---- show

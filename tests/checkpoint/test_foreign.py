@@ -118,7 +118,11 @@ def test_the_objects_of_a_metadata_are_not_those_of_torch_and_pathlib(folder: Pa
         name: (entry.size, entry.properties.dtype) for name, entry in entries.items()
     }
     stored = trusted.storage_data.items()
-    assert found._stored == {key: (i.relative_path, i.offset, i.length) for key, i in stored}
+    assert {
+        (name, chunk.begin): (chunk.file, chunk.offset, chunk.length)
+        for name, chunks in found._chunks.items()
+        for chunk in chunks
+    } == {(key.fqn, tuple(key.offset)): (i.relative_path, i.offset, i.length) for key, i in stored}
 
 
 def test_what_a_small_file_would_take_in_memory_is_refused(folder: Path) -> None:

@@ -194,6 +194,11 @@ def test_why_two_runs_differ_names_config_code_data_and_versions(out: Any) -> No
     assert "data: data.content.text: hash of a and hash of b" in text
     assert "versions: torch: 2.13.0 and 2.12.0" in text and "3.11" not in text
     assert "weights step 20, the first that both have" in text
+    for name in ("a", "b"):  # the runs of a sweep share one copy, which is beside them
+        Path(name).mkdir()
+        shutil.move(f"{name}-0", name)
+        shutil.move(f"{name}/{name}-0/code", name)
+    assert "code: files differ: model.py" in out("a", "--against", "b")
     assert "rows equal at 2 steps, the last 20" in text
     assert "loss step 20; equal at step 10 2 and 2.5" in text
 
@@ -256,7 +261,7 @@ def test_the_command_needs_scipy_and_not_torch(out: Any, tmp_path: Path) -> None
     )
     for first, last, code, message in (
         ("", "sys.exit(3 * ('torch' in sys.modules))", 0, ""),
-        ("sys.modules['scipy'] = None; ", "0", 2, "error: lingua.compare needs scipy: "),
+        ("sys.modules['scipy'] = None; ", "0", 2, "error: lingua.compare needs the Python "),
     ):
         command = [sys.executable, "-c", program.format(first=first, last=last)]
         done = subprocess.run(

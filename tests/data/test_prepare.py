@@ -93,18 +93,22 @@ def test_clearing_up_leaves_the_files_of_others_who_build(corpus):
     assert [path.exists() for path in left] == [False, True]
 
 
-def test_the_record_of_a_part_has_the_form_of_earlier_versions(corpus):
-    """So that a preparation interrupted before an update continues after it."""
+def test_a_preparation_that_an_earlier_version_began_continues(corpus):
     folder = Prepared(make_args(corpus)).source.folder
     (path,) = folder.glob(f"{'?' * 16}.json")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    text = (folder / "manifest.json").read_text(encoding="utf-8")
+    record, manifest = json.loads(path.read_text(encoding="utf-8")), json.loads(text)
     (shard,) = manifest["shards"]
-    expected = {"parts": manifest["parts"], "shard": shard, "skipped": {}, "rough_cuts": 0}
-    assert record == expected
+    earlier = {"parts": manifest["parts"], "shard": shard, "skipped": {}, "rough_cuts": 0}
+    assert record == {**earlier, "heldout_tail": False, "lost": 0.0, "cut": 0}
     assert list(record["parts"][0]) == ["path", "begin", "end", "size", "mtime_ns", "hash"]
     assert list(shard) == ["name", "parts", "train", "heldout"]
     assert list(shard["train"]) == ["tokens", "documents", "bytes", "hash"]
+    path.write_text(json.dumps(earlier), encoding="utf-8")
+    (folder / "manifest.json").unlink()
+    again = Prepared(make_args(corpus))
+    assert "parts to build: 0 of 1)" in again.lines[0]
+    assert (folder / "manifest.json").read_text(encoding="utf-8") == text
 
 
 def test_the_fingerprint_is_of_the_tokens_not_of_the_machine(corpus, tmp_path):

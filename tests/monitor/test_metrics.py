@@ -321,5 +321,5 @@ def test_wandb_resumes_the_run_of_the_dump_dir(tmp_path, monkeypatch):
 
 def test_wandb_that_is_not_installed_is_the_users_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks an absent package
-    with pytest.raises(UserError, match="wandb is not installed"):
+    with pytest.raises(UserError, match="wandb, which is not installed"):
         start_wandb(WandbArgs(), "name", {}, tmp_path)

@@ -66,7 +66,7 @@ def real(sizes: Sizes, variants: dict[str, dict[str, Any]]) -> dict[str, tuple[C
         step = Step(app, args, built, ranks, model)
         n_micro, _ = args.micro_steps(sizes[0] * sizes[1])
         step.take(n_micro)
-        left, peak = min(peak_of_step(step, n_micro) for _ in range(4))
+        left, peak = min(peak_of_step(step, n_micro) for _ in range(3))
         with CollectiveCounter(ranks) as counter:
             step.take(n_micro)
         states = [t for state in step.run.optimizer.state.values() for t in state.values()]

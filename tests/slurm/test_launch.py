@@ -16,8 +16,14 @@ from lingua.slurm.launch import JobArgs, launch, main, split_arguments, split_va
 from lingua.slurm.local import run_sweep, shares
 from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, write_sources
+from tests.programs import python
 
 REPO = Path(__file__).parents[2]
+STOOL = """
+import runpy, sys
+sys.executable = sys.argv.pop(1)  # of the runs; stool itself is to have a process of the terminal
+runpy.run_module("lingua.stool", run_name="__main__")
+"""
 
 
 def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path: Path) -> None:
@@ -27,7 +33,8 @@ def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path: Path) -> Non
     job = ["script=tests.slurm_app", "launcher=local", "at_once=2", "setup=[export STEP_S=0.2]"]
     values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
     values["sweep.optim.lr"] = "1e-3,3e-4,1e-4"
-    command = [sys.executable, "-m", "lingua.stool", *job, *(f"{k}={v}" for k, v in values.items())]
+    words = [*job, *(f"{key}={value}" for key, value in values.items())]
+    command = [sys.executable, "-c", STOOL, *python(), *words]
     env = os.environ | {"A_SECRET": (secret := secrets.token_hex())}
 
     def both_train() -> bool:

@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,11 +22,12 @@ from lingua.slurm.launch import JobArgs, launch
 from lingua.slurm.status import status, table
 from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.local_slurm import needs_slurm, slurm_here
+from tests.programs import OF_OTHERS, python
 
 REPO = Path(__file__).parents[2]
 HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
-STEPS = 20
-SLOW = {"setup": ["export STEP_S=2.5"]}  # it takes 50 seconds, in which a test interrupts it
+STEPS = 12
+SLOW = {"setup": ["export STEP_S=2"]}  # it takes 24 seconds, in which a test interrupts it
 ON_TWO_NODES = {"nodes": 2, "exclude": "n3,n4,n5,n6"}
 WAIT_S = 180.0  # for a job: two busy cores run a dozen of them
 LAUNCH = """
@@ -77,7 +77,7 @@ class Cluster:
         """(job id, exit code) of each, launched from the checkout (by the command `within`)."""
         common = {"script": "tests.slurm_app", "gpus": "none", "time": "5"}
         given = json.dumps([(common | job, arguments) for job, arguments in jobs])
-        command = [*within, sys.executable, "-c", LAUNCH]
+        command = [*within, *python(OF_OTHERS), "-c", LAUNCH]
         done = subprocess.run(
             command, cwd=self.repo, env=self.env, input=given, capture_output=True, text=True
         )
@@ -239,11 +239,11 @@ def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(
     cluster: Cluster, jobs: dict[str, tuple[Path, str]], reference: Outcome, how: str
 ) -> None:
     if how not in jobs:
-        other = {"exclude": "n1,n2,n6"}
+        other = {"exclude": "n1,n2,n6", "setup": ["export STEP_S=4"]}  # Slurm takes seconds
         if how == "preemption":
-            other = {"nodes": 1, "exclude": None, "slurm": {"nodelist": "n6"}}
+            other |= {"nodes": 1, "exclude": None, "slurm": {"nodelist": "n6"}}
         place = cluster.runs / how
-        [[job, _]] = cluster.launch((ON_TWO_NODES | SLOW | other, cluster.arguments(place)))
+        [[job, _]] = cluster.launch((ON_TWO_NODES | other, cluster.arguments(place)))
         cluster.wait_for_steps(place)
         interrupt(cluster, how, job)
         jobs[how] = place, job
@@ -265,7 +265,7 @@ def test_a_job_saves_and_comes_back_before_its_time_limit(
     # Slurm checks times every 30 seconds and sends the signal up to 60 seconds early: here it
     # comes 30 to 90 seconds after the start.
     place = cluster.runs / "time limit"
-    limit = {"setup": ["export STEP_S=6"], "time": "2", "signal_s": 30, "nodes": 2}
+    limit = {"setup": ["export STEP_S=10"], "time": "2", "signal_s": 30, "nodes": 2}
     [[job, _]] = cluster.launch((limit, cluster.arguments(place)))
     assert cluster.ended(job)["Restarts"] == "1"
     assert same(place, reference)
@@ -342,7 +342,7 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(
     root = cluster.runs / "sweep"
     values = ["sweep.data.sources={one: 1},{one: 1, two: 1},{two: 1}", "at_once=2"]
     job = ["script=tests.slurm_app", "gpus=none", "setup=[export STEP_S=0.2]"]
-    command = [sys.executable, "-m", "lingua.stool", *values, *job, *cluster.arguments(root)]
+    command = [*python(OF_OTHERS), "-m", "lingua.stool", *values, *job, *cluster.arguments(root)]
     done = subprocess.run(
         command, cwd=cluster.repo, env=cluster.env, capture_output=True, text=True
     )

@@ -77,9 +77,7 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str
         ]
     else:
         checks = [partial(open_chat, args.tokenizer, tokenizer, args.chat.template)]
-    checks += [
-        *(partial(check_files, name) for name in [*args.used_sources(), *validation]),
-    ]
+    checks += [partial(check_files, name) for name in [*args.used_sources(), *validation]]
     wrong: list[str] = []
     for check in checks:
         try:

@@ -38,7 +38,6 @@ from lingua.data.prepare.records import (
     Examples,
     OnRead,
     Record,
-    Wrong,
     hash_part,
     read_records,
     records_before,
@@ -311,13 +310,10 @@ def _build_unit(unit: Unit, job: Job, tokenizer: Tokenizer, on_read: OnRead) -> 
         "shard": asdict(shard),
         "skipped": dict(sorted(skipped.items())),
         "rough_cuts": pieces.rough_cuts,
+        "heldout_tail": has_tail,
+        "lost": lost or 0.0,
+        "cut": n_cut,
     }
-    if has_tail:  # without these keys the record is as that of earlier versions
-        fields["heldout_tail"] = True
-    if lost:
-        fields["lost"] = lost
-    if n_cut:
-        fields["cut"] = n_cut
     write_atomically(job.record_path(unit), json.dumps(fields, indent=1))
 
 
@@ -351,14 +347,13 @@ def _good_records(
     source, any_good = job.manifest.source, False
     for part in unit.parts:
         for record in read_records(part, job.args.text_keys(source), on_read, examples):
-            wrong = record.wrong
-            if wrong is None:
+            if record.wrong is None:
                 any_good = True
                 yield record
             elif job.args.on_bad_record == "skip":
-                skipped[wrong.kind] += 1
+                skipped[record.wrong.kind] += 1
             else:
-                raise _bad_record(part, record, wrong, job, any_good)
+                raise bad_record(part, record, job.args, source, any_good)
         content, now = hash_part(part), os.stat(part.full)
         if (now.st_size, now.st_mtime_ns) != (part.size, part.mtime_ns):
             raise UserError(f"{part.full}: changed while it was read; start again")
@@ -376,19 +371,22 @@ def check_sample(files: list[FilePart], job: Job, tokenizer: Tokenizer) -> None:
         for record in islice(read_records(file, keys, examples=examples), SAMPLE):
             if record.wrong is None:
                 return
-            bad.append((file, record, record.wrong))
+            bad.append((file, record))
     if len(bad) >= SAMPLE:
-        raise _bad_record(*bad[0], job, any_good=False)
+        raise bad_record(*bad[0], job.args, job.manifest.source)
 
 
-def _bad_record(
-    part: FilePart, record: Record, wrong: Wrong, job: Job, any_good: bool
+def bad_record(
+    part: FilePart, record: Record, args: DataArgs, source: str, any_good: bool = False
 ) -> UserError:
+    """Where a record is and what is wrong with it. any_good: whether another one is right."""
+    wrong = record.wrong
+    assert wrong is not None
     advice = "data.on_bad_record: skip leaves such records out and counts them"
     if wrong.lacks_key and not any_good:  # skip might leave out the whole source
-        key = f"data.source_files.{job.manifest.source}.text_key"
+        key = f"data.source_files.{source}.text_key"
         advice = f"name the one that has the text in {key}"
-    elif job.args.on_bad_record == "skip":
+    elif args.on_bad_record == "skip":
         advice = "no other record of a sample has a text either"
     what = f"{wrong.kind} ({wrong.detail})" if wrong.detail else wrong.kind
     return UserError(f"{part.full}:{records_before(part) + record.number}: {what}; {advice}")
