@@ -1,10 +1,10 @@
 """Other layouts of a step for as many devices: meshes, micro-batches and checkpointing, ranked by a
 formula, the best of them traced.
 
-The formula begins with traces of two and three layers, one row and two micro-steps on a mesh of
-2 x 2 x tp, for each tp and checkpointing mode. Numbers are linear in the layers. Activations,
-arithmetic and what tp sends are proportional to the rows of a micro-batch; parameters, optimizer,
-update and what replicas exchange are divided by the shards.
+The formula begins with traces of three and four layers, two micro-batches and a mesh of 2 x 8 x tp,
+for each tp and checkpointing mode. Numbers are linear in the layers. Activations, arithmetic and
+what tp sends of them are proportional to the rows of a micro-batch; parameters, optimizer, update
+and what replicas exchange are divided by the shards; what FSDP gathers and copies stays.
 """
 
 import math
@@ -17,15 +17,17 @@ from typing import Any
 from lingua.app import App
 from lingua.errors import UserError
 from lingua.format import align
+from lingua.head import CHUNK_BYTES
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import check_layout
 from lingua.plan.report import Plan, seconds_text
 from lingua.plan.trace import Part, Trace, program, trace
+from lingua.plan.work import Kernel
 
 Sizes = tuple[int, int, int]
 MODES = ("none", "selective", "full")
-LAYERS = 2, 3  # of the traces that the formula begins with
-REPLICAS, SHARDS = 2, 8
+LAYERS = 3, 4  # of the traces that the formula begins with
+REPLICAS, SHARDS, ROWS = 2, 8, 4
 OF_ROWS = ("activations", "backward")  # memory in proportion to the rows of a micro-batch
 OF_SHARDS = ("parameters", "optimizer")  # and to the shards
 
@@ -111,15 +113,22 @@ def estimate(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
 
 
 def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
-    """Of two micro-batches of one row on few ranks."""
+    """Of two micro-batches on few ranks."""
+    own = deepcopy(args)
+    own.grad_acc_steps, own.data.batch_size = None, ROWS
+    own.data.global_batch_size = 2 * REPLICAS * SHARDS * ROWS
+    return few_layers(app, own, (REPLICAS, SHARDS, tp), device)
+
+
+def few_layers(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
+    """What `trace` gives, from traces of fewer layers. Raises UserError."""
     layers: int = args.model.n_layers
     traces = []
     few = [n for n in LAYERS if layers > LAYERS[1]] or [layers]
     for n in few:
         own = deepcopy(args)
-        own.model.n_layers, own.grad_acc_steps = n, None
-        own.data.batch_size, own.data.global_batch_size = 1, 2 * REPLICAS * SHARDS
-        traces.append(trace(app, own, (REPLICAS, SHARDS, tp), device))
+        own.model.n_layers = n
+        traces.append(trace(app, own, sizes, device))
     return traces[0] if len(few) == 1 else extrapolated(traces[0], traces[1], layers - few[0])
 
 
@@ -141,28 +150,34 @@ def extrapolated(first: Trace, second: Trace, n: int) -> Trace:
 def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
     """On a mesh of these sizes with the micro-batch of `args`, from `small_trace`."""
     n_micro, rows = args.micro_steps(sizes[0] * sizes[1])
-    shrink = SHARDS / sizes[1]
+    grow, shrink = rows / ROWS, SHARDS / sizes[1]
+
+    def logits(n_rows: int) -> int:  # bytes of a chunk
+        n_bytes = 4 * n_rows * args.data.seq_len * args.model.vocab_size // sizes[2]
+        return min(n_bytes, CHUNK_BYTES)
 
     def memory(peak: dict[str, int]) -> dict[str, int]:
-        factors = dict.fromkeys(OF_ROWS, rows) | dict.fromkeys(OF_SHARDS, shrink)
+        factors = dict.fromkeys(OF_ROWS, grow) | dict.fromkeys(OF_SHARDS, shrink)
+        factors["head"] = logits(rows) / logits(ROWS)
         return {kind: round(size * factors.get(kind, 1)) for kind, size in peak.items()}
 
-    def part(p: Part, by: float) -> Part:
-        kernels: Counter[Any] = Counter()
-        for (flops, size, n_bytes), n in p.kernels.items():
-            kernels[round(flops * by), size, round(n_bytes * by)] += n
+    def part(p: Part) -> Part:
+        updates = p is first.update
+        kernels: Counter[Kernel] = Counter()
+        for (flops, size, n_bytes, of_fsdp), n in p.kernels.items():
+            by = shrink if updates else grow
+            if of_fsdp or (updates and flops):  # which are Muon's, of whole matrices
+                by = 1
+            kernels[flops * by, size, n_bytes * by, of_fsdp] += n
         alone = [axis for axis, n in zip(AXES, sizes, strict=True) if n == 1]
-        sent = [
-            t | {"bytes": round(t["bytes"] * factor(t))}
-            for t in p.collectives
-            if t["axis"] not in alone
-        ]
+        sent = []
+        for t in p.collectives:
+            by = shrink if t["axis"] == "dp_replicate" else 1
+            if t["axis"] == "tp" and t["kind"] != "all_reduce" and not updates:
+                by = grow  # activations; gradients of weights are summed
+            if t["axis"] not in alone:
+                sent.append(t | {"bytes": round(t["bytes"] * by)})
         return Part(kernels, sent)
-
-    def factor(total: dict[str, Any]) -> float:
-        if total["axis"] == "tp":  # it sums gradients of weights, and exchanges activations
-            return 1 if total["kind"] == "all_reduce" else rows
-        return shrink if total["axis"] == "dp_replicate" else 1
 
     peak, kept = memory(first.peak), first.kept
     if args.distributed.grad_sync != "last":
@@ -173,8 +188,8 @@ def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
         peak["gathered parameters"] = peak["parameters"] // 4 * args.distributed.dtype.itemsize
     return replace(
         first, sizes=sizes, n_micro=n_micro, rows=rows, start=memory(first.start), peak=peak,
-        kept=kept if n_micro > 1 else 0, micro=part(first.micro, rows), last=part(first.last, rows),
-        update=part(first.update, shrink),
+        kept=kept if n_micro > 1 else 0, micro=part(first.micro), last=part(first.last),
+        update=part(first.update),
     )  # fmt: skip
 
 
@@ -191,11 +206,12 @@ def why_not(choice: Choice) -> str | None:
 
 
 def choice_lines(found: list[Choice]) -> Iterator[str]:
-    """A table of 80 columns for a person: those traced, the next best by the formula, and the
-    fastest that do not fit."""
+    """A table of 80 columns for a person: those traced, the next best by the formula, and of those
+    that would be faster and do not fit the nearest to it."""
     n = max(1, sum(c.traced for c in found))
     fit = [c for c in found if c.plan.fits]
-    without = sorted((c for c in found if not c.plan.fits), key=lambda c: c.order)
+    without = [c for c in found if not (c.plan.fits or (fit and c.order[1:] > fit[0].order[1:]))]
+    without.sort(key=lambda c: c.plan.trace.allocated)
     shown = [c for c in found if c.traced]
     shown += [c for c in fit if not c.traced][:n] + [c for c in without if not c.traced][:n]
     head = ("replicate", "shard", "tp", "rows", "checkpointing", "GiB", "step", "")

@@ -128,7 +128,7 @@ def step_times(trace: Trace, device: Device, tf32: bool, compiled: bool) -> Time
 
 
 def _kernel_s(kernel: Kernel, device: Device, tf32: bool, compiled: bool) -> float:
-    flops, size, n_bytes = kernel
+    flops, size, n_bytes, _ = kernel
     peak = (
         device.bf16_flops
         if size == 2

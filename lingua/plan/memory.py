@@ -77,6 +77,11 @@ class LiveMemory:
         for t in tensors_in(result):
             self._follow(t.untyped_storage(), kind)
 
+    @property
+    def in_fsdp(self) -> bool:
+        """Whether FSDP runs now, not the model."""
+        return any(name.startswith("FSDP::") for name in self._fsdp)
+
     def _begin(self) -> None:
         for key, (kind, _) in list(self._sizes.items()):
             if kind == "backward":  # what a backward pass leaves

@@ -208,7 +208,7 @@ class _Operators(OperatorMode):
             kwargs = kwargs | {"device": META}
         result = func(*args, **kwargs)
         if not func.is_view:
-            self.kernels.count(func, args, kwargs, result)
+            self.kernels.count(func, args, kwargs, result, self.memory.in_fsdp)
             self.collectives.count(func, args, kwargs, result)
             self.memory.see(func, args, kwargs, result)
         return result

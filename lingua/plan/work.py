@@ -10,7 +10,9 @@ from torch.utils.flop_counter import flop_registry
 
 from lingua.torch_private import OpOverload, schema
 
-Kernel = tuple[int, int, int]  # FLOPs, bytes of an element of its result, bytes read and written
+# FLOPs, bytes of an element of the result, bytes read and written, whether it is FSDP's. Those of
+# operators without FLOPs are one for each byte: their time is that of all their bytes.
+Kernel = tuple[float, int, float, bool]
 
 # Collectives, marks of the profiler, and questions about a tensor.
 _NO_KERNEL = ("c10d", "_c10d_functional", "_dtensor", "profiler", "prim")
@@ -22,7 +24,9 @@ class KernelCounter:
     def __init__(self) -> None:
         self.kernels: Counter[Kernel] = Counter()
 
-    def count(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def count(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any, of_fsdp: bool
+    ) -> None:
         if not _is_kernel(func):
             return
         outputs = list(tensors_in(result))
@@ -31,13 +35,17 @@ class KernelCounter:
             flops = formula(*args, **kwargs, out_val=result) if formula else 0
             size = outputs[0].element_size() if outputs else 4
             tensors = {id(t): t for t in tensors_in((args, kwargs, outputs))}
-            self.kernels[flops, size, sum(t.nbytes for t in tensors.values())] += 1
+            n_bytes = sum(t.nbytes for t in tensors.values())
+            if flops:
+                self.kernels[flops, size, n_bytes, of_fsdp] += 1
+            else:
+                self.kernels[0, size, 1, of_fsdp] += n_bytes
 
 
 @cache
 def _is_kernel(func: OpOverload) -> bool:
-    allocates = func.namespace == "aten" and "empty" in str(func)
-    return not (func.namespace in _NO_KERNEL or allocates)
+    free = func.namespace == "aten" and ("empty" in str(func) or "_unsafe_view" in str(func))
+    return not (func.namespace in _NO_KERNEL or free)
 
 
 @cache

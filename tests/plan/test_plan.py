@@ -69,12 +69,12 @@ def device(**values: Any) -> Device:
 
 def traced(sizes: tuple[int, int, int], micro: Part, last: Part, n_micro: int) -> Trace:
     memory = {"parameters": 2**30, "optimizer": 2**31}
-    update = Part(Counter({(0, 4, 5 * 10**8): 1}), [])
+    update = Part(Counter({(0, 4, 1, False): 5 * 10**8}), [])
     return Trace(sizes, 10, n_micro, 1, 1.0, memory, memory, 0, micro, last, update)
 
 
 def test_a_kernel_takes_the_longer_of_arithmetic_and_memory_and_sending_hides_behind_it() -> None:
-    two_s = Counter({(10**12, 2, 10): 1, (10**6, 2, 10**9): 1})
+    two_s = Counter({(10**12, 2, 10, False): 1, (10**6, 2, 10**9, False): 1})
     gather = {**GATHER, "bytes": 4 * 10**9}  # 3 s of a ring of 4
     trace = traced((1, 4, 1), Part(two_s, []), Part(two_s, [gather]), 3)
     times = step_times(trace, device(), False, compiled=False)

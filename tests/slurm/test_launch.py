@@ -175,8 +175,8 @@ def test_what_cannot_fit_by_the_plan_is_refused(
     gpu = tmp_path / "own.yaml"
     speeds = "memory_gb_per_s: 1, bf16_tflops: 1, tf32_tflops: 1, fp32_tflops: 1"
     links = "node_gb_per_s: 1, network_gb_per_s: 1"
-    gpu.write_text(f"{{memory_gib: 2.01, reserve_gib: 2, {speeds}, {links}}}")
-    sweep = {"optim.lr": ["1e-3", "1e-4"], "model.n_layers": ["2", "200"]}
+    gpu.write_text(f"{{memory_gib: 0.003, reserve_gib: 0, {speeds}, {links}}}")
+    sweep = {"optim.lr": ["1e-3", "1e-4"], "model.n_layers": ["2", "40"]}
 
     def planned(**job: Any) -> list[str]:
         args = JobArgs(launcher="print", ngpu=2, gpu=str(gpu), **job)
@@ -187,10 +187,10 @@ def test_what_cannot_fit_by_the_plan_is_refused(
     with pytest.raises(UserError) as raised:
         planned()
     [line, _] = str(raised.value).splitlines()
-    assert line.startswith(f"gpu = {gpu}: model.n_layers=200: plan: does not fit, about ")
+    assert line.startswith(f"gpu = {gpu}: model.n_layers=40: plan: does not fit, about ")
     capsys.readouterr()
     small, large = planned(allow_too_large=True)  # of four runs: a plan has no learning rate
-    assert small.startswith("model.n_layers=2: plan: fits, about 2.0 of 2.01 GiB; a step takes ")
+    assert small.startswith("model.n_layers=2: plan: fits, about 0.0 of 0.003 GiB; a step takes ")
     assert large == line.removeprefix(f"gpu = {gpu}: ")
     for job, need in (
         (JobArgs(gpu="h100", script="apps.main.eval"), "gpu = h100: plans training: leave it out"),
