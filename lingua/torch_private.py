@@ -153,7 +153,6 @@ def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
 def fake_ranks(n: int) -> Iterator[None]:
     """A process group of n ranks of which this process is rank 0: the others do not exist, and
     collectives return at once."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=n)
@@ -161,7 +160,9 @@ def fake_ranks(n: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # has meshes, which another of as many ranks would be given
+        # They have meshes, which another of as many ranks would be given.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 @contextmanager

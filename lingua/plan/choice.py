@@ -27,7 +27,7 @@ from lingua.plan.work import Kernel
 Sizes = tuple[int, int, int]
 MODES = ("none", "selective", "full")
 LAYERS = 3, 4  # of the traces that the formula begins with
-REPLICAS, SHARDS, ROWS = 2, 8, 4
+REPLICAS, SHARDS, ROWS = 2, 8, 2
 OF_ROWS = ("activations", "backward")  # memory in proportion to the rows of a micro-batch
 OF_SHARDS = ("parameters", "optimizer")  # and to the shards
 
