@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,21 @@ from lingua.data import IGNORE
 from lingua.dtensor import local
 from lingua.errors import UserError
 from lingua.init import init_parameters
+from lingua.plan.__main__ import make_plan
+from lingua.plan.fact import PLAN
 from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split
-from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, Twist, arguments, differs, masked, relative
+from tests.apps.runs import (
+    GLOBAL_BATCH,
+    SMALL,
+    Outcome,
+    Runs,
+    Twist,
+    arguments,
+    differs,
+    masked,
+    relative,
+)
 
 STEPS = 4
 MEASURED = {"validation.every": 2, "stop_at": STEPS}
@@ -395,3 +408,13 @@ def test_compiled_blocks_train_the_same_run(runs: Runs, sizes: Sizes, kind: str)
     assert all(rank["compiled"] > 0 for rank in run.ranks)
     assert run.weights == alone.weights
     assert differs(run, alone) == []
+
+
+def test_the_log_ends_with_the_plan_and_what_was_sent(runs: Runs, tmp_path: Path) -> None:
+    sizes, once = (1, 2, 1), {"profiling.run": True, "profiling.profile_warmup": 2, "stop_at": 2}
+    words = (SMALL | runs.config(sizes, once)).items()
+    plan, _ = make_plan(["ngpu=2", "gpu=h100", *(f"{key}={value}" for key, value in words)])
+    (tmp_path / PLAN).write_text(json.dumps(plan.as_json()))
+    run = runs.train(sizes, once, dump_dir=tmp_path)
+    [planned] = re.findall(r"planned: a step .* s, was .*; sent (.*), was (.*)", run.log)
+    assert planned[0] == planned[1]
