@@ -62,7 +62,8 @@ def save(
         state: JSON-able; written as `train_state.json`.
         config: text of `config.yaml`.
         group: of all ranks, over gloo; another thread than the main one needs one of its own.
-        check: called on rank 0 before the folder is published; what it raises prevents that.
+        check: called on rank 0 before the folder is published and after a failure; what it raises
+            prevents the former and takes the place of the latter.
 
     Returns its folder. A step that is already published, and not damaged since, is left as it is.
     Raises NotSaved where a write failed on some rank.
@@ -78,6 +79,7 @@ def save(
         _writing(lambda: _publish(folder, final, step, files, state, config, check))
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
+        on_rank_0(check)  # another run that took `root` removes what it finds half written
         if isinstance(error, NotSaved):
             raise NotSaved(f"step {step} could not be saved into {root}: {error}") from None
         raise

@@ -188,7 +188,7 @@ def _wait_for_rank_0(patience_s: float) -> None:
     """Wait until rank 0 listens: torch's own attempts fill the console with stack traces. Raises
     the OSError of the last attempt."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + patience_s
+    deadline, pause_s = time.monotonic() + patience_s, 0.01
     while True:
         try:
             socket.create_connection(address, timeout=patience_s).close()
@@ -196,7 +196,8 @@ def _wait_for_rank_0(patience_s: float) -> None:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-        time.sleep(0.2)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
 
 
 @contextmanager

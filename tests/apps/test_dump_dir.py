@@ -76,20 +76,29 @@ def test_a_run_that_another_machine_takes_over_ends_and_the_other_is_the_run(
     first = start(1, python(), **where, **ENDLESS)
     wait_for(lambda: n_lines(run) >= 3, first)
     pid = int(text_of(run / "run.lock").split()[1])
-    os.kill(pid, signal.SIGSTOP)
+    while True:  # stop it in a save, of which the other run will remove the folder
+        wait_for(saves := lambda: any(run.rglob("*.tmp-*/__0_0.distcp")), first)
+        os.kill(pid, signal.SIGSTOP)
+        if saves():
+            break
+        os.kill(pid, signal.SIGCONT)
     config = SMALL | where | ENDLESS
     words = [f"{key}={value}" for key, value in config.items()]
     command = [*python(), "-c", ON_ANOTHER_MACHINE, *words]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as second:
+    second = subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL)
+    try:
         n = n_lines(run)
         wait_for(lambda: n_lines(run) >= n + 3, second)
         os.kill(pid, signal.SIGCONT)
         said, _ = first.communicate(timeout=60)
-        assert first.returncode == 2 and f"{run / 'run.lock'} is held by process " in said
+        assert first.returncode == 2 and f"{run / 'run.lock'} is held by process " in said, said
         n = n_lines(run)
         wait_for(lambda: n_lines(run) >= n + 3, second)
         second.terminate()
         assert second.wait(60) == 0
+    finally:
+        first.kill()
+        second.kill()
     whole = Outcome(run, [])
     assert f"process {pid} on " in whole.log and "waiting up to 2 s" in whole.log
     assert whole.column("step") == list(range(1, len(whole.lines) + 1))

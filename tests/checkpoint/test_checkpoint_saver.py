@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lingua.checkpoint.folder import find, read_checkpoint
-from lingua.checkpoint.retention import CheckpointArgs, SaveEvery
+from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
 from lingua.errors import UserError
@@ -174,18 +174,17 @@ def test_a_second_run_on_the_same_folder_is_refused_and_one_of_a_requeued_job_wa
 
 def lose_here(root: Path, after: str, settings: dict[str, Any]) -> tuple[str, str]:
     """The errors of a save after the lock was lost to another machine, and of a wait. `after`: that
-    was before the save, or while its files were written."""
+    was before the save, while its files were written, or then and the other run removed them."""
     mesh = join()
     with Saver(root, CheckpointArgs(**settings)) as saver:
         on_rank_0(lambda: saver.claim(root.parent))
         saver.save(1, tensors_on(mesh, fill=1), STATE, CONFIG, final=True)
         if dist.get_rank() == 0:
             lock = root / "run.lock"
-            if after == "files":
-                watcher = threading.Thread(target=lose_in_a_save, args=(root,))
-                watcher.start()
-            else:
+            if after == "nothing":
                 lose(lock)
+            else:
+                threading.Thread(target=lose_in_a_save, args=(root, after == "removal")).start()
         dist.barrier()
 
         def save() -> None:
@@ -195,15 +194,17 @@ def lose_here(root: Path, after: str, settings: dict[str, Any]) -> tuple[str, st
         return refusal(save, UserError), refusal(saver.wait, UserError)
 
 
-def lose_in_a_save(root: Path) -> None:
-    while not any(root.glob("*.tmp-*")):
+def lose_in_a_save(root: Path, removed: bool) -> None:
+    while not any(root.glob("*.tmp-*/*.distcp")):
         time.sleep(0.0001)
     lose(root / "run.lock")
+    if removed:
+        prune(root, CheckpointArgs())
 
 
 @pytest.mark.parametrize(
     ("after", "settings"),
-    [("nothing", {}), ("files", {}), ("files", {"async_save": True})],
+    [("nothing", {}), ("files", {}), ("files", {"async_save": True}), ("removal", {})],
 )
 def test_a_run_that_lost_its_lock_publishes_and_prunes_nothing(ranks, tmp_path, after, settings):
     root = tmp_path / "checkpoints"
