@@ -55,7 +55,7 @@ SMALL: dict[str, Any] = {
     "name": "small",
     "device": "cpu",
     "steps": 20,
-    "stop_at": 10,
+    "stop_at": 6,
     "logging.freq": 1,
     "data.sources": "{one: 2, two: 1}",
     "data.seq_len": 16,

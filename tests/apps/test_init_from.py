@@ -50,7 +50,7 @@ def test_a_run_begins_with_the_weights_of_a_folder_on_every_topology(runs: Runs,
     given = MODEL | {"checkpoint.init_from": folder}
     alone = runs.train((1, 1, 1), given)
     assert alone.column("loss")[0] == pytest.approx(loss_there(folder, runs), rel=1e-6)
-    for sizes in ((1, 3, 1), (1, 2, 2)):
+    for sizes in ((1, 3, 1), (1, 1, 2)):
         assert differs(runs.train(sizes, given), alone) == []
     assert "loss" in differs(runs.train((1, 1, 1), MODEL), alone)
 

@@ -28,7 +28,7 @@ from tests.checkpoints import (
 )
 from tests.ranks import Ranks
 
-TOPOLOGIES = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 1, 2), (1, 2, 2)]
+TOPOLOGIES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (1, 2, 2)]
 
 
 @pytest.fixture(scope="module")
