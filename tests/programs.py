@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -111,13 +112,17 @@ def serve(listener: socket.socket, command_file: Path, modules: list[str]) -> li
                 elif key.fileobj is listener:
                     command, _ = listener.accept()
                     _, files, *_ = socket.recv_fds(command, 1, 3)
-                    request = json.loads(command.makefile().readline())
-                    pid = os.fork()
-                    if not pid:
+                    asked = command.makefile().readline()
+                    pid = os.fork() if asked.endswith("\n") else None  # or it was killed
+                    if pid == 0:
                         break
                     for file in files:
                         os.close(file)
-                    command.sendall(b"%d\n" % pid)
+                    if pid is None:
+                        command.close()
+                        continue
+                    with suppress(OSError):
+                        command.sendall(b"%d\n" % pid)
                     commands[pid] = command
                     events.register(command, selectors.EVENT_READ, pid)
                 elif key.fileobj == ended:
@@ -130,10 +135,12 @@ def serve(listener: socket.socket, command_file: Path, modules: list[str]) -> li
                     command = commands.pop(found[0])
                     if command in events.get_map():
                         events.unregister(command)
-                        command.sendall(b"%d\n" % os.waitstatus_to_exitcode(found[1]))
+                        with suppress(OSError):
+                            command.sendall(b"%d\n" % os.waitstatus_to_exitcode(found[1]))
                     command.close()
                 continue
             break
+    request = json.loads(asked)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
