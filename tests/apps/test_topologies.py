@@ -389,14 +389,15 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs: Runs) -> Non
     assert selective["reduce_scatter"] == none["reduce_scatter"]
 
 
+@pytest.mark.soak  # a C++ compiler takes a minute for the kernels of a block
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
-        pytest.param((1, 2, 2), "none", marks=pytest.mark.soak),
-        pytest.param((1, 2, 2), "full", marks=pytest.mark.soak),
-        pytest.param((1, 2, 2), "selective", marks=pytest.mark.soak),
+        ((1, 2, 2), "none"),
+        ((1, 2, 2), "full"),
+        ((1, 2, 2), "selective"),
         ((2, 1, 1), "none"),
-        pytest.param((2, 1, 1), "selective", marks=pytest.mark.soak),
+        ((2, 1, 1), "selective"),
     ],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
