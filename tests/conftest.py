@@ -1,7 +1,6 @@
 """Fixtures shared by the tests."""
 
 import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -26,17 +25,3 @@ def ranks() -> Iterator[Ranks]:
     group = Ranks()
     yield group
     group.close()
-
-
-@pytest.fixture
-def bounded() -> Iterator[None]:
-    """A wait in this process that does not end is a failure after a minute."""
-
-    def fail(*_: object) -> None:
-        raise TimeoutError("the test still waits after a minute")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)

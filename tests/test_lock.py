@@ -15,7 +15,7 @@ from lingua.errors import UserError
 from lingua.lock import claimed, exclusive, holder, is_free
 from tests.locks import ELSEWHERE, hold_lock, lose
 
-pytestmark = pytest.mark.usefixtures("bounded")
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture

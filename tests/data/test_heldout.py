@@ -28,7 +28,7 @@ from tests.data.prepared import (
     write_jsonl,
 )
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("bounded")]
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
 TEXTS = [f"{i} größer als 東京 😀 {'y' * (i % 50)}" for i in range(3000)]
 
