@@ -4,7 +4,7 @@ torch is updated. No other file of lingua/ and apps/ names one.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -166,7 +166,17 @@ def fake_ranks(n: int) -> Iterator[None]:
 
 
 @contextmanager
-def fsdp_on_meta() -> Iterator[None]:
-    """Inside it, FSDP takes parameters without memory, which it refuses."""
-    with patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None):
+def training_on_meta() -> Iterator[None]:
+    """Inside it, FSDP and torch's optimizers take parameters without memory, which FSDP refuses, as
+    do optimizers with `fused` or `capturable`."""
+    with ExitStack() as patches:
+        check = patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
+        patches.enter_context(check)
+        for kind in ("fused_kernels", "capturable"):
+            name = f"_get_{kind}_supported_devices"
+            for module in [m for key, m in sys.modules.items() if key.startswith("torch.optim.")]:
+                if hasattr(module, name):
+                    with_meta = [*getattr(module, name)(), "meta"]
+                    change = patch.object(module, name, lambda *_, to=with_meta, **__: to)
+                    patches.enter_context(change)
         yield

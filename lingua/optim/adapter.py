@@ -68,7 +68,7 @@ class _Recorded(UserDict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self.first:
-            self.first[key] = deepcopy(value)
+            self.first[key] = value.clone() if isinstance(value, Tensor) else deepcopy(value)
         super().__setitem__(key, value)
 
 

@@ -30,9 +30,9 @@ from lingua.torch_private import (
     cpu_attention,
     fake_ranks,
     flash_attention,
-    fsdp_on_meta,
     is_traceable_wrapper_subclass_type,
     schema,
+    training_on_meta,
 )
 
 TRACED = 2  # micro-steps at most: the last, and one of the others, which are alike
@@ -167,7 +167,7 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
         modes.enter_context(_kernels_of(device))
         memory = LiveMemory(BLOCK if device == "cuda" else 1)
         memory.watch(model)
-        modes.enter_context(fsdp_on_meta())
+        modes.enter_context(training_on_meta())
         modes.enter_context(memory.resizes())
         operators = modes.enter_context(_Operators(mesh, memory))
         memory.register("parameters", [*model.parameters(), *model.buffers()])
@@ -204,6 +204,8 @@ class _Operators(OperatorMode):
             return args[0]
         if func is torch.ops.aten.lift_fresh.default:  # of a tensor from Python's numbers
             return torch.empty_like(args[0], device=META)
+        if func is torch.ops.aten._local_scalar_dense.default:  # a number that Python reads
+            return 0.5 if args[0].is_floating_point() else args[0].dtype != torch.bool
         if _takes_device(func):
             kwargs = kwargs | {"device": META}
         result = func(*args, **kwargs)

@@ -1,11 +1,14 @@
 """The command's mistakes, and the arithmetic of its times against numbers worked out by hand."""
 
+import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lingua.errors import UserError
 from lingua.plan.__main__ import make_plan
@@ -48,6 +51,33 @@ def test_mistakes_are_named_together(words: list[str], messages: list[str]) -> N
         make_plan(words)
     for message in messages:
         assert message in str(found.value)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+
+
+@pytest.mark.parametrize("app", ["apps.main", "apps.sft", "apps.dpo"])
+def test_of_a_folder_that_a_run_starts_from_the_config_is_enough(tmp_path: Path, app: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
+    words = [f"app={app}", f"checkpoint.init_from={tmp_path}", "data.sources={a: 1}", "device=cpu"]
+    if app != "apps.main":
+        words += ["data.chat={}", "data.document_mask=ignore"]
+    plan, _ = make_plan([*words, "data.seq_len=64", "data.batch_size=4", "ngpu=2"])
+    block = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
+    assert plan.as_json()["parameters"] == 2 * block + 2 * 300 * 32 + 32
+
+
+@pytest.mark.parametrize("more", [{}, {"capturable": True}, {"foreach": True}])
+def test_a_fork_with_an_optimizer_of_torchs_is_planned(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """NAdam keeps two numbers of a parameter, and two of a tensor, which its step may read."""
+    monkeypatch.setattr(torch.optim, "NAdam", partial(torch.optim.NAdam, **more))
+    words = ["app=tests.forks.optimizer", "model.vocab_size=300", "data.sources={one: 1}"]
+    plan, _ = make_plan([*words, "model.n_layers=1", "model.n_heads=4", "ngpu=2", "device=cpu"])
+    found = plan.as_json()
+    assert found["memory"]["optimizer"] == 2 * 4 * found["parameters"] / 2 + 2 * 4 * 12
 
 
 def test_a_device_of_ones_own_is_a_file_with_the_same_keys(tmp_path: Path) -> None:
