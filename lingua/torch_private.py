@@ -51,6 +51,7 @@ ATTENTION_OPERATORS = (
 )
 REDUCE_SCATTER: OpOverload = torch.ops._c10d_functional.reduce_scatter_tensor.default
 # Returns its argument, but on the meta device another tensor.
+READ_NUMBER: OpOverload = torch.ops.aten._local_scalar_dense.default  # Tensor.item()
 WAIT_TENSOR: OpOverload = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -169,14 +170,14 @@ def fake_ranks(n: int) -> Iterator[None]:
 def training_on_meta() -> Iterator[None]:
     """Inside it, FSDP and torch's optimizers take parameters without memory, which FSDP refuses, as
     do optimizers with `fused` or `capturable`."""
-    with ExitStack() as patches:
+    with ExitStack() as modes:
         check = patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
-        patches.enter_context(check)
+        modes.enter_context(check)
         for kind in ("fused_kernels", "capturable"):
             name = f"_get_{kind}_supported_devices"
             for module in [m for key, m in sys.modules.items() if key.startswith("torch.optim.")]:
                 if hasattr(module, name):
-                    with_meta = [*getattr(module, name)(), "meta"]
-                    change = patch.object(module, name, lambda *_, to=with_meta, **__: to)
-                    patches.enter_context(change)
+                    found = [*getattr(module, name)(), "meta"]
+                    change = patch.object(module, name, lambda *_, to=found, **__: to)
+                    modes.enter_context(change)
         yield

@@ -25,6 +25,7 @@ from lingua.parallel.parallelize import parallelize_model
 from lingua.plan.memory import BLOCK, LiveMemory
 from lingua.plan.work import Kernel, KernelCounter
 from lingua.torch_private import (
+    READ_NUMBER,
     WAIT_TENSOR,
     OperatorMode,
     cpu_attention,
@@ -204,7 +205,7 @@ class _Operators(OperatorMode):
             return args[0]
         if func is torch.ops.aten.lift_fresh.default:  # of a tensor from Python's numbers
             return torch.empty_like(args[0], device=META)
-        if func is torch.ops.aten._local_scalar_dense.default:  # a number that Python reads
+        if func is READ_NUMBER:
             return 0.5 if args[0].is_floating_point() else args[0].dtype != torch.bool
         if _takes_device(func):
             kwargs = kwargs | {"device": META}
