@@ -50,8 +50,8 @@ ATTENTION_OPERATORS = (
     "aten._efficient_attention_forward.default",  # xformers' other kernels
 )
 REDUCE_SCATTER: OpOverload = torch.ops._c10d_functional.reduce_scatter_tensor.default
-# Returns its argument, but on the meta device another tensor.
 READ_NUMBER: OpOverload = torch.ops.aten._local_scalar_dense.default  # Tensor.item()
+# Returns its argument, but on the meta device another tensor.
 WAIT_TENSOR: OpOverload = torch.ops._c10d_functional.wait_tensor.default
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,9 +103,12 @@ def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
     if options is not None and options.gpu is not None:
         device = attempt(lambda: find_device(str(options.gpu)))
     sizes = None
-    if options is not None and read is not None:
-        ranks = options.nodes * options.ngpu
-        sizes = attempt(lambda: mesh_sizes(read[1].distributed, ranks))
+    with suppress(UserError):  # which the mistakes of all options have
+        of_mesh = [word for word in own if word.startswith(("nodes=", "ngpu="))]
+        counts, _ = load(PlanArgs, of_mesh)
+        if read is not None:
+            ranks = counts.nodes * counts.ngpu
+            sizes = attempt(lambda: mesh_sizes(read[1].distributed, ranks))
     if read is not None and sizes is not None:
         attempt(lambda: check_sizes(read[0], read[1], sizes))
     if mistakes:

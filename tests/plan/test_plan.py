@@ -37,6 +37,10 @@ GATHER = {"kind": "all_gather", "axis": "dp_shard", "backward": False, "count": 
                 *('model.dims: unknown key (did you mean "model.dim"?)', "lingua.plan: nodes, "),
             ],
         ),
+        (
+            [DEBUG, "gpu=h10", "ngpu=3", "distributed.tp_size=2"],
+            ['(did you mean "h100"?)', "2 does not divide the number of proc"],
+        ),
         ([DEBUG, "ngpu=3", "distributed.tp_size=2"], ["2 does not divide the number of proc"]),
         (
             [DEBUG, "gpu=mine.yaml", "ngpu=3", "distributed.tp_size=3"],
