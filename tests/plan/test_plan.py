@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,16 +71,25 @@ def test_of_a_folder_that_a_run_starts_from_the_config_is_enough(tmp_path: Path,
     assert plan.as_json()["parameters"] == 2 * block + 2 * 300 * 32 + 32
 
 
-@pytest.mark.parametrize("more", [{}, {"capturable": True}, {"foreach": True}])
+@pytest.mark.parametrize(
+    ("kind", "more", "numbers"),
+    [
+        ("NAdam", {}, 2),
+        ("NAdam", {"capturable": True}, 2),
+        ("NAdam", {"foreach": True}, 2),
+        ("AdamW", {"fused": True}, 1),
+    ],
+)
 def test_a_fork_with_an_optimizer_of_torchs_is_planned(
-    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, kind: str, more: dict[str, Any], numbers: int
 ) -> None:
-    """NAdam keeps two numbers of a parameter, and two of a tensor, which its step may read."""
-    monkeypatch.setattr(torch.optim, "NAdam", partial(torch.optim.NAdam, **more))
+    """Both keep two numbers of a parameter, and some of a tensor, which their step may read."""
+    make = getattr(torch.optim, kind)
+    monkeypatch.setattr(torch.optim, "NAdam", lambda *args, **_: make(*args, **more))
     words = ["app=tests.forks.optimizer", "model.vocab_size=300", "data.sources={one: 1}"]
     plan, _ = make_plan([*words, "model.n_layers=1", "model.n_heads=4", "ngpu=2", "device=cpu"])
     found = plan.as_json()
-    assert found["memory"]["optimizer"] == 2 * 4 * found["parameters"] / 2 + 2 * 4 * 12
+    assert found["memory"]["optimizer"] == 2 * 4 * found["parameters"] / 2 + numbers * 4 * 12
 
 
 def test_a_device_of_ones_own_is_a_file_with_the_same_keys(tmp_path: Path) -> None:
