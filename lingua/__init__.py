@@ -10,12 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from lingua.base.version import __version__
+
 if TYPE_CHECKING:  # importing lingua imports no torch
     from lingua.app import App
-    from lingua.inference.lm import LM
-    from lingua.records import Record
+    from lingua.tools.inference.lm import LM
+    from lingua.tools.runs.records import Record
 
-__version__ = "0.1.0"
+__all__ = ["__version__", "load", "train"]
 
 
 def load(
@@ -28,16 +30,16 @@ def load(
     """A trained model to use in this process, which needs no process group of its own.
 
     Args:
-        path: a run's dump dir (its newest checkpoint), a checkpoint, or a folder of transformers.
-        app: import path of the model's app; None: the one that the checkpoint names, of a folder of
-            transformers apps.main.
+        path: a run's dump dir (its newest checkpoint), a checkpoint, a folder of transformers, a
+            checkpoint of Meta Lingua's, or a file of torch.save that has the config.
+        app: import path of the model's app; None: the one that the checkpoint names, else
+            apps.main.
         dtype: that the model computes in; None: bf16 on CUDA, fp32 on the CPU.
-        tokenizer_path: the tokenizer's file now; None: where it was in training.
+        tokenizer_path: the tokenizer's file now; None: where it was in training, or in the folder.
 
-    Raises:
-        lingua.errors.UserError: it is none of these, or another app's, or damaged.
+    Raises lingua.base.errors.UserError where it is none of these, or another app's, or damaged.
     """
-    from lingua.inference.lm import open_lm
+    from lingua.tools.inference.lm import open_lm
 
     return open_lm(str(path), app, device, dtype, tokenizer_path)
 
@@ -45,24 +47,19 @@ def load(
 def train(
     app: "str | ModuleType | App", config: "Mapping[str, Any] | str | Path | None" = None
 ) -> "Record":
-    """Train in this process, for notebooks and scripts; the same run as by `python -m
-    apps.main.train`, without a launcher. Call it from the main thread; in a script, below
-    `if __name__ == "__main__":`, since the processes that tokenize import the script too.
-
+    """Train in this process, the same run as by `python -m apps.main.train`. Call it from the main
+    thread; in a script, below `if __name__ == "__main__":`, which processes that tokenize import.
     A signal, such as an interrupt of the notebook, saves and stops the run, and then has its usual
-    effect: Ctrl-C raises KeyboardInterrupt. The same call continues the run.
+    effect. The same call continues the run.
 
     Args:
         app: what is trained: an import path such as "apps.main", its module, or the App.
         config: a YAML file, or what the command line has: nested mappings (OmegaConf's too) or
             dotted keys, `config` for a file that they are laid over.
 
-    Returns:
-        What the run has written, whose `metrics` are columns of numbers.
-
-    Raises:
-        lingua.errors.UserError: a mistake in the config, or of the files that it names.
+    Returns what the run has written. Raises lingua.base.errors.UserError for a mistake in the
+    config, or in the files that it names.
     """
-    from lingua.in_process import train_here
+    from lingua.tools.in_process import train_here
 
     return train_here(app, config)

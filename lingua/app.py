@@ -14,15 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lingua.base.errors import UserError, nearest
 from lingua.config.values import COMMAND_LINE, parse_argument, read_layers
-from lingua.errors import UserError, nearest
 
 if TYPE_CHECKING:  # finding an app imports no torch
     from torch import nn
 
     from lingua.parallel.parallelize import ParallelPlan
 
-APPS = Path(__file__).parents[1] / "apps"  # of this repository
+APPS = Path(__file__).parents[1] / "apps"  # apps of this repository
 GROUP = "lingua.apps"  # entry points of installed packages: name = "package.module:app"
 MAIN = "main"  # the app of a config that names none
 
@@ -33,7 +33,7 @@ class Built:
 
     module: "nn.Module"  # a lingua.model.LanguageModel on the meta device, unless it is small
     plan: "ParallelPlan | None"  # its layout on a mesh; None: data parallel as one unit
-    flops_per_token: float  # of forward and backward, for the MFU
+    flops_per_token: float  # forward and backward, for the MFU
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class App:
     optimizer: "Callable[[nn.Module, Any, ParallelPlan | None], Any] | None" = None
     # (Run) -> apps.main.train.Objective, which computes gradients and held-out loss
     objective: Callable[[Any], Any] | None = None
-    probe: Callable[[Any], None] | None = None  # of the Run, in each step once gradients are there
-    hugging_face: Any = None  # its form in transformers, a lingua.hugging_face.HuggingFace
+    probe: Callable[[Any], None] | None = None  # (Run), after the gradients of each step
+    # () -> lingua.tools.exchange.hugging_face.HuggingFace, imported where one is read or written
+    hugging_face: Callable[[], Any] | None = None
 
 
 def choose_app(argv: list[str]) -> App:
@@ -100,15 +101,15 @@ def main_program(name: str) -> str:
 
 
 def known_apps() -> dict[str, str]:
-    """{name: import path} of this repository's apps/ and of entry points, the former first."""
-    found = {point.name: point.module for point in entry_points(group=GROUP)}
+    """{name: import path} of this repository's apps/ and of entry points, apps/ first."""
+    paths = {point.name: point.module for point in entry_points(group=GROUP)}
     package = APPS.name
     spec = importlib.util.find_spec(package)
     places = [] if spec is None else spec.submodule_search_locations or []
     if [Path(place).resolve() for place in places] == [APPS.resolve()]:  # not another `apps`
         modules = [f for f in APPS.glob("*/__init__.py") if f.stat().st_size]  # some define no app
-        found |= {f.parent.name: f"{package}.{f.parent.name}" for f in modules}
-    return found
+        paths |= {f.parent.name: f"{package}.{f.parent.name}" for f in modules}
+    return paths
 
 
 def import_app(path: str, where: str) -> App:

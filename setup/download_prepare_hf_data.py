@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hub import fetch, run_script
 
-from lingua.data.prepare.files import find_files
-from lingua.errors import UserError, nearest
+from lingua.base.errors import UserError, nearest
+from lingua.data.files import find_files
 
 # name -> (repository, patterns); a * goes across folders
 DATA_SETS = {

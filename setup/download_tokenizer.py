@@ -14,12 +14,12 @@ from typing import Literal
 
 from hub import fetch, retry, run_script
 
-from lingua.errors import UserError, nearest
+from lingua.base.errors import UserError, nearest
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 
 Kind = Literal["sp", "tiktoken"]
 # name -> (repository, file, data.tokenizer.name)
-OF_THE_HUB: dict[str, tuple[str, str, Kind]] = {
+HUB_TOKENIZERS: dict[str, tuple[str, str, Kind]] = {
     "llama2": ("meta-llama/Llama-2-7b", "tokenizer.model", "sp"),
     "llama3": ("meta-llama/Meta-Llama-3-8B", "original/tokenizer.model", "tiktoken"),
     "gemma": ("google/gemma-2-9b", "tokenizer.model", "sp"),
@@ -29,13 +29,13 @@ SAMPLE = "It's 10 o'clock in Köln, 東京 is asleep 😀\n\tdef f(x): return x\
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", help=f"{', '.join(OF_THE_HUB)}, or an encoding of tiktoken")
+    parser.add_argument("name", help=f"{', '.join(HUB_TOKENIZERS)}, or an encoding of tiktoken")
     parser.add_argument("--dir", type=Path, default=Path("tokenizers"), help="folder to put it in")
     args = parser.parse_args()
 
-    if args.name in OF_THE_HUB:
+    if args.name in HUB_TOKENIZERS:
         kind: Kind
-        repo, file, kind = OF_THE_HUB[args.name]
+        repo, file, kind = HUB_TOKENIZERS[args.name]
         fetch(repo, [file], args.dir / args.name, "model")
         path = args.dir / args.name / file
     else:
@@ -56,7 +56,7 @@ def fetch_encoding(name: str, folder: Path) -> Path:
             f"{name}: needs the Python package tiktoken, which is not installed "
             "(pip install tiktoken)"
         ) from None
-    allowed = [*OF_THE_HUB, *tiktoken.list_encoding_names()]
+    allowed = [*HUB_TOKENIZERS, *tiktoken.list_encoding_names()]
     if name not in allowed:
         raise UserError(f'"{name}": must be one of {", ".join(allowed)}{nearest(name, allowed)}')
     # ValueError: what arrived is not what the library expects by its hash.
@@ -80,7 +80,7 @@ def _lines(ranks: dict[bytes, int]) -> Iterator[str]:
 
 
 def _explain_tiktoken(error: Exception) -> str:
-    response = getattr(error, "response", None)  # of the requests library
+    response = getattr(error, "response", None)  # the exception is one of the requests library
     if response is not None and 400 <= response.status_code < 500:
         return f"the encoding cannot be downloaded: {error}"
     return ""

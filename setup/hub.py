@@ -17,13 +17,13 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts run without install
 
-from lingua.errors import UserError
-from lingua.format import printable
+from lingua.base.errors import UserError
+from lingua.base.format import printable
 
 T = TypeVar("T")
 
-PAUSES_S = (1, 2, 4, 8, 16, 32, 64)  # before each new attempt
-RETRIED_STATUS = {408, 425, 429}  # of the client errors; of the server's all are
+PAUSES_S = (1, 2, 4, 8, 16, 32, 64)  # seconds before each new attempt
+RETRIED_STATUS = {408, 425, 429}  # client errors; every error of the server is retried
 WORKERS = 8  # files downloaded at the same time
 
 
@@ -70,7 +70,7 @@ def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, 
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import filter_repo_objects
 
-    token = hub_token() or False  # False: nor one that a login has stored
+    token = hub_token() or False  # False: the token of a stored login is not used either
     api = hub.HfApi(token=token)
 
     def listed() -> tuple[str, dict[str, int]]:
@@ -107,7 +107,7 @@ def fetch(repo: str, patterns: list[str], folder: Path, kind: str) -> dict[str, 
 
     print(f"{repo}: {len(wanted):,} files, {sum(wanted.values()) / 1e9:,.2f} GB, into {folder}")
     retry(repo, downloaded, explain, (OSError, HTTPError))
-    for part in (folder / ".cache").rglob("*.incomplete"):  # of processes that were killed
+    for part in (folder / ".cache").rglob("*.incomplete"):  # killed processes left these
         part.unlink(missing_ok=True)
     return wanted
 

@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lingua.checkpoint.folder import MANIFEST, checksum_of, read_checkpoint
+from lingua.base.dump_dir import MANIFEST
+from lingua.base.errors import UserError
+from lingua.checkpoint.folder import checksum_of, read_checkpoint
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import open_checkpoint
-from lingua.errors import UserError
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 

@@ -11,7 +11,7 @@ ELSEWHERE = "process 5 on node-2, 0b5ef3bc-4026531836 777, 0123456789abcdef\n"
 HOLD = """
 import sys, time
 from pathlib import Path
-from lingua.lock import claimed
+from lingua.base.lock import claimed
 with claimed(Path(sys.argv[1])) as lock:
     print("held" if lock else "not free", flush=True)
     time.sleep(float(sys.argv[2]))

@@ -66,7 +66,7 @@ def start_server(modules: tuple[str, ...]) -> tuple[str, subprocess.Popen[bytes]
 
 
 def ask(address: str, argv: list[str]) -> None:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # by lingua.signals.exec_program
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # by exec_program
     with socket.socket(socket.AF_UNIX) as server, server.makefile() as answers:
         server.connect(f"\0{address}")
         socket.send_fds(server, [b"\n"], [0, 1, 2])

@@ -17,7 +17,7 @@ import sentencepiece
 import tiktoken
 
 from lingua.data.args import DataArgs
-from lingua.data.prepare.sources import prepare_source
+from lingua.data.sources import prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.hub_server import TOKEN, Hub
 
@@ -110,89 +110,41 @@ def test_a_data_set_is_downloaded_through_kills_and_failures_and_is_a_source(hub
     assert not [path for method, path, *_ in hub.log if method == "GET" and "b.jsonl" in path]
 
 
-def test_the_named_data_sets_take_what_their_repository_has_once(hub, tmp_path):
-    content = jsonl(TEXTS)
-    hub.repos["datasets/mlfoundations/dclm-baseline-1.0"] = {
-        "README.md": b"x",
-        "global-shard_01_of_10/local-shard_0_of_10/shard_0.jsonl.zst": content,
-        "global-shard_02_of_10/local-shard_0_of_10/shard_0.jsonl.zst": content,
-    }
-    hub.repos["datasets/HuggingFaceFW/fineweb-edu"] = {
-        "README.md": b"x",
-        "data/CC-MAIN-2024-10/000_00000.parquet": content,
-        "sample/10BT/000_00000.parquet": content,
-        "sample/100BT/000_00000.parquet": content,
-    }
-    expected = {
-        "fineweb_edu": ["data/CC-MAIN-2024-10/000_00000.parquet"],
-        "fineweb_edu_10bt": ["sample/10BT/000_00000.parquet"],
-        "dclm_baseline_1.0": [
-            f"global-shard_0{i}_of_10/local-shard_0_of_10/shard_0.jsonl.zst" for i in (1, 2)
-        ],
-        "dclm_baseline_1.0_10prct": ["global-shard_01_of_10/local-shard_0_of_10/shard_0.jsonl.zst"],
-    }
-    for name, paths in expected.items():
-        data(hub, tmp_path, name)
-        folder = tmp_path / "data" / name
-        found = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
-        assert sorted(path for path in found if path[0] != ".") == paths
-
-
 def test_what_is_missing_is_one_clear_message(hub, tmp_path):
     hub.repos["datasets/some/corpus"] = {"a.jsonl": b"{}"}
     hub.repos["datasets/some/gated"] = {"a.jsonl": jsonl(TEXTS)}
     hub.gated.add("datasets/some/gated")
     hub.repos["datasets/some/quoting"] = {"a.jsonl": b"{}"}
     hub.quoting.add("datasets/some/quoting")
-    pattern = ("--pattern", "*.jsonl")
-    for words, options, message in [
+    some, pattern = "some/corpus", ("--pattern", "*.jsonl")
+    gated, quoting = "datasets/some/gated", ["some/quoting", *pattern]
+    absent = {"before": "import sys; sys.modules['huggingface_hub'] = None\n"}
+    full = "import shutil; from types import SimpleNamespace as N\n"
+    full = {"before": full + "shutil.disk_usage = lambda path: N(free=1)\n"}
+    for words, options, named in [
         (["fineweb"], {}, "fineweb_edu, fineweb_edu_10bt"),
-        (["some/corpus"], {}, "--pattern: must be given"),
-        (["fineweb_edu", *pattern], {}, "--pattern: fineweb_edu has its own"),
-        (["some/corpus", *pattern, "--name", "../x"], {}, '--name "../x"'),
-        (["some/corpus", "--pattern", "*.gz"], {}, "no file of some/corpus matches *.gz"),
-        (["some/absent", *pattern], {}, "some/absent: there is no such dataset, or it is private"),
-        (["some/gated", *pattern], {}, "https://huggingface.co/datasets/some/gated"),
-        (
-            ["some/gated", *pattern],
-            {"HF_TOKEN": "hf_of_another"},
-            "is gated: ask for access at https://huggingface.co/datasets/some/gated",
-        ),
-        (["some/quoting", *pattern], {"HF_TOKEN": " hf_of_another "}, "no right for Bearer <HF_TO"),
-        (["some/corpus", *pattern], {"HF_TOKEN": "hf_of_two\nlines"}, "HF_TOKEN: must be a token"),
-        (["some/corpus", *pattern], {"HF_TOKEN": "hf_of two"}, "HF_TOKEN: must be a token"),
-        (
-            ["some/corpus", *pattern],
-            {"before": "import sys; sys.modules['huggingface_hub'] = None\n"},
-            "pip install huggingface_hub",
-        ),
-        (
-            ["some/corpus", *pattern],
-            {
-                "before": "import shutil; from types import SimpleNamespace as N\n"
-                "shutil.disk_usage = lambda path: N(free=1)\n"
-            },
-            "needs 0.00 GB more, but only 0.00 GB are free",
-        ),
+        ([some], {}, "--pattern"),
+        (["fineweb_edu", *pattern], {}, "--pattern: fineweb_edu"),
+        ([some, *pattern, "--name", "../x"], {}, '--name "../x"'),
+        ([some, "--pattern", "*.gz"], {}, "*.gz"),
+        (["some/absent", *pattern], {}, "some/absent"),
+        (["some/gated", *pattern], {}, gated),
+        (["some/gated", *pattern], {"HF_TOKEN": "hf_of_another"}, gated),
+        (quoting, {"HF_TOKEN": " hf_of_another "}, "Bearer <HF_TO"),
+        ([some, *pattern], {"HF_TOKEN": "hf_of_two\nlines"}, "HF_TOKEN"),
+        ([some, *pattern], {"HF_TOKEN": "hf_of two"}, "HF_TOKEN"),
+        ([some, *pattern], absent, "pip install huggingface_hub"),
+        ([some, *pattern], full, "0.00 GB"),
     ]:
         done = data(hub, tmp_path, *words, **options)
         assert done.returncode == 2, (words, done.stderr)
-        assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert named in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.count("error:") == 1 and "hf_of" not in done.stdout + done.stderr
         assert "\x1b" not in done.stderr
     assert not (tmp_path / "data").exists()
 
     done = data(hub, tmp_path, "some/gated", *pattern, HF_TOKEN=f" {TOKEN}\n")
     assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
-
-
-def test_a_network_that_stays_away_is_told_after_some_attempts(hub, tmp_path):
-    hub.repos["datasets/some/corpus"] = {"a.jsonl": jsonl(TEXTS)}
-    hub.close()
-    done = data(hub, tmp_path, "some/corpus", "--pattern", "*")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.count("trying again") == 3
-    assert "gave up after 4 attempts" in done.stderr and "network" in done.stderr
 
 
 def sentencepiece_model() -> bytes:

@@ -94,15 +94,6 @@ def test_changed_requirements_are_installed_once_and_show_their_progress(repo):
 
 
 @pytest.mark.soak
-def test_a_copied_repository_gets_an_environment_of_its_own(repo, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(repo, copy, symlinks=True)
-    code, out, err = run(copy, "python", "-c", "import sys; print(sys.prefix)")
-    assert (code, out) == (0, f"{copy / '.venv'}\n")
-    assert SAYS_INSTALLING in err
-
-
-@pytest.mark.soak
 def test_an_install_killed_half_way_is_made_again_and_by_only_one_of_two(tmp_path):
     repo = make_repo(tmp_path)
     process = start(repo, "true")
@@ -137,37 +128,6 @@ def test_a_python_that_is_too_old_or_absent_is_a_clear_error(repo, tmp_path):
         assert f"Python 3.11 or newer is needed, and {old} is {version}" in err
     code, out, err = run(repo, "echo", "ran", PYTHON="/no/such/python")
     assert (code, out) == (2, "") and "/no/such/python does not run" in err
-
-
-def test_without_a_new_enough_python_on_the_path_all_that_were_found_are_named(tmp_path):
-    repo = make_repo(tmp_path)
-    for tool in ("bash", "dirname"):
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
-    fake_python(tmp_path / "bin" / "python3", "3.10")
-    code, _, err = run(repo, "true", PATH=str(tmp_path / "bin"))
-    assert code == 2 and "python3 is 3.10" in err
-
-
-def test_a_python_without_venv_is_reported_with_what_to_install(tmp_path):
-    repo = make_repo(tmp_path)
-    python = tmp_path / "python3.11"
-    python.write_text('#!/bin/sh\ncase "$*" in *ensurepip*) exit 1;; *version*) echo 3.11;; esac\n')
-    python.chmod(0o755)
-    code, _, err = run(repo, "true", PYTHON=str(python))
-    assert code == 2 and "apt install python3.11-venv" in err
-
-
-def test_help_explains_itself_and_no_command_is_a_usage_error_and_neither_installs(tmp_path):
-    repo = make_repo(tmp_path)
-    for flag in ("-h", "--help"):
-        code, out, err = run(repo, flag)
-        assert (code, err) == (0, "") and "#" not in out
-        assert out.startswith("Runs a command in the repository's own environment")
-        assert "./setup/run.sh python -m apps.main.train config=" in out and "PYTHON names" in out
-    code, out, err = run(repo)
-    assert (code, out) == (2, "") and "usage" in err
-    assert not (repo / ".venv").exists()
 
 
 def test_the_package_metadata_allows_what_requirements_pin():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lingua.base import dump_dir
+
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
@@ -68,13 +70,6 @@ def test_the_library_imports_no_app():
         assert "apps" not in set(imported(ast.parse(file.read_text()), at_import=False)), file
 
 
-def test_the_program_that_shows_rows_is_imported_by_no_module():
-    """It imports packages above its own; whoever imported it could close a circle."""
-    assert (ROOT / "lingua" / "data" / "show.py").is_file()
-    for file in FILES:
-        assert "lingua.data.show import" not in file.read_text(), file
-
-
 def test_an_import_at_the_top_of_any_block_is_found():
     source = """
 try:
@@ -117,4 +112,23 @@ def test_commands_are_lists_of_words_that_no_shell_reads():
         for call in through_a_shell(ast.parse(file.read_text()))
     }
     # It reads the lines of `setup`, which are the user's; what is run comes as its arguments.
-    assert found == {("lingua/slurm/launch.py", "[bash]")}
+    assert found == {("lingua/tools/slurm/launch.py", "[bash]")}
+
+
+# ---- names of files
+
+
+def test_the_names_of_files_in_a_dump_dir_are_written_in_one_place():
+    names = {
+        v for k, v in vars(dump_dir).items() if k.isupper() and isinstance(v, str) and "." in v
+    }
+    assert {"config.yaml", "metrics.jsonl", "run.lock", "code.diff"} <= names
+    written = {
+        (str(file.relative_to(ROOT)), node.value)
+        for file in FILES
+        if not file.is_relative_to(ROOT / "apps/bench")  # which reads runs as a stranger would
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+    shards = ("lingua/data/shards.py", "manifest.json")  # of another kind of folder
+    assert written - {shards} <= {("lingua/base/dump_dir.py", name) for name in names}

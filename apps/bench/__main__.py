@@ -1,96 +1,72 @@
-"""The measurements that the README quotes, each by one command.
+"""The measurements of docs/measurements.md, each by one command:
 
-    python -m apps.bench step      tokens per second, MFU and memory, over a bare loop, by shape
-    python -m apps.bench loop      what the loop costs over a bare forward, backward and step; of
-                                   config=apps/sft/configs/debug.yaml over plain training
-    python -m apps.bench attention documents on a CPU one by one, over a mask of whole rows
-    python -m apps.bench startup   seconds to the first step, and what they go into
-    python -m apps.bench sync      gradient traffic of the three modes of distributed.grad_sync
-    python -m apps.bench debug     time and held-out loss of the debug run, from nothing to its end
-    python -m apps.bench generate  tokens per second of generation, against transformers
-    python -m apps.bench data      tokenizing and reading rows, each over its plain reference
-    python -m apps.bench checkpoint  saving and loading 1.2 GB, each over plain files
-    python -m apps.bench exchange  models of transformers: loading, import, export, over plain files
-    python -m apps.bench promise   losses of a run stopped and resumed on five topologies
-    python -m apps.bench pairs     variance of the difference of two runs that share a seed
+    python -m apps.bench NAME [key=value ...]
 
 `key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
 names another; of `step` it is a model of each size.
 """
 
 import argparse
-import inspect
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from apps.bench import (
-    attention,
-    checkpoint,
-    data,
-    debug,
-    exchange,
-    generate,
-    loop,
-    pairs,
-    promise,
-    startup,
-    step,
-    sync,
-)
 from apps.bench.report import show
 from lingua.parallel.program import run_program
 
-MEASUREMENTS = {
-    "step": step.measure,
-    "loop": loop.measure,
-    "attention": attention.measure,
-    "startup": startup.measure,
-    "sync": sync.measure,
-    "debug": debug.measure,
-    "data": data.measure,
-    "generate": generate.measure,
-    "checkpoint": checkpoint.measure,
-    "exchange": exchange.measure,
-    "promise": promise.measure,
-    "pairs": pairs.measure,
+# What `apps.bench.NAME.measure(keys, repeats)` reports, and its rounds, where it has any; keys are
+# the command line of the training program.
+MEASUREMENTS: dict[str, tuple[str, int | None]] = {
+    "step": ("tokens per second, MFU and memory beside a bare loop, by shape", 3),
+    "loop": ("what the loop costs over a bare forward, backward and step", 8),
+    "attention": ("documents on a CPU one by one, over a mask of whole rows", 10),
+    "startup": ("seconds to the first step, by part", 5),
+    "sync": ("gradient traffic of the three modes of distributed.grad_sync", None),
+    "debug": ("time and held-out loss of the debug run, from nothing to its end", None),
+    "generate": ("tokens per second of generation, against transformers", 5),
+    "data": ("tokenizing and reading rows, each over its plain reference", 8),
+    "checkpoint": ("saving and loading 1.2 GB, each over plain files", 12),
+    "exchange": ("models of transformers: load, import, export, over plain files", 5),
+    "promise": ("losses of a run, of any app, stopped and resumed on other meshes", None),
+    "pairs": ("variance of the difference of two runs that share a seed", 10),
 }
 CONFIG = Path(__file__).parents[1] / "main" / "configs" / "debug.yaml"
 
 
 def main() -> None:
+    names = "\n".join(
+        f"  {name:<10}  {about}{'' if rounds is None else f' [{rounds} rounds]'}"
+        for name, (about, rounds) in MEASUREMENTS.items()
+    )
     parser = argparse.ArgumentParser(
         prog="python -m apps.bench",
         description=__doc__,
+        epilog=f"measurements:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("measurement", choices=MEASUREMENTS)
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="of the configuration")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        help="rounds: checkpoint (12), attention, pairs (10), loop, data (8), startup, "
-        "generate, exchange (5), step (3)",
-    )
+    parser.add_argument("measurement", choices=MEASUREMENTS, metavar="NAME")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="changes the configuration")
+    parser.add_argument("--repeats", type=int, help="rounds, where the list below has them")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw promise (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
     options = parser.parse_intermixed_args()
-    measure, keys = MEASUREMENTS[options.measurement], options.keys
-    given = {}
-    if options.repeats is not None:
-        if "repeats" not in inspect.signature(measure).parameters or options.repeats < 1:
-            parser.error(
-                "--repeats is a number from 1 on, for step, loop, attention, data, checkpoint, "
-                "startup, generate, exchange, pairs"
-            )
-        given["repeats"] = options.repeats
+    name, keys, given = options.measurement, options.keys, dict[str, Any]()
+    if (repeats := MEASUREMENTS[name][1]) is not None:
+        given["repeats"] = repeats if options.repeats is None else options.repeats
+        if given["repeats"] < 1:
+            parser.error("--repeats: must be at least 1")
+    elif options.repeats is not None:
+        parser.error(f"--repeats: {name} has no rounds")
     if options.png is not None:
-        if measure is not promise.measure:
-            parser.error("--png is for promise")
+        if name != "promise":
+            parser.error("--png: must be given with promise")
         given["png"] = options.png
-    if measure is not step.measure and not any(key.startswith("config=") for key in keys):
+    if name != "step" and not any(key.startswith("config=") for key in keys):
         keys = [f"config={CONFIG}", *keys]
     command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])
+    measure = import_module(f"apps.bench.{name}").measure
     show(measure(keys, **given), command, options.json)
 
 

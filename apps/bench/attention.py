@@ -1,48 +1,61 @@
 """Attention over documents on a CPU: each by itself, as in long rows, over a mask of whole rows.
 
-Forward and backward of the heads of one layer. The two take the same rows in turns. `keys` of the
-training program set the heads and their dtype.
+Forward and backward of the heads of one layer, on the same rows in turns. `keys` of the training
+program set the heads and their dtype.
 """
 
-import time
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from apps.bench.report import Report, spread
-from apps.main.config import TrainArgs
-from lingua.attention import LONG_ROW, Documents, Mask, attend, build_mask
-from lingua.config.load import load
-from lingua.config.meta_lingua import META_LINGUA
-from lingua.format import align
+from apps.bench.launch import read_config
+from apps.bench.report import Report, quotients, spread
+from apps.bench.turns import take_round
+from lingua.base.format import align
+from lingua.model.attention import MIN_SEPARATED, Mask, attend, build_mask
+from lingua.model.masks import SeparateDocuments
 
-TOKENS = 4096  # of all rows
-ROWS = (LONG_ROW, 1024, 2048, 4096)
-DOCUMENTS = (1, 4, 16, 64)  # of a row
+TOKENS = 4096  # tokens of all rows together
+ROWS = (MIN_SEPARATED, 1024, 2048, 4096)  # tokens of a row
+DOCUMENTS = (1, 4, 16, 64)  # documents in a row
 
 
-def measure(keys: list[str], repeats: int = 10) -> Report:
-    """`keys` is the command line of the training program; `repeats` turns of each are measured."""
-    args, _ = load(TrainArgs, keys, foreign=META_LINGUA)
+def measure(keys: list[str], repeats: int) -> Report:
+    args = read_config(keys)
     n_heads, n_kv_heads, head_dim = args.model.heads()
     heads = n_heads, n_kv_heads, n_kv_heads, n_heads
     dtype, random = args.distributed.dtype, torch.Generator().manual_seed(args.seed)
-    cases = []
+    cases: list[dict[str, Any]] = []
     for seq_len, n in product(ROWS, DOCUMENTS):
         n_rows = TOKENS // seq_len
-        documents = random_documents(n_rows, seq_len, n, random)
+        starts = random_starts(n_rows, seq_len, n, random)
         q, k, v, grad = (
             torch.randn(n_rows, seq_len, h, head_dim, generator=random).to(dtype).transpose(1, 2)
             for h in heads
         )
-        turns = [turn(q, k, v, grad, documents, i % 2 == 0) for i in range(repeats + 1)][1:]
-        masked, each, apart = zip(*turns, strict=True)
-        ratio = spread(mask / own for mask, own in zip(masked, each, strict=True))
-        case = {"seq_len": seq_len, "documents": n, "ratio": ratio, "difference": max(apart)}
+        rounds = [take_round(sides(q, k, v, grad, starts), i) for i in range(repeats + 1)][
+            1:
+        ]  # the first one warms up
+        masked, each = ([turns[side].seconds for turns in rounds] for side in ("mask", "each"))
+        case: dict[str, Any] = {
+            "seq_len": seq_len,
+            "documents": n,
+            "ratio": quotients(masked, each),
+        }
+        pairs = (zip(turns["each"].result, turns["mask"].result, strict=True) for turns in rounds)
+        apart = (float((a - b).norm() / b.norm()) for pair in pairs for a, b in pair)
+        case["difference"] = max(apart)  # of the gradients, relative
         cases.append(case | {"masked_s": spread(masked), "each_s": spread(each)})
+    rows = [("row, tokens", "documents", "mask, ms", "each, ms", "ratio", "range")]
+    for case in cases:
+        masked_ms, each_ms = (f"{1000 * case[s].median:.1f}" for s in ("masked_s", "each_s"))
+        size = f"{case['seq_len']:,}", f"{case['documents']}"
+        rows.append((*size, masked_ms, each_ms, *case["ratio"].cells()))
     lines = [
-        *table(cases),
+        *align(rows, left=0),
         "",
         f"medians of {repeats} turns of {TOKENS:,} tokens, forward and backward, {str(dtype)[6:]}, "
         f"{n_heads} heads ({n_kv_heads} of keys and values) of {head_dim} features;",
@@ -51,46 +64,25 @@ def measure(keys: list[str], repeats: int = 10) -> Report:
     return Report(lines, {"cases": cases})
 
 
-def random_documents(n_rows: int, seq_len: int, n: int, random: torch.Generator) -> Tensor:
+def random_starts(n_rows: int, seq_len: int, n: int, random: torch.Generator) -> Tensor:
     """Where n documents of random lengths begin, int64 B n."""
     cuts = [torch.randperm(seq_len - 1, generator=random)[: n - 1] + 1 for _ in range(n_rows)]
     return torch.stack([torch.cat((torch.tensor([0]), cut.sort().values)) for cut in cuts])
 
 
-def turn(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, documents: Tensor, mask_first: bool
-) -> tuple[float, float, float]:
-    """Seconds with the mask and of each document by itself, and the largest relative difference of
-    a gradient. What both are made of is not in the seconds."""
+def sides(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, starts: Tensor
+) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """Forward and backward with a mask and with each document by itself; each returns the gradients
+    of q, k and v. What describes the documents is made here, before either is timed."""
     place = torch.arange(q.shape[2])
-    own = torch.searchsorted(documents, place.repeat(len(documents), 1), right=True) - 1
-    first = documents.gather(1, own)
-    masks = {
-        "mask": build_mask("sdpa", place, place, first, None, None),
-        "each": Documents(documents, first, None),
-    }
-    order = ("mask", "each") if mask_first else ("each", "mask")
-    done = {kind: timed(q, k, v, grad, masks[kind]) for kind in order}
-    (masked, expected), (each, found) = done["mask"], done["each"]
-    apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
-    return masked, each, max(apart)
-
-
-def timed(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask
-) -> tuple[float, tuple[Tensor, ...]]:
-    """Seconds of forward and backward, and the gradients of q, k and v."""
+    document = torch.searchsorted(starts, place.repeat(len(starts), 1), right=True) - 1
+    first = starts.gather(1, document)  # B S, where the document of each position begins
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    begin = time.perf_counter()
-    gradients = torch.autograd.grad(attend(q, k, v, mask), (q, k, v), grad)
-    return time.perf_counter() - begin, gradients
 
+    def gradients(mask: Mask) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(q, k, v, mask), (q, k, v), grad)
 
-def table(cases: list[dict]) -> list[str]:
-    rows = [("row, tokens", "documents", "mask, ms", "each, ms", "ratio", "range")]
-    for case in cases:
-        ratio = case["ratio"]
-        masked, each = (f"{1000 * case[key].median:.1f}" for key in ("masked_s", "each_s"))
-        middle, around = f"{ratio.median:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}"
-        rows.append((f"{case['seq_len']:,}", str(case["documents"]), masked, each, middle, around))
-    return align(rows, left=0)
+    mask = build_mask("sdpa", place, place, first, None, None)
+    each = SeparateDocuments(starts, first, None)
+    return {"mask": lambda: gradients(mask), "each": lambda: gradients(each)}

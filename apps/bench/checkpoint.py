@@ -1,67 +1,164 @@
 """Saving and loading a checkpoint, over plain files of the same size.
 
 Two processes have a model of the training program with AdamW's moments, 1.2 GB in all unless keys
-set another size, and take turns (`checkpoint_rank.py`): the real `save` against one plain file
-each, written and synced; the real `load`, every checksum verified first, against one plain file
-each, read; loading on the topology that saved against loading on others. What is read is not in the
-page cache: it was synced and then dropped (POSIX_FADV_DONTNEED).
+set another size, and take turns: the real `save` against one plain file each, written and synced;
+the real `load`, every checksum verified first, against one plain file each, read; loading on the
+topology that saved against loading on others. Nothing that is read is in the page cache.
 
-In a virtual machine, memory that the host must allocate first makes single turns of both kinds two
-to three times as long. So the fastest turns are reported beside the medians.
+In a virtual machine, memory that the host must allocate first makes single turns two to three times
+as long. So the fastest turns are reported beside the medians.
 """
 
-import json
-import sys
+import os
+import shutil
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from apps.bench.launch import run
-from apps.bench.report import Report, spread
-from lingua.format import align
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from apps.bench.launch import on_ranks, read_config, with_defaults
+from apps.bench.report import Report, side_rows
+from apps.bench.turns import Side, take_round
+from apps.main.config import TrainArgs
+from apps.main.transformer import build
+from lingua.base.format import align
+from lingua.checkpoint.folder import newest
+from lingua.checkpoint.save import save
+from lingua.checkpoint.source import open_checkpoint
+from lingua.checkpoint.tensors import tensors_of
+from lingua.optim.optimizer import build_optimizer
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import AXES
+from lingua.parallel.parallelize import parallelize_model
 
 PROCESSES = 2
 # Where to save and load (dp_replicate, dp_shard, tp); the first is the one that saves.
 TOPOLOGIES = {"sharded": (1, 2, 1), "tensor-parallel": (1, 1, 2), "replicated": (2, 1, 1)}
 MODEL = ["model.dim=1024", "model.n_layers=8", "model.n_heads=16", "device=cpu"]
+BLOCK_BYTES = 1 << 20  # bytes of one plain read
+
+first, *others = TOPOLOGIES
+RATIOS = {  # name: (over, under), the sides whose seconds are divided
+    "rate of saving / of plain files written and synced": ("write", "save"),
+    "rate of loading with checksums / of plain files read": ("read", f"load {first}"),
+    **{f"seconds on {name} / on {first}": (f"load {name}", f"load {first}") for name in others},
+}
 
 
-def measure(keys: list[str], repeats: int = 12) -> Report:
-    """`keys` is the command line of the training program. Everything is written into a folder of
-    the current one, and removed."""
-    config = [key for key in keys if key.startswith("config=")]
-    keys = [*config, *MODEL, *(key for key in keys if key not in config)]
+def measure(keys: list[str], repeats: int) -> Report:
+    """Everything is written into a folder of the current one, and removed."""
     with TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as folder:
-        out = Path(folder) / "seconds.json"
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-        program = ["-m", "apps.bench.checkpoint_rank", str(out), folder, str(repeats), *keys]
-        run([sys.executable, "-m", *torchrun, *program])
-        found = json.loads(out.read_text(encoding="utf-8"))
-    return report(found["bytes"], found["rounds"])
-
-
-def report(size: int, rounds: list[dict[str, float]]) -> Report:
-    """`size` is that of the checkpoint in bytes; a round has the seconds of every turn."""
-    first, *others = TOPOLOGIES
-    ratios = {  # of seconds, as they are named: how often the second fits into the first
-        "rate of saving / of plain files written and synced": ("write", "save"),
-        "rate of loading with checksums / of plain files read": ("read", f"load {first}"),
-        **{f"seconds on {name} / on {first}": (f"load {name}", f"load {first}") for name in others},
-    }
-    results: dict[str, Any] = {"bytes": size, "rounds": rounds}
-    rows: list[tuple[str, ...]] = [("", "median", "range", "GB/s", "of the fastest")]
-    for turn in rounds[0]:
-        results[turn] = s = spread([seconds[turn] for seconds in rounds])
-        rates = (f"{size / 1e9 / seconds:.2f}" for seconds in (s.median, s.low))
-        rows.append((f"{turn}, s", f"{s.median:.2f}", f"{s.low:.2f} to {s.high:.2f}", *rates))
-    for name, (over, under) in ratios.items():
-        results[name] = s = spread([seconds[over] / seconds[under] for seconds in rounds])
-        best = f"{results[over].low / results[under].low:.2f}"
-        rows.append((name, f"{s.median:.2f}", f"{s.low:.2f} to {s.high:.2f}", "", best))
+        words = [folder, f"{repeats}", *with_defaults(MODEL, keys)]
+        results = on_ranks(PROCESSES, take_turns_on_rank, *words)
+    size, rounds = results["bytes"], results["rounds"]
+    rows, spreads = side_rows(rounds, RATIOS)
+    table = [("", "median", "range", "GB/s", "of the fastest")]
+    for (name, median, extremes, fastest), s in zip(rows, spreads.values(), strict=True):
+        rates = (f"{size / 1e9 / t:.2f}" for t in (s.median, s.low))
+        table.append((name, median, extremes, *(("", fastest) if name in RATIOS else rates)))
     lines = [
-        *align(rows, left=1),
+        *align(table, left=1),
         "",
         f"{size / 1e9:.2f} GB by {PROCESSES} processes, saved by 2 shards; {len(rounds)} rounds; "
         "what is read is not in the page cache",
     ]
-    return Report(lines, results)
+    return Report(lines, results | spreads)
+
+
+def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
+    """Seconds of every turn, from when all ranks begin to when the last is done. A first round is
+    not counted. Every rank calls this, with the same result."""
+    args, launch = read_config(keys), detect_launch()
+    d = args.distributed
+    d.dp_replicate, d.dp_shard, d.tp_size = TOPOLOGIES[first]
+    start(torch.device("cpu"), launch, d)
+    states = {name: state_on(args, sizes) for name, sizes in TOPOLOGIES.items()}
+    torch.manual_seed(launch.rank)  # each rank has other parts of sharded tensors
+    for t in states[first].values():
+        if isinstance(t, DTensor):
+            t.to_local().uniform_()
+    root, plain = Path(folder) / "checkpoints", Path(folder) / f"plain{launch.rank}"
+    save(root, 0, states[first], {}, "")
+    [shard] = (root / f"{0:010d}").glob(f"__{launch.rank}_*")
+    content = shard.read_bytes()
+    # Memory that a virtual machine did not use for a while is its host's: to get it back for the
+    # page cache takes longer than to write it to the disk, and one side would pay for it.
+    torch.ones(2 * len(content), dtype=torch.uint8)
+    writes: dict[str, Side] = {
+        "save": lambda: save(root, 0, states[first], {}, ""),
+        "write": lambda: write(plain, content),
+    }
+    reads: dict[str, Side] = {"read": lambda: read(plain)} | {
+        f"load {name}": partial(load_newest, root, tensors) for name, tensors in states.items()
+    }
+    before = partial(forget_files, (shard, plain))
+    rounds = []
+    for i in range(1 + int(repeats)):
+        start_over(root, plain)
+        turns = take_round(writes, i, before, after=dist.barrier)
+        turns |= take_round(reads, i, before, after=dist.barrier)
+        rounds.append({side: turn.seconds for side, turn in turns.items()})
+    start_over(root, plain)
+    for name in states[first]:  # every topology loaded the same values
+        loaded = (tensors[name] for tensors in states.values())
+        whole, *rest = (t.full_tensor() if isinstance(t, DTensor) else t for t in loaded)
+        assert all(torch.equal(whole, other) for other in rest), name
+    size = torch.tensor(len(content))
+    dist.all_reduce(size)
+    return {"bytes": size.item(), "rounds": rounds[1:]}
+
+
+def start_over(root: Path, plain: Path) -> None:
+    """Remove what was written, on every rank."""
+    plain.unlink(missing_ok=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root)
+    dist.barrier()
+
+
+def state_on(args: TrainArgs, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Model and moments as the training program lays them out on a mesh of these sizes."""
+    built = build(args)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    model = parallelize_model(built.module, mesh, built.plan, args.distributed)
+    model.to_empty(device="cpu")
+    return tensors_of(model, build_optimizer(model, args.optim))
+
+
+def forget_files(paths: Iterable[Path]) -> None:
+    """Drop files from the page cache, then wait for the other ranks."""
+    for path in paths:
+        if path.exists():
+            with path.open("rb") as f:
+                os.fsync(f.fileno())
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+
+
+def load_newest(root: Path, tensors: dict[str, Tensor]) -> None:
+    """As a run that resumes does it."""
+    checkpoint = newest(root, "full", lambda line: None)
+    assert checkpoint is not None
+    open_checkpoint(checkpoint).load(tensors)
+
+
+def write(path: Path, content: bytes) -> None:
+    with path.open("wb", buffering=0) as f:
+        written = f.write(content)
+        assert written == len(content)
+        os.fsync(f.fileno())
+
+
+def read(path: Path) -> None:
+    block = bytearray(BLOCK_BYTES)
+    with path.open("rb", buffering=0) as f:
+        while f.readinto(block):
+            pass

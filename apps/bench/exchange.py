@@ -1,77 +1,90 @@
 """Models of transformers: loading, import and export, each over reading or copying the same files.
 
 The folders have random weights of a model that keys describe, of 1.2 GB in float32 and half as much
-in bfloat16. Eight processes load it as a training run does, in float32 and sharded eight ways, and
-read as many bytes (`exchange_rank.py`), from the page cache and from the disk. The bfloat16 folder
-is imported and exported, and its files are copied, with and without syncing the copies: an import
-is a checkpoint, which is synced.
+in bfloat16. Eight processes load each as a training run does, in float32 and sharded, and read as
+many bytes, from the page cache and from the disk. The bfloat16 folder is imported and exported, and
+its files are copied, with and without syncing the copies: an import is a checkpoint and is synced.
 """
 
 import io
-import json
 import os
+import resource
 import shutil
-import sys
-import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
-from apps.bench.launch import run
-from apps.bench.report import Report, spread
-from apps.main.config import TrainArgs
+from apps.bench.checkpoint import forget_files
+from apps.bench.launch import on_ranks, read_config, with_defaults
+from apps.bench.report import Report, side_rows
+from apps.bench.turns import Side, take_round
 from apps.main.hugging_face import llama
-from apps.main.transformer import ModelArgs
-from lingua import convert
-from lingua.config.load import load
-from lingua.format import align
+from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from lingua.base.format import align
+from lingua.checkpoint.origin import HF_CONFIG
+from lingua.checkpoint.tensors import local_parts, tensors_of
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import parallelize_model
+from lingua.tools.exchange import convert
+from lingua.tools.exchange.hugging_face import open_folder
 
 PROCESSES = 8
-WHERE = ("from the page cache", "from the disk")
 MODEL = ["model.dim=2048", "model.n_layers=4", "model.n_heads=16", "model.vocab_size=32000"]
+PAGE_CACHE, DISK = "from the page cache", "from the disk"
+LOADED = {f"load, {w} / read, {w}": (f"load, {w}", f"read, {w}") for w in (PAGE_CACHE, DISK)}
+CONVERTED = {f"{a} / {b}": (a, b) for a, b in (("import", "copy, synced"), ("export", "copy"))}
 
 
-def measure(keys: list[str], repeats: int = 5) -> Report:
-    """`keys` is the command line of the training program. Everything is written into a folder of
-    the current one, and removed."""
-    config = [key for key in keys if key.startswith("config=")]
-    keys = [*config, *MODEL, *(key for key in keys if key not in config)]
-    args, _ = load(TrainArgs, keys)
+def measure(keys: list[str], repeats: int) -> Report:
+    """Everything is written into a folder of the current one, and removed."""
+    model: ModelArgs = read_config(with_defaults(MODEL, keys)).model
     results: dict[str, Any] = {}
+    rows: list[tuple[str, ...]] = [("", "median", "range", "of the fastest")]
+    notes = []
     with TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as temporary:
         for dtype in (torch.float32, torch.bfloat16):
-            folder, out = Path(temporary) / str(dtype), Path(temporary) / "seconds.json"
-            size = write_folder(folder, args.model, dtype)
-            torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-            program = ["-m", "apps.bench.exchange_rank", str(out), str(folder), str(repeats)]
-            run([sys.executable, "-m", *torchrun, *program])
-            results[f"{size / 1e9:.2f} GB of {dtype}"] = json.loads(out.read_text("utf-8"))
+            folder = Path(temporary) / str(dtype)
+            size = write_folder(folder, model, dtype)
+            loaded = on_ranks(PROCESSES, load_on_rank, str(folder), f"{repeats}")
+            title = f"{size / 1e9:.2f} GB of {dtype}"
+            more, spreads = side_rows(loaded["rounds"], LOADED, f"{title}: ")
+            results[title] = loaded | spreads
+            rows += more
+            held, peak, largest = (f"{loaded[k] / 1e6:.0f}" for k in ("held", "peak", "largest"))
+            notes.append(
+                f"{title}: a rank holds {held} MB, and its memory grows by {peak} MB; the largest "
+                f"tensor has {largest}"
+            )
         rounds = [convert_once(folder) for _ in range(repeats)]
-        results["convert"] = {"rounds": rounds}
-    return report(results)
+    more, spreads = side_rows(rounds, CONVERTED, "convert: ")
+    results["convert"] = {"rounds": rounds, **spreads}
+    return Report([*align([*rows, *more], left=1), "", *notes], results)
 
 
 def write_folder(folder: Path, model: ModelArgs, dtype: torch.dtype) -> int:
-    """The bytes of a folder of transformers with this model, a file for each of its tensors."""
+    """Write a folder of transformers, a file for each tensor; returns its bytes."""
     folder.mkdir()
     tensors = list(llama.tensors(model).values())
     files = {t.name: f"{t.name}.safetensors" for t in tensors}
     for t in tensors:
         save_file({t.name: torch.randn(t.shape).to(dtype)}, folder / files[t.name])
     convert.write_json(folder / convert.INDEX, {"weight_map": files})
-    convert.write_json(folder / convert.CONFIG, llama.to_config(model, 4096))
+    convert.write_json(folder / HF_CONFIG, llama.to_config(model, 4096))
     return sum((folder / file).stat().st_size for file in files.values())
 
 
 def convert_once(folder: Path) -> dict[str, float]:
-    """Seconds of each turn; what is made is removed."""
-    made = [folder.with_name(name) for name in ("copy", "synced", "checkpoint", "exported")]
-    copy, synced, checkpoint, exported = made
+    """Seconds of each side; what they write is removed."""
+    written = [folder.with_name(f"out{i}") for i in range(4)]
+    copy, synced, checkpoint, exported = written
     files = sorted(folder.glob("*.safetensors"))
 
     def copy_files(to: Path, sync: bool) -> None:
@@ -84,50 +97,69 @@ def convert_once(folder: Path) -> dict[str, float]:
                     out.flush()
                     os.fsync(out.fileno())
 
-    turns: dict[str, Callable[[], None]] = {
+    def convert_quietly(source: Path, out: Path, *keys: str) -> None:
+        with redirect_stdout(io.StringIO()):
+            convert.main([f"source={source}", f"out={out}", *keys])
+
+    sides: dict[str, Side] = {
         "copy": lambda: copy_files(copy, False),
         "copy, synced": lambda: copy_files(synced, True),
         "import": lambda: convert_quietly(folder, checkpoint, "tokenizer.name=bytes"),
         "export": lambda: convert_quietly(checkpoint, exported),
     }
-    seconds = {}
-    for name, turn in turns.items():
-        os.sync()  # what others wrote
-        begin = time.perf_counter()
-        turn()
-        seconds[name] = time.perf_counter() - begin
-    for path in made:
+    turns = take_round(sides, 0, before=os.sync)  # in this order: what is imported is exported
+    for path in written:
         shutil.rmtree(path)
-    return seconds
+    return {side: turn.seconds for side, turn in turns.items()}
 
 
-def convert_quietly(source: Path, out: Path, *keys: str) -> None:
-    with redirect_stdout(io.StringIO()):
-        convert.main([f"source={source}", f"out={out}", *keys])
+def load_on_rank(path: str, repeats: str) -> dict[str, Any]:
+    """Seconds of every turn, from when all ranks begin to when the last is done. Bytes that a rank
+    holds, of the largest tensor, and by which the peak of this process's memory grew. Every rank
+    calls this."""
+    launch, parallel = detect_launch(), DistributedArgs(model_dtype="fp32")
+    mesh = start(torch.device("cpu"), launch, parallel)
+    source, args, seq_len = open_folder(llama, Path(path))
+    model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, seq_len), parallel)
+    before = peak_bytes()
+    model.to_empty(device="cpu")
+    tensors = tensors_of(model)
+    source.load(tensors, "model.")
+    grown = peak_bytes() - before
+    parts = local_parts(tensors)
+    n_elements = sum(part.out.numel() for part in parts)
+    itemsize = next(iter(source.tensors.values())).itemsize
+    memory = torch.ones(n_elements * itemsize, dtype=torch.uint8)
+    files = sorted(Path(path).glob("*.safetensors"))
+    load_model = partial(source.load, tensors, "model.")
+    sides = {"load": load_model, "read": partial(read, files, memory)}
+    rounds: list[dict[str, float]] = []
+    for i in range(int(repeats)):
+        seconds: dict[str, float] = {}
+        for where in (PAGE_CACHE, DISK):
+            forgotten = files if where == DISK and launch.rank == 0 else []
+            turns = take_round(sides, i, partial(forget_files, forgotten), dist.barrier)
+            seconds |= {f"{side}, {where}": turn.seconds for side, turn in turns.items()}
+        rounds.append(seconds)
+    largest = max(t.nbytes for t in source.tensors.values())
+    held = sum(part.out.nbytes for part in parts)
+    return {"rounds": rounds, "held": held, "largest": largest, "peak": grown}
 
 
-def report(results: dict[str, Any]) -> Report:
-    """`results`: by what was measured, `rounds` of the seconds of every turn; of loading, what
-    `exchange_rank.measure` returns."""
-    rows: list[tuple[str, ...]] = [("", "median", "range", "of the fastest")]
-    notes = []
-    for title, found in results.items():
-        turns = {turn: spread(s[turn] for s in found["rounds"]) for turn in found["rounds"][0]}
-        pairs = [("import", "copy, synced"), ("export", "copy")]
-        if title != "convert":
-            pairs = [(f"load, {where}", f"read, {where}") for where in WHERE]
-            notes += [
-                f"{title}: a rank holds {found['held'] / 1e6:.0f} MB, and its memory grows by "
-                f"{found['peak'] / 1e6:.0f} MB; the largest tensor has {found['largest'] / 1e6:.0f}"
-            ]
-        for turn, s in turns.items():
-            rows.append(
-                (f"{title}: {turn}, s", f"{s.median:.2f}", f"{s.low:.2f} to {s.high:.2f}", "")
-            )
-        for over, under in pairs:
-            s = spread(seconds[over] / seconds[under] for seconds in found["rounds"])
-            best = f"{turns[over].low / turns[under].low:.2f}"
-            shown = (f"{s.median:.2f}", f"{s.low:.2f} to {s.high:.2f}", best)
-            rows.append((f"{title}: {over} / {under}", *shown))
-            found[f"{over} / {under}"] = s
-    return Report([*align(rows, left=1), "", *notes], results)
+def peak_bytes() -> int:
+    """The peak of this process's memory in bytes, mapped files included."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def read(files: list[Path], memory: Tensor) -> None:
+    """As many bytes of the files as `memory` has, from this rank's share of them on."""
+    rest = memory.numpy().data
+    skip = dist.get_rank() * len(rest)
+    for file in files:
+        size = file.stat().st_size
+        if rest and skip < size:
+            with file.open("rb", buffering=0) as f:
+                f.seek(skip)
+                while rest and (n := f.readinto(rest)):
+                    rest = rest[n:]
+        skip = max(0, skip - size)

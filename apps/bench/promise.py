@@ -1,92 +1,101 @@
 """The promise as a picture: one run stopped and resumed across topologies, over one never stopped.
 
-Both are real launches of the training program on the CPU. The one that never stops is a single
-process; the other changes its number of processes, its mesh and its micro-batches at every start.
-Compared are the loss of every step and the hash of every global batch. `--png FILE` draws it, which
-needs matplotlib.
+Both are real launches of the training program on the CPU, of any app (`app=`, `config=`): one
+process, and a run that changes its processes, mesh and micro-batches at every start. Compared are
+the loss of every step and the hash of every global batch. `--png FILE` draws it (matplotlib).
 """
 
-import json
-import os
-import subprocess
-import sys
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from apps.bench.launch import read_config, read_lines, run, with_defaults
 from apps.bench.report import Report
-from lingua.app import choose_app
-from lingua.config.load import load
-from lingua.config.meta_lingua import META_LINGUA
-from lingua.errors import UserError, import_optional
-from lingua.format import align
+from apps.main import app as main_app
+from lingua.app import App, choose_app
+from lingua.base.errors import UserError, import_optional
+from lingua.base.format import align
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
 STARTS = (
-    ((1, 1, 1), 16),
-    ((2, 1, 1), 3),
-    ((1, 2, 1), 8),
-    ((1, 1, 2), 5),
-    ((1, 2, 2), 4),
-)
-COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # of the starts
+    ((1, 1, 1), 16), ((2, 1, 1), 3), ((1, 2, 1), 8), ((1, 1, 2), 5), ((1, 2, 2), 4),
+)  # fmt: skip
+COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # one for each start
 MUTED, GRID = "#666666", "#e4e4e0"
 SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]
+# Of other apps, whose rows may have a length of their own: a minute on two cores.
+SHORTER = ["steps=10", "optim.warmup=2", "validation.tokens=4096", "device=cpu"]
+
+Metrics = list[dict[str, Any]]  # the metrics of every step of a run
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run that is stopped."""
+
+    sizes: tuple[int, int, int]  # dp_replicate, dp_shard, tp
+    rows: int  # largest micro-batch
+    before: int  # the step that it resumes from
+    end: int  # its last step
+
+    @property
+    def steps(self) -> slice:
+        return slice(self.before, self.end)
+
+    def label(self) -> str:
+        replicas, shards, tp = self.sizes
+        axes = (f"{replicas} replicas", replicas), (f"{shards} shards", shards), (f"tp {tp}", tp)
+        kind = " x ".join(name for name, size in axes if size > 1) or "plain"
+        n = prod(self.sizes)
+        return f"{n} process{'es' if n > 1 else ''}\n{kind}\n{self.rows} rows at once"
 
 
 def measure(keys: list[str], png: Path | None = None) -> Report:
-    """`keys` is the command line of the training program."""
     if png is not None:
         _pyplot()  # a mistake is found before training
-    config = [key for key in keys if key.startswith(("config=", "app="))]
-    keys = [*config, *SHORT, *(key for key in keys if key not in config)]
-    args: Any = load(choose_app(keys).config, keys, foreign=META_LINGUA)[0]
-    if args.steps < len(STARTS):
-        raise UserError(f"steps = {args.steps}: must be at least {len(STARTS)}, one for each start")
-    ends = [args.steps * (i + 1) // len(STARTS) for i in range(len(STARTS))]
+    app = choose_app(keys)
+    keys = with_defaults(SHORT if app is main_app else SHORTER, keys)
+    starts = starts_of(app, keys)
     with TemporaryDirectory() as folder:
         keys = [*keys, "logging.freq=1", f"data.cache_dir={folder}/cache"]
-        never = run([*keys, f"dump_dir={folder}/never"], (1, 1, 1))
-        for (sizes, rows), end in zip(STARTS, ends, strict=True):
-            ours = [f"dump_dir={folder}/stopped", f"stop_at={end}", f"data.batch_size={rows}"]
-            stopped = run([*keys, *ours], sizes)
-    return report(never, stopped, ends, png)
+        never = train([*keys, f"dump_dir={folder}/never"], (1, 1, 1))
+        for start in starts:
+            words = [f"stop_at={start.end}", f"data.batch_size={start.rows}"]
+            stopped = train([*keys, *words, f"dump_dir={folder}/stopped"], start.sizes)
+    return report(never, stopped, starts, png)
 
 
-def run(keys: list[str], sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
+def starts_of(app: App, keys: list[str]) -> list[Start]:
+    """Equal parts of the run; without tensor parallelism where the model gives no such layout."""
+    args = read_config(keys, app)
+    plan = app.build(args).plan
+    has_tp = plan is not None and plan.tp is not None
+    chosen = [(sizes, rows) for sizes, rows in STARTS if has_tp or sizes[2] == 1]
+    n = len(chosen)
+    if args.steps < n:
+        raise UserError(f"steps = {args.steps}: must be at least {n}, one for each start")
+    ends = [args.steps * i // n for i in range(n + 1)]
+    return [Start(*pair, *ends[i : i + 2]) for i, pair in enumerate(chosen)]
+
+
+def train(keys: list[str], sizes: tuple[int, int, int]) -> Metrics:
     """Start the program on a mesh of these sizes; the metrics of all steps so far."""
-    replicas, shards, tp = sizes
-    mesh = [
-        f"distributed.dp_replicate={replicas}",
-        f"distributed.dp_shard={shards}",
-        f"distributed.tp_size={tp}",
-    ]
-    torchrun = [
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={replicas * shards * tp}",
-    ]
-    program = ["-m", "apps.main.train", *keys, *mesh]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *torchrun, *program]
-    code = subprocess.run(command, stdout=sys.stderr, env=environment).returncode
-    if code != 0:
-        raise UserError(f"{' '.join(command)}\nleft with exit code {code}")
-    dump_dir = next(key.partition("=")[2] for key in keys if key.startswith("dump_dir="))
-    return steps_of(Path(dump_dir))
+    names = ("dp_replicate", "dp_shard", "tp_size")
+    mesh = [f"distributed.{name}={n}" for name, n in zip(names, sizes, strict=True)]
+    run("apps.main.train", [*keys, *mesh], ranks=prod(sizes), show=True)
+    return steps_of(Path(keys[-1].removeprefix("dump_dir=")))
 
 
-def compare(
-    never: list[dict[str, Any]], stopped: list[dict[str, Any]]
-) -> tuple[list[float], list[bool]]:
-    """Of each step, the relative difference of the losses and whether the global batches are equal.
+def steps_of(dump_dir: Path) -> Metrics:
+    """The metrics of every logged step of a run."""
+    return read_lines(dump_dir / "metrics.jsonl")
 
-    Args:
-        never, stopped: the metrics of every step of a run that never stopped, and of one that did.
 
-    Raises:
-        UserError: they are not of the same steps, each once.
-    """
+def compare(never: Metrics, stopped: Metrics) -> tuple[list[float], list[bool]]:
+    """Of each step, the relative difference of the losses of two runs and whether their global
+    batches are equal. Raises UserError where they did not log the same steps, each once."""
     steps = [line["step"] for line in never]
     if [line["step"] for line in stopped] != steps or steps != list(range(1, len(steps) + 1)):
         raise UserError("the two runs did not log the same steps, each once")
@@ -95,111 +104,72 @@ def compare(
     return apart, equal
 
 
-def steps_of(dump_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of every logged step of a run."""
-    text = (dump_dir / "metrics.jsonl").read_text(encoding="utf-8")
-    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
-
-
-def report(
-    never: list[dict[str, Any]], stopped: list[dict[str, Any]], ends: list[int], png: Path | None
-) -> Report:
-    """`never` and `stopped` are the metrics of every step of the two runs; `ends` are the last
-    steps of the starts of the second."""
+def report(never: Metrics, stopped: Metrics, starts: list[Start], png: Path | None) -> Report:
     apart, equal = compare(never, stopped)
     rows = [("dp_replicate, dp_shard, tp", "micro-batch", "steps", "equal batches", "loss apart")]
-    begin = 0
-    for (sizes, size), end in zip(STARTS, ends, strict=True):
-        part = slice(begin, end)
-        batches, most = sum(equal[part]), max(apart[part])
-        rows.append(
-            (f"{sizes}", f"{size} rows", f"{begin + 1} to {end}", f"{batches}", f"{most:.1e}")
-        )
-        begin = end
+    for start in starts:
+        steps = f"{start.before + 1} to {start.end}"
+        same, largest = sum(equal[start.steps]), max(apart[start.steps])
+        rows.append((f"{start.sizes}", f"{start.rows} rows", steps, f"{same}", f"{largest:.1e}"))
     lines = [
         *align(rows, left=1),
         "",
         f"batch hashes equal in {sum(equal)} of {len(equal)} steps; losses at most "
         f"{max(apart):.1e} apart, relative to the run that never stopped (one process)",
     ]
+    if len(starts) < len(STARTS):
+        lines.append("without tensor parallelism: the app gives no such layout")
+    results: dict[str, list[Any]] = {
+        "never": never,
+        "stopped": stopped,
+        "apart": apart,
+        "batches_equal": equal,
+    }
     if png is not None:
-        draw(png, [line["loss"] for line in never], [line["loss"] for line in stopped], ends, equal)
+        draw(png, results, starts)
         lines.append(f"drawn: {png}")
-    results = {"never": never, "stopped": stopped, "apart": apart, "batches_equal": equal}
     return Report(lines, results)
 
 
-def draw(
-    png: Path, never: list[float], stopped: list[float], ends: list[int], equal: list[bool]
-) -> None:
+def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:
     """Above, both loss curves; below, how far apart they are."""
     plt = _pyplot()
-    plt.rcParams.update({"font.size": 9, "text.color": "#222222", "axes.labelcolor": MUTED})
+    plt.rcParams.update({
+        "font.size": 9, "text.color": "#222222", "axes.labelcolor": MUTED, "axes.grid": True,
+        "axes.grid.axis": "y", "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": GRID,
+        "axes.spines.top": False, "axes.spines.right": False, "xtick.color": MUTED,
+        "ytick.color": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
+    })  # fmt: skip
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(2.2, 1), layout="constrained"
     )
-    steps = range(1, len(never) + 1)
+    never, stopped = ([line["loss"] for line in results[key]] for key in ("never", "stopped"))
+    apart, equal, n = results["apart"], results["batches_equal"], len(never)
+    steps, low, high = range(1, n + 1), min(never), max(never)
     top.plot(steps, never, color="#bdbdb8", linewidth=6, solid_capstyle="round")
-    at = len(never) // 7  # where the curve still falls: it has no other label below it
-    top.annotate(
-        "never stopped:\none process",
-        (steps[at], never[at]),
-        (1.5 * len(never) / len(STARTS), 0.45 * max(never) + 0.55 * min(never)),
-        ha="center",
-        color=MUTED,
-        arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.7},
-    )
-    begin = 0
-    for (sizes, rows), end, color in zip(STARTS, ends, COLORS, strict=True):
-        part = slice(max(begin - 1, 0), end)  # from the last step of the start before
-        top.plot(steps[part], stopped[part], color=color, linewidth=1.6)
-        apart = [abs(b / a - 1) for a, b in zip(never[begin:end], stopped[begin:end], strict=True)]
-        bottom.plot(steps[begin:end], apart, ".", color=color, markersize=4)
-        place = {"transform": top.get_xaxis_transform(), "ha": "center", "va": "top"}
-        top.text((begin + end + 1) / 2, 0.98, _start(sizes, rows), color=color, **place)
-        if end != ends[-1]:
-            for axes in (top, bottom):
-                axes.axvline(end + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
-        begin = end
-    _format_axes(top, bottom, len(never))
-    low, high = min(never), max(never)
+    at = n // 7  # where the curve still falls: it has no other label below it
+    place = (1.5 * n / len(starts), 0.45 * high + 0.55 * low)
+    arrow = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7}
+    text = "never stopped:\none process"
+    top.annotate(text, (steps[at], never[at]), place, ha="center", color=MUTED, arrowprops=arrow)
+    for start, color in zip(starts, COLORS, strict=False):
+        joined = slice(max(start.before - 1, 0), start.end)  # from the last step of the one before
+        top.plot(steps[joined], stopped[joined], color=color, linewidth=1.6)
+        bottom.plot(steps[start.steps], apart[start.steps], ".", color=color, markersize=4)
+        box = {"transform": top.get_xaxis_transform(), "ha": "center", "va": "top"}
+        top.text((start.before + start.end + 1) / 2, 0.98, start.label(), color=color, **box)
+        for axes in (top, bottom) if start.end < n else ():
+            axes.axvline(start.end + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
+    top.set(ylabel="loss, nats per token", xlim=(0, n + 1))
     top.set_ylim(low - 0.05 * (high - low), high + 0.12 * (high - low))
-    same = "all" if all(equal) else f"{sum(equal)} of"
-    figure.suptitle(
-        f"One run, stopped and resumed on {len(STARTS)} topologies: "
-        f"{same} {len(equal)} global batches are the same",
-        x=0.02,
-        ha="left",
-        fontsize=11,
-    )
-    figure.savefig(png, dpi=130)
-
-
-def _start(sizes: tuple[int, int, int], rows: int) -> str:
-    """The label of a start: its processes, its mesh, its micro-batch."""
-    replicas, shards, tp = sizes
-    processes = replicas * shards * tp
-    named = ((replicas, "replicas"), (shards, "shards"))
-    kind = [f"{n} {what}" for n, what in named if n > 1] + ([f"tp {tp}"] if tp > 1 else [])
-    count = f"{processes} process{'es' if processes > 1 else ''}"
-    return f"{count}\n{' x '.join(kind) or 'plain'}\n{rows} rows at once"
-
-
-def _format_axes(top: Any, bottom: Any, n_steps: int) -> None:
-    """Scales, labels and colors of both parts."""
-    top.set_ylabel("loss, nats per token")
-    bottom.set_ylabel("relative difference")
+    bottom.set(ylabel="relative difference", xlabel="step")
     bottom.set_yscale("symlog", linthresh=1e-8)  # zero has a place too
-    bottom.set_ylim(-2e-9, 1e-5)
-    bottom.set_yticks([0, 1e-8, 1e-7, 1e-6, 1e-5])
-    bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.grid(axis="y", color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(GRID)
-        axes.tick_params(colors=MUTED, length=0)
-        axes.set_xlim(0, n_steps + 1)
+    bottom.set(ylim=(-2e-9, 1e-5), yticks=[0, 1e-8, 1e-7, 1e-6, 1e-5])
+    same = "all" if all(equal) else f"{sum(equal)} of"
+    title = f"One run, stopped and resumed on {len(starts)} topologies: "
+    title += f"{same} {n} global batches are the same"
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    figure.savefig(png, dpi=130)
 
 
 def _pyplot() -> Any:

@@ -11,9 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from apps.bench.launch import run
+from apps.bench.launch import read_lines, run
 from apps.bench.report import Report, Spread, spread
-from lingua.format import align
+from lingua.base.format import align
 
 # What each part ends with is a stamp of the probe, the last one the line of step 1.
 PARTS = {
@@ -28,21 +28,20 @@ PARTS = {
 CASES = {"built": "shards built", "to build": "shards to build"}
 
 
-def measure(keys: list[str], repeats: int = 5) -> Report:
-    """`keys` is the command line of the training program."""
+def measure(keys: list[str], repeats: int) -> Report:
     seconds: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
     for repeat in range(repeats):
         with TemporaryDirectory() as folder:
             for case in ("to build", "built"):
                 print(f"start {repeat + 1} of {repeats}, {CASES[case]}", file=sys.stderr)
                 seconds[case].append(start_once(keys, Path(folder), case))
-    results = {
-        case: {part: spread([parts[part] for parts in runs]) for part in (*PARTS, "all")}
-        for case, runs in seconds.items()
+    results: dict[str, dict[str, Spread]] = {
+        case: {part: spread(parts[part] for parts in starts) for part in (*PARTS, "all")}
+        for case, starts in seconds.items()
     }
     rows = [("seconds: median (range)", *CASES.values())]
     for part, name in {**PARTS, "all": "to the first completed step"}.items():
-        rows.append((name, *(_cell(results[case][part]) for case in CASES)))
+        rows.append((name, *("{} ({})".format(*results[case][part].cells()) for case in CASES)))
     lines = [*align(rows, left=1), "", f"{repeats} starts of each"]
     return Report(lines, {"seconds": results, "repeats": repeats})
 
@@ -51,20 +50,14 @@ def start_once(keys: list[str], folder: Path, name: str) -> dict[str, float]:
     """Seconds of every part, and of all, of one start with token shards in `folder`/cache."""
     dump_dir = folder / name.replace(" ", "_")
     stamps_file = folder / f"{dump_dir.name}.json"
-    ours = [f"dump_dir={dump_dir}", f"data.cache_dir={folder}/cache", "stop_at=1", "logging.freq=1"]
-    command = [sys.executable, "-m", "apps.bench.startup_probe", str(stamps_file), *keys, *ours]
-    before = time.time()
-    run(command)
+    places = [f"dump_dir={dump_dir}", f"data.cache_dir={folder}/cache"]
+    since = before = time.time()
+    words = [str(stamps_file), *keys, *places, "stop_at=1", "logging.freq=1"]
+    run("apps.bench.startup_probe", words)
     stamps = json.loads(stamps_file.read_text(encoding="utf-8"))
-    lines = map(json.loads, (dump_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    first = next(line for line in lines if "event" not in line)
-    stamps["first step"] = datetime.fromisoformat(first["created_at"]).timestamp()
+    [line] = read_lines(dump_dir / "metrics.jsonl")
+    stamps["first step"] = datetime.fromisoformat(line["created_at"]).timestamp()
     parts = {}
-    since = before
     for part in PARTS:
         parts[part], since = stamps[part] - since, stamps[part]
     return {**parts, "all": since - before}
-
-
-def _cell(s: Spread) -> str:
-    return f"{s.median:.2f} ({s.low:.2f} to {s.high:.2f})"

@@ -1,6 +1,9 @@
 """One start of the training program, stamped with the time at which each part of it was done.
 
 python -m apps.bench.startup_probe STAMPS.json config=... key=value ...
+
+The first call of an app's data follows the process group, the last one opens the data, and the
+first call of its model begins the first step.
 """
 
 import json
@@ -12,43 +15,44 @@ from pathlib import Path
 from typing import Any
 
 
+class StampedData:
+    """An app's data, whose calls are stamped."""
+
+    def __init__(self, data: Any, stamps: dict[str, float]) -> None:
+        self.data, self.stamps = data, stamps
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.stamps.setdefault("process group", time.time())
+            result = getattr(self.data, name)(*args, **kwargs)
+            self.stamps["data"] = time.time()
+            return result
+
+        return call
+
+
 def main() -> None:
     path, *keys = sys.argv[1:]
-    stamps: dict[str, float] = {}
-
-    def stamp(part: str) -> None:
-        stamps.setdefault(part, time.time())
-
     import_module("torch")  # measured, so not at the top
-    stamp("torch")
-    from apps.main import app
-    from apps.main import train as program
-    from lingua.data.text import TextData
+    stamps = {"torch": time.time()}
+    from apps.main.train import train
+    from lingua.app import choose_app
+    from lingua.checkpoint.run_config import load_run
+    from lingua.data.sources import TextData
+    from lingua.parallel.program import run_program
 
-    stamp("imports")
-
-    class StampedData(TextData):
-        def check(self, *args: Any) -> None:
-            stamp("process group")
-            super().check(*args)
-
-        def open(self, *args: Any) -> Any:
-            opened = super().open(*args)
-            stamp("data")
-            return opened
-
-    class StampedObjective(program.Objective):
-        def gradients(self, *args: Any) -> Any:
-            stamp("model")
-            return super().gradients(*args)
+    stamps["imports"] = time.time()
+    from apps.bench.launch import watched
 
     def run() -> None:
-        args: Any = program.load_run(app, keys)[0]
-        stamp("config")
-        program.train(replace(app, data=StampedData(), objective=StampedObjective), args)
+        app = choose_app(keys)
+        args: Any = load_run(app, keys)[0]
+        stamps["config"] = time.time()
+        app = replace(app, data=StampedData(app.data or TextData(), stamps))
+        train(watched(app, lambda *_: stamps.setdefault("model", time.time())), args)
         Path(path).write_text(json.dumps(stamps), encoding="utf-8")
 
-    program.run_program(run)
+    run_program(run)
 
 
 if __name__ == "__main__":

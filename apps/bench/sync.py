@@ -1,82 +1,111 @@
 """Gradient traffic of a step under the three modes of `distributed.grad_sync`, and what it costs.
 
 Each mode is a real torchrun launch of the training program, 2 replicas of 2 shards on the CPU with
-4 micro-steps unless keys set other numbers. The loop's own profiler counts the collectives of rank
-0 in a step; what the rank keeps between micro-steps is counted in the same step (`sync_rank.py`).
+4 micro-steps unless keys set other numbers. The loop's own profiler counts the collectives.
 """
 
+import gc
 import json
 import sys
-from pathlib import Path
+import time
+from math import prod
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from apps.bench.launch import run
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from apps.bench.launch import on_ranks, read_config, watched, with_defaults
 from apps.bench.report import Report
+from apps.main import app
 from apps.main.config import TrainArgs
-from lingua.config.load import load
-from lingua.config.meta_lingua import META_LINGUA
-from lingua.data.loader import micro_steps
-from lingua.errors import UserError
-from lingua.format import align, human_bytes
+from apps.main.train import train
+from lingua.base.errors import UserError
+from lingua.base.format import align, human_bytes
 
 MODES = ("last", "replica_last", "every")
-MESH = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "device=cpu"]
-ROWS = ["data.global_batch_size=16", "data.batch_size=1"]
+RUN = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "device=cpu"]
+RUN += ["data.global_batch_size=16", "data.batch_size=1"]
+STEP = 2  # the step that is counted: in the first, FSDP and the allocator settle
 
 
 def measure(keys: list[str]) -> Report:
-    """`keys` is the command line of the training program."""
-    config = [key for key in keys if key.startswith("config=")]
-    keys = [*config, *MESH, *ROWS, *(key for key in keys if key not in config)]
-    args, _ = load(TrainArgs, keys, foreign=META_LINGUA)
-    data, tp = args.data, args.distributed.tp_size
+    keys = with_defaults(RUN, keys)
+    args: TrainArgs = read_config(keys)
     replicas, shards = args.distributed.dp_replicate, args.distributed.dp_shard
     if replicas is None or shards is None:
-        raise UserError(
-            "distributed.dp_replicate and dp_shard must be numbers: their product with tp_size is "
-            "the number of processes"
-        )
-    n_micro, rows = micro_steps(
-        data.step_rows, replicas * shards, data.batch_size, args.grad_acc_steps
-    )
+        raise UserError("distributed.dp_replicate and dp_shard: must be numbers")
+    mesh = replicas, shards, args.distributed.tp_size
+    n_micro, n_rows = args.micro_steps(replicas * shards)
+    rows = [["grad_sync", "reduce-scatters", "bytes", "all-reduces", "bytes", "kept"]]
     modes = []
     for mode in MODES:
-        print(f"{replicas * shards * tp} processes, grad_sync = {mode}", file=sys.stderr)
-        modes.append(launch([*keys, f"distributed.grad_sync={mode}"], replicas * shards * tp))
+        print(f"{prod(mesh)} processes, grad_sync = {mode}", file=sys.stderr)
+        with TemporaryDirectory() as folder:
+            words = [*keys, f"distributed.grad_sync={mode}", f"dump_dir={folder}/run"]
+            counts = on_ranks(prod(mesh), count, *words)
+        modes.append({"mode": mode, **counts})
+        reduced = (counts[kind] for kind in ("reduce_scatter", "all_reduce"))
+        cells = [cell for c in reduced for cell in (f"{c['count']}", human_bytes(c["bytes"]))]
+        rows.append([mode, *cells, human_bytes(counts["kept_bytes"])])
     lines = [
-        *table(modes),
+        *align(rows, left=1),
         "",
-        f"gradients in one step of rank 0: dp_replicate {replicas}, dp_shard {shards}, tp {tp}; "
-        f"{n_micro} micro-steps of at most {rows} rows; {modes[0]['parameters']:,} parameters;",
+        f"gradients in one step of rank 0: dp_replicate {replicas}, dp_shard {shards}, "
+        f"tp {mesh[2]}; {n_micro} micro-steps of at most {n_rows} rows; "
+        f"{modes[0]['parameters']:,} parameters;",
         "bytes: of the larger side of each collective, the gradient before it is reduced;",
         "kept: memory of gradients between micro-steps",
     ]
-    return Report(lines, {"mesh": (replicas, shards, tp), "micro_steps": n_micro, "modes": modes})
+    return Report(lines, {"mesh": mesh, "micro_steps": n_micro, "modes": modes})
 
 
-def launch(keys: list[str], processes: int) -> dict:
-    """The counts of one torchrun launch."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "counts.json"
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        program = ["-m", "apps.bench.sync_rank", str(out), *keys, f"dump_dir={folder}/run"]
-        command = [sys.executable, "-m", *torchrun, *program]
-        run(command)
-        return json.loads(out.read_text(encoding="utf-8"))
+def count(*keys: str) -> dict[str, Any]:
+    """Gradient collectives of a step that this rank issued, and bytes of gradients that it keeps
+    when the last micro-step begins. Every rank calls this; rank 0 returns the counts."""
+    args: TrainArgs = read_config(keys)
+    args.stop_at = STEP + 1
+    args.profiling.run, args.profiling.profile_warmup, args.profiling.profile_steps = True, STEP, 1
+    live: list[int] = []  # bytes of all tensors as each micro-step of the step begins
+
+    def look(step: int, left: int, tokens: Tensor, targets: Tensor) -> None:
+        if step == STEP and dist.get_rank() == 0:
+            live.append(settled_bytes())
+
+    train(watched(app, look), args)
+    if dist.get_rank() != 0:
+        return {}
+    path = args.folder / "profiling" / f"collectives_step{STEP}.json"
+    collectives = json.loads(path.read_text(encoding="utf-8"))["collectives"]
+    n_parameters = sum(p.numel() for p in app.build(args).module.parameters())
+    counts: dict[str, Any] = {"parameters": n_parameters, "kept_bytes": live[-1] - live[0]}
+    for kind, axis in (("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")):
+        # Those of the backward pass: others are of metrics, of clipping and of who stops.
+        calls = [c for c in collectives if c["backward"] and (c["kind"], c["axis"]) == (kind, axis)]
+        counts[kind] = {key: sum(c[key] for c in calls) for key in ("count", "bytes")}
+    return counts
 
 
-def table(modes: list[dict]) -> list[str]:
-    rows = [("grad_sync", "reduce-scatters", "bytes", "all-reduces", "bytes", "kept")]
-    for m in modes:
-        scatter, reduce = m["reduce_scatter"], m["all_reduce"]
-        rows.append(
-            (
-                m["mode"],
-                str(scatter["count"]),
-                human_bytes(scatter["bytes"]),
-                str(reduce["count"]),
-                human_bytes(reduce["bytes"]),
-                human_bytes(m["kept_bytes"]),
-            )
-        )
-    return align(rows, left=1)
+def settled_bytes() -> int:
+    """`tensor_bytes`, once other threads have read rows ahead and freed results of collectives."""
+    before, now = -1, tensor_bytes()
+    while now != before:
+        time.sleep(0.05)
+        before, now = now, tensor_bytes()
+    return now
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors of this process that Python knows, shared memory counted once."""
+    gc.collect()  # what only a cycle refers to is not kept
+    storages = {}
+    for thing in gc.get_objects():
+        # By type: isinstance would ask every lazy object for its class. Neither a DTensor nor a
+        # tensor on the meta device has memory of its own.
+        kind = type(thing)
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

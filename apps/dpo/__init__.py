@@ -17,7 +17,7 @@ from apps.main.config import TrainArgs as MainArgs
 from lingua.config.schema import Guarded
 from lingua.data.args import ChatArgs, DataArgs
 from lingua.data.rows import OpenData
-from lingua.data.text import TextData
+from lingua.data.sources import TextData
 from lingua.tokenizer import Tokenizer
 
 
@@ -46,9 +46,9 @@ class TrainArgs(MainArgs):
             yield "data.document_mask", "must be ignore or keep: answers must not see each other"
         if data.n_views != 2:
             yield "data.n_views", "must be 2"
-        if start.init_from is None and start.init_ckpt_path is None:
-            need = "must be given, or checkpoint.init_ckpt_path: the model that the run starts from"
-            yield "checkpoint.init_from", need + " is the reference"
+        if start.init_from is None:
+            need = "must be given: the model that the run starts from is the reference"
+            yield "checkpoint.init_from", need
         if start.continue_training_from_init:
             need = "must be false: the model that the run starts from is the reference"
             yield "checkpoint.continue_training_from_init", need

@@ -13,16 +13,16 @@ from torch import Tensor
 from apps.dpo.reference import Reference, held_out_ratios, log_ratios
 from apps.main.run import Run
 from apps.main.train import Objective
+from lingua.base.hashing import batch_hash, hash_bits, key_of
 from lingua.data.loader import MicroBatch
-from lingua.device import to_device
-from lingua.hashing import batch_hash, hash_bits, key_of
 from lingua.parallel.gradients import set_gradient_sync
+from lingua.parallel.tensors import to_device
 
 
 class Preferences(Objective):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        # A plan has no data: it takes one pair, and zeros for what the reference gives.
+        # lingua plan traces a step without data: one pair, and zeros as ratios of the reference.
         self.reference = None if run.data is None else Reference(run)
 
     def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ class Preferences(Objective):
             )
             known = torch.zeros(len(starts), starts.shape[1] // 2)
             if reference is not None:
-                known = reference.of_rows(micro.row_ids, starts.shape[1] // 2)
+                known = reference.known_ratios(micro.row_ids, starts.shape[1] // 2)
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)
             random = {} if noise is None else {"noise": hash_bits(noise, ids)}

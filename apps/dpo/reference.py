@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,23 +16,21 @@ from torch import Tensor, nn
 
 from apps.main import app as main_app
 from apps.main.run import Run
-from lingua.checkpoint.source import TensorSource, find_source, on_every_rank
+from lingua.base.files import load_json, write_atomically
+from lingua.base.format import counted
+from lingua.checkpoint.origin import INIT_FROM, open_source
+from lingua.checkpoint.source import TensorSource, on_every_rank
 from lingua.checkpoint.tensors import Part
 from lingua.data import IGNORE
 from lingua.data.chat import ChatRows
-from lingua.data.documents import document_starts
-from lingua.data.rows import HeldOut
-from lingua.device import to_device
-from lingua.files import load_json, write_atomically
-from lingua.format import counted
-from lingua.hugging_face import open_weights
-from lingua.inference.trained import load_weights
+from lingua.data.rows import HeldOut, document_starts
 from lingua.parallel.mesh import divide, dp_degree, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.tensors import to_device
+from lingua.tools.inference.trained import load_weights
 
-CHUNK = 1 << 16  # positions at once
-SAVE_EVERY = 100  # steps of training rows
-LARGEST = 1 << 32  # bytes of the file
+POSITIONS_PER_CHUNK = 1 << 16
+SAVE_EVERY = 100  # rows are saved after those of so many steps
 
 # Numbers of rows -> their tokens, targets and the index of their documents, int64 [n, S] each.
 Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -59,32 +56,32 @@ def log_ratios(
     n = starts.shape[1] // 2
     places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     index = torch.searchsorted(starts, places.contiguous(), right=True) - 1  # B S
-    is_of = index[:, None] == torch.arange(2 * n, device=tokens.device)[:, None]  # B 2n S
-    sums = torch.where(is_of, -losses[:, None], 0.0).sum(-1).unflatten(1, (n, 2))
-    answered = (is_of & (targets[0] != IGNORE)[:, None]).any(-1).unflatten(1, (n, 2))
+    in_document = index[:, None] == torch.arange(2 * n, device=tokens.device)[:, None]  # B 2n S
+    sums = torch.where(in_document, -losses[:, None], 0.0).sum(-1).unflatten(1, (n, 2))
+    answered = (in_document & (targets[0] != IGNORE)[:, None]).any(-1).unflatten(1, (n, 2))
     return sums[..., 0] - sums[..., 1], answered.all(-1)
 
 
 @torch.no_grad()
 def ratios_of(run: Run, model: nn.Module, numbers: list[int], read: Read) -> list[list[float]]:
-    """The log-ratios of each row's pairs. Called by every rank: as many rows are computed at once
-    as training does."""
+    """The log-ratios of each row's pairs. Every rank calls this: as many rows are computed at once
+    as in training."""
     degree = dp_degree(run.mesh)
     _, rows = run.args.micro_steps(degree)
 
-    def work(mine: list[int]) -> list[list[float]]:
-        # Every rank runs the same shapes, also one that has fewer rows, or none.
-        tokens, targets, documents = read(np.resize(mine or numbers[:1], rows))
+    def work(local_rows: list[int]) -> list[list[float]]:
+        # Every rank runs the same shapes, also one with fewer rows or none.
+        tokens, targets, documents = read(np.resize(local_rows or numbers[:1], rows))
         batch = (tokens, targets[None], document_starts(documents))
         tensors = (to_device(torch.from_numpy(array), run.device) for array in batch)
-        found, is_pair = (t.tolist() for t in log_ratios(model, *tensors))
-        pairs = (zip(*row, strict=True) for row in zip(found, is_pair, strict=True))
-        return [[ratio for ratio, has in row if has] for row in pairs][: len(mine)]
+        values, is_pair = (t.tolist() for t in log_ratios(model, *tensors))
+        pairs = (zip(*row, strict=True) for row in zip(values, is_pair, strict=True))
+        return [[ratio for ratio, has in row if has] for row in pairs][: len(local_rows)]
 
-    size, found = rows * degree, []
+    size, ratios = rows * degree, []
     for i in range(0, len(numbers), size):
-        found += divide(work, numbers[i : i + size], run.mesh)
-    return found
+        ratios += divide(work, numbers[i : i + size], run.mesh)
+    return ratios
 
 
 def held_out_ratios(run: Run, model: nn.Module, windows: HeldOut) -> list[list[float]]:
@@ -97,14 +94,16 @@ def held_out_ratios(run: Run, model: nn.Module, windows: HeldOut) -> list[list[f
 
 class Reference:
     """The log-ratios of the reference, by row. Those that are not on disk, for this reference and
-    this data, are computed. Made by every rank."""
+    this data, are computed. Every rank builds it."""
 
     def __init__(self, run: Run) -> None:
         args, data = run.args, run.data
         assert isinstance(data.rows, ChatRows)
         self.rows, self.stream = data.rows, data.rows.stream
         sizes = [s.n_rows(args.data.row_tokens, 1) for s in self.stream.sources.values()]
-        self.begins = np.cumsum([0, *sizes])  # of each source, in one table of all their rows
+        self.begins = np.cumsum(
+            [0, *sizes]
+        )  # where the rows of each source begin in one table of all rows
         self.path = args.folder / "reference.json"
         # All that the numbers depend on, but for the windows that are held out.
         key = sorted(run.fingerprints.items()), asdict(args.model), str(args.distributed.dtype)
@@ -129,27 +128,28 @@ class Reference:
         index = self.index(np.arange(position, position + n_rows)).tolist()
         return sum(len(self.by_row[i] or ()) for i in index)
 
-    def of_rows(self, row_ids: Tensor, n: int) -> Tensor:
+    def known_ratios(self, row_ids: Tensor, n: int) -> Tensor:
         """float32 [B, n], the log-ratios of the pairs of rows int64 [B]; where a row has fewer than
         n, and in padding rows, any numbers."""
         out = torch.zeros(len(row_ids), n)
         for to, i in zip(out, self.index(row_ids.clamp(0).numpy()).tolist(), strict=True):
-            found = (self.by_row[i] or [])[:n]
-            to[: len(found)] = torch.tensor(found)
+            ratios = (self.by_row[i] or [])[:n]
+            to[: len(ratios)] = torch.tensor(ratios)
         return out
 
     def _absent(self, end: int) -> list[int]:
         """Of each row that is not known and is read before position `end`, the first position."""
-        known, found = np.array([row is not None for row in self.by_row]), []
-        for begin in range(0, end, CHUNK):
+        known, absent = np.array([row is not None for row in self.by_row]), []
+        for begin in range(0, end, POSITIONS_PER_CHUNK):
             if known.all():
                 break
             rows, first = np.unique(
-                self.index(np.arange(begin, min(begin + CHUNK, end))), return_index=True
+                self.index(np.arange(begin, min(begin + POSITIONS_PER_CHUNK, end))),
+                return_index=True,
             )
-            found += sorted((begin + first[~known[rows]]).tolist())
+            absent += sorted((begin + first[~known[rows]]).tolist())
             known[rows] = True
-        return found
+        return absent
 
     def _compute(self, run: Run, absent: list[int]) -> None:
         args, built = run.args, run.app.build(run.args)
@@ -170,8 +170,8 @@ class Reference:
         for i in range(0, len(absent), size):
             part = absent[i : i + size]
             ratios = ratios_of(run, model, part, read)
-            for row, found in zip(self.index(np.array(part)).tolist(), ratios, strict=True):
-                self.by_row[row] = found
+            for row, row_ratios in zip(self.index(np.array(part)).tolist(), ratios, strict=True):
+                self.by_row[row] = row_ratios
             on_rank_0(self._save)
             logger.info(f"reference: {i + len(part):,} of {counted(len(absent), 'row')}")
         on_rank_0(self._save)
@@ -179,11 +179,11 @@ class Reference:
         gc.collect()  # its modules refer to each other
 
     def _load(self) -> dict[str, Any]:
-        """What is on disk, by part; nothing where it is not of this reference and data."""
+        """The saved log-ratios, by part; empty where they belong to another reference or data."""
         if not self.path.exists():
             return {}
         try:
-            stored = load_json(self.path, LARGEST)
+            stored = load_json(self.path)
             if stored.pop("key", None) == self.key:
                 return stored
             why = "is of another reference, data or model"
@@ -197,17 +197,18 @@ class Reference:
         content = {"key": self.key, "rows": self.by_row, **held_out}
         try:
             write_atomically(self.path, json.dumps(content))
-        except OSError as error:  # what it saves is time at the next start
+        except OSError as error:  # the run goes on: the file only saves time at the next start
             logger.warning(f"{self.path}: cannot be written ({error})")
 
 
 def open_reference(args: Any, verify: str) -> TensorSource:
-    """The model that a run with this configuration starts from. Called by every rank. Raises
-    UserError. `verify` is that of checkpoint.verify: `size` is enough for a fingerprint."""
+    """The model that a run with this configuration starts from. Every rank calls this. Raises
+    UserError. `verify` is as checkpoint.verify: `size` is enough for a fingerprint."""
     start = args.checkpoint
-    if start.init_from is not None:
-        return open_weights(main_app, start.init_from, args.model, start.allow_change)
-    return find_source(Path(start.init_ckpt_path), verify, logger.warning)
+    source = open_source(INIT_FROM, start.init_from, main_app, verify, logger.warning)
+    if source.check_model is not None:
+        source.check_model(args.model, start.allow_change)
+    return source
 
 
 def fingerprint(source: TensorSource) -> str:

@@ -1,8 +1,17 @@
 """The Llama-style language model of this repository. `python -m apps.main.train` trains it."""
 
+from typing import Any
+
 from apps.main.config import TrainArgs
-from apps.main.hugging_face import llama
 from apps.main.transformer import build
 from lingua.app import App
 
-app = App(path=__name__, config=TrainArgs, build=build, hugging_face=llama)
+
+def hf_form() -> Any:
+    """How transformers keeps the model, a HuggingFace."""
+    from apps.main.hugging_face import llama
+
+    return llama
+
+
+app = App(path=__name__, config=TrainArgs, build=build, hugging_face=hf_form)

@@ -9,18 +9,22 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from apps.main.config import TrainArgs
 from apps.main.run import Run
+from lingua.base.dump_dir import EVALS, JOB_ID, LOGS, RESULTS, step_folder
+from lingua.base.errors import UserError
 from lingua.checkpoint.retention import mark, marks, unmark
 from lingua.checkpoint.save import publish_config
 from lingua.config.load import to_yaml
-from lingua.errors import UserError
-from lingua.inference.harness import WAITING, Evaluator, HarnessArgs, find_tasks, load_tasks
-from lingua.parallel.mesh import on_rank_0
-from lingua.signals import StopRequest
-from lingua.slurm.jobs import environment_of_another
-from lingua.slurm.launch import launch, split_arguments
-from lingua.slurm.status import status
+from lingua.monitor.evaluation import WAITING, HarnessArgs
+from lingua.parallel.mesh import on_rank_0, world_sum_
+from lingua.parallel.signals import StopRequest
+from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
+from lingua.tools.slurm.jobs import environment_of_another
+from lingua.tools.slurm.launch import launch, split_arguments
+from lingua.tools.slurm.status import status
 
 LAUNCH_S = 600.0  # Slurm's commands wait for minutes for a controller that does not answer
 
@@ -38,11 +42,11 @@ def check_benchmarks(args: TrainArgs) -> None:
     # The job's own program checks it, for a checkpoint such as this run will save, without Slurm.
     with TemporaryDirectory() as folder:
         checkpoint = publish_config(Path(folder), to_yaml(args))
-        job, of_eval, sweep = split_arguments(job_arguments(args, checkpoint, 0))
+        job, eval_arguments, sweep = split_arguments(job_arguments(args, checkpoint, 0))
         if job.launcher != "slurm" or sweep:
             raise UserError("eval.job: must not have the keys launcher and sweep")
         try:
-            launch(replace(job, launcher="print", time=job.time or "UNLIMITED"), of_eval)
+            launch(replace(job, launcher="print", time=job.time or "UNLIMITED"), eval_arguments)
         except UserError as error:
             why = str(error).replace(f"{checkpoint}/", "this run's ")
             raise UserError(f"eval.job.script = {job.script} would refuse its job: {why}") from None
@@ -53,25 +57,28 @@ class Benchmarks:
 
     def __init__(self, args: TrainArgs) -> None:
         """Load the tasks and their data, before the run trains. Raises UserError as load_tasks."""
-        self.tasks = {} if args.eval is None else load_tasks(args.eval, args.data.seq_len)
+        assert args.eval is not None
+        self.tasks = load_tasks(args.eval, args.data.seq_len)
         self._logged: set[str] = set()  # failed jobs
 
-    def evaluate(self, run: Run, stop: StopRequest) -> None:
+    def evaluate(self, run: Run, stop: StopRequest) -> bool:
         """Evaluate the model as it is, or launch a job for its checkpoint. A failure is logged and
-        training continues; an evaluation stops where the run is asked to stop."""
+        training continues; an evaluation stops where the run is asked to stop. Returns whether any
+        rank was asked to."""
         args, data, step = run.args, run.args.data, run.progress.step
         with run.report.paused():
             try:
                 if args.eval.launcher == "slurm":
                     run.saver.wait()
                     on_rank_0(lambda: self._launch(run))
-                    return
-                of_model = (run.model, run.tokenizer, run.mesh, data.add_bos, data.seq_len)
-                evaluator = Evaluator(args.eval, *of_model, lambda: stop.signal is not None)
-                folder = results_folder(args, step)
-                evaluator.evaluate(self.tasks, folder, step, run.report.evaluation)
+                else:
+                    model = (run.model, run.tokenizer, run.mesh, data.add_bos, data.seq_len)
+                    evaluator = Evaluator(args.eval, *model, lambda: stop.signal is not None)
+                    folder = results_folder(args, step)
+                    evaluator.evaluate(self.tasks, folder, step, run.report.evaluation)
             except UserError as error:  # on every rank
                 logger.error(f"step {step} is not evaluated: {error}")
+        return bool(world_sum_(torch.tensor([stop.signal is not None])))
 
     def evaluate_missed(self, run: Run, stop: StopRequest) -> None:
         """Run the missed evaluation of the step that a run resumes from, if one was due."""
@@ -79,15 +86,15 @@ class Benchmarks:
         if step == 0 or not run.args.evaluation_due(step):
             return
         folder = results_folder(run.args, step)
-        # job_id: a job was launched for it
-        if on_rank_0(lambda: not any((*folder.glob("results_*"), *folder.glob("job_id")))):
+        # with JOB_ID, a job was launched for it
+        if on_rank_0(lambda: not any((*folder.glob(RESULTS), *folder.glob(JOB_ID)))):
             self.evaluate(run, stop)
 
     def _launch(self, run: Run) -> None:
         """Launch the evaluation of the checkpoint just saved; on rank 0. Raises UserError."""
         self._log_failed_jobs(run.args)
         step = run.progress.step
-        checkpoint = (run.saver.root / f"{step:010d}").absolute()
+        checkpoint = (run.saver.root / step_folder(step)).absolute()
         if not checkpoint.is_dir():
             raise UserError(f"{checkpoint} was not saved")
         # In a process of its own, without this job's place in Slurm and its loaded libraries.
@@ -111,16 +118,16 @@ class Benchmarks:
     def _log_failed_jobs(self, args: TrainArgs) -> None:
         """Log each failed job once; on rank 0."""
         jobs = results_folder(args, 0).parent
-        for job in status(jobs) if any(jobs.glob("*/job_id")) else ():
+        for job in status(jobs) if any(jobs.glob(f"*/{JOB_ID}")) else ():
             if job.failed and job.job_id not in self._logged:
                 self._logged.add(job.job_id)
-                why = "; ".join(job.errors) or f"see {job.row.folder / 'logs'}"
+                why = "; ".join(job.errors) or f"see {job.row.folder / LOGS}"
                 step = job.row.folder.name
                 logger.error(f"job {job.job_id}, which evaluates {step}, is {job.state}: {why}")
 
 
 def results_folder(args: TrainArgs, step: int) -> Path:
-    return Path(args.dump_dir or "").absolute() / "evals" / f"{step:010d}"
+    return Path(args.dump_dir or "").absolute() / EVALS / step_folder(step)
 
 
 def job_arguments(args: TrainArgs, checkpoint: Path, step: int) -> list[str]:
@@ -131,8 +138,8 @@ def job_arguments(args: TrainArgs, checkpoint: Path, step: int) -> list[str]:
     values |= {"script": "apps.main.eval", "app": args.app}
     if (wandb := args.logging.wandb) is not None:
         # A wandb run of its own in the training run's group: two processes cannot write into one.
-        of_job = replace(wandb, name=None, group=wandb.group or args.name, job_type="eval")
-        values |= {f"wandb.{key}": value for key, value in asdict(of_job).items()}
+        job_wandb = replace(wandb, name=None, group=wandb.group or args.name, job_type="eval")
+        values |= {f"wandb.{key}": value for key, value in asdict(job_wandb).items()}
     values |= args.eval.job
     app = values.pop("app")  # not quoted: it is read before the command line is parsed
     words = [f"name={args.name}-eval-{step}", f"dump_dir={results_folder(args, step)}"]

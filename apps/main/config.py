@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from apps.main.transformer import ModelArgs
+from lingua.base.dump_dir import CHECKPOINTS
+from lingua.base.errors import nearest
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.config.load import resume_classes
-from lingua.config.schema import MOST_STEPS, Announced, Free, Guarded, bounds
+from lingua.config.schema import MAX_STEPS, Announced, Free, Guarded, bounds
 from lingua.data.args import DataArgs, ValidationArgs
 from lingua.data.loader import micro_steps
-from lingua.errors import nearest
-from lingua.inference.harness import HarnessArgs
+from lingua.monitor.evaluation import HarnessArgs
 from lingua.monitor.metrics import LoggingArgs
 from lingua.monitor.profiling import ProfilingArgs
 from lingua.optim.args import OptimArgs
@@ -65,7 +66,7 @@ class TrainArgs:
     profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "steps", "stop_at", "grad_acc_steps", most=MOST_STEPS)
+        yield from bounds(self, 1, "steps", "stop_at", "grad_acc_steps", most=MAX_STEPS)
         names = ("name", self.name), ("dump_dir", self.dump_dir)
         for key, text in (*names, ("checkpoint.path", self.checkpoint.path)):
             if text is not None and not (text.strip() and text.isprintable()):
@@ -85,7 +86,7 @@ class TrainArgs:
 
     @property
     def checkpoint_folder(self) -> Path:
-        return Path(self.checkpoint.path or self.folder / "checkpoints")
+        return Path(self.checkpoint.path or self.folder / CHECKPOINTS)
 
     @property
     def end(self) -> int:
@@ -106,6 +107,11 @@ class TrainArgs:
         """Whether samples are due once `step` is complete; those of the last step end the run."""
         every = self.samples.every
         return every > 0 and step % every == 0 and step < self.steps
+
+    def samples_due_later(self, step: int) -> bool:
+        """Whether samples are due in this process once `step` is complete, or at its end."""
+        every = self.samples.every
+        return self.end == self.steps or (every > 0 and self.end // every > step // every)
 
     def measurement_due(self, step: int) -> bool:
         """Whether the held-out loss is due once `step` is complete."""

@@ -18,25 +18,21 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from lingua.app import named_app
-from lingua.checkpoint.folder import Checkpoint
+from lingua.base.dump_dir import CHECKPOINTS, EVALS, EVALUATION
+from lingua.base.errors import UserError
 from lingua.checkpoint.retention import unmark
+from lingua.checkpoint.source import TensorSource
 from lingua.config.load import flatten, load
 from lingua.config.schema import Free
-from lingua.errors import UserError
-from lingua.inference.harness import (
-    METRICS,
-    WAITING,
-    Evaluator,
-    HarnessArgs,
-    find_tasks,
-    load_tasks,
-)
-from lingua.inference.trained import OpenArgs, open_model, open_trained
-from lingua.monitor.metrics import WandbArgs, append_line, start_wandb, wandb_values
+from lingua.monitor.evaluation import WAITING, HarnessArgs
+from lingua.monitor.metrics import WandbArgs, append_line
+from lingua.monitor.wandb import WandbLog
 from lingua.parallel.mesh import mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import check_layout
 from lingua.parallel.program import run_program
-from lingua.signals import take_signals
+from lingua.parallel.signals import take_signals
+from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
+from lingua.tools.inference.trained import OpenArgs, open_model, open_trained
 
 logger = logging.getLogger(__name__)
 
@@ -55,37 +51,38 @@ class EvalArgs(HarnessArgs, OpenArgs):
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     take_signals()
-    args, _ = load(EvalArgs, argv)
+    args, _ = load(EvalArgs, argv, program_doc=__doc__)
     opened = open_model(args, argv)
-    checkpoint = opened.trained.checkpoint
-    folder, metrics = results_paths(args.dump_dir, checkpoint)
-    wandb_run: Any = None  # on rank 0
+    source = opened.trained.source
+    step = source.step or 0
+    folder, metrics = results_paths(args.dump_dir, source)
+    wandb: list[WandbLog] = []  # on rank 0, where it is asked for
 
     def prepare() -> None:
-        nonlocal wandb_run
         try:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
         except OSError as error:
             raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
         if args.wandb is not None:
-            wandb_run = start_wandb(args.wandb, args.name, flatten(args), folder)
+            wandb.append(WandbLog(args.wandb, args.name, flatten(args), folder))
 
     def report(lines: list[dict[str, Any]]) -> None:
         for line in lines:
             append_line(metrics, line)
-        if wandb_run is not None:
+        for log in wandb:
             for line in lines:
-                wandb_run.log({"step": line["step"], **wandb_values(METRICS, line)})
-            wandb_run.finish()
+                log.log(EVALUATION, line)
+            log.finish()
 
     tasks = load_tasks(args, opened.context)
     on_rank_0(prepare)  # finds mistakes before the model is loaded
     model = opened.trained.load(args.distributed, opened.mesh)
-    of_model = (model, opened.tokenizer, opened.mesh, opened.add_bos, opened.context)
-    Evaluator(args, *of_model).evaluate(tasks, folder, checkpoint.step, report)
-    logger.info(f"step {checkpoint.step}: results and samples are in {folder}")
-    on_rank_0(lambda: unmark(checkpoint.path, WAITING))
+    opened_model = (model, opened.tokenizer, opened.mesh, opened.add_bos, opened.context)
+    Evaluator(args, *opened_model).evaluate(tasks, folder, step, report)
+    logger.info(f"step {step}: results and samples are in {folder}")
+    if source.checkpoint is not None:
+        on_rank_0(lambda: unmark(source.path, WAITING))
 
 
 def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:
@@ -96,23 +93,25 @@ def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:
         UserError: `main` would refuse it before it reads data.
     """
     args, notices = load(EvalArgs, argv)
-    trained = open_trained("ckpt", args.ckpt, named_app(argv))
-    trained.build_tokenizer(args.tokenizer_path)
+    trained = open_trained("ckpt", args.ckpt, named_app(argv), args.tokenizer_path, True)
+    trained.build_tokenizer()
     _, _, tp = mesh_sizes(args.distributed, world_size)
     check_layout(*trained.build(), tp)
     find_tasks(args)
-    args.dump_dir = str(results_paths(args.dump_dir, trained.checkpoint)[0])
+    args.dump_dir = str(results_paths(args.dump_dir, trained.source)[0])
     return args, notices
 
 
-def results_paths(dump_dir: str | None, checkpoint: Checkpoint) -> tuple[Path, Path]:
+def results_paths(dump_dir: str | None, source: TensorSource) -> tuple[Path, Path]:
     """The folder of the results, and the file that collects them over the steps: in the run's
-    folder where the results are in its evals/, else in the results' own."""
-    run = checkpoint.path.parent
-    run = run.parent if run.name == "checkpoints" else run
-    folder = run / "evals" / checkpoint.path.name if dump_dir is None else Path(dump_dir)
-    collected = folder.parent.parent if folder.parent.name == "evals" else folder
-    return folder, collected / f"{METRICS}.jsonl"
+    folder where the results are in its evals/, else in the results' own. Raises UserError."""
+    if dump_dir is None and source.checkpoint is None:
+        raise UserError(f"dump_dir: must be given, since {source.path} is no checkpoint of a run")
+    run = source.path.parent
+    run = run.parent if run.name == CHECKPOINTS else run
+    folder = run / EVALS / source.path.name if dump_dir is None else Path(dump_dir)
+    collected = folder.parent.parent if folder.parent.name == EVALS else folder
+    return folder, collected / EVALUATION
 
 
 if __name__ == "__main__":

@@ -25,17 +25,17 @@ import orjson
 import torch.distributed as dist
 from torch import nn
 
-from lingua.chat import Chat, ChatError, Message, open_chat
+from lingua.base.errors import UserError
+from lingua.base.files import append_whole, read_bytes
+from lingua.base.format import printable
 from lingua.config.load import from_values, load
-from lingua.config.schema import MOST_ROWS, Free, bounds
-from lingua.errors import UserError
-from lingua.files import append_whole, read_bytes
-from lingua.format import printable
-from lingua.inference.generate import Completion, Request, fit_prompts, generate
-from lingua.inference.sampling import SamplingArgs
-from lingua.inference.trained import OpenArgs, Opened, open_model
+from lingua.config.schema import MAX_ROWS, Free, bounds
 from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.parallel.program import run_program
+from lingua.tools.inference.generate import Completion, Request, fit_prompts, generate
+from lingua.tools.inference.sampling import SamplingArgs
+from lingua.tools.inference.trained import OpenArgs, Opened, open_model
+from lingua.tools.prepare.chat_template import Chat, ChatError, Message, open_chat
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class GenerateArgs(SamplingArgs, OpenArgs):
     on_long_prompt: Free[Literal["cut", "refuse"]] = "cut"
     seed: Free[int] = 0  # prompt i, from 0 on, is sampled with seed + i
     chat: Free[bool] = False  # prompts are messages, which the model's chat template renders
-    system: Free[str | None] = None  # of a chat: the system message before the first one
+    system: Free[str | None] = None  # system message of the chat
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from SamplingArgs.validate(self)
@@ -59,7 +59,7 @@ class GenerateArgs(SamplingArgs, OpenArgs):
             yield "system", "must be given together with chat=true"
         if self.prompt is not None and self.prompts is not None:
             yield "prompt", "must not be given together with prompts"
-        yield from bounds(self, 1, "batch_size", most=MOST_ROWS)
+        yield from bounds(self, 1, "batch_size", most=MAX_ROWS)
         # An empty file is what a start leaves that ends before its first result.
         out = self.out
         if out and os.path.exists(out) and (not os.path.isfile(out) or os.path.getsize(out) > 0):
@@ -93,13 +93,13 @@ class Prompt:
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    args, _ = load(GenerateArgs, argv)
+    args, _ = load(GenerateArgs, argv, program_doc=__doc__)
     opened = open_model(args, argv)
-    chat = open_chat_of(opened, args.tokenizer_path) if args.chat else None
+    chat = open_chat_of(opened) if args.chat else None
     system = () if args.system is None else ({"role": "system", "content": args.system},)
     prompts = [replace(prompt, before=system) for prompt in read_prompts(args)]
     requests = to_requests(prompts, opened, args.on_long_prompt, chat)
-    on_rank_0(lambda: write_results(args.out, [], []))  # whether it can be written
+    on_rank_0(lambda: write_generations(args.out, [], []))  # whether it can be written
     model = opened.trained.load(args.distributed, opened.mesh)
     if not prompts:
         complete_interactively(args, model, opened, chat, system)
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     for first in range(0, len(prompts), chunk):
         part, asked = prompts[first : first + chunk], requests[first : first + chunk]
         done = generate(model, asked, opened.tokenizer, opened.mesh, args.batch_size)
-        on_rank_0(partial(write_results, args.out, part, done))
+        on_rank_0(partial(write_generations, args.out, part, done))
         if args.out is None:
             for prompt, result in zip(part, done, strict=True):
                 between = "\n" if chat else ""
@@ -131,9 +131,8 @@ def complete_interactively(
 ) -> None:
     """Complete prompts from the terminal, one at a time, until the input ends. In a chat, `before`
     and then all that was said precede a prompt."""
-    checkpoint = opened.trained.checkpoint
     print_on_rank_0(
-        f"{checkpoint.path}, step {checkpoint.step}: enter a prompt (\\n is a new line)\n"
+        f"{opened.trained.source}: enter a prompt (\\n is a new line)\n"
         "Ctrl-C ends a generation; Ctrl-C or Ctrl-D at the prompt ends the program\n"
     )
     number = 0
@@ -150,7 +149,7 @@ def complete_interactively(
         number += 1
         try:
             done = generate(model, [request], opened.tokenizer, opened.mesh, batch_size=1)
-            on_rank_0(partial(write_results, args.out, [prompt], done))
+            on_rank_0(partial(write_generations, args.out, [prompt], done))
             if chat is not None:
                 answer = {"role": "assistant", "content": done[0].text.strip()}
                 before = (*prompt.messages, answer)
@@ -214,7 +213,7 @@ def read_prompts(args: GenerateArgs) -> list[Prompt]:
         raise UserError(f"{path}:{number + 1}: is not UTF-8 text") from None
     if not text:
         raise UserError(f"prompts = {path}: has no prompt")
-    read_line = read_json if path.suffix == ".jsonl" else Prompt
+    read_line = read_json_prompt if path.suffix == ".jsonl" else Prompt
     prompts = []
     for number, line in enumerate(text.removesuffix("\n").split("\n")):
         where = f"{path}:{number + 1}"
@@ -224,10 +223,10 @@ def read_prompts(args: GenerateArgs) -> list[Prompt]:
     return prompts
 
 
-def read_json(line: str, args: PromptArgs, where: str) -> Prompt:
+def read_json_prompt(line: str, args: PromptArgs, where: str) -> Prompt:
     """A line of a .jsonl file; its keys replace those of `args`."""
     try:
-        values = orjson.loads(line)  # which refuses NaN, half a surrogate pair and endless numbers
+        values = orjson.loads(line)  # refuses NaN, half a surrogate pair and endless numbers
         if not isinstance(values, dict) or not isinstance(text := values.pop("prompt", None), str):
             raise UserError(f'{where}: must be an object with a text "prompt"')
         return Prompt(text, from_values(args, values, where), where)
@@ -237,11 +236,10 @@ def read_json(line: str, args: PromptArgs, where: str) -> Prompt:
         raise UserError(f"{where}: is nested too deeply") from None
 
 
-def open_chat_of(opened: Opened, tokenizer_path: str | None) -> Chat:
+def open_chat_of(opened: Opened) -> Chat:
     """The chat template of a model: that of its training data, or else its tokenizer's."""
     data = opened.trained.args.data
-    tokenizer = replace(data.tokenizer, path=tokenizer_path or data.tokenizer.path)
-    return open_chat(tokenizer, opened.tokenizer, data.chat and data.chat.template)
+    return open_chat(data.tokenizer, opened.tokenizer, data.chat and data.chat.template)
 
 
 def chat_tokens(prompt: Prompt, chat: Chat) -> list[int]:
@@ -301,7 +299,7 @@ def to_requests(
     return fit_prompts(requests, opened.context)
 
 
-def write_results(
+def write_generations(
     path: str | None, prompts: Sequence[Prompt], results: Sequence[Completion]
 ) -> None:
     """Append a line of JSON for each result to the file, if there is one for them."""

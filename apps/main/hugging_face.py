@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from apps.main.transformer import ModelArgs
+from lingua.base.errors import UserError
 from lingua.config.values import show
-from lingua.errors import UserError
-from lingua.hugging_face import HFTensor, HuggingFace
-from lingua.transformer import RopeScaling, TransformerArgs
+from lingua.model.transformer import RopeScaling, TransformerArgs
+from lingua.tools.exchange.hugging_face import HFTensor, HuggingFace
 
 
 @dataclass(frozen=True)
 class Family:
     """What the models of a `model_type` in transformers have in common."""
 
-    model: dict[str, Any]  # of our `model` group, keys that all of them have as here
+    model: dict[str, Any]  # values in our `model` group that all of them share
     missing: dict[str, Any]  # what a config.json says that lacks a key
     windows: bool = True  # may have a sliding window
 
@@ -45,18 +45,18 @@ FAMILIES = {
 def family_of(args: ModelArgs) -> str:
     """The `model_type` that a model has in transformers. UserError names what none of them has."""
     model = {key: getattr(args, key) for key in PLAIN}
-    of_kind = [name for name, family in FAMILIES.items() if family.model == model]
-    if not of_kind:
+    families = [name for name, family in FAMILIES.items() if family.model == model]
+    if not families:
         values = ", ".join(f"model.{key} = {show(value)}" for key, value in model.items())
         raise UserError(f"{values}: none of {', '.join(FAMILIES)} in transformers has these")
-    for name in of_kind:
+    for name in families:
         # Llama's configuration refuses numbers of heads that do not divide the residual stream.
         if name == "llama" and args.dim % args.heads()[0]:
             continue
         if args.sliding_window is None or FAMILIES[name].windows:
             return name
     raise UserError(
-        f"model.sliding_window = {args.sliding_window}: {of_kind[0]} in transformers has no "
+        f"model.sliding_window = {args.sliding_window}: {families[0]} in transformers has no "
         "sliding window; only null can be exported"
     )
 
@@ -264,10 +264,10 @@ def feed_forward_size(dim: int, hidden: int) -> tuple[float | None, int]:
 def computes(args: ModelArgs) -> dict[str, Any]:
     """By key in `model`, all that matters for the same weights to compute the same."""
     keys = "dim n_layers norm_eps rope_theta rope_scaling sliding_window vocab_size weight_tying"
-    found = {key: getattr(args, key) for key in (*keys.split(), *PLAIN)}
-    found |= zip(("n_heads", "n_kv_heads", "head_dim"), args.heads(), strict=True)
-    found["ffn_dim_multiplier and multiple_of, which give a hidden size"] = args.hidden_dim()
-    return found
+    values = {key: getattr(args, key) for key in (*keys.split(), *PLAIN)}
+    values |= zip(("n_heads", "n_kv_heads", "head_dim"), args.heads(), strict=True)
+    values["ffn_dim_multiplier and multiple_of, which give a hidden size"] = args.hidden_dim()
+    return values
 
 
 llama = HuggingFace(to_config, from_config, tensors, unused, computes)

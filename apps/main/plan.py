@@ -1,5 +1,5 @@
-"""A step of training on the meta device, as lingua.plan takes it: the config of a run that need not
-have data or a tokenizer, and the loop's own step."""
+"""A step of training on the meta device, as `lingua plan` takes it: the config of a run that need
+not have data or a tokenizer, and the loop's own step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from apps.main.check import check_forward
 from apps.main.config import TrainArgs
 from apps.main.run import Run
-from apps.main.start import check_forward, default_optimizer
+from apps.main.start import make_optimizer
 from apps.main.train import Objective, train_step
 from lingua.app import App, Built, choose_app
-from lingua.checkpoint.resume import Progress
+from lingua.base.errors import UserError
+from lingua.checkpoint.run_config import load_run
+from lingua.checkpoint.state import Progress
 from lingua.data.args import DataArgs
 from lingua.data.loader import MicroBatch
-from lingua.errors import UserError
-from lingua.optim.adapter import adapt
 from lingua.optim.optimizer import NonFiniteGuard
 from lingua.parallel.mesh import dp_degree
-from lingua.run_config import load_run
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 
 BYTES = "data.tokenizer={name: bytes, path: null, bos: null, eos: null}"
-DOCUMENTS = 16  # of each row, where documents are masked
+DOCUMENTS = 16  # in each row, where documents are masked
 
 
 def read_config(argv: list[str]) -> tuple[App, TrainArgs]:
@@ -76,11 +76,10 @@ class Step:
     def __init__(
         self, app: App, args: TrainArgs, built: Built, mesh: DeviceMesh, model: nn.Module
     ) -> None:
-        make = app.optimizer or default_optimizer
         self.run = Run(
-            app, args, mesh, model, adapt(make(model, args, built.plan), model),
+            app, args, mesh, model, make_optimizer(app, model, args, built.plan),
             build_tokenizer(TokenizerArgs()), cast(Any, None), {}, Progress(),
-            cast(Any, _Numbers()), cast(Any, None),
+            cast(Any, _Numbers()), cast(Any, None), iter(()),
         )  # fmt: skip
         self.objective = (app.objective or Objective)(self.run)
         self.guard = NonFiniteGuard(args.optim.on_nonfinite, self.run.device)

@@ -1,18 +1,32 @@
 """What a run consists of once it has started."""
 
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App
-from lingua.checkpoint.resume import Progress
+from lingua.base.errors import UserError
 from lingua.checkpoint.saver import Saver
+from lingua.checkpoint.state import Progress, TrainState
+from lingua.checkpoint.tensors import settings_of, tensors_of
+from lingua.config.load import to_yaml
+from lingua.data.loader import Ahead, MicroBatch, agree
 from lingua.data.rows import OpenData
 from lingua.monitor.reporter import Reporter
+from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
+from lingua.optim.schedule import lr_at
+from lingua.parallel.signals import StopRequest
+from lingua.parallel.tensors import to_device
 from lingua.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from apps.main.benchmarks import Benchmarks
 
 
 @dataclass
@@ -20,17 +34,64 @@ class Run:
     """A started run, as the loop, an app's objective and its probe see it."""
 
     app: App
-    args: Any  # of the app's configuration class, every value resolved
+    args: Any  # an instance of the app's configuration class, every value resolved
     mesh: DeviceMesh
     model: nn.Module  # sharded; parameters may be DTensors
-    optimizer: torch.optim.Optimizer
+    optimizer: LoopOptimizer
     tokenizer: Tokenizer
-    data: OpenData  # lingua.plan has none: there it is None
-    fingerprints: dict[str, str]  # of the data and the tokenizer, saved with each checkpoint
+    data: OpenData  # None under lingua plan
+    fingerprints: dict[str, str]  # hashes of data and tokenizer, saved with each checkpoint
     progress: Progress  # completed steps and rows consumed
     report: Reporter
     saver: Saver
+    steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
+    benchmarks: "Benchmarks | None" = None  # with eval.tasks
+    saved_at: float = field(default_factory=time.monotonic)  # end of the last save, or of the start
 
     @property
     def device(self) -> torch.device:
         return torch.device(self.mesh.device_type)
+
+    def to_device(self, t: Tensor) -> Tensor:
+        """A copy of a tensor of the host, for which the host does not wait."""
+        return to_device(t, self.device)
+
+    def read_ahead(self, stop: StopRequest) -> Ahead:
+        """The rows of the next step, and whether ranks stop or save after it."""
+        with self.report.waiting_for_data():
+            batch = next(self.steps)
+        stopping = stop.signal is not None or self.saver.must_stop
+        since_save_s = time.monotonic() - self.saved_at
+        overdue = dist.get_rank() == 0 and self.args.checkpoint.overdue(since_save_s)
+        return agree(batch, self.mesh, stopping, overdue)
+
+    def settle(self, guard: NonFiniteGuard, counts: list[int]) -> None:
+        """Take over the updates that were suppressed, by the values of `guard.counts`. Where one is
+        to stop the run, no later one was made: the state before it is saved, and UserError raised.
+        """
+        try:
+            guard.settle(counts, self.progress, self.args.data.step_rows)
+        except UserError:
+            if self.progress.step:
+                self.save(None, final=True)
+            raise
+
+    def save(self, held_out: float | None, final: bool) -> None:
+        """Save the completed step, and its held-out loss in nats per byte where it was measured. A
+        `final` save is finished when this returns. Called by every rank."""
+        args, progress = self.args, self.progress
+        with self.report.paused():
+            progress.trained_s = self.report.trained_s
+            rate = lr_at(progress.step, args.optim, args.steps)
+            state = TrainState(
+                progress,
+                tokens=progress.position * args.data.seq_len,
+                schedule={"step": progress.step, "lr": rate},
+                param_groups=settings_of(self.optimizer),
+                topology=list(self.mesh.shape),
+                data=self.fingerprints,
+                held_out=held_out,
+            )
+            tensors = tensors_of(self.model, self.optimizer)
+            self.saver.save(progress.step, tensors, asdict(state), to_yaml(args), final)
+        self.saved_at = time.monotonic()

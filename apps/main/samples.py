@@ -4,11 +4,9 @@ import logging
 
 from apps.main.run import Run
 from lingua.data import IGNORE
-from lingua.inference.generate import Request, generate
-from lingua.inference.sampling import SamplingArgs
 
 # Samples of a source, tokens generated for each, tokens of each prompt.
-SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
+N_SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ def write_samples(run: Run) -> None:
     """Report the samples of this step and log them; a failure is logged. Called by every rank."""
     try:
         for name in run.data.held_out:
-            pairs = _continue(run, name, SAMPLES, SAMPLE_TOKENS)
+            pairs = _continue(run, name, N_SAMPLES, SAMPLE_TOKENS)
             run.report.samples(run.progress.step, name, pairs)
             for prompt, text in pairs:
                 rows = f"{prompt} >>> {text}".splitlines()
@@ -43,6 +41,9 @@ def write_samples(run: Run) -> None:
 def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, str]]:
     """(prompt, generated text) for at most `n` places of a source's held-out text, or of its
     conversations, each before an answer."""
+    from lingua.tools.inference.generate import Request, generate
+    from lingua.tools.inference.sampling import SamplingArgs
+
     held_out = run.data.held_out[name]
     windows, seq_len = held_out.tokens, held_out.tokens.shape[1]
     chosen = range(len(windows) // (2 * n), len(windows), -(-len(windows) // n))

@@ -18,10 +18,9 @@ from torch.distributed.tensor.parallel import (
 from lingua.app import Built
 from lingua.config.schema import Guarded
 from lingua.data import IGNORE
-from lingua.head import Head, VocabularyParallel
 from lingua.model import Cache, Losses, PerRow
-from lingua.parallel.parallelize import FeatureParallel, ParallelPlan
-from lingua.transformer import (
+from lingua.model.head import Head, VocabularyParallel
+from lingua.model.transformer import (
     Context,
     TransformerArgs,
     TransformerBlock,
@@ -29,6 +28,7 @@ from lingua.transformer import (
     run_blocks,
     trunc_normal_,
 )
+from lingua.parallel.parallelize import FeatureParallel, ParallelPlan
 
 
 @dataclass

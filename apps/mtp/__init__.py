@@ -12,7 +12,7 @@ from apps.main import app as main_app
 from apps.main.config import TrainArgs as MainArgs
 from apps.mtp.model import ModelArgs, build_multi_token, parallel_plan
 from lingua.app import Built
-from lingua.transformer import flops_per_token
+from lingua.model.transformer import flops_per_token
 
 
 @dataclass

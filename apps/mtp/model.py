@@ -16,8 +16,8 @@ from apps.main.transformer import Transformer
 from apps.main.transformer import parallel_plan as plain_plan
 from lingua.config.schema import Guarded
 from lingua.model import PerRow
+from lingua.model.transformer import Context, TransformerBlock, run_blocks
 from lingua.parallel.parallelize import ParallelPlan
-from lingua.transformer import Context, TransformerBlock, run_blocks
 
 
 @dataclass

@@ -5,7 +5,6 @@ may hold a small part of it, and copies it; this one reads a part into its place
 """
 
 import io
-import math
 import pickle
 import pickletools
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +14,11 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from lingua.base.files import file_size, read_bytes, read_into
 from lingua.checkpoint.tensors import Part
-from lingua.files import file_size, read_bytes, read_into
-from lingua.torch_private import begin_in_file, create_file_view
+from lingua.parallel.torch_private import begin_in_file, create_file_view
 
 METADATA = ".metadata"
-# that torch.save writes besides the elements of a tensor, at most; if compressed they can become
-# a thousand times as many in memory
-HEADER_BYTES = 64 << 10
 
 # Import paths that `.metadata` may name.
 _DCP = "torch.distributed.checkpoint"
@@ -64,8 +60,6 @@ class _StandIn:
     state: Any
 
     def __new__(cls, *arguments: Any) -> "_StandIn":
-        if len(arguments) > 4096:  # a path has as many parts; more, again and again, take hours
-            raise ValueError(f"it has {len(arguments)} arguments for {cls.__name__}")
         made = super().__new__(cls)
         made.argument = arguments[0] if arguments else None
         return made
@@ -135,7 +129,7 @@ class DCPFolder:
         _check_opcodes(pickled)
         metadata = _state(_Unpickler(pickled).load(), "Metadata")
         stored: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
-        sizes: dict[str, int] = {}  # of files
+        sizes: dict[str, int] = {}  # file sizes in bytes
         for index, info in metadata["storage_data"].items():
             index, info = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
             if index.get("offset") is None:  # not a tensor
@@ -164,26 +158,24 @@ class DCPFolder:
         """Fill the memory of each part. Every file is read once, from its begin to its end."""
         reads: dict[str, list[tuple[_Chunk, Part]]] = {}
         for part in parts:
-            found, itemsize = 0, self.tensors[part.name].itemsize
+            n_read = 0
             for chunk in self._chunks[part.name]:
                 sides = zip(part.box, chunk.begin, chunk.sizes, strict=True)
                 both = [(max(side.start, at), min(side.stop, at + n)) for side, at, n in sides]
                 if any(first >= end for first, end in both):
                     continue
-                if chunk.length > math.prod(chunk.sizes) * itemsize + HEADER_BYTES:
-                    raise ValueError(f"its chunk of {part.name} has other bytes besides")
                 in_chunk = _box(both, chunk.begin)
                 in_part = _box(both, [side.start for side in part.box])
-                of_chunk = Part(part.name, in_chunk, part.out[in_part])
-                found += of_chunk.out.numel()
-                reads.setdefault(chunk.file, []).append((chunk, of_chunk))
-            if found < part.out.numel():
+                overlap = Part(part.name, in_chunk, part.out[in_part])
+                n_read += overlap.out.numel()
+                reads.setdefault(chunk.file, []).append((chunk, overlap))
+            if n_read < part.out.numel():
                 raise ValueError(f"it does not have all of {part.name}")
-        for name, of_file in reads.items():
+        for name, chunks in reads.items():
             with (self.path / name).open("rb", buffering=0) as f:
-                for stored, of_chunk in sorted(of_file, key=lambda read: read[0].offset):
+                for stored, overlap in sorted(chunks, key=lambda read: read[0].offset):
                     try:
-                        _read_chunk(f, stored, of_chunk)
+                        _read_chunk(f, stored, overlap)
                     except Exception as error:  # a damaged chunk may raise anything
                         raise ValueError(f"{name}: {error}") from error
 

@@ -6,28 +6,26 @@ Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name; 
 
 import hashlib
 import json
-import platform
 import re
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import xxhash
 
-from lingua import __version__
+from lingua.base.dump_dir import CONFIG, MANIFEST, STATE, STEP_FOLDER
+from lingua.base.errors import UserError
+from lingua.base.files import file_size, load_json, read_json
+from lingua.checkpoint.state import TrainState
 from lingua.config.load import from_values
-from lingua.errors import UserError
-from lingua.files import file_size, load_json, read_json
 from lingua.parallel.mesh import on_rank_0
 
-MANIFEST, STATE, CONFIG = "manifest.json", "train_state.json", "config.yaml"
-NAME = re.compile(r"\d{10}")  # of a checkpoint's folder: the step
-Entry = dict[str, Any]  # of a file in the manifest: {"size": bytes, "xxh3_64": hexadecimal}
-LEFTOVER = re.compile(r"\d{10}\.tmp-[0-9a-f]{8}")  # of one that is being written or removed
+Entry = dict[str, Any]  # a file in the manifest: {"size": bytes, "xxh3_64": hexadecimal}
+# A checkpoint's folder while it is written or removed
+LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}\.tmp-[0-9a-f]{{8}}")
 
 
 def temporary(path: Path) -> Path:
@@ -75,45 +73,6 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
     return Checkpoint(path, step, serial, files, str(manifest.get("created_at", ""))), ""
 
 
-@dataclass
-class Progress:
-    """How far a run is: everything that is state besides tensors and config."""
-
-    step: int = 0  # completed updates, those that were skipped for a bad gradient included
-    position: int = 0  # rows consumed: where the row stream goes on
-    skipped_steps: int = 0  # updates suppressed since their gradient was not finite
-    trained_s: float = 0.0  # seconds of training, over all starts
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        for key in ("step", "position", "skipped_steps"):
-            if not 0 <= getattr(self, key) < 2**53:
-                yield key, "must be at least 0 and below 2^53"
-
-
-def versions() -> dict[str, str]:
-    python = platform.python_version()
-    return {"lingua": __version__, "torch": torch.__version__, "python": python}
-
-
-@dataclass
-class TrainState:
-    """The content of `train_state.json`. Only `progress`, `data` and `held_out` matter when it is
-    read: the settings in `param_groups` come from the config, the mesh may be another."""
-
-    progress: Progress | None = None  # None: of a model that a program converted
-    tokens: int = 0
-    schedule: dict[str, float] = field(default_factory=dict)  # the last step, and its rate
-    param_groups: list[dict[str, Any]] = field(default_factory=list)
-    topology: list[int] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)  # fingerprints
-    held_out: float | None = None  # nats per byte, where this step was measured
-    versions: dict[str, str] = field(default_factory=versions)
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        if not all(isinstance(group.get("param_names"), list) for group in self.param_groups):
-            yield "param_groups", "must each have a list param_names"
-
-
 def read_state(checkpoint: Checkpoint) -> TrainState:
     """What is read of `train_state.json`. Raises UserError."""
     content, known = read_json(checkpoint.path / STATE), TrainState.__dataclass_fields__
@@ -125,11 +84,11 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
     """The checkpoints in a folder, the last published first.
 
     `report` is called with a line for each folder that is skipped."""
-    found = []
+    checkpoints = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if not path.is_dir():
             continue
-        if not NAME.fullmatch(path.name):
+        if not STEP_FOLDER.fullmatch(path.name):
             report(f"{path} is not a checkpoint: skipped")
             continue
         checkpoint, why = read_checkpoint(path)
@@ -138,14 +97,14 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
         if checkpoint is None or why:
             report(f"{path} is not a whole checkpoint ({why}): skipped")
         else:
-            found.append(checkpoint)
-    return sorted(found, key=lambda c: c.serial, reverse=True)
+            checkpoints.append(checkpoint)
+    return sorted(checkpoints, key=lambda c: c.serial, reverse=True)
 
 
-def found_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
+def find_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
     """The checkpoints that `work` finds on rank 0. Called by every rank."""
-    found = on_rank_0(lambda: [asdict(c) | {"path": str(c.path)} for c in work()])
-    return [Checkpoint(**(values | {"path": Path(values["path"])})) for values in found]
+    checkpoints = on_rank_0(lambda: [asdict(c) | {"path": str(c.path)} for c in work()])
+    return [Checkpoint(**(values | {"path": Path(values["path"])})) for values in checkpoints]
 
 
 def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
@@ -155,9 +114,9 @@ def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint
     Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
     them would remove what may be whole (a disk that fails, a folder without permission).
     """
-    checkpoint, _ = first_undamaged(found_on_rank_0(lambda: find(root, report)), verify, report)
+    checkpoint, _ = first_undamaged(find_on_rank_0(lambda: find(root, report)), verify, report)
     if checkpoint is None and on_rank_0(
-        lambda: any(NAME.fullmatch(p.name) for p in root.glob("*"))
+        lambda: any(STEP_FOLDER.fullmatch(p.name) for p in root.glob("*"))
     ):
         advice = "move them away to start from scratch"
         raise UserError(f"{root}: has checkpoints, but none that can be used; {advice}")
@@ -165,12 +124,12 @@ def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint
 
 
 def first_undamaged(
-    found: list[Checkpoint], verify: str, report: Callable[[str], None]
+    checkpoints: list[Checkpoint], verify: str, report: Callable[[str], None]
 ) -> tuple[Checkpoint | None, str]:
     """The first checkpoint that verifies, or None and why the last one does not. Called by every
     rank; with `verify: size` the sizes that were compared when it was found are enough."""
     why = ""
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         why = damage(checkpoint) if verify == "full" else ""
         if not why:
             return checkpoint, ""

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from lingua.base.dump_dir import CONFIG, MANIFEST, STATE, STEP_FOLDER
+from lingua.base.errors import UserError
+from lingua.checkpoint.dcp import METADATA
 from lingua.checkpoint.folder import (
     LEFTOVER,
-    MANIFEST,
-    NAME,
     Checkpoint,
     find,
     read_state,
     temporary,
 )
 from lingua.config.schema import Free, bounds
-from lingua.errors import UserError
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-FILE = re.compile(  # that a save writes
-    r"(__\d+_\d+\.distcp|\.metadata|train_state\.json|config\.yaml|manifest\.json)(\.tmp)?"
+SAVED_FILE = re.compile(  # names of the files of a save
+    rf"(__\d+_\d+\.distcp|{'|'.join(map(re.escape, (METADATA, STATE, CONFIG, MANIFEST)))})(\.tmp)?"
 )
 
 logger = logging.getLogger(__name__)
@@ -64,22 +64,19 @@ class CheckpointArgs:
     # what is compared with the manifest before loading: sizes and checksums, or sizes alone
     verify: Free[Literal["full", "size"]] = "full"
     # what a run without a checkpoint of its own starts from: a checkpoint, a dump_dir (its newest),
-    # a Meta Lingua checkpoint or a file of torch.save; null: initial weights
-    init_ckpt_path: Free[str | None] = None
-    # from init_ckpt_path take optimizer, step and position as well as the model
-    continue_training_from_init: Free[bool] = False
-    # or a folder of a model in Hugging Face's transformers, or a checkpoint or dump_dir as above.
-    # Keys of `model` and of the tokenizer that are not given are those of what is named by either
+    # a folder of Hugging Face's transformers, a Meta Lingua checkpoint or a file of torch.save;
+    # null: initial weights. A checkpoint and a folder of transformers also give the keys of `model`
+    # and of the tokenizer that are left open. init_ckpt_path is another name of this key
     init_from: Free[str | None] = None
+    # from init_from take optimizer, step and position as well as the model
+    continue_training_from_init: Free[bool] = False
     # guarded config keys that may differ from the checkpoint's when resuming
     allow_change: Free[list[str]] = field(default_factory=list)
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 0, "keep_every")
-        if self.continue_training_from_init and self.init_ckpt_path is None:
-            yield "init_ckpt_path", "must be given when continue_training_from_init is true"
-        if self.init_from is not None and self.init_ckpt_path is not None:
-            yield "init_from", "must not be given together with checkpoint.init_ckpt_path"
+        if self.continue_training_from_init and self.init_from is None:
+            yield "init_from", "must be given when continue_training_from_init is true"
 
     def overdue(self, seconds: float) -> bool:
         """Whether a save is due `seconds` after the last one, whatever the step."""
@@ -103,9 +100,9 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
     """
     gone = []
     try:
-        found = find(root)
-        keep = _to_keep(found, args)
-        for c in found:
+        checkpoints = find(root)
+        keep = _to_keep(checkpoints, args)
+        for c in checkpoints:
             if c in keep or set(marks(c.path)) - {BEST}:
                 continue
             if others := {path.name for path in c.path.glob("*")} - {MANIFEST, *c.files}:
@@ -114,7 +111,7 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
             # Under another name first: half a removal must not look like a checkpoint.
             c.path.rename(temporary(c.path))
             gone.append(c.path)
-        _mark_best(root, [c for c in found if c.path not in gone])
+        _mark_best(root, [c for c in checkpoints if c.path not in gone])
         for path in root.iterdir():
             if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 _remove(path)
@@ -126,27 +123,27 @@ def prune(root: Path, args: CheckpointArgs) -> list[Path]:
 def _remove(folder: Path) -> None:
     """Remove the files that a save writes, and the folder unless it has others."""
     for file in folder.iterdir():
-        if FILE.fullmatch(file.name) and file.is_file():
+        if SAVED_FILE.fullmatch(file.name) and file.is_file():
             file.unlink()
     with suppress(OSError):
         folder.rmdir()
 
 
-def _to_keep(found: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:
-    """Those that options keep; `found` is newest first."""
-    evals = [c for c in found if args.eval.every > 0 and c.step % args.eval.every == 0]
-    keep = found[: args.dump.keep] if args.dump.keep > 0 else list(found)
+def _to_keep(checkpoints: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:
+    """Those that options keep; `checkpoints` is newest first."""
+    evals = [c for c in checkpoints if args.eval.every > 0 and c.step % args.eval.every == 0]
+    keep = checkpoints[: args.dump.keep] if args.dump.keep > 0 else list(checkpoints)
     keep += evals[: args.eval.keep] if args.eval.keep > 0 else evals
     if args.keep_every > 0:
-        keep += [c for c in found if c.step % args.keep_every == 0]
-    return keep + best(found) if args.keep_best else keep
+        keep += [c for c in checkpoints if c.step % args.keep_every == 0]
+    return keep + best(checkpoints) if args.keep_best else keep
 
 
-def best(found: list[Checkpoint]) -> list[Checkpoint]:
+def best(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """The one with the lowest held-out loss, the first published of equals; none where no step was
     measured when it was saved."""
     measured = []
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         with suppress(UserError):  # damaged: it is none to keep
             loss = read_state(checkpoint).held_out
             if loss is not None:
@@ -154,10 +151,10 @@ def best(found: list[Checkpoint]) -> list[Checkpoint]:
     return [min(measured)[2]] if measured else []
 
 
-def _mark_best(root: Path, found: list[Checkpoint]) -> None:
-    lowest = [_mark_file(c.path, BEST) for c in best(found)]
+def _mark_best(root: Path, checkpoints: list[Checkpoint]) -> None:
+    lowest = [_mark_file(c.path, BEST) for c in best(checkpoints)]
     for file in root.glob(f"*.{BEST}"):
-        if NAME.fullmatch(file.stem) and file.is_file() and file not in lowest:
+        if STEP_FOLDER.fullmatch(file.stem) and file.is_file() and file not in lowest:
             file.unlink()
     for file in lowest:
         file.touch()

@@ -23,20 +23,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.utils.serialization import config as torch_config
 
+from lingua.base.dump_dir import CONFIG, MANIFEST, STATE, step_folder
+from lingua.base.errors import UserError
+from lingua.base.files import SyncedFile, sync_folder
 from lingua.checkpoint.folder import (
-    CONFIG,
-    MANIFEST,
-    STATE,
     Entry,
     checksum_of,
     damage,
     find,
-    found_on_rank_0,
+    find_on_rank_0,
     read_checkpoint,
     temporary,
 )
-from lingua.errors import UserError
-from lingua.files import SyncedFile, sync_folder
 from lingua.parallel.mesh import on_rank_0
 
 BLOCK = 1 << 20  # bytes of small writes that are collected
@@ -68,8 +66,8 @@ def save(
     Returns its folder. A step that is already published, and not damaged since, is left as it is.
     Raises NotSaved where a write failed on some rank.
     """
-    final = root / f"{step:010d}"
-    published = found_on_rank_0(lambda: [c for c in find(root) if c.step == step])
+    final = root / step_folder(step)
+    published = find_on_rank_0(lambda: [c for c in find(root) if c.step == step])
     if published and not damage(published[0], group):
         return final
     folder = Path(on_rank_0(lambda: str(temporary(final))))
@@ -89,7 +87,7 @@ def save(
 def publish_config(root: Path, config: str) -> Path:
     """A checkpoint of step 0 without tensors, in an empty folder: the configuration of a model that
     is not trained yet. By one process."""
-    folder, final = root / "config", root / f"{0:010d}"
+    folder, final = root / "config", root / step_folder(0)
     folder.mkdir()
     _publish(folder, final, 0, {}, {}, config)
     return final
@@ -192,7 +190,7 @@ def _write_tensors(
     try:
         with without_crc32:
             dcp.save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # of any rank, on every rank
+    except CheckpointException as error:  # raised on every rank
         rank, (why, _) = min(error.failures.items())
         raise NotSaved(f"{why} (rank {rank})") from error
     everyone: list[Any] = [None] * dist.get_world_size()

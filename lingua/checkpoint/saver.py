@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lingua.base.dump_dir import LOCK
+from lingua.base.errors import UserError
+from lingua.base.lock import Lock, exclusive
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import CheckpointArgs, prune
 from lingua.checkpoint.save import NotSaved, save
-from lingua.device import device_threads
-from lingua.dtensor import local
-from lingua.errors import UserError
-from lingua.lock import Lock, exclusive
 from lingua.parallel.mesh import on_rank_0
-from lingua.torch_private import on_host
+from lingua.parallel.tensors import device_threads, local
+from lingua.parallel.torch_private import on_host
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class Saver:
     def __init__(self, root: Path, args: CheckpointArgs) -> None:
         self.root, self.args = root, args
         self._saved_step: int | None = None  # the last one
-        self._failure: NotSaved | None = None  # of the last save
-        self._locks: list[Lock] = []  # of rank 0
+        self._failure: NotSaved | None = None  # error of the last save
+        self._locks: list[Lock] = []  # held by rank 0
         self._open = ExitStack()
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
@@ -58,7 +58,7 @@ class Saver:
         for folder in dict.fromkeys((dump_dir.resolve(), self.root.resolve())):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = exclusive(folder / "run.lock", logger.warning, requeued)
+                lock = exclusive(folder / LOCK, logger.warning, requeued)
                 self._locks.append(self._open.enter_context(lock))
             except OSError as error:
                 raise UserError(f"{folder}: cannot be written: {error}") from error

@@ -8,19 +8,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lingua.dtensor import as_shard, local
-from lingua.init import canonical_name
+from lingua.parallel.init import canonical_name
 from lingua.parallel.parallelize import reshard
-from lingua.torch_private import compute_local_shape_and_global_offset, non_persistent_buffers
+from lingua.parallel.tensors import as_shard, local
+from lingua.parallel.torch_private import (
+    compute_local_shape_and_global_offset,
+    non_persistent_buffers,
+)
 
-JSON = (bool, int, float, str, list, tuple)  # of what an optimizer's settings are
+JSON = (bool, int, float, str, list, tuple)  # types of an optimizer's settings
 
 
 class Part(NamedTuple):
     """A box of a named tensor, and the memory that it is read into."""
 
     name: str
-    box: tuple[slice, ...]  # of the whole tensor
+    box: tuple[slice, ...]  # indices in the whole tensor
     out: Tensor  # not a DTensor; has the shape of the box, and at least one element
 
 

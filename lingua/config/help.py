@@ -4,15 +4,14 @@ and comment. What it does is the docstring of the program's module: a sentence a
 import ast
 import inspect
 import shutil
-import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import takewhile
 
+from lingua.base.errors import UserError, nearest
 from lingua.config.schema import schema, type_name
 from lingua.config.values import MISSING, show
-from lingua.errors import UserError, nearest
 
 INTRODUCTION = (
     "Arguments: config=FILE key=value ...",
@@ -25,20 +24,30 @@ INTRODUCTION = (
 )
 
 
-def program_text() -> str:
-    """The docstring of the module that runs as the program."""
-    return inspect.cleandoc(sys.modules["__main__"].__doc__ or "")
+def asks_help(argv: Sequence[str]) -> bool:
+    return bool({"-h", "--help"} & set(argv))
 
 
-def first_example() -> str:
-    """The first command in the docstring of the program, or an empty string."""
-    commands = [line.strip() for line in program_text().splitlines() if line.startswith("    ")]
-    return commands[0] if commands else ""
+def print_help_if_asked(cls: type, argv: Sequence[str], program_doc: str | None = None) -> None:
+    """Where a command line asks for help, print that of the groups and keys that it names, or of
+    all, and exit. Raises UserError."""
+    if asks_help(argv):
+        chosen = [word for word in argv if "=" not in word and not word.startswith("-")]
+        print(help_text(cls, chosen, program_doc))
+        raise SystemExit(0)
 
 
-def help_text(cls: type, chosen: list[str], width: int | None = None) -> str:
-    """The help about all keys of a configuration class, or about the chosen groups and keys.
-    Raises UserError for a name that is neither."""
+def first_example(program_doc: str | None) -> str:
+    """The first command in the docstring of a program, or an empty string."""
+    lines = inspect.cleandoc(program_doc or "").splitlines()
+    return next((line.strip() for line in lines if line.startswith("    ")), "")
+
+
+def help_text(
+    cls: type, chosen: list[str], program_doc: str | None = None, width: int | None = None
+) -> str:
+    """The help about all keys of a configuration class, after the docstring of the program, or
+    about the chosen groups and keys alone. Raises UserError for a name that is neither."""
     width = width or shutil.get_terminal_size((100, 24)).columns
     keys = schema(cls)
     groups = {"": cls} | {path: key.group for path, key in keys.items() if key.group is not None}
@@ -48,7 +57,7 @@ def help_text(cls: type, chosen: list[str], width: int | None = None) -> str:
             known = f"must be a key or a group ({', '.join(top)})" if top else "must be a key"
             raise UserError(f"--help {name}: {known}{nearest(name, keys)}")
     comments: dict[str, str] = {}
-    lines = [] if chosen else list(_introduction(list(groups)[1:], width))
+    lines = [] if chosen else list(_introduction(program_doc, list(groups)[1:], width))
     for group, owner in groups.items():
         for name, comment in field_comments(owner).items():
             comments[f"{group}.{name}".lstrip(".")] = comment
@@ -65,8 +74,8 @@ def help_text(cls: type, chosen: list[str], width: int | None = None) -> str:
     return "\n".join(lines).strip()
 
 
-def _introduction(groups: list[str], width: int) -> Iterator[str]:
-    for paragraph in program_text().split("\n\n"):
+def _introduction(program_doc: str | None, groups: list[str], width: int) -> Iterator[str]:
+    for paragraph in inspect.cleandoc(program_doc or "").split("\n\n"):
         if paragraph.startswith("    "):  # commands
             for line in paragraph.splitlines():
                 yield " \\\n".join(_wrap(line.strip(), width - 2, " " * 4, " " * 8))

@@ -9,54 +9,43 @@ yields (key in it, what is required). All mistakes found are raised together, as
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from lingua.config.help import first_example, help_text
-from lingua.config.references import References
+from lingua.base.errors import MAX_SHOWN, UserError, all_of, nearest
 from lingua.config.schema import Keys, leaves, schema, split_optional, type_name
 from lingua.config.values import (
     COMMAND_LINE,
     MISSING,
-    MOST_VALUES,
     NO_TEXT,
     LocatedValue,
     Values,
     is_text,
     parse_argument,
+    parse_mapping,
     plain,
     read_file,
     read_layers,
     shorten,
     show,
 )
-from lingua.errors import MOST_SHOWN, UserError, all_of, nearest
+
+if TYPE_CHECKING:
+    from lingua.config.foreign import Foreign
 
 C = TypeVar("C")
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """Keys of another codebase's configs that are no keys here. A key of ours that is given, in any
-    layer, comes first."""
-
-    # key or group -> why it has no effect here: accepted with one line
-    ignored: Mapping[str, str] = field(default_factory=dict)
-    # key -> key of ours that must have the same value
-    same_as: Mapping[str, str] = field(default_factory=dict)
-    # key -> {allowed value: {our key: value}}
-    translated: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 def load(
     cls: type[C],
     argv: list[str] | None = None,
-    foreign: Foreign | None = None,
+    foreign: "Callable[[], Foreign] | None" = None,
     partial: bool = False,
     below: Values | None = None,
     defaults: C | None = None,
+    program_doc: str | None = None,
 ) -> tuple[C, list[str]]:
     """The configuration, and one line for every given key that was accepted without effect.
 
@@ -66,46 +55,59 @@ def load(
     the app's other groups in the file are ignored. `--help` prints all keys and exits, `--help
     optim` those of one group. Raises UserError.
 
+    foreign: gives the keys of another codebase's configs; called for a config with unknown keys.
     below: values, by path, that come before the defaults.
     defaults: in place of those of the class.
+    program_doc: docstring of the program, for `--help` and for the example of an empty command.
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        chosen = [word for word in argv if "=" not in word and not word.startswith("-")]
-        print(help_text(cls, chosen))
-        raise SystemExit(0)
+        from lingua.config.help import print_help_if_asked
+
+        print_help_if_asked(cls, argv, program_doc)
     keys = schema(cls if defaults is None else defaults)
-    report = _Report(example="" if argv else first_example())
+    report = Report(program_doc="" if argv else program_doc or "")
     *files, arguments = _read_layers(argv, keys, report)
     layers = [leaves(below or {}, keys), *files]
     if partial:
         layers = [{k: v for k, v in layer.items() if k.split(".")[0] in keys} for layer in layers]
-    given = _merge([*layers, arguments], foreign or Foreign(), keys, report)
+    given = _merge([*layers, arguments], foreign, keys, report)
     _resolve(cls, given, keys, report)
     args = _build(cls, given, keys, report)
     report.check()
     return args, list(report.notices.values())
 
 
-def draft(cls: type[C], argv: list[str], foreign: Foreign) -> tuple[C, set[str]]:
+def meta_lingua() -> "Foreign":
+    """The keys of Meta Lingua's configs."""
+    from lingua.config.meta_lingua import META_LINGUA
+
+    return META_LINGUA
+
+
+def draft(cls: type[C], argv: list[str], foreign: "Callable[[], Foreign]") -> tuple[C, set[str]]:
     """What `load` would give, with defaults in place of wrong values, and the keys that are given.
     Raises UserError for a file that cannot be read."""
-    keys, unused = schema(cls), _Report()
+    keys, unused = schema(cls), Report()
     given = _merge(_read_layers(argv, keys, unused), foreign, keys, unused)
     names = set(given)
     _resolve(cls, given, keys, unused)
     return _build(cls, given, keys, unused), names
 
 
-def read_saved(cls: type[C], path: str | Path) -> C:
-    """The keys of `cls` from a config.yaml that a run or a checkpoint has written.
+def load_saved(cls: type[C], path: str | Path, text: str | None = None) -> C:
+    """The keys of `cls` from a config.yaml that a run or a checkpoint has written; `text` is its
+    content where it has been read, and `path` then stands for it in messages.
 
     The file is read as data: `${...}` stays text and `base:` has no meaning. Keys that `cls` does
     not have are ignored, except in `model`, where one would mean another model. Keys that the file
     does not have take their defaults. `validate()` runs in `model` alone. Raises UserError.
     """
-    keys, report = schema(cls), _Report(saved=str(path))
-    saved = leaves(read_file(Path(path), str(path)), keys)
+    keys, report = schema(cls), Report(saved=str(path))
+    name = str(path)
+    saved = leaves(
+        parse_mapping(text, name) if text is not None else read_file(Path(path), name), keys
+    )
     known = {k: v for k, v in saved.items() if k in keys or k.startswith("model.")}
     args = _build(cls, known, keys, report)
     report.check()
@@ -115,7 +117,7 @@ def read_saved(cls: type[C], path: str | Path) -> C:
 def from_values(defaults: C, values: Mapping[str, Any], where: str) -> C:
     """`defaults` with plain `values` in place of some of its own. Raises UserError, which names the
     place `where` they were given."""
-    keys, report = schema(defaults), _Report()
+    keys, report = schema(defaults), Report()
     given = leaves({k: LocatedValue.of(v, where) for k, v in values.items()}, keys)
     args = _build(type(defaults), given, keys, report)
     report.check()
@@ -156,11 +158,11 @@ def resume_classes(cls: type) -> dict[str, str | None]:
 
 
 @dataclass
-class _Report:
+class Report:
     """What is found in one configuration."""
 
     saved: str = ""  # path of the file, where it was written by a run
-    example: str = ""  # of a command line, for one that was empty
+    program_doc: str = ""  # docstring whose first example is shown, for an empty command line
     mistakes: list[str] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)  # keys without a usable value
     notices: dict[str, str] = field(default_factory=dict)  # of keys that have no effect
@@ -178,14 +180,18 @@ class _Report:
     def check(self) -> None:
         """Raises UserError with every mistake."""
         if self.mistakes:
-            example = f"\nAn example: {self.example}" if self.example else ""
+            example = ""
+            if self.program_doc:
+                from lingua.config.help import first_example
+
+                example = f"\nAn example: {first_example(self.program_doc)}"
             raise UserError(f"{all_of(self.mistakes)}{example}")
 
 
 # ---- the layers
 
 
-def _read_layers(argv: list[str], keys: Keys, report: _Report) -> list[Values]:
+def _read_layers(argv: list[str], keys: Keys, report: Report) -> list[Values]:
     """Those of the config file, the deepest first, and that of the command line."""
     arguments = _read_arguments(argv, keys, report)
     config = arguments.pop("config", None)
@@ -193,11 +199,9 @@ def _read_layers(argv: list[str], keys: Keys, report: _Report) -> list[Values]:
     return [*(leaves(file, keys) for file in files), arguments]
 
 
-def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:
+def _read_arguments(argv: list[str], keys: Keys, report: Report) -> Values:
     """{key: value}, `config` among them, each where it was given last."""
     arguments: Values = {}
-    if len(argv) > MOST_VALUES:
-        raise UserError(f"the command line has more than {MOST_VALUES:,} arguments")
     for arg in argv:
         if not is_text(arg):
             report.mistakes.append(f"argument {shorten(arg)!a}: {NO_TEXT}")
@@ -218,32 +222,18 @@ def _read_arguments(argv: list[str], keys: Keys, report: _Report) -> Values:
     return arguments
 
 
-def _merge(layers: list[Values], foreign: Foreign, keys: Keys, report: _Report) -> Values:
+def _merge(
+    layers: list[Values], foreign: "Callable[[], Foreign] | None", keys: Keys, report: Report
+) -> Values:
     """The values that the layers give, each laid over those before it, without foreign keys."""
     merged: Values = {}
     for layer in layers:
         for path, value in layer.items():
             _set(merged, path, value, keys)
-    for path, value in list(merged.items()):
-        ignored = next((k for k in foreign.ignored if f"{path}.".startswith(f"{k}.")), None)
-        if path in keys or not (ignored or path in foreign.same_as or path in foreign.translated):
-            continue
-        del merged[path]
-        if ignored is not None:
-            line = f"{ignored} has no effect here: {foreign.ignored[ignored]} ({value.where})"
-            report.notices.setdefault(ignored, line)
-        elif path in foreign.same_as:
-            ours = foreign.same_as[path]
-            expected = merged.get(ours, keys[ours].default) if ours in keys else value
-            if plain(value) != plain(expected):
-                need = f"must equal {ours} = {show(expected)}, or be left out"
-                report.add(path, value, need, usable=True)
-        else:
-            allowed = {show(v): meaning for v, meaning in foreign.translated[path].items()}
-            if show(value) not in allowed:
-                report.add(path, value, f"must be {' or '.join(allowed)}")
-            for ours, v in allowed.get(show(value), {}).items():
-                merged.setdefault(ours, LocatedValue.of(v, value.where))
+    if foreign is not None and not merged.keys() <= keys.keys():
+        from lingua.config.foreign import translate
+
+        translate(merged, foreign(), keys, report)
     return merged
 
 
@@ -267,14 +257,16 @@ def _set(merged: Values, path: str, given: LocatedValue, keys: Keys) -> None:
     merged[path] = given
 
 
-def _resolve(cls: type, given: Values, keys: Keys, report: _Report) -> None:
+def _resolve(cls: type, given: Values, keys: Keys, report: Report) -> None:
     """Replace every reference among the given values by what it stands for."""
     references = {p: v for p, v in given.items() if p in keys and "${" in str(plain(v))}
     for path in references:
         del given[path]
     if not references:
         return
-    tree = plain(_build(cls, given, keys, _Report()))
+    from lingua.config.references import References  # imported for a config that has some
+
+    tree = plain(_build(cls, given, keys, Report()))
     for path, value in references.items():
         *groups, name = path.split(".")
         group = tree
@@ -297,11 +289,11 @@ def _resolve(cls: type, given: Values, keys: Keys, report: _Report) -> None:
 # ---- from the values of leaves to dataclasses
 
 
-def _build(cls: Any, given: Values, keys: Keys, report: _Report, prefix: str = "") -> Any:
+def _build(cls: Any, given: Values, keys: Keys, report: Report, prefix: str = "") -> Any:
     """The dataclass `cls`, validated. The paths of `given`, and of `keys`, begin with `prefix`."""
     for path in [p for p in given if p not in keys]:
         unknown = LocatedValue(MISSING, given[path].where)
-        many = len(report.mistakes) > MOST_SHOWN
+        many = len(report.mistakes) > MAX_SHOWN
         report.add(path, unknown, f"unknown key{'' if many else _nearest_key(path, keys)}")
 
     def member(path: str) -> Any:
@@ -334,7 +326,7 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _EXAMPLES = {list: " such as [a, b]", dict: " such as {a: 1, b: 2}"}
 
 
-def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: _Report) -> Any:
+def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: Report) -> Any:
     """The value as its field's type wants it, or None and a mistake in the report."""
     report.located[path] = given
     value, origin, inner = given.value, get_origin(kind), get_args(kind)

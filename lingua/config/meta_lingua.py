@@ -1,7 +1,7 @@
 """Keys of Meta Lingua's configs that have no meaning or another form here. Those that mean the same
 have the same name here and need no entry."""
 
-from lingua.config.load import Foreign
+from lingua.config.foreign import Foreign
 
 META_LINGUA = Foreign(
     ignored={
@@ -30,6 +30,7 @@ META_LINGUA = Foreign(
         "async_eval_gpus": "the jobs of benchmarks are set by eval.job",
     },
     same_as={"model.seed": "seed", "data.seed": "seed"},
+    alias_of={"checkpoint.init_ckpt_path": "checkpoint.init_from"},
     translated={
         "distributed.fsdp_type": {
             "full_shard": {"distributed.dp_shard": None},

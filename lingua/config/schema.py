@@ -17,9 +17,9 @@ Announced = Annotated[T, "announced"]  # may change, is printed
 Guarded = Annotated[T, "guarded"]  # refused unless allowed by name
 RESUME_CLASSES = ("free", "announced", "guarded")
 
-MOST_STEPS = 9_999_999_999  # the folder of a checkpoint has ten digits
-MOST_TOKENS = 1 << 24  # of a row, a context or a generated text
-MOST_ROWS = 1 << 24  # of a batch
+MAX_STEPS = 9_999_999_999  # the folder of a checkpoint has ten digits
+MAX_TOKENS = 1 << 24  # of a row, a context or a generated text
+MAX_ROWS = 1 << 24  # of a batch
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import errno
 import json
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from lingua.errors import UserError, nearest
+from lingua.base.errors import UserError, nearest
 
 MISSING = "???"  # stands for a value that must be given; the same text as omegaconf.MISSING
 COMMAND_LINE = "command line"
-# Of one file or argument, and of a chain of `base:`. Nobody writes more, and reading it could take
-# minutes or all memory.
-MOST_BYTES, MOST_VALUES, MOST_LEVELS, MOST_BASES = 1 << 19, 10_000, 50, 20
-TOO_LARGE = f"has more than {MOST_VALUES:,} values or {MOST_LEVELS} levels, aliases included"
+MAX_LEVELS = 50  # nested lists and mappings; an alias inside of itself would have any number
+TOO_DEEP = f"has more than {MAX_LEVELS} levels, aliases included"
 NO_TEXT = "must be text of UTF-8 without NUL"
 
 
@@ -94,10 +92,6 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
         need = "must be the path of a YAML file, from the folder of the file that names it"
         raise UserError(f"{base.where}: base = {show(base)}: {need}")
     below, above = path.parent / base.value, (*above, path)
-    if len(above) > MOST_BASES:
-        raise UserError(
-            f"{base.where}: base: more than {MOST_BASES} files are laid over each other"
-        )
     if below.resolve() in [file.resolve() for file in above]:
         circle = " -> ".join(str(file) for file in (*above, below))
         raise UserError(f"{base.where}: base = {base.value}: the files form a circle: {circle}")
@@ -109,11 +103,7 @@ def read_file(path: Path, named_by: str) -> Values:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # another kind may never end
             raise UserError(f"{named_by}: must be a file")
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise UserError(f"{named_by}: has more than {MOST_BYTES:,} bytes")
-        text = content.decode()
+        text = path.read_bytes().decode()
     except UnicodeDecodeError as e:
         raise UserError(f"{named_by}: is not UTF-8 text (byte {e.start})") from None
     except OSError as e:
@@ -142,10 +132,8 @@ def _parse(text: str, name: str) -> LocatedValue:
     try:
         node = _compose(text)
     except RecursionError:
-        raise UserError(f"{name}: {TOO_LARGE}") from None
-    if node is None:
-        return LocatedValue(None, name, "")
-    return _located(node, name, iter(range(MOST_VALUES)))
+        raise UserError(f"{name}: {TOO_DEEP}") from None
+    return LocatedValue(None, name, "") if node is None else _located(node, name)
 
 
 def _compose(text: str) -> Any:
@@ -157,16 +145,12 @@ def _compose(text: str) -> Any:
     return yaml.compose(text, Loader=yaml.BaseLoader)
 
 
-def _located(
-    node: yaml.Node, name: str, left: Iterator[int], level: int = 0, key_at: str = ""
-) -> LocatedValue:
-    """A value of a document that may have as many more as `left` has numbers. key_at: the line of
-    its key, where it is that of one."""
+def _located(node: yaml.Node, name: str, level: int = 0, key_at: str = "") -> LocatedValue:
+    """A value of a document. key_at: the line of its key, where it is that of one."""
     line = name if name == COMMAND_LINE else f"{name}:{node.start_mark.line + 1}"
     where = key_at or line
-    # An alias can stand for what contains it, and a few of them for billions of values.
-    if next(left, None) is None or level > MOST_LEVELS:
-        raise UserError(f"{line}: {TOO_LARGE}")
+    if level > MAX_LEVELS:
+        raise UserError(f"{line}: {TOO_DEEP}")
     # To YAML, the bare !!!CHANGE_THIS!!! that Meta Lingua leaves for the user is a tag.
     if "CHANGE_THIS" in node.tag or node.value == "!!!CHANGE_THIS!!!":
         return LocatedValue(MISSING, where, MISSING)
@@ -177,15 +161,15 @@ def _located(
             raise UserError(f"{line}: {shorten(node.value)!a}: {NO_TEXT}")
         return LocatedValue(node.value if node.style else scalar(node.value), where, node.value)
     if isinstance(node, yaml.SequenceNode):
-        return LocatedValue([_located(n, name, left, level + 1) for n in node.value], where)
+        return LocatedValue([_located(n, name, level + 1) for n in node.value], where)
     entries: Values = {}
     for key_node, child in node.value:
-        at, key = _located(key_node, name, left, level + 1).where, key_node.value
+        at, key = _located(key_node, name, level + 1).where, key_node.value
         if not isinstance(key_node, yaml.ScalarNode):
             raise UserError(f"{at}: a key must be a word")
         if key in entries:
             raise UserError(f'{at}: key "{key}" is given twice; first at {entries[key].where}')
-        entries[key] = _located(child, name, left, level + 1, at)
+        entries[key] = _located(child, name, level + 1, at)
     return LocatedValue(entries, where)
 
 

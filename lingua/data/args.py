@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from lingua.config.schema import MOST_ROWS, MOST_TOKENS, Announced, Free, Guarded, bounds
-from lingua.data.shards import Source
-from lingua.data.stream import RowStream
+from lingua.config.schema import MAX_ROWS, MAX_TOKENS, Announced, Free, Guarded, bounds
 from lingua.tokenizer import TokenizerArgs
+
+if TYPE_CHECKING:  # --help, which lists these keys, needs no numpy
+    from lingua.data.shards import Source
+    from lingua.data.stream import RowStream
 
 
 @dataclass
@@ -73,9 +75,9 @@ class DataArgs:
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "seq_len", most=MOST_TOKENS)
+        yield from bounds(self, 1, "seq_len", most=MAX_TOKENS)
         yield from bounds(self, 2, "n_views", most=1000)
-        yield from bounds(self, 1, "batch_size", "global_batch_size", most=MOST_ROWS)
+        yield from bounds(self, 1, "batch_size", "global_batch_size", most=MAX_ROWS)
         yield from bounds(self, 0, "workers", most=256)
         marked = self.add_bos or self.add_eos or self.chat is not None
         if self.document_mask != "none" and not marked:
@@ -120,8 +122,10 @@ class DataArgs:
         usual = ("text", "content") if self.chat is None else ("messages",)
         return (key,) if key else usual
 
-    def row_stream(self, sources: dict[str, Source], seed: int) -> RowStream:
+    def row_stream(self, sources: "dict[str, Source]", seed: int) -> "RowStream":
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""
+        from lingua.data.stream import RowStream
+
         stages = [(stage.from_step * self.step_rows, stage.sources) for stage in self.stages]
         # Rows of conversations are packed when they are prepared, and do not share a token.
         cut = (self.seq_len, self.n_views) if self.chat is None else (self.row_tokens, 1)

@@ -2,25 +2,30 @@
 
 A token file of a source of conversations has, for each token, id + vocab_size * kind. Its hash, and
 so the fingerprint of the rows, covers which tokens are answers; order, resume and mixture are those
-of any source. Examples are never cut by a row: they were packed into rows (lingua.data.prepare.
+of any source. Examples are never cut by a row: they were packed into rows (lingua.tools.prepare.
 conversations), which do not overlap.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
+from lingua.base.errors import UserError
+from lingua.base.files import read_bytes
 from lingua.data import IGNORE
 from lingua.data.rows import HeldOut
 from lingua.data.shards import N_KINDS, Source
 from lingua.data.stream import RowStream
+from lingua.tokenizer import Tokenizer, TokenizerArgs
 
 # Kinds of tokens: the first of an example or of the padding behind the examples of a row, which is
 # no target; one that is read only; one of an answer, which is a target.
 FIRST, CONTEXT, ANSWER = range(N_KINDS)
-OPEN_ROWS = 64  # that are packed at once
+SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+MAX_OPEN_ROWS = 64  # rows that are packed at once
 
 T = TypeVar("T")
 
@@ -65,7 +70,7 @@ def pack(examples: Iterable[T], room: int, size: Callable[[T], int]) -> Iterator
     """The examples, of at most `room` tokens each by their `size`, in rows of at most `room`.
 
     An example goes into the fullest of the open rows that has room for it. Where none has, it opens
-    one; of OPEN_ROWS, the fullest is finished before.
+    one; of MAX_OPEN_ROWS, the fullest is finished before.
     """
     rows: list[list[T]] = []
     free: list[int] = []
@@ -75,8 +80,8 @@ def pack(examples: Iterable[T], room: int, size: Callable[[T], int]) -> Iterator
         if fitting:
             chosen = min(fitting, key=free.__getitem__)
         else:
-            if len(rows) == OPEN_ROWS:
-                fullest = min(range(OPEN_ROWS), key=free.__getitem__)
+            if len(rows) == MAX_OPEN_ROWS:
+                fullest = min(range(MAX_OPEN_ROWS), key=free.__getitem__)
                 free.pop(fullest)
                 yield rows.pop(fullest)
             chosen = len(rows)
@@ -96,8 +101,8 @@ def held_out_answers(
     source: Source, seq_len: int, max_tokens: int, splits: Sequence[str] = ("heldout",)
 ) -> HeldOut:
     """The held-out examples of `source` until `max_tokens` tokens are reached, in the order of
-    lingua.data.text.held_out_windows. Targets are the answers' tokens, bytes those of their text.
-    """
+    held_out_windows (lingua.data.sources). Targets are the answers' tokens, bytes those of their
+    text."""
     documents = source.documents_by_hash(splits, max_tokens)
     vocab_size = source.manifest.tokenizer["vocab_size"]
     examples = []
@@ -118,3 +123,49 @@ def held_out_answers(
     targets = np.where(kinds == ANSWER, ids, IGNORE)[:, 1:]
     n_bytes = int(documents[:, 4].sum())
     return HeldOut(ids[:, :-1], targets, n_bytes, documents=_index(kinds)[:, :-1])
+
+
+# ---- the template that the shards of conversations depend on
+
+
+def find_template(args: TokenizerArgs, template: str | None = None) -> tuple[str, str]:
+    """(text, where it is) of the chat template in the file `template`, or else in the tokenizer's
+    folder: its chat_template.jinja, or the key chat_template of its tokenizer_config.json. Raises
+    UserError."""
+    if args.name != "hf":
+        need = "conversations need hf, a tokenizer.json, whose folder has a chat template"
+        raise UserError(f"data.tokenizer.name = {args.name}: {need}")
+    config = args.load_config()
+    file = args.file.with_name("chat_template.jinja")
+    if template is not None or file.is_file():
+        file = file if template is None else Path(template)
+        try:
+            return read_bytes(file).decode(), str(file)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}: is no chat template ({error})") from None
+    text: Any = config.get("chat_template")
+    if isinstance(text, list):  # several templates, by name
+        text = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
+    if isinstance(text, dict):
+        text = text.get("default")
+    if not isinstance(text, str):
+        raise UserError(
+            f"data.tokenizer.path = {args.path}: its folder has no chat template (no {file.name}, "
+            "no chat_template in tokenizer_config.json); data.chat.template names the file of one"
+        )
+    return text, f"chat_template of {file.with_name('tokenizer_config.json')}"
+
+
+def special_names(args: TokenizerArgs, tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens that a template may use, by their names in it, such as eos_token."""
+    config, names = args.load_config(), {}
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    for special in SPECIAL_NAMES:
+        value = config.get(f"{special}_token")
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is None and (token := ids.get(special)) is not None:
+            value = tokenizer.library.id_to_token(token)
+        if isinstance(value, str):
+            names[f"{special}_token"] = value
+    return names

@@ -11,31 +11,34 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from lingua.base.errors import UserError
+from lingua.base.format import counted
 from lingua.data import IGNORE
-from lingua.data.documents import DocumentMarks, document_starts
-from lingua.data.rows import Documents, Rows
-from lingua.device import device_threads
-from lingua.errors import UserError
-from lingua.format import counted
+from lingua.data.rows import DocumentMarks, Documents, Rows, document_starts
+from lingua.parallel.mesh import world_sum_
+from lingua.parallel.tensors import device_threads
 
-STEPS_AHEAD = 8  # that each thread reads
+STEPS_AHEAD = 8  # steps each thread reads ahead
 
 
 @dataclass
 class MicroBatch:
     """R rows of one forward pass. A padding row has row id -1 and no target that counts."""
 
-    row_ids: torch.Tensor  # int64 [R], the row's position in the stream
-    tokens: torch.Tensor  # int64 [R, S], view 0
-    targets: torch.Tensor  # int64 [V-1, R, S], IGNORE where there is no loss
+    row_ids: Tensor  # int64 [R], the row's position in the stream
+    tokens: Tensor  # int64 [R, S], view 0
+    targets: Tensor  # int64 [V-1, R, S], IGNORE where there is no loss
     # int64 [R, K], where the documents of each row begin (lingua.model); None without such masks
-    documents: torch.Tensor | None = None
+    documents: Tensor | None = None
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Row ids, tokens, targets and, where there are some, documents."""
         tensors = [self.row_ids, self.tokens, self.targets]
         return tensors if self.documents is None else [*tensors, self.documents]
@@ -46,16 +49,17 @@ def micro_steps(
 ) -> tuple[int, int]:
     """(micro-steps per step, rows per micro-batch), the same on every rank; rows <= batch_size.
     Without `grad_acc_steps`, as few micro-steps as `batch_size` allows. Raises UserError."""
-    most = -(-global_batch_size // dp_size)  # rows of the fullest rank
-    fewest = -(-most // batch_size)
-    n_micro = grad_acc_steps or fewest
-    if not fewest <= n_micro <= most:  # too few for the rows, or one would have no row
+    max_rows = -(-global_batch_size // dp_size)  # rows on the fullest rank
+    min_steps = -(-max_rows // batch_size)
+    n_micro = grad_acc_steps or min_steps
+    if not min_steps <= n_micro <= max_rows:  # too few for the rows, or one would have no row
         raise UserError(
-            f"grad_acc_steps = {n_micro}: must be {fewest} to {most}, or null to derive it, since "
-            f"data.global_batch_size = {global_batch_size} gives {counted(most, 'row')} a rank, on "
-            f"{counted(dp_size, 'data-parallel rank')}, and data.batch_size = {batch_size}"
+            f"grad_acc_steps = {n_micro}: must be {min_steps} to {max_rows}, or null to derive it, "
+            f"since data.global_batch_size = {global_batch_size} gives "
+            f"{counted(max_rows, 'row')} a rank, on {counted(dp_size, 'data-parallel rank')}, and "
+            f"data.batch_size = {batch_size}"
         )
-    return n_micro, -(-most // n_micro)
+    return n_micro, -(-max_rows // n_micro)
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,11 @@ class Loader:
     dp_rank: int
     dp_size: int
     n_micro: int  # micro-steps of a step
-    rows: int  # of each micro-batch, padding included
+    rows: int  # rows per micro-batch, padding included
     device: torch.device | str = "cpu"  # tensors are pinned for a CUDA device
     # with marks, batches have `documents`, and targets that the document mask ignores are IGNORE
     marks: DocumentMarks | None = None
-    documents: Documents | None = None  # where the rows know it better than the marks
+    documents: Documents | None = None  # used in place of the marks where it is given
 
     def steps(self, position: int, workers: int = 0) -> Generator[list[MicroBatch]]:
         """The micro-batches of each step from `position` on.
@@ -96,19 +100,20 @@ class Loader:
     def _read(self, position: int) -> list[MicroBatch]:
         """This rank's micro-batches of the global batch that begins at `position`."""
         size, rank = self.global_batch_size, self.dp_rank
-        first, end = rank * size // self.dp_size, (rank + 1) * size // self.dp_size
-        positions = np.arange(position + first, position + end)
+        begin, end = rank * size // self.dp_size, (rank + 1) * size // self.dp_size
+        positions = np.arange(position + begin, position + end)
         rows, is_target = self.stream.rows(positions), self.stream.is_target(positions)
-        wanted = rows if is_target is None else np.where(is_target, rows.astype(np.int64), IGNORE)
+        labels = rows if is_target is None else np.where(is_target, rows.astype(np.int64), IGNORE)
         index = None
         if self.marks is not None:
             index = self.marks.index(rows) if not self.documents else self.documents(positions)
         cuts = [m * len(positions) // self.n_micro for m in range(self.n_micro + 1)]
-        of_row = 1 + self.stream.seq_len * (self.stream.n_views + (self.marks is not None))
-        block = _Block(self.n_micro * self.rows * of_row, torch.device(self.device).type == "cuda")
+        row_size = 1 + self.stream.seq_len * (self.stream.n_views + (self.marks is not None))
+        pinned = torch.device(self.device).type == "cuda"
+        block = _Block(self.n_micro * self.rows * row_size, pinned)
         return [
             self._micro_batch(
-                positions[i:j], rows[i:j], wanted[i:j], None if index is None else index[i:j], block
+                positions[i:j], rows[i:j], labels[i:j], None if index is None else index[i:j], block
             )
             for i, j in pairwise(cuts)
         ]
@@ -117,29 +122,28 @@ class Loader:
         self,
         ids: np.ndarray,
         rows: np.ndarray,
-        wanted: np.ndarray,
+        labels: np.ndarray,
         index: np.ndarray | None,
         block: "_Block",
     ) -> MicroBatch:
-        """`rows` [n, S + V - 1] with row ids [n], padded to the size of all micro-batches; `wanted`
+        """`rows` [n, S + V - 1] with row ids [n], padded to the size of all micro-batches; `labels`
         are the rows with IGNORE for what may not be a target, `index` their documents."""
         n, seq_len = len(ids), self.stream.seq_len
         targets = block.take(self.stream.n_views - 1, self.rows, seq_len)
         for v, view in enumerate(targets.numpy(), start=1):
-            view[:n], view[n:] = wanted[:, v : v + seq_len], IGNORE
+            view[:n], view[n:] = labels[:, v : v + seq_len], IGNORE
             if self.marks is not None and index is not None:
                 self.marks.drop_targets(view[:n], index, v)
+        starts = None if index is None else document_starts(index[:, :seq_len])
         return MicroBatch(
             row_ids=self._padded(ids, -1, block),
             tokens=self._padded(rows[:, :seq_len], 0, block),  # goes through the model: valid
             targets=targets,
-            documents=None
-            if index is None
-            else self._padded(document_starts(index[:, :seq_len]), 0, block),
+            documents=None if starts is None else self._padded(starts, 0, block),
         )
 
-    def _padded(self, values: np.ndarray, padding: int, block: "_Block") -> torch.Tensor:
-        """`values` [n, ...], and `padding` for the other rows."""
+    def _padded(self, values: np.ndarray, padding: int, block: "_Block") -> Tensor:
+        """`values` [n, ...], then `padding` in the remaining rows."""
         out = block.take(self.rows, *values.shape[1:])
         into, n = out.numpy(), len(values)
         into[:n], into[n:] = values, padding
@@ -152,7 +156,37 @@ class _Block:
     def __init__(self, n: int, pinned: bool) -> None:
         self._free = torch.empty(n, dtype=torch.int64, pin_memory=pinned)
 
-    def take(self, *shape: int) -> torch.Tensor:
+    def take(self, *shape: int) -> Tensor:
         n = math.prod(shape)
         taken, self._free = self._free[:n], self._free[n:]
         return taken.view(shape)
+
+
+# ---- what ranks agree on for the next step
+
+
+class Ahead(NamedTuple):
+    """The next step of this rank. All but `batch` is equal on every rank."""
+
+    batch: list[MicroBatch]  # micro-batches of this data-parallel rank
+    valid: Tensor  # int64 [views - 1] on the CPU, valid targets of the whole global batch
+    stopping: bool  # whether any rank is asked to stop
+    save_overdue: bool  # whether a save is due by the clock of any rank
+
+    def check_targets(self, step: int, position: int, global_batch_size: int) -> None:
+        """Raise UserError where a view has no valid target in the whole global batch."""
+        if not self.valid.all():
+            rows = f"{position} to {position + global_batch_size - 1}"
+            raise UserError(
+                f"step {step}: all targets are ignored in its global batch (rows {rows})"
+            )
+
+
+def agree(batch: list[MicroBatch], mesh: DeviceMesh, stopping: bool, save_overdue: bool) -> Ahead:
+    """Agree on the next step: the one message between hosts of a step. Called by every rank, with
+    its own micro-batches, `stopping` and `save_overdue`."""
+    counts = torch.stack([(micro.targets != IGNORE).sum((1, 2)) for micro in batch]).sum(0)
+    if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
+        counts = torch.zeros_like(counts)
+    total = world_sum_(torch.cat((counts, torch.tensor([stopping, save_overdue]))))
+    return Ahead(batch, total[:-2], bool(total[-2]), bool(total[-1]))

@@ -1,4 +1,4 @@
-"""Where the rows of a run come from: what an app gives in place of text files."""
+"""The interfaces of a source of rows, and the documents that a row consists of."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lingua.data import IGNORE
+from lingua.data.args import DataArgs
 from lingua.tokenizer import Tokenizer
+
+CONTENT = "data.content."  # prefix of a source's name in the fingerprints
 
 # Positions int64 [n] -> which document of its row each token belongs to, counted from 0: int64 [n,
 # seq_len + n_views - 1].
@@ -33,7 +37,7 @@ class HeldOut:
 
     tokens: np.ndarray  # int64 [windows, S]
     targets: np.ndarray  # int64 [windows, S], IGNORE after the last token
-    n_bytes: int  # of the documents' text in UTF-8
+    n_bytes: int  # UTF-8 bytes of the documents' text
     # int64 [windows, S], which document of its window each token belongs to, counted from 0; None:
     # the tokens that begin or end documents show it
     documents: np.ndarray | None = None
@@ -47,7 +51,7 @@ class OpenData:
     # a hash of the content of each thing that rows are made of, by a name of the app's choice;
     # a resumed run is refused where one differs
     fingerprints: Mapping[str, str]
-    held_out: Mapping[str, HeldOut] = field(default_factory=dict)  # by source: what is measured
+    held_out: Mapping[str, HeldOut] = field(default_factory=dict)  # held-out text by source
     # what `data.document_mask` separates; None: the tokens that begin or end documents show it
     documents: Documents | None = None
 
@@ -65,3 +69,52 @@ class Data(Protocol):
 
     def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
         """The data of a run whose `data.global_batch_size` is set. Called by every rank."""
+
+
+# ---- documents of a row
+
+
+@dataclass(frozen=True)
+class DocumentMarks:
+    """The token that begins every document, or else (`bos_id` None) the one that ends it."""
+
+    bos_id: int | None
+    eos_id: int | None
+    ignores_first: bool  # whether the first token of a document is no target
+
+    def index(self, tokens: np.ndarray) -> np.ndarray:
+        """int64, the shape of `tokens` [..., L]: which document of its row each token belongs to,
+        counted from 0."""
+        starts = np.zeros(tokens.shape, np.int64)
+        if self.bos_id is not None:
+            starts[..., 1:] = tokens[..., 1:] == self.bos_id
+        else:
+            starts[..., 1:] = tokens[..., :-1] == self.eos_id
+        return starts.cumsum(-1)
+
+    def drop_targets(self, targets: np.ndarray, documents: np.ndarray, view: int) -> None:
+        """With `ignores_first`, ignore, in place, the targets [..., S] outside their input's
+        document. They are `view` tokens ahead; `documents` [..., L] is the index of the whole row.
+        """
+        if self.ignores_first:
+            seq_len = targets.shape[-1]
+            crosses = documents[..., view : view + seq_len] != documents[..., :seq_len]
+            targets[crosses] = IGNORE
+
+
+def document_starts(index: np.ndarray) -> np.ndarray:
+    """int64 [n, K]: the positions at which the documents of each row begin, from their index
+    [n, S]. K is that of the row with the most; S stands for those that the others do not have."""
+    n_rows, seq_len = index.shape
+    row, position = np.diff(index, prepend=-1).nonzero()
+    starts = np.full((n_rows, index[:, -1].max(initial=0) + 1), seq_len)
+    starts[row, index[row, position]] = position
+    return starts
+
+
+def document_marks(args: DataArgs, tokenizer: Tokenizer) -> DocumentMarks | None:
+    """The marks that `data.document_mask` needs; None for rows whose documents see each other."""
+    if args.document_mask == "none":
+        return None
+    bos_id = tokenizer.bos_id if args.add_bos else None
+    return DocumentMarks(bos_id, tokenizer.eos_id, args.document_mask == "ignore")

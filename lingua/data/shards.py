@@ -9,7 +9,7 @@ import functools
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -17,17 +17,16 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 
-from lingua.errors import UserError
-from lingua.files import load_json, read_into
-from lingua.format import counted
+from lingua.base.errors import UserError
+from lingua.base.files import load_json, read_into
+from lingua.base.format import counted
 
 FORMAT_VERSION = 2
-MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 1 << 32  # bytes
+SHARDS_MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
-OPEN_FILES = 256  # that a source keeps open
-N_KINDS = 3  # of tokens of conversations
+MAX_OPEN_FILES = 256  # files a source keeps open
+N_KINDS = 3  # kinds of tokens in conversations, see lingua.data.chat
 
 
 @dataclass
@@ -37,23 +36,23 @@ class InputPart:
     path: str  # relative to the source's folder, with "/"
     begin: int
     end: int
-    size: int  # of the file
+    size: int  # bytes of the whole file
     mtime_ns: int
-    hash: str  # of these bytes
+    hash: str  # xxh3_128 of bytes begin to end
 
 
 @dataclass
 class Split:
     tokens: int
     documents: int
-    bytes: int  # of the text, in UTF-8
-    hash: str  # of the token file
+    bytes: int  # UTF-8 bytes of the text
+    hash: str  # xxh3_128 of the token file
 
 
 @dataclass
 class Shard:
     name: str
-    parts: int  # its number of the manifest's parts, which follow those of the shard before
+    parts: int  # how many of the manifest's parts, after those of the shard before
     train: Split
     heldout: Split
 
@@ -74,18 +73,18 @@ class Manifest:
     tokenizer: dict[str, Any]  # name, fingerprint, vocab_size, bos_id, eos_id
     add_bos: bool
     add_eos: bool
-    dtype: str  # of the token files, as "<u2"
+    dtype: str  # numpy type of the token files, such as "<u2"
     parts: list[InputPart] = field(default_factory=list)
     shards: list[Shard] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)  # bad records by kind
-    rough_cuts: int = 0  # of long documents, see lingua.data.prepare.pieces
-    fingerprint: str = ""  # of the tokens of all shards: equal only for the same rows
+    rough_cuts: int = 0  # cuts inside long documents, see lingua.tools.prepare.pieces
+    fingerprint: str = ""  # hash of all token files: equal only for the same rows
     # The source is one document, whose end is held out. Where it is not, documents are held out by
     # their hash, as in all shards of earlier versions.
     heldout_tail: bool = False
-    lost: float = 0.0  # share of the characters, of a sample, that decoding does not give back
+    lost: float = 0.0  # share of a sample's characters that decoding does not give back
     chat: bool = False  # conversations: each token with its kind, packed (lingua.data.chat)
-    cut: int = 0  # examples that were longer than a row
+    cut: int = 0  # number of examples that were longer than a row
 
     @property
     def n_values(self) -> int:
@@ -111,21 +110,21 @@ class Manifest:
     def of_json(cls, fields: dict[str, Any]) -> "Manifest":
         """Raises ValueError where they are not those of a manifest of this version."""
         try:
-            found: Manifest = _typed(cls, fields)
+            manifest: Manifest = _typed(cls, fields)
         except (AttributeError, KeyError, TypeError):
             raise ValueError("not the fields of a manifest") from None
-        n_parts = sum(shard.parts for shard in found.shards)
-        is_path = any("/" in shard.name for shard in found.shards)
-        if found.version != FORMAT_VERSION or n_parts != len(found.parts) or is_path:
+        n_parts = sum(shard.parts for shard in manifest.shards)
+        is_path = any("/" in shard.name for shard in manifest.shards)
+        if manifest.version != FORMAT_VERSION or n_parts != len(manifest.parts) or is_path:
             raise ValueError("not a manifest of this version")
-        return found
+        return manifest
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest | None":
         """The manifest of `folder`, or None where there is none of this version. Raises OSError for
         one that cannot be read."""
         try:
-            fields = load_json(folder / MANIFEST, LARGEST_MANIFEST)
+            fields = load_json(folder / SHARDS_MANIFEST)
             fields.pop("totals", None)
             return cls.of_json(fields)
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -145,17 +144,6 @@ def _typed(kind: Any, value: Any) -> Any:
     return {k: _typed(get_args(kind)[1], v) for k, v in value.items()} if origin is dict else value
 
 
-@dataclass(frozen=True)
-class DocumentSpan:
-    """Consecutive tokens of one train document: first ... end - 1 of its n_tokens."""
-
-    shard: int
-    document: int  # its number in the shard's train split, from 0
-    first: int
-    end: int
-    n_tokens: int
-
-
 class Source:
     """A prepared source. Its train tokens are one virtual array: the shards in order."""
 
@@ -165,11 +153,11 @@ class Source:
         self.dtype = np.dtype(manifest.dtype)
         self.n_tokens = manifest.total("train", "tokens")
         sizes = np.array([shard.train.tokens for shard in manifest.shards], np.int64)
-        self._numbers = np.flatnonzero(sizes)  # of the shards that have any
-        self._files = [f"{manifest.shards[i].name}.train.tokens" for i in self._numbers]
-        self._sizes = sizes[self._numbers]
+        nonempty = np.flatnonzero(sizes)
+        self._files = [f"{manifest.shards[i].name}.train.tokens" for i in nonempty]
+        self._sizes = sizes[nonempty]
         self._ends = self._sizes.cumsum()
-        self._open = functools.lru_cache(maxsize=OPEN_FILES)(self._open_file)
+        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(self._open_file)
 
     @classmethod
     def open(cls, folder: Path) -> "Source":
@@ -180,7 +168,7 @@ class Source:
                 return cls(folder, manifest)
         except OSError as error:
             reason = f"cannot be read: {error}"
-        raise UserError(f"{folder}: is not a folder of token shards ({MANIFEST} {reason})")
+        raise UserError(f"{folder}: is not a folder of token shards ({SHARDS_MANIFEST} {reason})")
 
     def n_rows(self, seq_len: int, n_views: int) -> int:
         """How many rows one epoch has. Raises UserError when there is not even one."""
@@ -247,25 +235,6 @@ class Source:
             raise self._lost(name, "does not have the counts of its manifest")
         return table
 
-    def shard_inputs(self, shard: int) -> list[InputPart]:
-        """The parts of files whose text a shard holds."""
-        begin = sum(before.parts for before in self.manifest.shards[:shard])
-        return self.manifest.parts[begin : begin + self.manifest.shards[shard].parts]
-
-    def spans(self, start: int, n: int) -> Iterator[DocumentSpan]:
-        """The documents of train tokens start ... start + n - 1, in order."""
-        shard_begins = self._ends - self._sizes
-        overlaps = (self._ends > start) & (shard_begins < start + n)
-        for i in np.flatnonzero(overlaps):
-            shard = int(self._numbers[i])
-            lengths = self.documents(shard, "train")[:, 0]
-            begins = shard_begins[i] + lengths.cumsum() - lengths
-            firsts = np.maximum(start - begins, 0)
-            ends = np.minimum(start + n - begins, lengths)
-            for d in np.flatnonzero(firsts < ends).tolist():
-                inside = int(firsts[d]), int(ends[d])
-                yield DocumentSpan(shard, d, *inside, n_tokens=int(lengths[d]))
-
     def documents_by_hash(self, splits: Sequence[str], max_tokens: int) -> np.ndarray:
         """int64 [documents, 5]: number of the split in `splits`, shard, first token in the file,
         tokens, bytes of text; in the order of the text's hash, which depends on nothing but the
@@ -284,6 +253,5 @@ class Source:
 
     def document(self, split: str, shard: int, first: int, n: int) -> np.ndarray:
         """Tokens [n] of one document, as `documents_by_hash` locates it."""
-        return self._read(
-            f"{self.manifest.shards[shard].name}.{split}.tokens", self.dtype, first, n
-        )
+        name = f"{self.manifest.shards[shard].name}.{split}.tokens"
+        return self._read(name, self.dtype, first, n)

@@ -144,7 +144,7 @@ class Mixture:
         exact = shares(weights)
         self._total = lcm(*(share.denominator for share in exact.values()))
         parts = [int(exact.get(name, Fraction()) * self._total) for name in sorted(weights)]
-        self._prefix = np.array([0, *accumulate(parts)], object)  # of unbounded integers
+        self._prefix = np.array([0, *accumulate(parts)], object)  # Python integers, unbounded
         self.block = max(MIN_BLOCK, ceil(1 / min(exact.values())))
         self._block_start = functools.lru_cache(maxsize=64)(self._quotas)
 

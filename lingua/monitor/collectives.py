@@ -2,7 +2,7 @@
 
 with CollectiveCounter(mesh) as counter:
     train_step()
-print(table(counter.totals))
+print(collectives_table(counter.totals))
 
 torch's CommDebugMode counts neither bytes nor by mesh axis, and fails with checkpointed blocks.
 """
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.format import align, human_bytes
-from lingua.torch_private import (
+from lingua.base.format import align, human_bytes
+from lingua.parallel.torch_private import (
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
@@ -114,7 +114,7 @@ class CollectiveCounter(TorchDispatchMode):
         return self._axes.get(group.group_name) or self._axes.get(ranks, other)
 
 
-def table(totals: list[dict[str, Any]]) -> str:
+def collectives_table(totals: list[dict[str, Any]]) -> str:
     """Aligned text with a header and a sum. The pass `other` is forward, clipping, optimizer."""
     rows = [("kind", "axis", "pass", "count", "bytes")]
     for t in totals:

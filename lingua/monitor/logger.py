@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lingua.errors import UserError
-from lingua.format import printable, short_count, short_time
+from lingua.base.dump_dir import TRAIN_LOG
+from lingua.base.errors import UserError
+from lingua.base.format import printable, short_count, short_time
 
 
 class _Format(logging.Formatter):
@@ -57,7 +58,7 @@ def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
     prefix = f"[rank {rank}] " if rank else ""
     handlers[0].setFormatter(_Format(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     if rank == 0 and dump_dir is not None:
-        path = Path(dump_dir) / "train.log"
+        path = Path(dump_dir) / TRAIN_LOG
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handlers.append(_LogFile(path, encoding="utf-8"))

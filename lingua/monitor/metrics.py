@@ -1,22 +1,21 @@
-"""What programs read: lines of JSON in the dump dir, and Weights & Biases; and the numbers that
-depend on the device: peak FLOP/s, MFU, peak memory."""
+"""What programs read: lines of JSON in the dump dir, and the numbers that depend on the
+device: peak FLOP/s, MFU, peak memory."""
 
 import re
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 import torch
 
+from lingua.base.errors import UserError
+from lingua.base.files import append_whole, write_atomically
 from lingua.config.schema import Free, bounds
-from lingua.errors import UserError, import_optional
-from lingua.files import append_whole, write_atomically
 
 
 @dataclass
@@ -139,58 +138,3 @@ def peak_mem_gib(device: torch.device) -> float:
     # Linux counts in KiB, macOS in bytes
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-# ---- Weights & Biases
-
-
-def start_wandb(args: WandbArgs, name: str, config: Mapping[str, Any], dump_dir: Path) -> Any:
-    """The wandb run of this dump dir: a new one, or the run that `<dump_dir>/wandb_id` names,
-    resumed. Lines of metrics.jsonl are logged as they are: `run.log(line)`.
-
-    `step` is a metric and the x-axis of the others: wandb's own step cannot go back, which a
-    resumed run does. Raises UserError where wandb is not installed or does not start.
-    """
-    wandb = import_optional("wandb", "logging.wandb")
-    id_file = Path(dump_dir) / "wandb_id"
-    settings = asdict(args) | {"name": args.name or name, "dir": args.dir or str(dump_dir)}
-    try:
-        run_id = id_file.read_text().strip() if id_file.exists() else None
-        run = wandb.init(
-            **settings, config=dict(config), allow_val_change=True, id=run_id, resume="allow"
-        )
-        id_file.write_text(run.id + "\n")
-    except Exception as error:  # wandb.Error, and errors of its own process or of the system
-        raise UserError(f"logging.wandb: wandb did not start: {error}") from None
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
-
-
-def wandb_values(kind: str, line: Mapping[str, Any]) -> dict[str, Any]:
-    """What wandb shows of a line of `<kind>.jsonl`, without its step, by wandb's names. Those of a
-    source, a task or an event begin with its name, such as `validation/wiki/nats_per_byte`. Of an
-    event it is the numbers: `gradients/norms/output.weight`."""
-    values = {key: value for key, value in line.items() if key != "step"}
-    if kind == "samples":
-        return {}  # a table has them all
-    if "event" in values:
-        return _numbers(values.pop("event"), values)
-    of = {"metrics.validation": "source", "metrics.eval": "task"}.get(kind)
-    prefix = f"{kind.removeprefix('metrics.')}/{values.pop(of)}/" if of else ""
-    return {prefix + key: value for key, value in values.items()}
-
-
-def _numbers(path: str, value: Any) -> dict[str, Real]:
-    """{path: number} of those in nested mappings."""
-    if isinstance(value, Mapping):
-        found = [_numbers(f"{path}/{key}", inner) for key, inner in value.items()]
-        return {path: number for part in found for path, number in part.items()}
-    return {path: value} if isinstance(value, Real) else {}
-
-
-def wandb_table(pairs: Sequence[tuple[str, str]]) -> Any:
-    """The wandb table of samples, a row for each (prompt, text)."""
-    import wandb
-
-    return wandb.Table(columns=["prompt", "text"], data=[list(pair) for pair in pairs])

@@ -10,31 +10,35 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.checkpoint.resume import Progress
+from lingua.base.dump_dir import EVALUATION, LINES, METRICS, SAMPLES, VALIDATION
+from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten
 from lingua.config.values import shorten
-from lingua.device import to_host
 from lingua.monitor.logger import progress_line
-from lingua.monitor.metrics import (
-    append_line,
-    cut_back,
-    mfu,
-    peak_flops,
-    peak_mem_gib,
-    start_wandb,
-    wandb_table,
-    wandb_values,
-)
+from lingua.monitor.metrics import append_line, cut_back, mfu, peak_flops, peak_mem_gib
 from lingua.parallel.mesh import dp_sum_, on_rank_0
+from lingua.parallel.tensors import to_host
+
+if TYPE_CHECKING:
+    from lingua.monitor.wandb import WandbLog
 
 logger = logging.getLogger(__name__)
+
+
+class StepResult(NamedTuple):
+    """One update, on the device but for the learning rate."""
+
+    loss: Tensor  # float32 scalar, the share of this data-parallel rank in the loss
+    rows_hash: Tensor  # int64 scalar, sum of the hashes of the rows of this rank
+    grad_norm: Tensor  # float32 scalar, of the global batch
+    lr: float
 
 
 class Measured(NamedTuple):
@@ -43,7 +47,7 @@ class Measured(NamedTuple):
     loss: float
     grad_norm: float
     batch_hash: str
-    numbers: dict[str, float]  # that were added by name
+    numbers: dict[str, float]  # sums of `add`, by name
 
 
 class Reporter:
@@ -71,20 +75,24 @@ class Reporter:
         self.device = torch.device(mesh.device_type)
         self.device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         self.peak = peak_flops(self.device_name, args.distributed.dtype)
-        self.wandb: Any = None
+        self.wandb: WandbLog | None = None
         on_rank_0(partial(self._open, progress.step))
-        self.trained_s = progress.trained_s  # of the whole run, earlier processes included
-        self.numbers: dict[str, Tensor] = {}  # that were added in the current step
+        self.trained_s = (
+            progress.trained_s
+        )  # training time of the whole run, earlier processes included
+        self.numbers: dict[str, Tensor] = {}  # sums of `add` in the current step
         self._logged_step = progress.step
         self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
         self._since = time.perf_counter()
 
     def _open(self, step: int) -> None:
-        for kind in ("metrics", "metrics.validation", "metrics.eval", "samples"):
-            cut_back(self.folder / f"{kind}.jsonl", step)
+        for file in LINES:
+            cut_back(self.folder / file, step)
         if self.args.logging.wandb is not None:
+            from lingua.monitor.wandb import WandbLog
+
             args = self.args
-            self.wandb = start_wandb(args.logging.wandb, args.name, flatten(args), self.folder)
+            self.wandb = WandbLog(args.logging.wandb, args.name, flatten(args), self.folder)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -118,21 +126,13 @@ class Reporter:
         value = value.detach().float()
         self.numbers[name] = self.numbers[name] + value if name in self.numbers else value
 
-    def read(
-        self, loss: Tensor, grad_norm: Tensor, hashed: Tensor, guard: Tensor
-    ) -> tuple[Measured, list[int]]:
-        """What was measured in the last step, and the values of `guard`. Called by every rank. This
-        is where the host waits for the device, once.
-
-        Args:
-            loss: float32 scalar, this data-parallel rank's share of the global batch's loss.
-            grad_norm: float32 scalar, of the global batch.
-            hashed: int64 scalar, the sum of the hashes of the rows of this data-parallel rank.
-            guard: int64 [2], the counts of a NonFiniteGuard.
-        """
-        sums = dp_sum_(torch.stack([loss, *self.numbers.values()]), self.mesh)
-        hashed = _agreed(dp_sum_(hashed.clone(), self.mesh), self.mesh)
-        (nats, *numbers), norm, bits, counts = to_host(sums, grad_norm, hashed, guard)
+    def read(self, step: StepResult, guard: Tensor) -> tuple[Measured, list[int]]:
+        """What was measured in the last step, and the values of `guard`, the counts of a
+        NonFiniteGuard, int64 [2]. Called by every rank. This is where the host waits for the
+        device, once."""
+        sums = dp_sum_(torch.stack([step.loss, *self.numbers.values()]), self.mesh)
+        rows_hash = _agreed(dp_sum_(step.rows_hash.clone(), self.mesh), self.mesh)
+        (nats, *numbers), norm, bits, counts = to_host(sums, step.grad_norm, rows_hash, guard)
         added = dict(zip(self.numbers, numbers, strict=True))
         return Measured(nats, norm, f"{bits % 2**64:016x}", added), counts
 
@@ -157,14 +157,14 @@ class Reporter:
             "batch_hash": measured.batch_hash,
             "skipped_steps": progress.skipped_steps,
         }
-        self._write("metrics", line | measured.numbers)
+        self._write(METRICS, line | measured.numbers)
         eta_s = (self.args.end - step) * line["step_time_s"]
         logger.info(progress_line(step, self.args.end, line, eta_s))
         self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0
 
     def validation(self, step: int, source: str, result: dict[str, float]) -> None:
         """Write the results of the held-out part of one source: numbers by name."""
-        self._write("metrics.validation", {"step": step, "source": source, **result})
+        self._write(VALIDATION, {"step": step, "source": source, **result})
         shown = ", ".join(f"{name} {value:.4f}" for name, value in result.items())
         if "nats_per_byte" in result:
             per_byte, per_token = result["nats_per_byte"], result["nats_per_token"]
@@ -174,30 +174,30 @@ class Reporter:
     def evaluation(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write the results of benchmarks, a line for each task; on rank 0."""
         for line in lines:
-            self._write("metrics.eval", line)
+            self._write(EVALUATION, line)
 
     def samples(self, step: int, source: str, pairs: list[tuple[str, str]]) -> None:
         """Write text that the model generated: (prompt, text), with prompts of one source."""
-        of = {"step": step, "source": source}
         for prompt, text in pairs:
-            self._write("samples", of | {"prompt": prompt, "text": text})
+            line = {"step": step, "source": source, "prompt": prompt, "text": text}
+            self._write(SAMPLES, line)
         if self.wandb is not None:
-            self.wandb.log({"step": step, f"samples/{source}": wandb_table(pairs)})
+            self.wandb.samples(step, source, pairs)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Write a line about something that happened after `step`, or that a probe has measured; it
         has no loss. wandb gets its numbers."""
-        self._write("metrics", {"event": event, "step": step, **values})
+        self._write(METRICS, {"event": event, "step": step, **values})
 
-    def _write(self, kind: str, line: dict[str, Any]) -> None:
+    def _write(self, file: str, line: dict[str, Any]) -> None:
         if dist.get_rank() != 0 or not self.may_write():
             return
         try:
-            append_line(self.folder / f"{kind}.jsonl", line)
+            append_line(self.folder / file, line)
         except OSError as error:  # a full disk must not end the run
-            logger.error(f"{kind}.jsonl: the line of step {line['step']} was not written: {error}")
-        if self.wandb is not None and (values := wandb_values(kind, line)):
-            self.wandb.log({"step": line["step"], **values})
+            logger.error(f"{file}: the line of step {line['step']} was not written: {error}")
+        if self.wandb is not None:
+            self.wandb.log(file, line)
 
     def __enter__(self) -> Self:
         return self

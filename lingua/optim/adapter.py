@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lingua.dtensor import local
-from lingua.errors import UserError
-from lingua.init import canonical_name
+from lingua.base.errors import UserError
 from lingua.optim.optimizer import AdamWMuon, LoopOptimizer, local_grad
-from lingua.torch_private import foreach_div_, takes_found_inf
+from lingua.parallel.init import canonical_name
+from lingua.parallel.tensors import local
+from lingua.parallel.torch_private import foreach_div_, takes_found_inf
 
 
 def on_shards(
@@ -26,12 +26,12 @@ def on_shards(
 ) -> "Adapter":
     """An optimizer that works on each element alone, run on the parts that this rank holds, without
     DTensor operations; its parameters may live on different meshes. One that needs more than an
-    element (a norm, a matrix) must work on DTensors, with `lingua.dtensor.map_whole`.
+    element (a norm, a matrix) must work on DTensors, with `lingua.parallel.tensors.map_whole`.
 
     `groups` are parameter groups of a sharded model, as torch.optim takes them. `build` gives the
     optimizer of such groups, in which a plain parameter stands for each of the model's.
     """
-    owners: dict[nn.Parameter, nn.Parameter] = {}  # the model's, by what stands for them
+    owners: dict[nn.Parameter, nn.Parameter] = {}  # the model's parameters by their plain ones
     shards = []
     for group in Optimizer(groups, {}).param_groups:
         plain = [nn.Parameter(local(p.detach()), p.requires_grad) for p in group["params"]]
@@ -108,8 +108,8 @@ class Adapter(LoopOptimizer):
             torch.where(admitted, new, old, out=new)
 
     def _inner_step(self) -> None:
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: own[key] for key in inner if key != "params"})
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: group[key] for key in inner if key != "params"})
         for p, shard in self.shards.items():
             shard.data = local(p)  # FSDP may have moved it: its first forward pads uneven ones
             shard.grad = None if p.grad is None else local_grad(p)
@@ -139,11 +139,9 @@ class Adapter(LoopOptimizer):
                 for key, t in state.items():
                     fits = isinstance(t, Tensor) and t.device == p.device
                     if not (fits and (t.ndim == 0 or local(t).shape == local(p).shape)):
-                        must = (
-                            "be a tensor of the parameter's shape or a 0-dim tensor, on its device"
-                        )
-                        hint = "(of torch's with capturable=True or fused=True)"
-                        problems.setdefault(key, f"state {key} of {name}: must {must} {hint}")
+                        need = "be a tensor of the parameter's shape or a 0-dim tensor, on its "
+                        need += "device (of torch's with capturable=True or fused=True)"
+                        problems.setdefault(key, f"state {key} of {name}: must {need}")
                 if state:
                     self.state[p] = self.inner.state[inner_p] = state
         problems |= {

@@ -6,7 +6,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lingua.config.schema import Announced, Guarded, bounds, require
-from lingua.optim.muon import MuonArgs
+
+
+@dataclass
+class MuonArgs:
+    momentum: Announced[float] = 0.95  # decay per update of the mean of the gradient
+    nesterov: Announced[bool] = True  # the mean looks one update ahead
+    ns_steps: Announced[int] = 5  # Newton-Schulz iterations that make an update orthogonal
+    # root mean square of an update's elements at learning rate 1; AdamW's is about 0.2
+    rms: Announced[float] = 0.2
+    dtype: Announced[Literal["bf16", "fp32"]] = "bf16"  # for the iterations; the mean stays float32
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "ns_steps", most=1000)
+        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "momentum")
+        yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "rms")
 
 
 @dataclass
@@ -27,9 +41,8 @@ class OptimArgs:
     lr_min_ratio: Announced[float] = 0.1  # lowest rate of the decay, as a share of the peak
     # cosine, wsd: length of a cycle as a share of the run; each starts again from the peak
     cycle_length: Announced[float] = 1.0
-    cosine_theta: Announced[float] = (
-        1.0  # cosine: progress is raised to this power; > 1 decays later
-    )
+    # cosine: progress is raised to this power; > 1 decays later
+    cosine_theta: Announced[float] = 1.0
     # wsd: the decay that ends a cycle, as a share of the updates from the start of the run to there
     decay_fraction: Announced[float] = 0.1
     # power of the decay: inv_sqrt (warmup/step)^p, wsd 1 - progress^p

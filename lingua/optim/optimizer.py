@@ -1,6 +1,7 @@
 """The optimizer, and what happens to an update whose gradient is not finite."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -8,17 +9,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from lingua.dtensor import local
-from lingua.errors import UserError
-from lingua.init import canonical_name
+from lingua.base.errors import UserError
 from lingua.optim.args import OptimArgs
-from lingua.optim.muon import muon
+from lingua.parallel.init import canonical_name
 from lingua.parallel.parallelize import within
+from lingua.parallel.tensors import local
+
+if TYPE_CHECKING:
+    from lingua.checkpoint.state import Progress
 
 Named = tuple[str, nn.Parameter]
 
 
-def build_optimizer(model: nn.Module, args: OptimArgs, blocks: tuple[str, ...] = ()) -> Optimizer:
+def build_optimizer(
+    model: nn.Module, args: OptimArgs, blocks: tuple[str, ...] = ()
+) -> "LoopOptimizer":
     """The optimizer of the config, with parameters in groups of equal settings, for `update`.
 
     Weight decay is for those of `split_by_decay`. With `name: muon`, those of them that are
@@ -38,14 +43,10 @@ def build_optimizer(model: nn.Module, args: OptimArgs, blocks: tuple[str, ...] =
                 "optim.name = muon: trains the matrices inside the blocks that the model's plan "
                 "names, and there are none; must be adamw"
             )
-    of_muon = {name for name, _ in matrices}
-    others = [(name, p) for name, p in decay if name not in of_muon]
+    matrix_names = {name for name, _ in matrices}
+    others = [(name, p) for name, p in decay if name not in matrix_names]
     muon_settings = {"algorithm": "muon"} | vars(args.muon)
-    adamw_settings = {
-        "algorithm": "adamw",
-        "betas": (args.beta1, args.beta2),
-        "eps": args.epsilon,
-    }
+    adamw_settings = {"algorithm": "adamw", "betas": (args.beta1, args.beta2), "eps": args.epsilon}
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay, **muon_settings},
         {"params": others, "weight_decay": args.weight_decay, **adamw_settings},
@@ -82,12 +83,17 @@ class AdamWMuon(LoopOptimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr})
+        self.algorithms: dict[str, Callable[..., None]] = {"adamw": _adamw}
+        if any(group["algorithm"] == "muon" for group in groups):
+            from lingua.optim.muon import muon
+
+            self.algorithms["muon"] = muon
         for group in self.param_groups:
-            of_muon = group["algorithm"] == "muon"
+            is_muon = group["algorithm"] == "muon"
             for p in group["params"]:
-                means = ["momentum_buffer"] if of_muon else ["exp_avg", "exp_avg_sq"]
+                means = ["momentum_buffer"] if is_muon else ["exp_avg", "exp_avg_sq"]
                 self.state[p] = {name: torch.zeros_like(p) for name in means}
-                if not of_muon:
+                if not is_muon:
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     @torch.no_grad()
@@ -96,8 +102,7 @@ class AdamWMuon(LoopOptimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in parameters]
             grads = [local_grad(p) for p in parameters]
-            work = muon if group["algorithm"] == "muon" else _adamw
-            work(parameters, grads, states, admitted, divisor, group)
+            self.algorithms[group["algorithm"]](parameters, grads, states, admitted, divisor, group)
 
 
 def update(optimizer: Optimizer, lr: float, admitted: Tensor, divisor: Tensor) -> None:
@@ -170,16 +175,19 @@ class NonFiniteGuard:
         self.counts = torch.stack((count + bad, first))
         return first == 0 if self.stops else ~bad
 
-    def skipped(self, counts: list[int], step: int, position: int, global_batch_size: int) -> int:
-        """Updates suppressed over the whole run, by the values of `self.counts` after `step`, which
-        used the rows up to `position`. Raises UserError, which names step and rows, where there was
-        one and `on_nonfinite` is `stop`."""
+    def settle(self, counts: list[int], progress: "Progress", global_batch_size: int) -> None:
+        """Set `progress.skipped_steps` by the values of `self.counts` after the last step. Where
+        `on_nonfinite` is `stop` and an update was suppressed, `progress` becomes what it was before
+        that update, and UserError is raised, which names step and rows."""
         count, first = counts
         if self.stops and first:
-            end = position - (step - first) * global_batch_size
+            undone = progress.step + 1 - first
+            progress.step -= undone
+            progress.position -= undone * global_batch_size
+            end = progress.position + global_batch_size - 1
             raise UserError(
-                f"step {first}: the gradient is not finite (rows {end - global_batch_size} to "
-                f"{end - 1}). The run stops before this update; optim.on_nonfinite = skip counts "
-                "such steps and goes on"
+                f"step {first}: the gradient is not finite (rows {progress.position} to {end}). "
+                "The run stops before this update; optim.on_nonfinite = skip counts such steps and "
+                "goes on"
             )
-        return count
+        progress.skipped_steps = count

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lingua.dtensor import local
-from lingua.format import human_bytes
+from lingua.base.format import human_bytes
 from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.tensors import local
 
 
 def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
@@ -22,16 +22,16 @@ def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
 
 
 def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) -> Iterator[str]:
-    """What the choice of `grad_sync` costs in memory and saves in traffic, on each rank."""
+    """The memory that `grad_sync` costs and the traffic that it saves, on each rank."""
     replicas, shards, _ = mesh.shape
     if n_micro == 1 or shards * replicas == 1:
         return
-    # Bytes of this rank's float32 gradients, before and after they are split over dp_shard.
-    own = sum(local(p).numel() for p in model.parameters()) * 4
-    whole = own * shards
-    kept = {"last": whole, "replica_last": own if replicas > 1 else 0, "every": 0}[mode]
-    scatters = whole if shards > 1 and mode == "last" else 0
-    reduces = own if replicas > 1 and mode != "every" else 0
+    # Bytes of this rank's float32 gradients, after and before they are split over dp_shard.
+    shard_bytes = sum(local(p).numel() for p in model.parameters()) * 4
+    whole_bytes = shard_bytes * shards
+    reduces = shard_bytes if replicas > 1 and mode != "every" else 0
+    kept = whole_bytes if mode == "last" else reduces
+    scatters = whole_bytes if shards > 1 and mode == "last" else 0
     yield (
         f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "
         f"micro-steps and saves {human_bytes((n_micro - 1) * (scatters + reduces))} of gradient "
@@ -42,14 +42,14 @@ def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) 
 def replicas_note(
     model: nn.Module, mesh: DeviceMesh, args: DistributedArgs, n_micro: int, node: int
 ) -> Iterator[str]:
-    """What a copy of the model on each node of `node` ranks would save, where `dp_shard` is left
-    open and takes more than 64 ranks."""
+    """The traffic that a copy of the model on each node (`node` ranks) would save, where
+    `dp_shard` is null and takes more than 64 ranks."""
     replicas, shards, tp = mesh.shape
     inside = node // tp  # ranks of a node that share one copy
     if args.dp_shard is not None or shards <= 64 or inside < 2 or shards % inside:
         return
     whole = sum(local(p).numel() for p in model.parameters()) * shards * tp
-    others = 1 - inside / shards  # the share that comes from other nodes
+    others = 1 - inside / shards  # share of a copy on other nodes
     # Weights are gathered in forward and backward, gradients are float32; an all-reduce moves twice
     # what it reduces.
     scatters = 1 if args.grad_sync == "last" else n_micro
@@ -90,6 +90,6 @@ def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """What divides gradients of this norm so that it is at most `max_norm`; 1 where it is not
-    finite."""
+    """The number to divide gradients of this norm by, so that their norm is at most `max_norm`; 1
+    where the norm is not finite."""
     return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1.0), 1.0)

@@ -1,14 +1,11 @@
-"""Processes: the rank of this process, its device and its process group."""
+"""Processes: the device of this process and its process group."""
 
-import atexit
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,63 +13,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lingua.errors import UserError
+from lingua.base.errors import UserError
+from lingua.parallel.environment import Launch
+from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
 from lingua.parallel.mesh import AXES, DistributedArgs, mesh_sizes
-from lingua.slurm_command import run_slurm
-from lingua.torch_private import default_store, set_group_timeout
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The place of this process among the processes of the run."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    by: str = "python"  # "python", "torchrun" or "slurm"
-
-
-def detect_launch(env: dict[str, str] | None = None) -> Launch:
-    """Read the place of this process from torchrun's variables, else from those of a Slurm step.
-    Raises UserError for one that has another value than those launchers set."""
-    env = dict(os.environ) if env is None else env
-
-    def number(name: str, default: str = "", least: int = 0, below: int = 1 << 31) -> int:
-        text = env.get(name, default)
-        if not text.isdecimal() or not least <= int(text[:20]) < below:
-            need = f"must be a number from {least} to {below - 1}, as torchrun and srun set it"
-            raise UserError(f"the environment variable {name}: {need}", local=True)
-        return int(text)
-
-    if "RANK" in env and "WORLD_SIZE" in env:
-        world_size = number("WORLD_SIZE", least=1)
-        return Launch(
-            rank=number("RANK", below=world_size),
-            world_size=world_size,
-            local_rank=number("LOCAL_RANK", "0", below=world_size),
-            local_world_size=number("LOCAL_WORLD_SIZE", "1", least=1),
-            by="torchrun",
-        )
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a task of srun, not the batch script
-        tasks = number("SLURM_STEP_NUM_TASKS", least=1)
-        return Launch(
-            rank=number("SLURM_PROCID", below=tasks),
-            world_size=tasks,
-            local_rank=number("SLURM_LOCALID", below=tasks),
-            local_world_size=-(-tasks // number("SLURM_STEP_NUM_NODES", "1", least=1)),
-            by="slurm",
-        )
-    return Launch()
+from lingua.parallel.torch_private import default_store, set_group_timeout
 
 
 def _slurm_rendezvous(env: dict[str, str]) -> None:
     """Set the rendezvous address to the first host of the step, and a port that differs from job to
     job and is below the ephemeral ports."""
+    from lingua.parallel.slurm import run_slurm
+
     names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
     first = run_slurm("scontrol", "show", "hostnames", names).split()[0]
     node = run_slurm("scontrol", "show", "node", "--oneliner", first)
-    address = re.search(r"\bNodeAddr=(\S+)", node)  # which need not be the node's name in Slurm
+    address = re.search(r"\bNodeAddr=(\S+)", node)  # may differ from the node's name in Slurm
     job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
     os.environ.setdefault("MASTER_ADDR", address[1] if address else first)
     os.environ.setdefault("MASTER_PORT", str(20000 + (job + 997 * step) % 12000))
@@ -87,7 +43,7 @@ def pick_device(name: str, launch: Launch) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError("device = cuda: torch finds no CUDA device on this machine", local=True)
     count = torch.cuda.device_count()
-    bound = count == 1 and launch.by == "slurm"  # which can show each task one of its own
+    bound = count == 1 and launch.by == "slurm"  # Slurm can show each task one device
     if not bound and launch.local_rank >= count:
         raise UserError(
             f"device = cuda: {launch.local_world_size} processes on a node with {count} devices",
@@ -137,13 +93,13 @@ def start(
         device_id=device if device.type == "cuda" else None,
     )
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    set_timeout(mesh, args.timeout_s)  # the groups do not take it from that of all ranks
+    set_timeout(mesh, args.timeout_s)  # a mesh's groups do not inherit it
     return mesh
 
 
 def _set_cuda_defaults(dump_dir: Path | None) -> None:
     """Variables that torch reads when CUDA and NCCL start. What the user has set stays."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the former name, which would win
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name takes precedence
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if dump_dir is not None:  # NCCL's flight recorder
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that a rank remembers
@@ -208,28 +164,6 @@ def one_process() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def restored() -> Iterator[None]:
-    """Inside, a process group may be started, as in a process of its own; at the end it and what it
-    leaves in Python are removed. Raises UserError where the process is in one already."""
-    if dist.is_initialized():
-        raise UserError("lingua.load and lingua.train need a process without a process group")
-    # A thread of gloo that is late aborts the process at its end, as `run_program` explains.
-    atexit.unregister(_wait)
-    atexit.register(_wait)
-    excepthook = sys.excepthook  # each group adds one, which writes "[rank0]: " in tracebacks
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.excepthook = excepthook
-
-
-def _wait() -> None:
-    time.sleep(0.1)
 
 
 def leave(patience_s: float) -> None:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lingua.base.errors import UserError
 from lingua.config.schema import Announced, Free, bounds
-from lingua.errors import UserError
-from lingua.torch_private import default_store
+from lingua.parallel.torch_private import default_store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -87,7 +87,7 @@ def dp_rank(mesh: DeviceMesh) -> int:
 
 def dp_degree(mesh: DeviceMesh) -> int:
     """The number of data-parallel ranks."""
-    replicate, shard, _ = mesh.shape  # asked for with each token: mesh["dp_shard"] takes 60 us
+    replicate, shard, _ = mesh.shape  # called for each token: mesh["dp_shard"] takes 60 us
     return replicate * shard
 
 

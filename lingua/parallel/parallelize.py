@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lingua.errors import UserError, nearest
-from lingua.init import canonical_name, ties_kept
+from lingua.base.errors import UserError, nearest
+from lingua.parallel.init import canonical_name, ties_kept
 from lingua.parallel.mesh import DistributedArgs
-from lingua.torch_private import (
+from lingua.parallel.torch_private import (
     ATTENTION_OPERATORS,
     REDUCE_SCATTER,
     checkpoint_wrapper,
@@ -77,8 +77,8 @@ class FeatureParallel(ParallelStyle):
         return out.redistribute(placements=[Shard(-1)]).to_local()
 
 
-# Styles that convert inputs and outputs and leave the parameters of their module as they are.
-_WITHOUT_PARAMETERS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+# Styles that convert inputs and outputs, and distribute no parameters.
+_INPUT_OUTPUT_STYLES = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 
 
 def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
@@ -111,7 +111,7 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
         if uneven:
             problems.append(f"distributed.tp_size = {tp}: must divide {', '.join(uneven)}")
         styles = (plan.tp or {}).items()
-        styled = [name for name, style in styles if type(style) not in _WITHOUT_PARAMETERS]
+        styled = [name for name, style in styles if type(style) not in _INPUT_OUTPUT_STYLES]
         problems += _undeclared([name for name in parameters if not within(name, styled)], plan, tp)
     if problems:
         raise UserError("\n".join(problems))
@@ -124,8 +124,8 @@ def _tied_across_units(model: nn.Module, plan: ParallelPlan) -> Iterator[str]:
     units = [*([block] for block in blocks), *plan.units]
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in _modules(model).items():
-        for own, p in module.named_parameters(recurse=False):
-            owners.setdefault(p, []).append(f"{name}.{own}".lstrip("."))
+        for key, p in module.named_parameters(recurse=False):
+            owners.setdefault(p, []).append(f"{name}.{key}".lstrip("."))
     for names in owners.values():
         if len({next((i for i, u in enumerate(units) if within(n, u)), -1) for n in names}) > 1:
             yield (
@@ -151,14 +151,14 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _undeclared(whole: list[str], plan: ParallelPlan, tp: int) -> list[str]:
-    """A line that names those of the `whole` parameters, which no style distributes, that are not
-    declared equal, if there are any."""
-    found = [name for name in whole if not within(name, plan.tp_equal)]
-    if not found:
+    """A line that names the `whole` parameters, those that no style distributes, that `tp_equal`
+    leaves out; no line where it has them all."""
+    undeclared = [name for name in whole if not within(name, plan.tp_equal)]
+    if not undeclared:
         return []
     return [
         f"distributed.tp_size = {tp}: the model's plan does not define how tensor-parallel ranks "
-        f"hold {', '.join(found)}. Give each of their modules a style in ParallelPlan.tp "
+        f"hold {', '.join(undeclared)}. Give each of their modules a style in ParallelPlan.tp "
         "(SequenceParallel for a norm whose input is split over positions); where the gradient is "
         "equal on all these ranks, name it in ParallelPlan.tp_equal"
     ]
@@ -223,10 +223,10 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by the name they have in the plain model; a wrapper stands for what it wraps."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        found.setdefault(canonical_name(f"{name}.")[:-1], module)
-    return found
+        modules.setdefault(canonical_name(f"{name}.")[:-1], module)
+    return modules
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

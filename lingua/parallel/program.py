@@ -1,4 +1,5 @@
-"""The entry point of every program: a user's mistake becomes one message and exit code 2."""
+"""The entry point of every program: a user's mistake becomes one message and exit code 2. Importing
+it does not import torch, which commands that only read files do without."""
 
 import errno
 import faulthandler
@@ -10,18 +11,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
+from lingua.base.errors import UserError
+from lingua.base.format import printable
+from lingua.parallel.environment import detect_launch
 
-from lingua.errors import UserError
-from lingua.format import printable
-from lingua.parallel.launch import detect_launch, leave
-from lingua.parallel.mesh import silent_ranks
-
-RANK_0_S = 10.0  # until rank 0 has found a mistake that all ranks find before they meet
+COLLECT_EVERY = 100  # steps between garbage collections; every tenth is a full one, 0.1 s
+RANK_0_S = 10.0  # seconds for rank 0 to report a mistake that all ranks find before they meet
 
 
 def run_program(program: Callable[[], None]) -> NoReturn:
@@ -55,7 +55,9 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         if detect_launch().world_size > 1:  # the other ranks may be in a collective
             os._exit(code)
     except Exception as error:
-        if dist.is_initialized() and "Timed out waiting" in str(error):  # gloo's words
+        if _has_process_group() and "Timed out waiting" in str(error):  # gloo's words
+            from lingua.parallel.mesh import silent_ranks
+
             for rank in silent_ranks():
                 error.add_note(
                     f"rank {rank} did not answer in time: its process is stopped, or its machine "
@@ -65,7 +67,9 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         raise
     # Slurm may still send its early signal, which must not turn the end of a run into a failure.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if dist.is_initialized():
+    if _has_process_group():
+        from lingua.parallel.launch import leave
+
         leave(patience_s)
         # Threads of gloo drop the tensors of the last collective, for which they need the
         # interpreter: one that is late, and meets its end, aborts the process (pytorch pull request
@@ -83,13 +87,18 @@ def _report(error: UserError) -> None:
     text = f"error: {printable(str(error))}"
     _show_in_torchrun(text)
     first = error.local or detect_launch().rank == 0
-    if not first and not dist.is_initialized():
+    if not first and not _has_process_group():
         # A launcher ends all ranks when one exits: rank 0 exits first, unless it has no mistake.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(RANK_0_S)
         first = True
     if first:
         print(text, file=sys.stderr, flush=True)
+
+
+def _has_process_group() -> bool:
+    torch_distributed = sys.modules.get("torch.distributed")
+    return torch_distributed is not None and torch_distributed.is_initialized()
 
 
 def _show_in_torchrun(text: str) -> None:
@@ -105,3 +114,22 @@ def _stdout_is_closed() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+# ---- garbage collection, in the same steps on all ranks: one that collects alone delays the others
+
+
+@contextmanager
+def collected_in_steps() -> Iterator[None]:
+    """Inside it Python collects nothing by itself; `collect_garbage` does."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def collect_garbage(step: int) -> None:
+    """Collect what is due at `step`: new objects, or all."""
+    if step % COLLECT_EVERY == 0:
+        gc.collect(2 if step % (10 * COLLECT_EVERY) == 0 else 1)

@@ -1,8 +1,20 @@
 """Fixtures of the tests that run apps."""
 
-import pytest
+import json
+import random
+from pathlib import Path
+from typing import Any
 
-from tests.apps.runs import Runs, write_sources
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from apps.dpo import app as dpo
+from apps.sft import app as sft
+from lingua.tokenizer import build_tokenizer
+from tests.apps.runs import Runs, arguments, prepare, write_sources
+from tests.chats import CHATML, write_tokenizer
 from tests.ranks import Ranks
 
 
@@ -11,3 +23,52 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     text = tmp_path_factory.mktemp("text")
     write_sources(text)
     return Runs(ranks, text, tmp_path_factory.mktemp("runs"))
+
+
+def write_chats(folder: Path, source: str, records: list[Any]) -> dict[str, Any]:
+    """The settings of a run on these records, with a tokenizer that has a chat template."""
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / f"{source}.jsonl").write_text("".join(lines))
+    return {
+        "data.root_dir": folder,
+        "data.sources": f"{{{source}: 1}}",
+        "data.tokenizer.name": "hf",
+        "data.tokenizer.path": write_tokenizer(folder / "tokenizer", CHATML),
+        "data.workers": 0,
+        "model.vocab_size": -1,
+    }
+
+
+@pytest.fixture(scope="session")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a run of apps.sft on conversations."""
+    chance, records = random.Random(1), []
+    for i in range(150):
+        said = [chance.choice("abcdefgh") * chance.randint(1, 9) for _ in range(2 + 2 * (i % 2))]
+        roles = ("user", "assistant") * 2
+        turns = [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]
+        records.append({"messages": turns})
+    settings = write_chats(tmp_path_factory.mktemp("talk"), "talk", records)
+    return prepare(settings | {"data.seq_len": 80, "validation.tokens": 100000}, sft)
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a run of apps.dpo on pairs, and a model of transformers that is the reference."""
+    folder, chance = tmp_path_factory.mktemp("pairs"), random.Random(1)
+    said = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 9))) for _ in range(400)]
+    records = [
+        {"prompt": said[i], "chosen": said[i + 1] + "!", "rejected": said[i + 2]}
+        for i in range(0, 390, 3)
+    ]
+    settings = write_chats(folder, "pairs", records)
+    settings |= {"data.seq_len": 120, "model.dim": 24, "checkpoint.init_from": folder / "llama"}
+    args = arguments(prepare(settings, dpo), dpo)
+    torch.manual_seed(2)
+    assert dpo.hugging_face is not None
+    args.model.vocab_size = build_tokenizer(args.data.tokenizer).vocab_size
+    llama = LlamaForCausalLM(LlamaConfig.from_dict(dpo.hugging_face().to_config(args.model, 120)))
+    for p in llama.parameters():
+        nn.init.normal_(p, std=0.3)
+    llama.save_pretrained(folder / "llama")
+    return settings

@@ -1,4 +1,4 @@
-"""Small runs of apps.main.train for tests: the real `train(args)` in real ranks, on a little text.
+"""Small runs for tests: the real `train(app, args)` in real ranks, on a little text.
 
 What a test changes inside a rank (a wrong row, a NaN, moments lost on resume) is a `Twist` of the
 app: the fault that the test must notice.
@@ -9,12 +9,14 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
+import shutil
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,22 +31,21 @@ from apps.main import app as main_app
 from apps.main import samples
 from apps.main.config import TrainArgs
 from apps.main.run import Run
-from apps.main.train import Objective, set_up, train
+from apps.main.start import start_run
+from apps.main.train import Objective, build_run, train
 from apps.main.transformer import build
 from lingua.app import App, Built
-from lingua.checkpoint.folder import MANIFEST, STATE, checksum_of
-from lingua.checkpoint.save import write_text
+from lingua.base.errors import UserError
 from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
-from lingua.data.prepare.sources import open_sources, prepare_sources
-from lingua.data.rows import OpenData
+from lingua.data.rows import Data, OpenData, Rows
+from lingua.data.sources import TextData, open_sources, prepare_sources
 from lingua.data.stream import RowStream
-from lingua.data.text import TextData
-from lingua.errors import UserError
-from lingua.init import named_tensors
+from lingua.parallel.init import canonical_name, named_tensors
 from lingua.parallel.mesh import dp_degree, dp_rank
-from lingua.signals import StopRequest
+from lingua.parallel.signals import StopRequest
+from lingua.parallel.tensors import as_shard, local, whole
 from lingua.tokenizer import Tokenizer, build_tokenizer
 from tests.apps.meshes import Sizes, mesh
 from tests.ranks import Ranks
@@ -76,21 +77,28 @@ SMALL: dict[str, Any] = {
 }
 
 
-def arguments(overrides: dict[str, Any]) -> TrainArgs:
-    args, _ = load(TrainArgs, [f"{key}={value}" for key, value in (SMALL | overrides).items()])
-    return args
+def arguments(overrides: dict[str, Any], app: App = main_app) -> TrainArgs:
+    words = [f"{key}={value}" for key, value in (SMALL | overrides).items()]
+    return load(app.config, [f"app={app.path}", *words])[0]
+
+
+def prepare(settings: dict[str, Any], app: App = main_app) -> dict[str, Any]:
+    """The settings, whose text is tokenized: a rank of the pool is daemonic, and starts nobody."""
+    args = arguments(settings, app)
+    tokenizer = build_tokenizer(args.data.tokenizer)
+    prepare_sources(args.data, tokenizer, str, processes=1, validation=args.validation.sources)
+    return settings
 
 
 def write_sources(folder: Path) -> None:
-    """Two sources of words, tokenized here: a rank of the pool is daemonic, and starts nobody."""
+    """Two sources of words."""
     chance = random.Random(1)
     words = ["".join(chance.choices("abcdefghijklmnop", k=chance.randint(2, 7))) for _ in range(80)]
     for name, n in (("one", 120), ("two", 60)):
         documents = [" ".join(chance.choices(words, k=9)) for _ in range(n)]
         lines = [json.dumps({"text": document}) + "\n" for document in documents]
         (folder / f"{name}.jsonl").write_text("".join(lines))
-    args = arguments({"data.root_dir": folder})
-    prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=str)
+    prepare({"data.root_dir": folder})
 
 
 # ------------------------------------------------------------------------------- in the ranks
@@ -112,18 +120,18 @@ class Twist:
     def apply(self, app: App) -> App:
         """The app with these faults, for the program of this process."""
         samples.SAMPLE_TOKENS = self.sample_tokens
-        return dataclasses.replace(
-            app, data=TwistedData(self), objective=functools.partial(TwistedObjective, self)
-        )
+        data = TwistedData(self, app.data or TextData())
+        objective = functools.partial(TwistedObjective, self, app.objective or Objective)
+        return dataclasses.replace(app, data=data, objective=objective)
 
 
 class TwistedRows:
-    def __init__(self, twist: Twist, rows: RowStream) -> None:
-        self.twist, self.stream = twist, rows
+    def __init__(self, twist: Twist, rows: Rows) -> None:
+        self.twist, self.untwisted = twist, rows
         self.seq_len, self.n_views = rows.seq_len, rows.n_views
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
-        rows = self.stream.rows(positions + self.twist.shift)
+        rows = self.untwisted.rows(positions + self.twist.shift)
         if self.twist.wrong_token_on in (-1, int(os.environ["RANK"])):
             of_step_3 = positions // GLOBAL_BATCH == 2
             rows[np.flatnonzero(of_step_3)[:1], 5] ^= 1
@@ -131,41 +139,48 @@ class TwistedRows:
 
     def is_target(self, positions: np.ndarray) -> np.ndarray | None:
         if not self.twist.some_targets:
-            return None
-        found = np.ones((len(positions), self.seq_len + self.n_views - 1), bool)
+            return self.untwisted.is_target(positions + self.twist.shift)
+        counts = np.ones((len(positions), self.seq_len + self.n_views - 1), bool)
         for i, row in enumerate(positions.tolist()):
-            found[i, 1 :: row + 2] = False
+            counts[i, 1 :: row + 2] = False
             if row in (0, 1):
-                found[i] = False
-        return found
+                counts[i] = False
+        return counts
 
 
-class TwistedData(TextData):
-    def __init__(self, twist: Twist) -> None:
-        self.twist = twist
+class TwistedData:
+    def __init__(self, twist: Twist, data: Data) -> None:
+        self.twist, self.data = twist, data
+        self.check, self.prepare = data.check, data.prepare
 
     def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
-        data = super().open(args, tokenizer)
-        return dataclasses.replace(data, rows=TwistedRows(self.twist, data.rows))
+        data = self.data.open(args, tokenizer)
+        documents = data.documents and (lambda at: data.documents(at + self.twist.shift))
+        rows = TwistedRows(self.twist, data.rows)
+        return dataclasses.replace(data, rows=rows, documents=documents)
 
 
-class TwistedObjective(Objective):
-    def __init__(self, twist: Twist, run: Run) -> None:
-        super().__init__(run)
-        self.twist = twist
+class TwistedObjective:
+    def __init__(self, twist: Twist, objective: Callable[[Run], Objective], run: Run) -> None:
+        run.data = dataclasses.replace(run.data, rows=run.data.rows.untwisted)
+        self.twist, self.run, self.objective = twist, run, objective(run)
+        self.measure = self.objective.measure
         if twist.lose_moments and run.progress.step:
-            for state in run.optimizer.state.values():
-                for name, t in state.items():
-                    if name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-                        t.zero_()
+            for t in moments_of(run.optimizer):
+                t.zero_()
 
     def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
-        if self.twist.own_divisor:
-            own = sum((micro.targets != IGNORE).sum((1, 2)) for micro in batch)
-            valid = own * dp_degree(self.run.mesh)
         if self.twist.consumed is not None:
             self._write(batch)
-        return super().gradients(batch, valid)
+        loss, hashed = self.objective.gradients(batch, valid)
+        if self.twist.own_divisor:
+            counted = sum((micro.targets != IGNORE).sum() for micro in batch)
+            factor = valid.sum() / (counted * dp_degree(self.run.mesh))
+            for p in self.run.model.parameters():
+                if p.grad is not None:
+                    local(p.grad).mul_(factor)
+            loss = loss * factor
+        return loss, hashed
 
     def _write(self, batch: list[MicroBatch]) -> None:
         rows = {
@@ -178,6 +193,12 @@ class TwistedObjective(Objective):
         self.twist.consumed.mkdir(exist_ok=True)
         with (self.twist.consumed / f"{os.environ['RANK']}.jsonl").open("a") as f:
             f.write(json.dumps(line) + "\n")  # closing it hands it to the system: it outlives us
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What it remembers of earlier gradients: its state without the count of its steps."""
+    states = optimizer.state.values()
+    return [local(t) for state in states for name, t in state.items() if name != "step"]
 
 
 def masked(row_ids: Tensor, targets: Tensor) -> None:
@@ -242,14 +263,18 @@ class NanAt:
 
 def train_here(
     overrides: dict[str, Any],
-    build: Callable[[Any], Built] = build,
+    build: Callable[[Any], Built] | None = None,
     twist: Twist | None = None,
+    app: App = main_app,
+    look: bool = False,
 ) -> dict[str, Any]:
-    """The real program in this process: its UserError, and its initial weights."""
+    """The real program in this process: its UserError, its initial weights, and where it is to
+    `look` the state before its first step."""
     seen: dict[str, Any] = {"error": None, "weights": {}}
+    twisted = (twist or Twist()).apply(app)
 
     def build_observed(args: TrainArgs) -> Built:
-        built = build(args)
+        built = (build or app.build)(args)
         reset = getattr(built.module, "reset_parameters", lambda: None)
 
         def reset_and_look() -> None:  # the whole model's comes after that of every part
@@ -259,9 +284,16 @@ def train_here(
         built.module.reset_parameters = reset_and_look
         return built
 
+    def objective(run: Run) -> Objective:
+        made = twisted.objective(run)
+        if look:
+            seen["state"] = state_of(run)
+        return made
+
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     try:
-        train((twist or Twist()).apply(with_model(build_observed)), arguments(overrides))
+        observed = dataclasses.replace(twisted, build=build_observed, objective=objective)
+        train(observed, arguments(overrides, app))
     except UserError as error:
         seen["error"] = str(error)
     seen["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
@@ -271,33 +303,24 @@ def train_here(
 def restore_here(
     overrides: dict[str, Any], build: Callable[[Any], Built] = build
 ) -> dict[str, Any]:
-    """The state of a resumed run before its first step, named without the program's help."""
-    with closing(StopRequest()) as stop, ExitStack() as open_parts:
-        run, _, _ = set_up(with_model(build), arguments(overrides), stop, open_parts)
+    """The state of a resumed run before its first step."""
+    with opened(dataclasses.replace(main_app, build=build), overrides) as run:
         return state_of(run)
 
 
-def resume_here(overrides: dict[str, Any], twist: Twist | None = None) -> dict[str, Any]:
-    """The same state, from a start that then trains."""
-    seen: dict[str, Any] = {}
-    app = (twist or Twist()).apply(main_app)
-
-    def look_first(run: Run) -> Objective:
-        objective = app.objective(run)
-        seen.update(state_of(run))
-        return objective
-
-    train(dataclasses.replace(app, objective=look_first), arguments(overrides))
-    return seen
-
-
-def with_model(build: Callable[[Any], Built]) -> App:
-    """apps.main with another model."""
-    return dataclasses.replace(main_app, build=build)
+@contextmanager
+def opened(app: App, overrides: dict[str, Any]) -> Iterator[Run]:
+    """A run before its first step."""
+    args = arguments(overrides, app)
+    with closing(StopRequest()) as stop, ExitStack() as open_parts:
+        started = start_run(app, args, stop, open_parts)
+        yield build_run(app, args, started, stop, open_parts)
 
 
 def state_of(run: Run) -> dict[str, Any]:
-    tensors = {f"model.{name}": t for name, t in run.model.named_parameters()}
+    """Digests of all tensors by the names they are saved by, given without the program's help; the
+    settings of each parameter, and the progress."""
+    tensors = {f"model.{canonical_name(n)}": t for n, t in run.model.named_parameters()}
     tensors |= {f"model.{name}": t for name, t in run.model.named_buffers()}
     groups = {}
     for group in run.optimizer.param_groups:
@@ -305,16 +328,13 @@ def state_of(run: Run) -> dict[str, Any]:
         for name, p in zip(group["param_names"], group["params"], strict=True):
             groups[name] = settings
             for key, value in run.optimizer.state[p].items():
-                tensors[f"optim.{key}.{name}"] = value
+                is_part = not isinstance(value, DTensor) and value.ndim
+                tensors[f"optim.{key}.{name}"] = as_shard(value, p) if is_part else value
     return {
         "tensors": digests(tensors),
         "groups": groups,
         "progress": dataclasses.asdict(run.progress),
     }
-
-
-def whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def digest(t: Tensor) -> str:
@@ -337,6 +357,10 @@ class Outcome:
     dump_dir: Path
     ranks: list[dict[str, Any]]  # of train_here
 
+    def copy(self, folder: Path) -> "Outcome":
+        """The run as it is on disk now, in another folder, to go on from there."""
+        return Outcome(shutil.copytree(self.dump_dir, folder), [])
+
     @property
     def error(self) -> str | None:
         [error] = {rank["error"] for rank in self.ranks}  # all ranks meet the same
@@ -346,6 +370,13 @@ class Outcome:
     def weights(self) -> dict[str, str]:
         """Digests of the initial ones, which all ranks must agree on."""
         first, *others = (rank["weights"] for rank in self.ranks)
+        assert all(other == first for other in others)
+        return first
+
+    @property
+    def restored(self) -> dict[str, Any]:
+        """The state before the first step of a start that looked, on which all ranks agree."""
+        first, *others = (rank["state"] for rank in self.ranks)
         assert all(other == first for other in others)
         return first
 
@@ -383,15 +414,6 @@ class Outcome:
     def state(self, step: int) -> dict[str, Any]:
         return json.loads((self.checkpoint(step) / "train_state.json").read_text())
 
-    def rewrite_state(self, step: int, change: Callable[[dict[str, Any]], None]) -> None:
-        """Change a checkpoint's train_state.json, as if it had been saved like this."""
-        path = self.checkpoint(step)
-        state, manifest = self.state(step), json.loads((path / MANIFEST).read_text())
-        change(state)
-        manifest["files"][STATE] = write_text(path / STATE, json.dumps(state))
-        manifest["xxh3_64"] = checksum_of(manifest)
-        (path / MANIFEST).write_text(json.dumps(manifest))
-
     def tensors(self, step: int) -> dict[str, Tensor]:
         """Of a checkpoint, as torch's own converter reads them."""
         converted = self.dump_dir / f"{step}.pt"
@@ -416,15 +438,17 @@ class Runs:
         sizes: Sizes,
         overrides: dict[str, Any] | None = None,
         *,
-        build: Callable[[Any], Built] = build,
+        build: Callable[[Any], Built] | None = None,
         twist: Twist | None = None,
+        app: App = main_app,
+        look: bool = False,
         dump_dir: Path | None = None,
         refused: bool = False,
     ) -> Outcome:
         dump_dir = dump_dir or self.folder / str(next(self.numbers))
         config = self.config(sizes, {"dump_dir": dump_dir} | (overrides or {}))
-        n = sizes[0] * sizes[1] * sizes[2]
-        run = Outcome(dump_dir, self.ranks.run(n, train_here, config, build, twist))
+        ranks = self.ranks.run(math.prod(sizes), train_here, config, build, twist, app, look)
+        run = Outcome(dump_dir, ranks)
         assert (run.error is not None) == refused, run.error
         return run
 
@@ -437,8 +461,7 @@ class Runs:
     ) -> dict[str, Any]:
         """The state that `dump_dir` restores on a topology, on which all ranks agree."""
         config = self.config(sizes, {"dump_dir": dump_dir} | (overrides or {}))
-        n = sizes[0] * sizes[1] * sizes[2]
-        first, *others = self.ranks.run(n, restore_here, config, build)
+        first, *others = self.ranks.run(math.prod(sizes), restore_here, config, build)
         assert all(other == first for other in others)
         return first
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from lingua.checkpoint.__main__ import summary
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
+from lingua.tools.inspect.checkpoint import summary
 from tests.apps.meshes import Sizes
+from tests.apps.plain import build_plain
 from tests.apps.runs import Outcome, Runs, build, digests, relative
-from tests.apps.test_topologies import build_plain
 
 # The rate is far too high after its warm-up: the loss falls and then rises.
 RISING = {"optim.lr": 2, "optim.warmup": 8, "optim.clip": 100, "steps": 8, "stop_at": "null"}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from apps.main.start import check_dump_dir
-from lingua.errors import UserError
+from apps.main.check import check_dump_dir
+from lingua.base.errors import UserError
 from tests.apps.runs import SMALL, Outcome, Runs, differs, train_here
 from tests.apps.test_resume import REPO, start
 from tests.apps.test_saves import set_privileged
@@ -59,7 +59,7 @@ def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(
 ON_ANOTHER_MACHINE = """
 import sys
 from apps.main.train import main
-from lingua import lock
+from lingua.base import lock
 place = lock._place
 lock._place = lambda pid: (found := place(pid)) and f"elsewhere-{found}"
 lock.LIFETIME_S = 2.0

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from apps.bench.promise import compare, steps_of
+from apps.main import train as program
 from tests.apps.meshes import on_meshes
-from tests.forks.test_forks import train_here
-from tests.ranks import Ranks
 
 CLOSE = 1e-5  # of losses, relative
 SAMPLES = Path(__file__).parents[1] / "samples"
@@ -19,9 +18,7 @@ SAMPLES = Path(__file__).parents[1] / "samples"
 
 @on_meshes((1, 1, 2), soak=[(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("version", [folder.name for folder in SAMPLES.iterdir()])
-def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(
-    ranks: Ranks, tmp_path: Path, version: str, sizes: tuple[int, int, int]
-) -> None:
+def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(ranks, tmp_path, version, sizes):
     sample = shutil.copytree(SAMPLES / version, tmp_path / "sample")
     shards = {path: path.read_bytes() for path in sample.glob("text/.tokens/*/*.tokens")}
     inodes = {path: path.stat().st_ino for path in shards}
@@ -30,7 +27,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(
     argv += [f"distributed.{key}={n}" for key, n in zip(keys, sizes, strict=True)]
     argv += [f"data.root_dir={sample}/text", "data.workers=0"]
     n = sizes[0] * sizes[1] * sizes[2]
-    assert set(ranks.run(n, train_here, argv)) == {""}
+    ranks.run(n, program.main, argv)
 
     assert "(step 6)" in (sample / "run" / "train.log").read_text()
     whole = [json.loads(line) for line in (sample / "metrics.jsonl").read_text().splitlines()]

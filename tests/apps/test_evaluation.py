@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from apps.main.start import check
-from lingua.errors import UserError
-from lingua.slurm.status import status, table
-from tests.apps.runs import SMALL, Outcome, Runs, differs
+from apps.main.check import check
+from lingua.base.errors import UserError
+from lingua.tools.slurm.status import status, status_table
+from tests.apps.runs import SMALL, Outcome, differs
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import eval_here, results_in
 
@@ -35,8 +35,8 @@ def of_evals(run: Outcome) -> list[dict[str, Any]]:
 
 
 def test_a_run_that_is_evaluated_is_the_same_and_scores_as_its_checkpoints_do(
-    runs: Runs, task_dir: Path, tmp_path: Path
-) -> None:
+    runs, task_dir, tmp_path
+):
     settings = TRAINED | {"eval.task_dir": task_dir}
     evaluated = runs.train((1, 2, 1), settings | {"eval.every": 2})
     plain = runs.train((1, 2, 1), {k: v for k, v in settings.items() if k[:5] != "eval."})
@@ -65,7 +65,7 @@ def test_a_run_that_is_evaluated_is_the_same_and_scores_as_its_checkpoints_do(
     assert abs(changed[0] / changed[1] - 1) > 1e-3  # which the comparison would notice
 
 
-def test_a_resumed_run_cuts_the_evaluations_of_what_it_repeats(runs: Runs, task_dir: Path) -> None:
+def test_a_resumed_run_cuts_the_evaluations_of_what_it_repeats(runs, task_dir):
     settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[rolling]", "eval.every": 1}
     begun = runs.train((1, 1, 1), settings | {"stop_at": 2})
     with (begun.dump_dir / "metrics.eval.jsonl").open("a") as file:
@@ -75,32 +75,22 @@ def test_a_resumed_run_cuts_the_evaluations_of_what_it_repeats(runs: Runs, task_
     assert all("byte_perplexity,none" in line for line in of_evals(run))
 
 
-def test_results_that_cannot_be_written_do_not_stop_training(runs: Runs, task_dir: Path) -> None:
-    settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[rolling]", "eval.every": 4}
-    dump_dir = runs.folder / "no room"
-    (dump_dir / "evals").mkdir(parents=True)
-    (dump_dir / "evals" / "0000000004").write_text("a file")
-    run = runs.train((1, 2, 1), settings, dump_dir=dump_dir)
-    assert "error: step 4 is not evaluated: " in run.log and "cannot be written" in run.log
-    assert "done: 4 steps" in run.log and len(of_evals(run)) == 1
-
-
-def test_a_task_that_fails_during_the_run_does_not_stop_training(
-    runs: Runs, tmp_path: Path
-) -> None:
-    task_dir = write_tasks(tmp_path / "tasks", n=4)
+def test_what_fails_in_an_evaluation_does_not_stop_training(runs, tmp_path):
+    """A task of which a function fails, and then results that cannot be written."""
+    task_dir, dump_dir = write_tasks(tmp_path / "tasks", n=4), tmp_path / "run"
     broken = 'def length(doc, results):\n    return {"length": 1 / 0}\n'
     (task_dir / "measure.py").write_text(broken)
-    settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[reply]", "eval.every": 2}
-    run = runs.train((1, 2, 1), settings)
-    for step in (2, 4):
-        assert f"error: step {step} is not evaluated: the evaluation failed: ZeroDiv" in run.log
-    assert "done: 4 steps" in run.log
+    (dump_dir / "evals").mkdir(parents=True)
+    (dump_dir / "evals" / "0000000004").write_text("a file")
+    settings = TRAINED | {"eval.task_dir": task_dir, "eval.every": 2}
+    runs.train((1, 2, 1), settings | {"eval.tasks": "[reply]", "stop_at": 3}, dump_dir=dump_dir)
+    run = runs.train((1, 2, 1), settings | {"eval.tasks": "[rolling]"}, dump_dir=dump_dir)
+    assert "error: step 2 is not evaluated: the evaluation failed: ZeroDiv" in run.log
+    assert "error: step 4 is not evaluated: " in run.log and "cannot be written" in run.log
+    assert "done: 4 steps" in run.log and of_evals(run)[-1]["step"] == 4
 
 
-def test_an_evaluation_stops_where_a_signal_asks_the_run_to_stop(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_an_evaluation_stops_where_a_signal_asks_the_run_to_stop(runs, tmp_path):
     task_dir, dump_dir = write_tasks(tmp_path / "tasks", n=4), runs.folder / "signalled"
     # Sent while the questions are written, of the first evaluation: its checkpoint is there.
     code = "import os, signal\n\ndef text(doc):\n"
@@ -124,9 +114,7 @@ def test_an_evaluation_stops_where_a_signal_asks_the_run_to_stop(
     assert "resuming" in run.log and "done: 4 steps" in run.log
 
 
-def test_the_mistakes_of_an_evaluation_are_found_before_training(
-    runs: Runs, task_dir: Path
-) -> None:
+def test_the_mistakes_of_an_evaluation_are_found_before_training(runs, task_dir):
     good = TRAINED | {"eval.task_dir": task_dir}
     slurm = good | {"eval.launcher": "slurm"}
     for settings, need in (
@@ -156,8 +144,8 @@ def checked_here(settings: dict[str, Any], jobs: list[str]) -> list[str]:
 
 
 def test_the_program_of_its_jobs_validates_them_before_the_run_is_launched(
-    runs: Runs, task_dir: Path, tmp_path: Path
-) -> None:
+    runs, task_dir, tmp_path
+):
     settings = SMALL | runs.config((1, 1, 1), TRAINED | {"dump_dir": tmp_path / "run"})
     settings |= {"eval.task_dir": task_dir, "eval.launcher": "slurm"}
     cases = {
@@ -167,7 +155,7 @@ def test_the_program_of_its_jobs_validates_them_before_the_run_is_launched(
         "{batchsize: 4}": 'batchsize: unknown key (did you mean "batch_size"?)',
         "{limit: 1.5}": "limit = 1.5: must be a whole number",
         "{script: apps.main.evl}": "No module named 'apps.main.evl'",
-        "{script: lingua.convert}": "must have a function check(arguments, world_size)",
+        "{script: lingua.stool}": "must have a function check(arguments, world_size)",
         "{time: 2}": "signal_s = 120: must be below time = 2",
         "{sweep.seed: 1}": "eval.job: must not have the keys",
         "{name: 'a:b'}": "name = 'a:b': must not contain",
@@ -178,12 +166,12 @@ def test_the_program_of_its_jobs_validates_them_before_the_run_is_launched(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_status_of_a_job_that_does_not_train_is_what_it_came_to(tmp_path: Path) -> None:
+def test_the_status_of_a_job_that_does_not_train_is_what_it_came_to(tmp_path):
     for name in ("0000000002", "0000000004"):
         (tmp_path / name / "logs").mkdir(parents=True)
         (tmp_path / name / "base_config.yaml").write_text("tasks: [a]\n")
     (tmp_path / "0000000004" / "results_now.json").write_text("{}")
     (tmp_path / "0000000002" / "logs" / "rank_err.txt").write_text("error: no space\n")
     first, second = status(tmp_path)
-    assert first.failed and first.errors and "error: no space" in table([first])
-    assert not second.failed and " 0/0 " not in table([first, second])
+    assert first.failed and first.errors and "error: no space" in status_table([first])
+    assert not second.failed and " 0/0 " not in status_table([first, second])

@@ -12,7 +12,7 @@ import pytest
 
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
-from lingua.inference.harness import WAITING
+from lingua.monitor.evaluation import WAITING
 from tests.apps.runs import SMALL, write_sources
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import results_in
@@ -33,9 +33,7 @@ def until(found: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_launches_its_evaluations_and_logs_those_that_fail(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_path_factory):
     text, dump_dir = tmp_path / "text", tmp_path / "run"
     text.mkdir()
     write_sources(text)

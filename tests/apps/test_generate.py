@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -20,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from apps.main.generate import main
-from lingua.errors import UserError
+from lingua.base.errors import UserError
 from tests.apps.test_model import initialised, model_args
-from tests.converted import a_model, save_here
 from tests.programs import python
 from tests.ranks import Ranks
+from tests.tools.exchange.converted import a_model, save_here
 
 MODEL = a_model(dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
 REPO = Path(__file__).parents[2]
@@ -146,7 +147,7 @@ def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckp
     asked = ranks.run(2, main_here, *argv, f"out={out}", stdin=typed)
     assert [refused for refused, _ in asked] == ["", ""]
     first, second, rest = asked[0][1].split("\n", 2)
-    assert "0000000003, step 3: enter a prompt" in first and "Ctrl-D" in second
+    assert "0000000003 (checkpoint, step 3): enter a prompt" in first and "Ctrl-D" in second
     assert asked[1][1] == ""
     assert rest.startswith(f"> {text}\n> ") and "1 of 1 prompts cut" in rest
     written = [json.loads(line) for line in out.read_text().splitlines()]
@@ -180,9 +181,14 @@ def test_ctrl_c_ends_a_generation_then_the_program_without_a_traceback(ckpt):
             asking.stdout.read(5)  # of the text
             asking.send_signal(signal.SIGINT)
             read_until(asking, b"\n> ")
-        time.sleep(1)  # Python's input() waits on if a signal comes between its prompt and its read
-        asking.send_signal(signal.SIGINT)
-        read_until(asking, b"\n")  # the end of the input, which comes next, would end it too
+        # Python's input() misses a signal between its prompt and its read: send it once more then.
+        # The end of the input, which comes next, would end the program too.
+        ended = []
+        while not ended:
+            time.sleep(1)
+            asking.send_signal(signal.SIGINT)
+            ended, _, _ = select.select([asking.stdout], [], [], 5)
+        read_until(asking, b"\n")
         assert asking.communicate(timeout=60) == (b"", None) and asking.returncode == 0
         read_until(single, b"four")
         single.stdout.read(5)
@@ -234,20 +240,15 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         cases[name].append("max_gen_tokens=8")
     for name, arguments, need in (
         ("no ckpt", ["prompt=a"], "ckpt: must be given"),
-        ("empty", [f"ckpt={tmp_path}", "prompt=a"], "must be the folder of a checkpoint"),
-        ("absent", [f"ckpt={tmp_path / 'no'}", "prompt=a"], "must be the folder of a checkpoint"),
+        ("empty", [f"ckpt={tmp_path}", "prompt=a"], f"ckpt: {tmp_path} has no whole checkpoint"),
+        ("absent", [f"ckpt={tmp_path / 'no'}", "prompt=a"], "no: no such file or folder"),
         ("fork", [f"ckpt={tmp_path / 'small'}", "prompt=a"], "its model is not that of apps.main"),
         ("few", [f"ckpt={tmp_path / 'few'}", "prompt=a"], "258 tokens, the model of"),
         ("tokenizer", [f"ckpt={other}", "prompt=a"], "is not the one that"),
         ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged (__0_0.distcp: wrong checksum)"),
-        ("both", [f"ckpt={ckpt}", "prompt=a", "prompts=b"], "not be given together"),
         ("no file", [f"ckpt={ckpt}", "prompts=/no/file"], "prompts = /no/file: cannot be read"),
         ("pipe", [f"ckpt={ckpt}", f"prompts={tmp_path}/pipe.txt"], "pipe.txt is not a file"),
         ("endless", [f"ckpt={ckpt}", "prompts=/dev/zero"], "prompts = /dev/zero: cannot be read"),
-        ("top_k", [f"ckpt={ckpt}", "prompt=a", f"top_k={2**63}"], f"top_k = {2**63}: must be"),
-        ("no context", [f"ckpt={ckpt}", "prompt=a", "context=0"], "context = 0: must be at"),
-        ("stop", [f"ckpt={ckpt}", "prompt=a", "stop_tokens=[-1]"], "stop_tokens = [-1]: must be"),
-        ("seconds", [f"ckpt={ckpt}", "prompt=a", "batch_size=-1"], "batch_size = -1: must be"),
         ("long name", [f"ckpt={ckpt}", "prompt=a", f"out={'o' * 300}"], "cannot be written (F"),
         ("folder", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}"], "exists already"),
         ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "exists already"),
@@ -272,8 +273,3 @@ def test_a_full_disk_leaves_a_file_that_the_same_command_may_write(ranks, ckpt, 
     assert not refused and json.loads(out.read_text())["prompt"] == "a"
     [(refused, _)] = ranks.run(1, main_here, *argv)
     assert "exists already; must be a new file" in refused
-
-
-def test_input_that_is_not_utf_8_ends_the_program_with_a_message(ranks, ckpt):
-    [(refused, printed)] = ranks.run(1, main_here, f"ckpt={ckpt}", stdin=b"\xff\n")
-    assert "the input is not UTF-8 text" in refused and "> " in printed

@@ -1,16 +1,11 @@
 """The loss of sources without documents to hold out, and of files that are for validation alone."""
 
 import random
-from pathlib import Path
 
-from lingua.data.prepare.sources import prepare_sources
-from lingua.tokenizer import build_tokenizer
-from tests.apps.runs import Runs, arguments
+from tests.apps.runs import prepare
 
 
-def test_the_loss_of_one_long_document_and_of_validation_sources_is_measured(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_the_loss_of_one_long_document_and_of_validation_sources_is_measured(runs, tmp_path):
     words = random.Random(0).choices(["some ", "words\n", "of ", "a ", "book "], k=15_000)
     (tmp_path / "book.txt").write_text("".join(words))
     (tmp_path / "other.txt").write_text("".join(words[::-1][:100]))
@@ -18,10 +13,7 @@ def test_the_loss_of_one_long_document_and_of_validation_sources_is_measured(
         "data.root_dir": tmp_path, "data.sources": "{book: 1}", "validation.sources": "[other]",
         "steps": 2, "stop_at": "null",
     }  # fmt: skip
-    args = arguments(config)
-    tokenizer = build_tokenizer(args.data.tokenizer)
-    prepare_sources(args.data, tokenizer, str, processes=1, validation=["other"])
-    run = runs.train((1, 1, 1), config)
+    run = runs.train((1, 1, 1), prepare(config))
     measured = {line["source"]: line for line in run.held_out}
     assert set(measured) == {"book", "other"}
     assert 0 < measured["book"]["nats_per_byte"] < 8 and measured["book"]["step"] == 2

@@ -12,16 +12,15 @@ from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apps.main import app
-from apps.main import train as loop
 from apps.main.config import TrainArgs
 from apps.main.run import Run
 from apps.main.train import Objective, train
 from lingua.data.loader import MicroBatch
-from lingua.dtensor import local
 from lingua.optim.adapter import on_shards
+from lingua.parallel import program
 from lingua.parallel.parallelize import ParallelPlan
-from tests.apps.meshes import Sizes
-from tests.apps.runs import Runs, arguments
+from lingua.parallel.tensors import local
+from tests.apps.runs import arguments
 
 FIRST, LAST = 2, 5  # the steps between whose forwards the reads are counted
 
@@ -71,7 +70,7 @@ def momentum(model: nn.Module, args: TrainArgs, plan: ParallelPlan | None) -> Op
 def reads_of(overrides: dict[str, Any], faulty: bool) -> tuple[float, list[int]]:
     """Values that the host reads in a step without a log line; steps behind which Python collects
     garbage."""
-    loop.COLLECT_EVERY = 2
+    program.COLLECT_EVERY = 2
     seen: list[Counting] = []
     optimizer = momentum if overrides["optim.name"] == "sgd" else None
     overrides = overrides if optimizer is None else overrides | {"optim.name": "adamw"}
@@ -89,9 +88,7 @@ def reads_of(overrides: dict[str, Any], faulty: bool) -> tuple[float, list[int]]
 @pytest.mark.parametrize(
     ("sizes", "optimizer"), [((1, 1, 1), "adamw"), ((1, 2, 1), "muon"), ((1, 1, 2), "sgd")]
 )
-def test_a_step_reads_nothing_but_the_counts_of_its_targets(
-    runs: Runs, sizes: Sizes, optimizer: str
-) -> None:
+def test_a_step_reads_nothing_but_the_counts_of_its_targets(runs, sizes, optimizer):
     """Those three are of a tensor that is the host's: every view has targets, no rank stops, and no
     save is overdue."""
     quiet = {"logging.freq": 100, "data.batch_size": 2, "stop_at": LAST, "optim.name": optimizer}

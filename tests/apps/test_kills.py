@@ -186,15 +186,13 @@ def survives(runs: Runs, folder: Path, topologies: list[Sizes], seed: int) -> Ki
 
 
 @pytest.mark.soak  # by default in test_rows.py
-def test_a_run_killed_at_any_moment_goes_on_as_the_same_run(runs: Runs, tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_goes_on_as_the_same_run(runs, tmp_path):
     killed = survives(runs, tmp_path, TWO, seed=5)
     assert killed.in_a_save and killed.steps[-1] > 0
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
-def test_a_run_killed_ten_times_goes_on_as_the_same_run(
-    runs: Runs, tmp_path: Path, seed: int
-) -> None:
+def test_a_run_killed_ten_times_goes_on_as_the_same_run(runs, tmp_path, seed):
     killed = survives(runs, tmp_path, TEN, seed)
     assert killed.in_a_save and killed.steps[-1] > 10

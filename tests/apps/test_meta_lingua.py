@@ -1,7 +1,6 @@
 """Models that come from Meta Lingua, and go there: used here by every program, and loaded there."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from apps.main import train
-from lingua.checkpoint.__main__ import main as checkpoint_program
 from tests import lingua_checkpoint
 from tests.apps import test_eval, test_generate
-from tests.apps.runs import SMALL, Outcome, Runs
+from tests.apps.runs import SMALL, Outcome
 from tests.apps.tasks import write_tasks
-from tests.converted import convert_here
 from tests.lingua_checkpoint import TOKENS, LMTransformer
 from tests.ranks import Ranks
+from tests.tools.exchange.converted import convert_here, convert_to
 
 DIM = 24  # which the number of heads divides, as transformers asks
 
@@ -61,24 +59,24 @@ def logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
     return getattr(found, "logits", found)
 
 
-def test_a_model_of_meta_linguas_generates_is_evaluated_and_exported(
-    ranks: Ranks, theirs: tuple[bool, Path], tmp_path: Path
-) -> None:
+def test_a_model_of_meta_linguas_generates_is_evaluated_and_exported(ranks, theirs, tmp_path):
     tied, folder = theirs
     consolidated = folder / "consolidated" / "consolidated.pth"
     model = load_theirs(consolidated, tied, DIM)
     for i, (source, step) in enumerate(((folder, 3), (consolidated, 0))):
         ckpt = tmp_path / str(i)
-        ranks.run(1, checkpoint_program, ["convert", str(source), str(ckpt)])
+        convert_to(ranks, source, ckpt)
         assert [path.name for path in ckpt.iterdir()] == [f"{step:010d}"]
         out = tmp_path / f"{i}.jsonl"
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("some words\n")
-        argv = [f"ckpt={ckpt}", f"prompts={prompts}", f"out={out}", "max_gen_tokens=8"]
+        argv = [f"prompts={prompts}", f"out={out}", "max_gen_tokens=8"]
         argv += ["temperature=0", "stop_tokens=[]"]
-        [(refused, _)] = ranks.run(1, test_generate.main_here, *argv)
-        assert not refused
-        assert json.loads(out.read_text())["tokens"] == likeliest(model, "some words", 8)
+        for path in (ckpt, source):  # which are the same model
+            [(refused, _)] = ranks.run(1, test_generate.main_here, f"ckpt={path}", *argv)
+            assert not refused
+            assert json.loads(out.read_text())["tokens"] == likeliest(model, "some words", 8)
+            out.unlink()
 
     tasks = write_tasks(tmp_path / "tasks")
     argv = [f"ckpt={ckpt}", f"task_dir={tasks}", "tasks=[choice]", f"dump_dir={tmp_path / 'x'}"]
@@ -97,28 +95,11 @@ def test_a_model_of_meta_linguas_generates_is_evaluated_and_exported(
     torch.testing.assert_close(logits(exported), logits(model), rtol=1e-4, atol=1e-4)
 
 
-def test_parameters_of_another_model_of_meta_linguas_are_refused_by_key(
-    ranks: Ranks, theirs: tuple[bool, Path], tmp_path: Path
-) -> None:
-    _, folder = theirs
-    folder = shutil.copytree(folder, tmp_path / "0000000003")
-    params = json.loads((folder / "params.json").read_text())
-    params["model"]["conv_size"] = 4  # as its apps/fastRNN has
-    (folder / "params.json").write_text(json.dumps(params))
-    ranks.run(1, checkpoint_program, ["convert", str(folder), str(tmp_path / "ours")])
-    argv = [f"ckpt={tmp_path / 'ours'}", "prompt=a"]
-    [(refused, _)] = ranks.run(1, test_generate.main_here, *argv)
-    assert "model.conv_size: unknown key" in refused
-    assert "its model is not that of apps.main; app=MODULE names another app" in refused
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_file_of_a_model_is_one_that_meta_lingua_loads(
-    runs: Runs, ranks: Ranks, tmp_path: Path, tied: bool
-) -> None:
+def test_the_file_of_a_model_is_one_that_meta_lingua_loads(runs, ranks, tmp_path, tied):
     run = runs.train((1, 2, 1), {"model.weight_tying": tied, "stop_at": 2})
     file = tmp_path / "consolidated.pth"
-    ranks.run(1, checkpoint_program, ["convert", str(run.dump_dir), str(file)])
+    convert_to(ranks, run.dump_dir, file)
     found = load_theirs(file, tied, SMALL["model.dim"]).state_dict()
     saved = run.tensors(2)
     for name, t in found.items():
@@ -128,13 +109,11 @@ def test_the_file_of_a_model_is_one_that_meta_lingua_loads(
     places = {t.untyped_storage().data_ptr() for t in content.values()}
     assert len(places) == len(content) - tied  # the tied weight is in the file once
     # And the file begins a run here.
-    settings = {"model.weight_tying": tied, "stop_at": 1, "checkpoint.init_ckpt_path": file}
+    settings = {"model.weight_tying": tied, "stop_at": 1, "checkpoint.init_from": file}
     assert "starting from the model" in runs.train((1, 1, 1), settings).log
 
 
-def test_the_resolved_config_of_meta_lingua_trains_here(
-    runs: Runs, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_the_resolved_config_of_meta_lingua_trains_here(runs, ranks, tmp_path):
     """All but where its files are and on how many processes it ran."""
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(lingua_checkpoint.params(tied=True)))

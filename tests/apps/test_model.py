@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from apps.main.transformer import ModelArgs, Transformer, build_transformer, parallel_plan
 from lingua.data import IGNORE
-from lingua.init import init_parameters
+from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import Launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
@@ -164,8 +164,7 @@ def test_a_sliding_window_is_mistrals(window):
 
 
 @pytest.mark.parametrize(
-    "control",
-    ["rotary layout", "rope_theta", "norm_eps", "window", "a norm's weight", "kv heads"],
+    "control", ["rotary layout", "rope_theta", "norm_eps", "window", "a norm's weight", "kv heads"]
 )
 def test_the_comparison_sees_a_mistake(control):
     model = initialised(model_args(n_kv_heads=2, sliding_window=6 if control == "window" else None))
@@ -193,27 +192,6 @@ def test_the_comparison_sees_a_mistake(control):
 
 
 # ------------------------------------------------------------------------------- names and sizes
-
-
-def test_parameter_names_and_shapes_are_meta_linguas():
-    model = build_transformer(model_args(n_layers=1, n_kv_heads=2, vocab_size=100))
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
-        "tok_embeddings.weight": (100, 32),
-        "layers.0.attention.wq.weight": (32, 32),
-        "layers.0.attention.wk.weight": (16, 32),
-        "layers.0.attention.wv.weight": (16, 32),
-        "layers.0.attention.wo.weight": (32, 32),
-        "layers.0.feed_forward.w1.weight": (88, 32),
-        "layers.0.feed_forward.w3.weight": (88, 32),
-        "layers.0.feed_forward.w2.weight": (32, 88),
-        "layers.0.attention_norm.weight": (32,),
-        "layers.0.ffn_norm.weight": (32,),
-        "norm.weight": (32,),
-        "output.weight": (100, 32),
-    }
-    assert not list(model.buffers())
-    tied = build_transformer(model_args(weight_tying=True))
-    assert tied.output.weight is tied.tok_embeddings.weight
 
 
 PUBLISHED = {  # dim, layers, heads, kv heads, vocabulary, multiple_of, multiplier, tied; parameters

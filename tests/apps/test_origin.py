@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,32 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from apps.main import app
 from apps.main.config import TrainArgs
-from apps.main.train import set_up
 from apps.main.transformer import Transformer, build
 from lingua.app import Built
-from lingua.checkpoint.__main__ import main as checkpoint_program
-from lingua.signals import StopRequest
 from tests import lingua_checkpoint
 from tests.apps.meshes import mesh
-from tests.apps.runs import TOLERANCES, Outcome, Runs, arguments, differs, digest, digests, whole
+from tests.apps.runs import (
+    TOLERANCES,
+    Outcome,
+    Runs,
+    arguments,
+    differs,
+    digest,
+    digests,
+    opened,
+    whole,
+)
 from tests.checkpoint.test_checkpoint_load import Evil
 from tests.lingua_checkpoint import STEP, TOKENS
 from tests.ranks import Ranks
+from tests.tools.exchange.converted import convert_to
 
 K, END = 4, 7
 EVERYTHING = {"checkpoint.continue_training_from_init": True}
 
 
 def start(path: Path) -> dict[str, Any]:
-    return {"checkpoint.init_ckpt_path": path}
+    return {"checkpoint.init_from": path}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +79,7 @@ def stopped_at_once(args: TrainArgs) -> Built:
     return built
 
 
-def test_the_model_of_another_run_begins_a_new_one_on_any_topology(
-    runs: Runs, first: Outcome, tmp_path: Path
-) -> None:
+def test_the_model_of_another_run_begins_a_new_one_on_any_topology(runs, first, tmp_path):
     restored = runs.restore((1, 1, 2), tmp_path / "looked at", start(first.dump_dir))
     saved = first.tensors(K)
     assert only("model.", restored["tensors"]) == digests(without("optim.", saved))
@@ -94,8 +99,8 @@ def test_the_model_of_another_run_begins_a_new_one_on_any_topology(
 
 
 def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_checkpoints(
-    runs: Runs, first: Outcome, through: Outcome, tmp_path: Path
-) -> None:
+    runs, first, through, tmp_path
+):
     branch = EVERYTHING | start(first.checkpoint(K).parent)
     restored = runs.restore((1, 1, 2), tmp_path / "looked at", branch)
     assert restored["tensors"] == digests(first.tensors(K))
@@ -126,9 +131,7 @@ def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_che
     assert "seed: 42 in the checkpoint, 1 now" in seed  # as on resume
 
 
-def test_what_cannot_be_started_from_is_refused_by_name(
-    runs: Runs, first: Outcome, tmp_path: Path
-) -> None:
+def test_what_cannot_be_started_from_is_refused_by_name(runs, first, tmp_path):
     def refused(path: Path, **changed: Any) -> str:
         settings = {key.replace("__", "."): value for key, value in changed.items()}
         return runs.train((1, 1, 1), start(path) | settings, refused=True).error
@@ -141,7 +144,7 @@ def test_what_cannot_be_started_from_is_refused_by_name(
     assert "model.tok_embeddings.weight: (300, 22) here, (259, 22) in the checkpoint" in said
 
     assert "no such file or folder" in refused(tmp_path / "nowhere")
-    assert f"checkpoint.init_ckpt_path: {tmp_path} has no whole checkpoint" in refused(tmp_path)
+    assert f"checkpoint.init_from: {tmp_path} has no whole checkpoint" in refused(tmp_path)
     damaged = shutil.copytree(first.checkpoint(K), tmp_path / "damaged")
     shard = next(damaged.glob("__1_*"))
     content = bytearray(shard.read_bytes())
@@ -157,10 +160,8 @@ def test_what_cannot_be_started_from_is_refused_by_name(
 
 def logits_here(overrides: dict[str, Any]) -> Tensor:
     """Of TOKENS, by the model that a run begins with."""
-    with closing(StopRequest()) as stop, ExitStack() as open_parts:
-        run, _, _ = set_up(app, arguments(overrides), stop, open_parts)
-        with torch.no_grad():
-            return whole(run.model(TOKENS))
+    with opened(app, overrides) as run, torch.no_grad():
+        return whole(run.model(TOKENS))
 
 
 @pytest.fixture(
@@ -189,8 +190,8 @@ def by_our_names(folder: Path) -> dict[str, str]:
 
 
 def test_a_checkpoint_of_meta_linguas_gives_its_logits_its_adamw_state_and_its_step(
-    runs: Runs, ranks: Ranks, theirs, tmp_path: Path
-) -> None:
+    runs, ranks, theirs, tmp_path
+):
     tied, folder, logits = theirs
     same = {"model.weight_tying": tied}
     for n, path in enumerate((folder, folder / "consolidated", *folder.glob("*/*.pth"))):
@@ -218,8 +219,8 @@ def test_a_checkpoint_of_meta_linguas_gives_its_logits_its_adamw_state_and_its_s
 
 
 def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_executed(
-    runs: Runs, theirs, tmp_path: Path
-) -> None:
+    runs, theirs, tmp_path
+):
     tied, folder, _ = theirs
     same = {"model.weight_tying": tied}
     copy = shutil.copytree(folder, tmp_path / "copy")
@@ -250,28 +251,13 @@ def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_
 # ------------------------------------------------------------------------------------- and files
 
 
-def test_a_file_is_what_torch_itself_loads_and_begins_a_run_as_its_checkpoint_does(
-    runs: Runs, ranks: Ranks, first: Outcome, tmp_path: Path
-) -> None:
-    file = tmp_path / "whole.pth"
-    ranks.run(1, checkpoint_program, ["convert", str(first.dump_dir), str(file)])
-    plain = Transformer(arguments({}).model)
-    plain.load_state_dict(torch.load(file, weights_only=True)["model"])
-    saved = without("optim.", first.tensors(K))
-    assert digests({f"model.{name}": p for name, p in plain.named_parameters()}) == digests(saved)
-    restored = runs.restore((1, 1, 2), tmp_path / "a", start(file))["tensors"]
-    assert only("model.", restored) == digests(saved)
-
-
-def test_a_model_alone_is_no_run_to_go_on_with(
-    runs: Runs, ranks: Ranks, first: Outcome, tmp_path: Path
-) -> None:
+def test_a_model_alone_is_no_run_to_go_on_with(runs, ranks, first, tmp_path):
     """Nor is a state dict of torch's, which has tied weights twice and no name for them all."""
     file, dump_dir = tmp_path / "model.pth", tmp_path / "run"
     tied = Transformer(arguments({"model.weight_tying": True}).model)
     nn.init.normal_(tied.tok_embeddings.weight)
     torch.save(tied.state_dict(), file)
-    ranks.run(1, checkpoint_program, ["convert", str(file), str(dump_dir / "checkpoints")])
+    convert_to(ranks, file, dump_dir / "checkpoints")
     same = {"model.weight_tying": True}
     restored = runs.restore((1, 1, 2), tmp_path / "a", same | start(dump_dir))["tensors"]
     expected = {f"model.{name}": p for name, p in tied.named_parameters()}

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.apps.meshes import Sizes, name_of, on_its_own
-from tests.apps.runs import Outcome, Runs, Twist, differs, digests, relative, resume_here
+from tests.apps.runs import Outcome, Runs, Twist, differs, digests
 
 K, END = 3, 6  # where the run is saved, and where it ends
-MARGIN = 10  # times what another order of the sums changes, for the losses of Muon
 
 # One process, then replicated, sharded, tensor-parallel, and their mixes up to eight ranks.
 MESHES: list[Sizes] = [
@@ -33,6 +32,7 @@ class Kind:
     def settings(self) -> dict[str, Any]:
         return {
             "optim.name": self.optimizer,
+            "optim.muon.dtype": "fp32",  # in bf16 rounding may decide
             "model.weight_tying": self.tied,
             "stop_at": END,
             "checkpoint.dump.every": K,
@@ -82,48 +82,22 @@ def whole(runs: Runs) -> Whole:
     return Whole(runs, {})
 
 
-@pytest.fixture(scope="module")
-def tolerance(runs: Runs, whole: Whole) -> float:
-    """Of a loss with Muon, relative: how far one process gets from itself when it only sums its
-    micro-batches in another order."""
-    measured = 0.0
-    for kind in (Kind("muon", tied=False), Kind("muon", tied=True)):
-        for size in (1, 3):
-            other = runs.train((1, 1, 1), kind.settings | {"data.batch_size": size})
-            found = relative(other.column("loss"), whole((1, 1, 1), kind).column("loss"))
-            measured = max(measured, *found)
-    assert measured < 1e-4
-    return MARGIN * measured
-
-
 def stopped(run: Outcome, folder: Path) -> Outcome:
     """A copy of a run as it was when it had just saved step K."""
-    shutil.copytree(run.dump_dir, folder / "run")
-    copy = Outcome(folder / "run", [])
+    copy = run.copy(folder / "run")
     shutil.rmtree(copy.checkpoint(END), ignore_errors=True)
     return copy
 
 
-def same(run: Outcome, other: Outcome, kind: Kind, tolerance: float) -> bool:
-    if kind.optimizer == "adamw":
-        return differs(run, other) == []
-    far = max(relative(run.column("loss"), other.column("loss")))
-    return run.column("batch_hash") == other.column("batch_hash") and far < tolerance
-
-
-def resume(runs: Runs, sizes: Sizes, run: Outcome, settings: dict[str, Any], twist=None) -> dict:
-    """Go on to END; the state before the first step, on which all ranks agree."""
-    config = runs.config(sizes, settings | {"dump_dir": run.dump_dir})
-    n = sizes[0] * sizes[1] * sizes[2]
-    first, *others = runs.ranks.run(n, resume_here, config, twist)
-    assert all(other == first for other in others)
-    return first
+def resume(
+    runs: Runs, sizes: Sizes, run: Outcome, settings: dict[str, Any], twist: Twist | None = None
+) -> dict[str, Any]:
+    """Go on to END; the state before the first step."""
+    return runs.train(sizes, settings, dump_dir=run.dump_dir, twist=twist, look=True).restored
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [case(*pair) for pair in PAIRS])
-def test_what_one_topology_saves_another_goes_on_from(
-    runs: Runs, whole: Whole, tolerance: float, tmp_path: Path, saved: Sizes, loaded: Sizes
-) -> None:
+def test_what_one_topology_saves_another_goes_on_from(runs, whole, tmp_path, saved, loaded):
     kind = kind_of(saved, loaded)
     run = stopped(whole(saved, kind), tmp_path)
     tensors = run.tensors(K)
@@ -136,7 +110,7 @@ def test_what_one_topology_saves_another_goes_on_from(
     assert run.state(K)["schedule"] == {"step": K, "lr": run.lines[K]["lr"]}
     moved = [line for line in run.events if line["event"] == "topology"]
     assert [(line["old"], line["new"]) for line in moved] == [(list(saved), list(loaded))]
-    assert same(run, whole((1, 1, 1), kind), kind, tolerance)
+    assert differs(run, whole((1, 1, 1), kind)) == []
 
 
 def bitwise_case(sizes: Sizes) -> Any:
@@ -145,9 +119,7 @@ def bitwise_case(sizes: Sizes) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [bitwise_case(sizes) for sizes in MESHES if sizes != EIGHT])
-def test_the_same_topology_goes_on_bitwise_with_deterministic(
-    runs: Runs, whole: Whole, tmp_path: Path, sizes: Sizes
-) -> None:
+def test_the_same_topology_goes_on_bitwise_with_deterministic(runs, whole, tmp_path, sizes):
     kind = kind_of(sizes, MESHES[MESHES.index(sizes) - 1])  # a run that is made above
     through = whole(sizes, kind)
     run = stopped(through, tmp_path)
@@ -163,21 +135,11 @@ def test_the_same_topology_goes_on_bitwise_with_deterministic(
 @pytest.mark.parametrize(
     "twist", [Twist(lose_moments=True), Twist(shift=1)], ids=["moments", "rows"]
 )
-def test_lost_moments_and_shifted_rows_are_seen(
-    runs: Runs,
-    whole: Whole,
-    tolerance: float,
-    tmp_path: Path,
-    optimizer: str,
-    saved: Sizes,
-    twist: Twist,
-) -> None:
+def test_lost_moments_and_shifted_rows_are_seen(runs, whole, tmp_path, optimizer, saved, twist):
     kind = Kind(optimizer, tied=True)
     run = stopped(whole(saved, kind), tmp_path)
     tensors = run.tensors(K)
     restored = resume(runs, (1, 1, 1), run, kind.settings, twist)
     assert (restored["tensors"] == digests(tensors)) == (not twist.lose_moments)
-    far = max(relative(run.column("loss"), whole((1, 1, 1), kind).column("loss")))
-    assert far > (1e-5 if optimizer == "adamw" else tolerance)
-    hashes = run.column("batch_hash") == whole((1, 1, 1), kind).column("batch_hash")
-    assert hashes == (not twist.shift)
+    seen = differs(run, whole((1, 1, 1), kind), margin=10)
+    assert "loss" in seen and ("batch_hash" in seen) == bool(twist.shift)

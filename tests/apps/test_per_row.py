@@ -1,9 +1,9 @@
 """Terms that a model has per row, such as an auxiliary loss: value and gradient are those of the
 mean over the global batch in plain torch, on any topology and in any micro-batches."""
 
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -14,18 +14,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from apps.main import app
 from apps.main.config import TrainArgs
-from apps.main.train import Objective, count_targets, set_up
+from apps.main.train import Objective
 from apps.main.transformer import build_transformer, parallel_plan
 from lingua.app import Built
 from lingua.data import IGNORE
-from lingua.dtensor import whole
-from lingua.init import canonical_name, init_parameters
+from lingua.data.loader import agree
 from lingua.model import PerRow
+from lingua.model.transformer import FeedForward, TransformerArgs, TransformerBlock
+from lingua.parallel.init import canonical_name, init_parameters
 from lingua.parallel.mesh import dp_sum_
-from lingua.signals import StopRequest
-from lingua.transformer import FeedForward, TransformerArgs, TransformerBlock
+from lingua.parallel.tensors import whole
 from tests.apps.meshes import Sizes, name_of
-from tests.apps.runs import GLOBAL_BATCH, Runs, arguments, masked
+from tests.apps.runs import GLOBAL_BATCH, Runs, arguments, masked, opened
 
 CLOSE = 1e-5  # of losses, terms and gradients, relative
 CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.compile"
@@ -62,14 +62,13 @@ def first_step_here(
     count_padding: the fault, padding rows that count as rows.
     """
     args = arguments(overrides)
-    with closing(StopRequest()) as stop, ExitStack() as open_parts:
-        run, loader, _ = set_up(replace(app, build=build), args, stop, open_parts)
-        batch = next(loader)
+    with opened(replace(app, build=build), overrides) as run:
+        batch = next(run.steps)
         for micro in batch:
             masked(micro.row_ids, micro.targets)
             if count_padding:
                 micro.row_ids.clamp_(min=0)
-        valid, *_ = count_targets(batch, False, False, run.mesh)
+        valid = agree(batch, run.mesh, stopping=False, save_overdue=False).valid
         torch._dynamo.utils.counters.clear()
         loss, _ = Objective(run).gradients(batch, valid)
     if args.distributed.compile:  # a graph for all blocks and micro-steps, without a break
@@ -115,41 +114,30 @@ def worst(found: tuple, expected: tuple) -> float:
     return max(abs(loss / its_loss - 1), abs(terms["balance"] / its_term - 1), *errors)
 
 
+FULL, COMPILED = {CHECKPOINTING: "full"}, {CHECKPOINTING: "selective", COMPILE: True}
+CASES: list[tuple[Sizes, int, dict[str, Any]]] = [  # of the second number of rows at once
+    ((1, 2, 1), 3, FULL),
+    ((1, 1, 2), 3, {CHECKPOINTING: "selective"}),
+]
+SOAK: list[tuple[Sizes, int, dict[str, Any]]] = [
+    ((1, 1, 1), 3, COMPILED),
+    ((1, 1, 2), 4, FULL | {COMPILE: True}),
+    ((2, 2, 2), 1, {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "settings"),
-    [
-        pytest.param((1, 1, 1), {}, marks=pytest.mark.soak),
-        pytest.param(
-            (1, 1, 1), {"data.batch_size": 2, CHECKPOINTING: "full"}, marks=pytest.mark.soak
-        ),
-        pytest.param(
-            (1, 1, 1),
-            {"data.batch_size": 3, CHECKPOINTING: "selective", COMPILE: True},
-            marks=pytest.mark.soak,
-        ),
-        pytest.param((2, 1, 1), {"data.batch_size": 1}, marks=pytest.mark.soak),
-        ((1, 2, 1), {"data.batch_size": 3, CHECKPOINTING: "full"}),
-        pytest.param((1, 1, 2), {"data.batch_size": 2}, marks=pytest.mark.soak),
-        pytest.param(
-            (1, 1, 2),
-            {"data.batch_size": 4, CHECKPOINTING: "full", COMPILE: True},
-            marks=pytest.mark.soak,
-        ),
-        ((1, 1, 2), {"data.batch_size": 3, CHECKPOINTING: "selective"}),
-        pytest.param((2, 2, 2), {"data.batch_size": 1}, marks=pytest.mark.soak),
-    ],
+    ("sizes", "rows", "settings"),
+    CASES + [pytest.param(*case, marks=pytest.mark.soak) for case in SOAK],
     ids=lambda value: name_of(value) if isinstance(value, tuple) else "",
 )
-def test_a_term_adds_its_mean_over_the_rows(
-    runs: Runs, expected: tuple, sizes: Sizes, settings: dict[str, Any], tmp_path: Any
-) -> None:
-    n = sizes[0] * sizes[1] * sizes[2]
-    config = runs.config(sizes, {"dump_dir": tmp_path} | settings)
-    for found in runs.ranks.run(n, first_step_here, config):
+def test_a_term_adds_its_mean_over_the_rows(runs, expected, sizes, rows, settings, tmp_path):
+    settings = settings | {"dump_dir": tmp_path, "data.batch_size": rows}
+    for found in runs.ranks.run(prod(sizes), first_step_here, runs.config(sizes, settings)):
         assert worst(found, expected) < CLOSE
 
 
-def test_padding_rows_that_count_are_seen(runs: Runs, expected: tuple, tmp_path: Any) -> None:
+def test_padding_rows_that_count_are_seen(runs, expected, tmp_path):
     for sizes in ((1, 1, 1), (1, 1, 2)):
         config = runs.config(sizes, {"dump_dir": tmp_path, "data.batch_size": 2})
         for found in runs.ranks.run(sizes[2], first_step_here, config, count_padding=True):

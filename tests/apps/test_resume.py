@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from lingua.data.prepare.sources import prepare_sources, shard_folder, source_files
-from lingua.data.prepare.units import UNIT_BYTES, plan_units
-from lingua.lock import claimed
+from apps.main import app as main
+from lingua.app import App
+from lingua.base.lock import claimed
+from lingua.data.sources import shard_folder, source_files
 from lingua.tokenizer import build_tokenizer
+from lingua.tools.prepare.units import UNIT_BYTES, plan_units
 from tests.apps.meshes import Sizes
-from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     SMALL,
     Interrupt,
@@ -27,14 +28,17 @@ from tests.apps.runs import (
     arguments,
     differs,
     digests,
+    prepare,
     relative,
 )
+from tests.forks import optimizer, whole_tensors
 from tests.programs import python
-from tests.test_tokenizer import write_byte_level
+from tests.tokenizer.test_tokenizer import write_byte_level
 
 K, END = 4, 7  # where the run stops first, and then
 STOP = {"stop_at": K}
 GO_ON = {"stop_at": END}
+MUON = {"optim.name": "muon", "optim.muon.dtype": "fp32"}
 REPO = Path(__file__).parents[2]
 SECRET = secrets.token_hex()  # of the environment of every program here
 
@@ -48,25 +52,6 @@ def through(runs: Runs) -> Outcome:
 @pytest.fixture(scope="module")
 def stopped(runs: Runs) -> Outcome:
     return runs.train((1, 2, 1), STOP)
-
-
-def copy_of(run: Outcome, folder: Path) -> Path:
-    shutil.copytree(run.dump_dir, folder / "run")
-    return folder / "run"
-
-
-def test_a_model_with_buffers_frozen_and_unused_parameters_goes_on_too(
-    runs: Runs, tmp_path: Path
-) -> None:
-    run = runs.train((1, 3, 1), STOP, build=build_plain)
-    dump_dir = copy_of(run, tmp_path)
-    restored = runs.restore((1, 1, 2), dump_dir, build=build_split)["tensors"]
-    assert restored == digests(run.tensors(K))
-    assert {"model.1.scale", "model.1.norm.bias", "optim.step.1.unused"} <= restored.keys()
-    assert "optim.step.1.norm.bias" not in restored  # frozen: nothing to remember
-    whole = runs.train((1, 1, 1), GO_ON, build=build_plain)
-    again = runs.train((1, 1, 2), GO_ON, build=build_split, dump_dir=run.dump_dir)
-    assert differs(again, whole) == []
 
 
 def test_a_global_batch_size_left_open_is_decided_once(runs: Runs, tmp_path: Path) -> None:
@@ -90,7 +75,7 @@ def test_a_global_batch_size_left_open_is_decided_once(runs: Runs, tmp_path: Pat
 def test_a_guarded_change_is_refused_by_name_and_can_be_allowed(
     runs: Runs, stopped: Outcome, tmp_path: Path
 ) -> None:
-    dump_dir = copy_of(stopped, tmp_path)
+    dump_dir = stopped.copy(tmp_path / "run").dump_dir
     change = GO_ON | {"seed": 7, "data.sources": "{one: 1, two: 1}"}
     error = runs.train((2, 1, 1), change, dump_dir=dump_dir, refused=True).error
     assert "seed: 42 in the checkpoint, 7 now" in error
@@ -106,36 +91,22 @@ def test_a_guarded_change_is_refused_by_name_and_can_be_allowed(
 def test_text_that_changed_behind_its_name_is_refused(
     runs: Runs, stopped: Outcome, tmp_path: Path
 ) -> None:
-    dump_dir, text = copy_of(stopped, tmp_path), tmp_path / "text"
+    dump_dir, text = stopped.copy(tmp_path / "run").dump_dir, tmp_path / "text"
     shutil.copytree(runs.text, text)
     (text / "one.jsonl").unlink()
     (text / "two.jsonl").rename(text / "one.jsonl")
     shutil.copy(runs.text / "two.jsonl", text)
-    other = GO_ON | {"data.root_dir": text, "data.workers": 0}
-    subprocess.run(
-        [*python(), "-c", PREPARE, *(f"{k}={v}" for k, v in (SMALL | other).items())],
-        check=True, cwd=REPO,
-    )  # fmt: skip
+    other = prepare(GO_ON | {"data.root_dir": text})
     error = runs.train((1, 1, 1), other, dump_dir=dump_dir, refused=True).error
     assert "data.content.one" in error and "data.content.two" not in error
-
-
-PREPARE = """
-from apps.main.config import TrainArgs
-from lingua.config.load import load
-from lingua.data.prepare.sources import prepare_sources
-from lingua.tokenizer import build_tokenizer
-args, _ = load(TrainArgs)
-prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=print)
-"""
 
 
 def test_an_announced_change_is_printed_and_holds(
     runs: Runs, stopped: Outcome, tmp_path: Path
 ) -> None:
-    dump_dir = copy_of(stopped, tmp_path)
+    dump_dir = stopped.copy(tmp_path / "run").dump_dir
     change = GO_ON | {"optim.weight_decay": 0.5, "optim.lr": 1e-3, "optim.beta2": 0.9}
-    before = runs.restore((1, 1, 1), copy_of(stopped, tmp_path / "before"))["groups"]
+    before = runs.restore((1, 1, 1), stopped.copy(tmp_path / "before").dump_dir)["groups"]
     after = runs.restore((1, 1, 1), dump_dir, change)["groups"]
     matrix, gain = "layers.0.attention.wq.weight", "norm.weight"
     assert (before[matrix]["weight_decay"], after[matrix]["weight_decay"]) == (0.1, 0.5)
@@ -160,16 +131,14 @@ def test_another_tokenizer_behind_the_same_name_is_refused(runs: Runs, tmp_path:
         "model.vocab_size": 400,
         "stop_at": 2,
     }
-    data = arguments(settings).data
-    prepare_sources(data, build_tokenizer(data.tokenizer), report=str)
-    run = runs.train((1, 1, 1), settings)
+    run = runs.train((1, 1, 1), prepare(settings))
 
     spec = json.loads(path.read_text())
     vocabulary = spec["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(spec))
-    prepare_sources(data, build_tokenizer(data.tokenizer), report=str)
-    error = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir, refused=True).error
+    changed = prepare(settings | GO_ON)
+    error = runs.train((1, 1, 1), changed, dump_dir=run.dump_dir, refused=True).error
     assert "data.tokenizer.content: " in error
     write_byte_level(path)
     again = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir)
@@ -181,7 +150,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded(
 ) -> None:
     allow = {"model.n_layers": 3, "checkpoint.allow_change": "[model.n_layers]"}
     error = runs.train(
-        (1, 2, 1), GO_ON | allow, dump_dir=copy_of(stopped, tmp_path), refused=True
+        (1, 2, 1), GO_ON | allow, dump_dir=stopped.copy(tmp_path / "run").dump_dir, refused=True
     ).error
     assert "does not fit this model" in error
     assert "layers.2.attention.wq.weight: (24, 22) here, not in the checkpoint" in error
@@ -277,20 +246,22 @@ def nan_at_step_3(runs: Runs) -> NanAt:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "optimizer"),
+    ("sizes", "app", "settings"),
     [
-        ((1, 2, 1), "adamw"),
-        ((1, 1, 2), "muon"),
-        pytest.param((1, 2, 2), "muon", marks=pytest.mark.soak),
+        pytest.param((1, 2, 1), main, {}, id="adamw"),
+        pytest.param((1, 1, 2), main, MUON, id="muon"),
+        pytest.param((1, 1, 2), optimizer.app, {}, id="of torch"),
+        pytest.param((2, 1, 1), whole_tensors.app, {}, id="of whole tensors"),
+        pytest.param((1, 2, 2), main, MUON, id="muon on four", marks=pytest.mark.soak),
     ],
 )
 def test_a_bad_step_changes_nothing_and_is_counted(
-    runs: Runs, nan_at_step_3: NanAt, sizes: Sizes, optimizer: str
+    runs: Runs, nan_at_step_3: NanAt, sizes: Sizes, app: App, settings: dict[str, Any]
 ) -> None:
-    settings = {"optim.name": optimizer, "optim.muon.dtype": "fp32", "stop_at": 4}
-    clean = runs.train((1, 1, 1), settings)
+    settings = settings | {"stop_at": 4}
+    clean = runs.train((1, 1, 1), settings, app=app)
     settings |= {"optim.on_nonfinite": "skip", "checkpoint.dump.every": 1}
-    run = runs.train(sizes, settings, build=nan_at_step_3)
+    run = runs.train(sizes, settings, app=app, build=nan_at_step_3)
     assert run.column("skipped_steps") == [0, 0, 1, 1]
     assert run.lines[2]["loss"] is None and run.lines[2]["grad_norm"] is None
     assert digests(run.tensors(3)) == digests(run.tensors(2))
@@ -299,7 +270,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(
     assert run.column("batch_hash") == clean.column("batch_hash")
     assert run.column("lr") == clean.column("lr")
     assert max(relative(run.column("loss")[:2], clean.column("loss")[:2])) < 1e-5
-    again = runs.train(sizes, settings | {"stop_at": 5}, dump_dir=run.dump_dir)
+    again = runs.train(sizes, settings | {"stop_at": 5}, app=app, dump_dir=run.dump_dir)
     assert again.column("skipped_steps") == [0, 0, 1, 1, 1]
 
 
@@ -440,7 +411,7 @@ def test_torchrun_ends_well_when_one_of_its_ranks_is_asked_to_stop(
 def test_a_refused_change_ends_the_program_with_code_2_and_one_message(
     runs: Runs, stopped: Outcome, tmp_path: Path
 ) -> None:
-    where = {"data.root_dir": runs.text, "dump_dir": copy_of(stopped, tmp_path)}
+    where = {"data.root_dir": runs.text, "dump_dir": stopped.copy(tmp_path / "run").dump_dir}
     job = start(1, python(), **where, **GO_ON, **{"optim.name": "adamw", "seed": 1})
     said, _ = job.communicate(timeout=60)
     assert job.returncode == 2

@@ -88,9 +88,7 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome
     return runs.train((1, 1, 1), SETTINGS, twist=Twist(consumed=folder)), folder
 
 
-def test_no_row_is_used_twice_and_none_is_skipped_over_every_kind_of_stop(
-    runs: Runs, whole: tuple[Outcome, Path], tmp_path: Path
-) -> None:
+def test_no_row_is_used_twice_and_none_is_skipped_over_every_kind_of_stop(runs, whole, tmp_path):
     bad_row = runs.stream().rows([(BAD_STEP - 1) * GLOBAL_BATCH + 3])[0, :16].tolist()
     folders: list[Path] = []
     for start in starts(bad_row):
@@ -122,7 +120,7 @@ def test_no_row_is_used_twice_and_none_is_skipped_over_every_kind_of_stop(
     assert sorted(rows) == sorted(survived(consumed([whole[1]])))
 
 
-def test_a_row_left_out_and_one_too_many_are_seen(runs: Runs, tmp_path: Path) -> None:
+def test_a_row_left_out_and_one_too_many_are_seen(runs, tmp_path):
     folders = [tmp_path / "before", tmp_path / "after"]
     run = runs.train((1, 2, 1), {"stop_at": 2}, twist=Twist(consumed=folders[0]))
     late = Twist(consumed=folders[1], shift=1)

@@ -5,7 +5,6 @@ from typing import Any
 from apps.main.config import TrainArgs
 from lingua.app import Built
 from tests.apps.plain import build_plain
-from tests.apps.runs import Runs
 
 
 def build_without_logits(args: TrainArgs) -> Built:
@@ -21,7 +20,7 @@ def build_without_logits(args: TrainArgs) -> Built:
     return built
 
 
-def test_a_model_that_cannot_generate_is_reported_before_step_1(runs: Runs) -> None:
+def test_a_model_that_cannot_generate_is_reported_before_step_1(runs):
     settings = {"steps": 2, "stop_at": 2, "validation.every": 2}
     run = runs.train((1, 2, 1), settings, build=build_without_logits)
     lines = run.log.splitlines()

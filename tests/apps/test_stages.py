@@ -1,4 +1,4 @@
-"""Stages across a resume: what is past stays, what is to come may be edited."""
+"""Stages across a resume: what is past stays, what is to come may be edited. A run: test_matrix."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from apps.main.config import TrainArgs
-from lingua.checkpoint.resume import Change, Progress, Saved, check_config, check_data
+from lingua.base.errors import UserError
+from lingua.checkpoint.resume import Change, Saved, check_config, check_data
+from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten, resume_classes
 from lingua.data.args import Stage
-from lingua.errors import UserError
-from tests.apps.runs import Runs
 
 CLASSES = resume_classes(TrainArgs)
 EARLY, LATE = Stage(4, {"b": 1.0}), Stage(8, {"a": 1.0, "c": 1.0})
@@ -103,23 +103,3 @@ def test_only_sources_that_gave_rows_must_have_the_same_content():
             check_data(saved, {**data, f"data.content.{name}": "other"}, [])
     with pytest.raises(UserError, match=r"data\.content\.c"):
         check_data(saved_at(9, BEFORE, a="1", b="2", c="3"), data, [])
-
-
-# ---- a run
-
-
-def test_a_resumed_run_reads_the_edited_stages_and_the_rows_of_one_that_had_them_at_once(
-    runs: Runs,
-) -> None:
-    short = {"data.sources": "{one: 1.0}", "steps": 8, "stop_at": "null"}
-    stages = {"data.stages": "[{from_step: 5, sources: {one: 1, two: 3}}]"}
-    whole = runs.train((1, 1, 1), short | stages)
-    cut = runs.train((1, 1, 1), short | {"stop_at": 3})
-    cut = runs.train((1, 1, 1), short | stages, dump_dir=cut.dump_dir)
-    assert "data.stages" in cut.log and "announced" in cut.log
-    hashes = whole.column("batch_hash")
-    assert cut.column("batch_hash") == hashes and len(set(hashes)) == 8
-
-    late = {"data.stages": "[{from_step: 4, sources: {two: 1}}]", "steps": 9}
-    edited = runs.train((1, 1, 1), short | late, dump_dir=cut.dump_dir, refused=True)
-    assert "only stages from_step 8 on may be edited" in edited.error

@@ -185,6 +185,7 @@ def test_a_finished_run_refuses_another_config(runs: Runs) -> None:
         ("seed", 7),
         ("data.sources", "{one: 1, two: 1}"),
         ("model.n_layers", 3),
+        ("optim.name", "muon"),
     ):
         again = runs.train(
             (1, 1, 1), {"stop_at": 2, key: value}, dump_dir=run.dump_dir, refused=True

@@ -14,14 +14,13 @@ from torch import Tensor
 from apps.main.config import TrainArgs
 from apps.main.transformer import Transformer, build
 from lingua.app import Built
+from lingua.base.dump_dir import PLAN
+from lingua.base.errors import UserError
 from lingua.data import IGNORE
-from lingua.dtensor import local
-from lingua.errors import UserError
-from lingua.init import init_parameters
-from lingua.plan.__main__ import make_plan
-from lingua.plan.fact import PLAN
+from lingua.parallel.init import init_parameters
+from lingua.parallel.tensors import local
+from lingua.tools.plan.make import make_plan
 from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
-from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import (
     GLOBAL_BATCH,
     SMALL,
@@ -36,7 +35,6 @@ from tests.apps.runs import (
 
 STEPS = 4
 MEASURED = {"validation.every": 2, "stop_at": STEPS}
-APART = {"data.document_mask": "ignore", "stop_at": 3}
 BOS = 256  # of the byte tokenizer
 
 
@@ -70,38 +68,11 @@ def test_micro_batches_do_not_change_the_run(runs: Runs, alone: Outcome) -> None
         assert differs(runs.train((1, 1, 1), other | {"stop_at": STEPS}), alone) == []
 
 
-@pytest.mark.soak  # by default in test_pairs.py
-def test_tied_weights_train_the_same_run(runs: Runs) -> None:
-    tied = {"model.weight_tying": True, "stop_at": 2}
-    alone, run = runs.train((1, 1, 1), tied), runs.train((1, 2, 2), tied)
-    assert "output.weight" not in run.weights
-    assert run.weights == alone.weights
-    assert differs(run, alone) == []
-
-
-@pytest.fixture(scope="module")
-def documents_apart(runs: Runs) -> Outcome:
-    return runs.train((1, 1, 1), APART)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "extra"),
-    [
-        pytest.param((2, 1, 1), {}, marks=pytest.mark.soak),
-        ((1, 1, 2), {"distributed.activation_checkpointing": "full"}),
-        pytest.param((1, 2, 2), {"distributed.compile": True}, marks=pytest.mark.soak),
-    ],
-)
-def test_document_masks_train_the_same_run(
-    runs: Runs, documents_apart: Outcome, sizes: Sizes, extra: dict[str, Any]
-) -> None:
-    assert differs(runs.train(sizes, on_its_own(sizes) | APART | extra), documents_apart) == []
-
-
 def test_a_step_with_document_masks_is_that_of_each_document_alone(
-    runs: Runs, documents_apart: Outcome, alone: Outcome
+    runs: Runs, alone: Outcome
 ) -> None:
-    args = arguments(APART)
+    apart = {"data.document_mask": "ignore", "stop_at": 1}
+    args = arguments(apart)
     model = Transformer(args.model)
     init_parameters(model, args.seed, torch.device("cpu"))
     ids = torch.arange(GLOBAL_BATCH)
@@ -112,7 +83,7 @@ def test_a_step_with_document_masks_is_that_of_each_document_alone(
             document = row[begin:end][None]
             losses, valid, _ = model(document[:, :-1], document[None, :, 1:])
             total, count = total + losses.item(), count + valid.item()
-    [loss] = documents_apart.column("loss")[:1]
+    [loss] = runs.train((1, 1, 1), apart).column("loss")
     assert count < GLOBAL_BATCH * args.data.seq_len  # some rows hold more than one document
     assert max(relative([loss], [total / count])) < 1e-5
     assert max(relative([loss], alone.column("loss")[:1])) > 1e-4  # which is without masks
@@ -138,6 +109,11 @@ def test_no_rank_ever_holds_an_unsharded_model(runs: Runs) -> None:
     runs.train((1, 2, 2), {"stop_at": 1}, build=build_watched)
     run = runs.train((1, 1, 1), {"stop_at": 1}, build=build_watched, refused=True)
     assert run.error == "this rank has more than its part"
+
+
+def test_views_that_the_model_does_not_predict_are_refused(runs: Runs) -> None:
+    run = runs.train((1, 1, 2), {"data.n_views": 3}, refused=True)
+    assert run.error.startswith("data.n_views = 3: the model predicts 1 of the 2 views")
 
 
 def test_more_ranks_than_rows_train_the_same_run(runs: Runs) -> None:
@@ -311,63 +287,10 @@ def of_log(log: str) -> tuple[float, float]:
     return float(kept) * units[unit], float(saved) * units[unit_saved]
 
 
-# ------------------------------------------------------------------------------ other models
-
-
-CLIPPED = {"optim.clip": 0.3, "stop_at": STEPS}
-
-
-@pytest.fixture(scope="module")
-def plain(runs: Runs) -> Outcome:
-    run = runs.train((1, 1, 1), CLIPPED, build=build_plain)
-    assert min(run.column("grad_norm")) > CLIPPED["optim.clip"]  # so that clipping matters
-    return run
-
-
-@on_meshes((1, 3, 1), (2, 2, 1))
-def test_a_model_without_a_plan_trains_data_parallel(
-    runs: Runs, plain: Outcome, sizes: Sizes
-) -> None:
-    run = runs.train(sizes, on_its_own(sizes) | CLIPPED, build=build_plain)
-    assert run.weights == plain.weights
-    assert differs(run, plain) == []
-
-
-@on_meshes((1, 2, 2), soak=[(2, 1, 2)])
-def test_a_model_with_a_tensor_parallel_plan_only_trains_on_any_mesh(
-    runs: Runs, plain: Outcome, sizes: Sizes
-) -> None:
-    # Its parameters lie on two meshes: a norm that counts the shared ones twice would differ.
-    run = runs.train(sizes, on_its_own(sizes) | CLIPPED, build=build_split)
-    assert run.weights == plain.weights
-    assert differs(run, plain) == []
-
-
-def test_views_that_the_model_does_not_predict_are_refused(runs: Runs) -> None:
-    run = runs.train((1, 1, 2), {"data.n_views": 3}, refused=True)
-    assert run.error.startswith("data.n_views = 3: the model predicts 1 of the 2 views")
-
-
 # ------------------------------------------------------------------ compilation, checkpointing
 
 
-@pytest.fixture(scope="module")
-def short(runs: Runs) -> Outcome:
-    return runs.train((1, 1, 1), {"stop_at": 3})
-
-
 CHECKPOINTING = "distributed.activation_checkpointing"
-
-
-@pytest.mark.soak  # by default: full with masks and with dropout, selective below
-@pytest.mark.parametrize("kind", ["full", "selective"])
-@on_meshes((1, 1, 2), (1, 1, 1), (2, 2, 1), (1, 2, 2))
-def test_activation_checkpointing_trains_the_same_run(
-    runs: Runs, short: Outcome, sizes: Sizes, kind: str
-) -> None:
-    run = runs.train(sizes, on_its_own(sizes) | {"stop_at": 3, CHECKPOINTING: kind})
-    assert run.weights == short.weights
-    assert differs(run, short) == []
 
 
 def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs: Runs) -> None:

@@ -1,4 +1,4 @@
-"""`python -m lingua.data.show RUN step=N worst=K`: the losses of a step's rows are those that the
+"""`python -m lingua data show RUN step=N worst=K`: the losses of a step's rows are those that the
 step trained on, of any app, and rows of garbage come first."""
 
 import json
@@ -15,37 +15,30 @@ import torch
 import torch.nn.functional as F
 
 from apps.main.config import TrainArgs
-from apps.main.train import train
 from lingua.app import import_app
+from lingua.base.errors import UserError
 from lingua.checkpoint.folder import Checkpoint
-from lingua.config.load import load, read_saved
-from lingua.data.documents import document_marks
-from lingua.data.prepare.sources import prepare_sources
-from lingua.data.show import main
-from lingua.data.text import TextData
-from lingua.errors import UserError
-from lingua.inference.row_losses import RowLosses, nearest, row_losses
-from lingua.inference.trained import open_trained
+from lingua.config.load import load_saved
+from lingua.data.rows import document_marks
+from lingua.data.sources import TextData
 from lingua.parallel.launch import Launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import build_tokenizer
-from tests.apps.runs import GLOBAL_BATCH, SMALL, Outcome, Runs, arguments
+from lingua.tools.commands.data_show import main
+from lingua.tools.inference.row_losses import RowLosses, nearest_checkpoint, row_losses
+from lingua.tools.inference.trained import open_trained
+from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, prepare
 from tests.programs import python
 from tests.ranks import Ranks
 
 REPO = Path(__file__).parents[2]
 
 
-def train_here(app: str, overrides: dict[str, Any]) -> None:
-    chosen = import_app(app, "test")
-    train(chosen, load(chosen.config, [f"{k}={v}" for k, v in (SMALL | overrides).items()])[0])
-
-
 def losses_here(folder: Path, app: str, saved: int, step: int) -> tuple[RowLosses, list[float]]:
     """Of the rows of `step` under the checkpoint `saved`; and the framework's own loss of each row
     as a whole, on logits."""
     chosen = import_app(app, "test")
-    args: Any = read_saved(chosen.config, folder / "config.yaml")
+    args: Any = load_saved(chosen.config, folder / "config.yaml")
     trained = open_trained("run", str(folder / "checkpoints" / f"{saved:010d}"), chosen)
     tokenizer = trained.build_tokenizer()
     rows = (chosen.data or TextData()).open(args, tokenizer).rows
@@ -72,30 +65,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_rows_of_a_step_have_the_loss_that_it_trained_on(runs: Runs, case: str) -> None:
+SOAK = ("terms of rows", "other rows")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.soak] * (c in SOAK)) for c in CASES]
+)
+def test_the_rows_of_a_step_have_the_loss_that_it_trained_on(runs, case):
     app, settings = CASES[case]
-    folder = runs.folder / f"worst {case}"
-    settings = {"stop_at": 6, "checkpoint.dump.every": 3, "dump_dir": folder} | settings
-    runs.ranks.run(2, train_here, app, runs.config((1, 2, 1), settings))
-    logged = Outcome(folder, []).column("loss")
+    settings = {"stop_at": 6, "checkpoint.dump.every": 3} | settings
+    run = runs.train((1, 2, 1), settings, app=import_app(app, "test"))
+    folder, logged = run.dump_dir, run.column("loss")
 
     [(found, whole)] = runs.ranks.run(1, losses_here, folder, app, saved=3, step=4)
-    of_rows, n = found.of_rows(), found.counts[:, 0]
-    assert np.average(of_rows, weights=n) == pytest.approx(logged[3], rel=1e-6)
-    assert found.of_step() == pytest.approx(logged[3], rel=1e-6)
+    row_means, n = found.row_means(), found.counts[:, 0]
+    assert np.average(row_means, weights=n) == pytest.approx(logged[3], rel=1e-6)
+    assert found.step_loss() == pytest.approx(logged[3], rel=1e-6)
     if case == "plain":
-        np.testing.assert_allclose(of_rows, whole, rtol=1e-5)
+        np.testing.assert_allclose(row_means, whole, rtol=1e-5)
     if case == "masks and dropout":  # of rows with unequal numbers of targets
-        assert len(set(n.tolist())) > 1 and abs(of_rows.mean() / logged[3] - 1) > 1e-4
+        assert len(set(n.tolist())) > 1 and abs(row_means.mean() / logged[3] - 1) > 1e-4
     # Under other weights it is another loss.
     [(other, _)] = runs.ranks.run(1, losses_here, folder, app, saved=3, step=5)
-    assert abs(other.of_step() / logged[4] - 1) > 1e-4
+    assert abs(other.step_loss() / logged[4] - 1) > 1e-4
 
 
-def test_the_nearest_checkpoint_is_one_that_has_not_trained_on_later_rows() -> None:
+def test_the_nearest_checkpoint_is_one_that_has_not_trained_on_later_rows():
     found = [Checkpoint(Path(), step, serial=0, files={}) for step in (30, 10, 20, 19)]
-    chosen = {step: nearest(found, step).step for step in (5, 10, 11, 18, 20, 21, 29, 30, 99)}
+    chosen = {
+        step: nearest_checkpoint(found, step).step for step in (5, 10, 11, 18, 20, 21, 29, 30, 99)
+    }
     assert chosen == {5: 10, 10: 10, 11: 10, 18: 10, 20: 19, 21: 20, 29: 20, 30: 30, 99: 30}
 
 
@@ -106,7 +105,7 @@ HEADER = re.compile(r"=== loss ([\d.]+) over 16 targets")
 
 
 def show(*words: Any) -> subprocess.CompletedProcess[str]:
-    command = [*python(), "-m", "lingua.data.show", *map(str, words)]
+    command = [*python(), "-m", "lingua", "data", "show", *map(str, words)]
     return subprocess.run(command, cwd=REPO, capture_output=True, encoding="utf-8", timeout=120)
 
 
@@ -121,13 +120,12 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     (text / "one.jsonl").write_text("".join(lines))
     settings = {"data.root_dir": text, "data.sources": "{one: 1}", "checkpoint.dump.every": 5}
     settings |= {"stop_at": 18, "checkpoint.dump.keep": -1}
-    args = arguments(settings)
-    prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=str)
+    prepare(settings)
     return Runs(ranks, text, tmp_path_factory.mktemp("run")).train((1, 2, 1), settings)
 
 
-def test_garbage_among_the_rows_is_found(run: Outcome) -> None:
-    args = read_saved(TrainArgs, run.dump_dir / "config.yaml")
+def test_garbage_among_the_rows_is_found(run):
+    args = load_saved(TrainArgs, run.dump_dir / "config.yaml")
     rows = TextData().open(args, build_tokenizer(args.data.tokenizer)).rows
     tokens = rows.rows(np.arange(18 * GLOBAL_BATCH))
     of_garbage = ((tokens >= 0x80) & (tokens < 256)).sum(1).reshape(18, GLOBAL_BATCH)
@@ -147,15 +145,7 @@ def test_garbage_among_the_rows_is_found(run: Outcome) -> None:
     assert f"({args.data.root_dir}/one.jsonl:71)" in lines[3] and set(lines[4]) <= set("ÿþ\ufffd")
 
 
-def test_a_run_is_shown_by_its_folder_as_by_its_config(run: Outcome, capsys: Any) -> None:
-    for words in ([], ["step=7", "row=2"]):
-        main([str(run.dump_dir), *words])
-        by_folder = capsys.readouterr().out
-        main([f"config={run.dump_dir}/config.yaml", *words])
-        assert capsys.readouterr().out == by_folder and len(by_folder.splitlines()) > 3
-
-
-def test_what_cannot_be_shown_is_refused_with_what_to_do(run: Outcome, tmp_path: Path) -> None:
+def test_what_cannot_be_shown_is_refused_with_what_to_do(run, tmp_path):
     moved = tmp_path / "moved"  # also without the folder of its name in the config
     shutil.copytree(run.dump_dir, moved)
     assert show(moved, "step=7", "worst=1").stdout.startswith(
@@ -181,9 +171,8 @@ def test_what_cannot_be_shown_is_refused_with_what_to_do(run: Outcome, tmp_path:
         assert message in str(refused.value)
 
 
-def test_shards_that_the_run_did_not_read_are_refused(run: Outcome, tmp_path: Path) -> None:
+def test_shards_that_the_run_did_not_read_are_refused(run, tmp_path):
     (tmp_path / "one.jsonl").write_text('{"text": "another text, again and again"}\n' * 200)
-    args = arguments({"data.root_dir": tmp_path, "data.sources": "{one: 1}"})
-    prepare_sources(args.data, build_tokenizer(args.data.tokenizer), report=str)
+    prepare({"data.root_dir": tmp_path, "data.sources": "{one: 1}"})
     with pytest.raises(UserError, match=r"data\.content\.one: is not what the run read"):
         main([str(run.dump_dir), "step=7", "worst=1", f"data.root_dir={tmp_path}"])

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import (
-    save_here,
-)
+from tests.checkpoints import save_here
 from tests.ranks import Ranks
 
 

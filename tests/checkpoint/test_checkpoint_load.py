@@ -12,10 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lingua.base.errors import UserError
 from lingua.checkpoint.folder import Checkpoint, read_checkpoint
 from lingua.checkpoint.resume import Change, changes, check_changes
 from lingua.checkpoint.source import open_checkpoint
-from lingua.errors import UserError
 from tests.checkpoints import (
     ANY,
     join,
@@ -222,27 +222,35 @@ def test_reading_a_checkpoint_executes_nothing_from_it(ranks, saved, tmp_path, p
     assert (tmp_path / "executed").exists()
 
 
-def test_a_metadata_that_points_outside_its_folder_or_is_no_pickle_is_refused(
-    ranks, saved, tmp_path
-):
-    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+def outside(folder: Path) -> None:
     redirect(folder, "../../etc/passwd", 10)
-    for said in ranks.run(2, trusting_here, folder):
-        assert "refers to the file ../../etc/passwd" in said
-    for damage in (b"", b"no pickle", (saved / "0000000002" / ".metadata").read_bytes()[:-20]):
-        (folder / ".metadata").write_bytes(damage)
-        for said in ranks.run(2, trusting_here, folder):
-            assert said.startswith("UserError") and f"{folder / '.metadata'} cannot be read" in said
 
 
-def test_a_metadata_that_lacks_a_part_of_a_tensor_is_refused(ranks, saved, tmp_path):
-    """What no chunk fills would stay as it was."""
-    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+def without_a_part(folder: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.matrix"].chunks.pop()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def cut_off(folder: Path) -> None:
+    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (outside, "../../etc/passwd"),
+        (without_a_part, "model.matrix"),  # what no chunk fills would stay as it was
+        (cut_off, ".metadata cannot be read"),
+    ],
+)
+def test_a_metadata_that_does_not_describe_its_folder_is_refused(
+    ranks, saved, tmp_path, damage, named
+):
+    folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
+    damage(folder)
     for said in ranks.run(2, trusting_here, folder):
-        assert said == f"UserError: {folder} cannot be read: it does not have all of model.matrix"
+        assert said.startswith(f"UserError: {folder}") and named in said
 
 
 def test_the_metadata_of_our_own_checkpoints_is_all_on_the_allow_list(saved):

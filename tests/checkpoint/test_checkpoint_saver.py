@@ -1,10 +1,9 @@
 """The saves of a run: one that fails, one in the background, one folder for one run."""
 
 import os
-import resource
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,26 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find, read_checkpoint
 from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
-from lingua.errors import UserError
 from lingua.parallel.mesh import on_rank_0
 from tests.checkpoints import CONFIG, STATE, equal, join, refusal, tensors_on
+from tests.disk import full_disk
 from tests.locks import hold_lock, lose
-
-
-@contextmanager
-def no_space_on(rank: int):
-    """Files of one rank cannot grow past 100 bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names(root: Path) -> list[str]:
@@ -49,7 +37,7 @@ def failing_here(root: Path, settings: dict[str, Any], rank: int) -> dict[str, A
     with Saver(root, CheckpointArgs(**settings)) as saver:
         saver.save(1, tensors_on(mesh, fill=1), STATE, CONFIG, final=True)
         seen["first"] = names(root)
-        with no_space_on(rank):
+        with full_disk() if dist.get_rank() == rank else nullcontext():
             seen["told"] = refusal(lambda: saver.save(2, tensors_on(mesh, fill=2), STATE, CONFIG))
             if saver._writing is not None:
                 saver._writing.result()

@@ -7,11 +7,9 @@ from pathlib import Path
 import torch
 
 from lingua.checkpoint.folder import find
-from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
+from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, mark, marks, prune
 from lingua.checkpoint.save import save
-from tests.checkpoints import (
-    join,
-)
+from tests.checkpoints import join
 
 
 def kept_here(root: Path, cases: list[tuple[dict[str, int], dict[str, int], list[int]]]) -> list:
@@ -51,23 +49,29 @@ def test_retention_keeps_the_newest_dumps_and_the_newest_evaluations(ranks, tmp_
     assert dict(zip(cases, left, strict=True)) == {name: case[3] for name, case in cases.items()}
 
 
-def test_retention_touches_nothing_that_is_not_its_own(ranks, saved, tmp_path):
+def test_retention_touches_nothing_that_is_not_its_own(saved, tmp_path):
     root = shutil.copytree(saved, tmp_path / "root")
-    for name in ("0000000001_bak", "0000000001.old", "0000000002.tmp-XYZ", "best", "00000000021"):
-        shutil.copytree(root / "0000000001", root / name)
-    (root / "0000000004").mkdir()  # no checkpoint, but no leftover of ours either
-    (root / "notes.txt").write_text("mine")
-    (root / "0000000002" / "notes.txt").write_text("mine")
-    outside = shutil.copytree(root / "0000000001", tmp_path / "outside")
+    one, two = root / "0000000001", root / "0000000002"
+    copies = ["0000000001_bak", "0000000001.old", "0000000002.tmp-XYZ", "best", "00000000021"]
+    for name in (*copies, "0000000007.tmp-89abcdef", "0000000008.tmp-0123abcd"):
+        shutil.copytree(one, root / name)
+    (root / "0000000008.tmp-0123abcd" / "notes").write_text("mine")
+    for name in ("0000000004", "x.best", "0000000002.best"):  # also in the place of a mark
+        (root / name).mkdir()
+    for name in ("notes.txt", "my.best", "0000000009.best.txt", "12.best", "0000000002/notes"):
+        (root / name).write_text("mine")
+    (root / "0000000005.best").touch()  # of a step that is gone
+    mark(root / "0000000005", "paper")
+    outside = shutil.copytree(one, tmp_path / "outside")
     (root / "0000000000.tmp-00000000").symlink_to(outside)
-    (root / "0000000007.tmp-89abcdef").mkdir()
     before = {p.name for p in root.iterdir()}
-    gone = prune(root, CheckpointArgs(dump=SaveEvery(keep=1)))
-    assert gone == [root / "0000000001"]
+    assert prune(root, CheckpointArgs(dump=SaveEvery(keep=1))) == [one]
     after = {p.name for p in root.iterdir()}
-    assert before - after == {"0000000001", "0000000007.tmp-89abcdef"}
+    assert before - after == {"0000000001", "0000000007.tmp-89abcdef", "0000000005.best"}
     assert not after - before
-    assert (root / "0000000002" / "notes.txt").exists() and len(list(outside.iterdir())) == 6
+    left = [path.name for path in (root / "0000000008.tmp-0123abcd").iterdir()]
+    assert left == ["notes"] and (two / "notes").exists() and len(list(outside.iterdir())) == 6
+    assert [c.step for c in find(root)] == [2] and marks(two) == []
 
 
 def test_a_checkpoint_with_a_file_that_no_save_wrote_is_kept(saved, tmp_path, caplog):
@@ -86,10 +90,3 @@ def test_a_damaged_checkpoint_does_not_count_as_one_to_keep(saved, tmp_path):
     os.truncate(root / "0000000002" / "__0_0.distcp", 1)
     assert prune(root, CheckpointArgs(dump=SaveEvery(keep=1))) == []
     assert [c.step for c in find(root)] == [1]
-
-
-def test_a_save_is_due_for_either_reason():
-    args = CheckpointArgs(SaveEvery(every=4), SaveEvery(every=6))
-    assert [s for s in range(1, 13) if args.due(s)] == [4, 6, 8, 12]
-    never = CheckpointArgs(SaveEvery(every=0), SaveEvery(every=-1))
-    assert not any(never.due(s) for s in range(1, 13))

@@ -1,15 +1,16 @@
 """A small configuration, and what loading it gives or refuses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from lingua.config.load import Foreign, load
+from lingua.base.errors import UserError
+from lingua.config.foreign import Foreign
+from lingua.config.load import load
 from lingua.config.schema import Announced, Free, Guarded
-from lingua.errors import UserError
 
 
 @dataclass
@@ -128,7 +129,7 @@ def config(*argv: str) -> Config:
     return load(Config, list(argv))[0]
 
 
-def mistakes(*argv: str, foreign: Foreign | None = None) -> list[str]:
+def mistakes(*argv: str, foreign: Callable[[], Foreign] | None = None) -> list[str]:
     """The lines of the error, without the heading that counts them."""
     with pytest.raises(UserError) as caught:
         load(Config, list(argv), foreign)

@@ -2,16 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 
 import pytest
 
-from lingua.config.load import flatten, load, resume_classes, to_yaml
-from lingua.config.meta_lingua import META_LINGUA
+from lingua.base.errors import UserError
+from lingua.config.load import flatten, load, meta_lingua, resume_classes, to_yaml
 from lingua.config.schema import Guarded
-from lingua.errors import UserError
 from tests.config.example import (
     Benchmarks,
     Config,
@@ -92,67 +89,6 @@ def test_same_values_mean_the_same_in_a_file(tmp_path):
     assert got["data.sources"] == {"on": 1.0}
     assert got["distributed.compile"] is True
     assert got["model.dim"] == 64
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("steps=1.5", "steps = 1.5: must be a whole number"),
-        ("steps=1e30", "steps = 1e30: must be a whole number"),
-        ("seed=true", "seed = true: must be a whole number"),
-        ("distributed.dp_shard=x", 'distributed.dp_shard = "x": must be a whole number, or null'),
-        ("optim.lr=abc", 'optim.lr = "abc": must be a number'),
-        ("optim.lr=.nan", "optim.lr = .nan: must be a number"),
-        ("steps=" + 5000 * "9", "999...: must be a whole number"),
-        ("seed=0x" + 5000 * "f", "fff...: must be a whole number"),
-        ("seed=9223372036854775808", "seed = 9223372036854775808: must be a whole number"),
-        ("name=a\0b", r"argument 'name=a\x00b': must be text of UTF-8 without NUL"),
-        ("name=\udcff", r"argument 'name=\udcff': must be text of UTF-8 without NUL"),
-        ("config=" + 300 * "x", "xxx: cannot be read: File name too long"),
-        ("config=", "config=: must be a file"),
-        (300 * "a." + "b=1", "a.a...: unknown key"),
-        ("optim.lr=", "optim.lr = null: must be a number"),
-        ("distributed.compile=1", "distributed.compile = 1: must be true or false"),
-        ("name=null", "name = null: must be text"),
-        ("optim.ratios=1", "optim.ratios = 1: must be a list of float such as [a, b]"),
-        (
-            "optim.name=adam",
-            'optim.name = "adam": must be adamw or muon (did you mean "adamw"?)',
-        ),
-        ("optim=3", "optim = 3: must be a group of keys (lr, name, clip,"),
-        ("optim=???", "optim: must be given (command line)"),
-        ("name='!!!CHANGE_THIS!!!'", "name: must be given (command line)"),
-        ("steps=" + 200 * "x", "xxx...: must be a whole number"),
-        ("data.sources=[1]", "data.sources = [1]: must be a mapping of float such as {a: 1, b: 2}"),
-        ("data.sources={a: x}", 'data.sources.a = "x": must be a number'),
-        ("data.stages=3", "data.stages = 3: must be a list of Stage such as [a, b]"),
-        ("data.stages=[{from_stp: 1}]", 'did you mean "data.stages[0].from_step"?'),
-        ("data.stages=[{sources: {}}]", "data.stages[0].from_step: must be given"),
-        ("optim.warmup=2_000", "optim.warmup = 2_000: must be at most steps = 1000"),
-        ("steps=5", "optim.warmup = 10: must be at most steps = 5 (the default)"),
-        ("logging.wandb.tags=[a]", "logging.wandb.project: must be given"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_name_with_what_is_allowed(argument, message):
-    assert any(message in line for line in mistakes(argument))
-
-
-@pytest.mark.parametrize(
-    ("argument", "hint"),
-    [
-        ("stpes=1", 'did you mean "steps"?'),
-        ("optim.lrr=1", 'did you mean "optim.lr"?'),
-        ("lr=1", 'did you mean "optim.lr"?'),
-        ("optin.lr=1", 'did you mean "optim.lr"?'),
-        ("modle.dmi=1", 'did you mean "model.dim"?'),
-        ("logging.zzz=1", "; logging has the keys freq, wandb"),
-        ("steps.x=1", "steps.x: unknown key"),
-    ],
-)
-def test_unknown_key_names_the_nearest_one(argument, hint):
-    [line] = mistakes(argument)
-    assert line.startswith(f"{argument.partition('=')[0]}: unknown key")
-    assert hint in line
 
 
 def test_all_mistakes_come_in_one_message(tmp_path):
@@ -240,11 +176,6 @@ def test_the_later_word_on_an_optional_group_wins(tmp_path):
     assert config("eval={}").eval == Benchmarks()
 
 
-BOMB = "a: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
-    f"b{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 9)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -255,10 +186,9 @@ BOMB = "a: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
         ("- 1\n", "c.yaml: must hold lines `key: value`, not [1]"),
         ("seed: 1\nname: !!!CHANGE_THIS!!!\n", "name: must be given ("),
         ("seed: 1\nname: !!!CHANGE_THIS!!!\n", "c.yaml:2)"),
-        ("name: &a [*a]\n", "c.yaml:1: has more than 10,000 values or 50 levels, aliases included"),
-        (BOMB, "has more than 10,000 values or 50 levels"),
-        ("a: " + 400 * "[" + 400 * "]", "has more than 10,000 values or 50 levels"),
-        ("a: " + "x" * 600_000, "c.yaml: has more than 524,288 bytes"),
+        ("name: &a [*a]\n", "c.yaml:1: has more than 50 levels, aliases included"),
+        ("a: " + 400 * "[" + 400 * "]", "c.yaml:1: has more than 50 levels"),
+        ("a: " + 1000 * "[" + 1000 * "]", "c.yaml: has more than 50 levels"),
         ('name: "a\\0b"\n', r"c.yaml:1: 'a\x00b': must be text of UTF-8 without NUL"),
         ('base: "a\\ud800b"\n', "must be text of UTF-8 without NUL"),
         (f"base: {300 * 'a'}\n", ": cannot be read: File name too long"),
@@ -290,17 +220,9 @@ def test_files_that_cannot_be_read(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     [line] = mistakes(f"config={tmp_path}/fifo")
     assert line.endswith("fifo: must be a file")
-    for i in range(30):
-        write(tmp_path / f"{i}.yaml", f"base: {i + 1}.yaml\n")
-    [line] = mistakes(f"config={tmp_path}/0.yaml")
-    assert line.endswith("20.yaml:1: base: more than 20 files are laid over each other")
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     [line] = mistakes(f"config={tmp_path}/latin.yaml")
     assert "is not UTF-8 text (byte 9)" in line
-    twice = mistakes(f"config={tmp_path}/debug.yaml", f"config={tmp_path}/debug.yaml")
-    assert "config is given twice" in twice[0]
-    [line] = mistakes("debug.yaml")
-    assert 'did you mean "config=debug.yaml"?' in line
 
 
 def test_an_empty_file_and_aliases_work(tmp_path):
@@ -346,21 +268,10 @@ def test_a_part_of_a_configuration_ignores_the_other_groups_of_a_file(tmp_path):
         data: Data = field(default_factory=Data)
 
     path = write(tmp_path / "c.yaml", "seed: 1\nmodle: 2\ndata: {seq_len: 8, seed: 1}\n")
-    args, notices = load(Part, [path], META_LINGUA, partial=True)
+    args, notices = load(Part, [path], meta_lingua, partial=True)
     assert (args.data.seq_len, notices) == (8, [])
     with pytest.raises(UserError, match=r"^seed: unknown key \(command line\)$"):
-        load(Part, [path, "seed=1"], META_LINGUA, partial=True)
+        load(Part, [path, "seed=1"], meta_lingua, partial=True)
     write(tmp_path / "c.yaml", "data: {seq_le: 8}\n")
     with pytest.raises(UserError, match=r'did you mean "data\.seq_len"'):
-        load(Part, [path], META_LINGUA, partial=True)
-
-
-def test_reading_a_config_imports_neither_torch_nor_omegaconf(tmp_path):
-    path = write(tmp_path / "c.yaml", "name: x\n")
-    program = (
-        "import sys; from dataclasses import make_dataclass; from lingua.config.load import load; "
-        f"load(make_dataclass('C', [('name', str)]), [{path!r}]); "
-        "print([m for m in ('torch', 'omegaconf') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+        load(Part, [path], meta_lingua, partial=True)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from lingua.base.errors import UserError
 from lingua.checkpoint.resume import flat_config
-from lingua.config.load import read_saved, to_yaml
-from lingua.errors import UserError
+from lingua.config.load import load_saved, to_yaml
 from tests.config.example import Data, Model, Optim, Stage, config, write
 
 pytestmark = pytest.mark.quick
@@ -23,7 +23,7 @@ def test_a_saved_config_is_read_as_data(tmp_path):
     text = to_yaml(config("model.dim=8", "data.stages=[{from_step: 5}]"))
     text = text.replace("name: run", "name: ${oc.env:HOME}").replace("warmup: 10", "unknown: 1")
     write(tmp_path / "c.yaml", "base: gone.yaml\n" + text)
-    got = read_saved(Use, tmp_path / "c.yaml")
+    got = load_saved(Use, tmp_path / "c.yaml")
     assert got.name == "${oc.env:HOME}"  # and the keys and groups that Use lacks are ignored
     assert (got.model, got.data.stages) == (Model(8), [Stage(5)])
     assert got.optim.warmup == 3
@@ -56,7 +56,7 @@ def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch
     def refused(text: str) -> str:
         write(tmp_path / "c.yaml", text)
         with pytest.raises(UserError) as caught:
-            read_saved(Use, tmp_path / "c.yaml")
+            load_saved(Use, tmp_path / "c.yaml")
         assert "somebody" not in str(caught.value)
         return str(caught.value).replace(str(tmp_path), "")
 
@@ -74,4 +74,4 @@ def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch
     wrong = data + "model: {dim: 0}\noptim: {lr: -1}\n"
     assert refused(wrong) == "model.dim = 0: must be at least 1 (/c.yaml:2)"
     with pytest.raises(UserError, match=r"gone\.yaml: cannot be read: No such file"):
-        read_saved(Use, tmp_path / "gone.yaml")
+        load_saved(Use, tmp_path / "gone.yaml")

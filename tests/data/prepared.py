@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from lingua.base.errors import UserError
 from lingua.data.args import DataArgs
-from lingua.data.prepare.sources import prepare_source
 from lingua.data.shards import Source
-from lingua.errors import UserError
+from lingua.data.sources import prepare_source
 from lingua.tokenizer import build_tokenizer
 
 BOS, EOS = 256, 257

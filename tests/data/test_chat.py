@@ -13,20 +13,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lingua.chat import open_chat
+from lingua.base.errors import UserError
+from lingua.base.format import printable
 from lingua.data import IGNORE
 from lingua.data.args import ChatArgs, DataArgs
-from lingua.data.chat import ChatRows, held_out_answers, pack
-from lingua.data.describe import describe_mixture, describe_row
-from lingua.data.documents import document_marks
+from lingua.data.chat import ChatRows, held_out_answers
 from lingua.data.loader import Loader
-from lingua.data.prepare.sources import check_sources, prepare_source
+from lingua.data.rows import document_marks
 from lingua.data.shards import SPLITS
-from lingua.data.show import show_config
-from lingua.data.text import TextData
-from lingua.errors import UserError
+from lingua.data.sources import check_sources, prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tools.commands.data_show import main as show
+from lingua.tools.inspect.describe import describe_mixture, describe_row
+from lingua.tools.prepare.chat_template import open_chat
 from tests.chats import CHATML, TEMPLATES, write_tokenizer
+from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
 S = 96
@@ -165,100 +166,67 @@ def test_the_mask_the_template_and_the_row_are_part_of_the_shards(tmp_path):
     assert ids[0] == ids[1] and first.fingerprint != marked.fingerprint
 
 
-def test_an_answer_that_history_changes_is_an_example_of_its_own(tmp_path):
-    records = [{"messages": c} for c in CONVERSATIONS]
-    source, _ = prepared(make_args(tmp_path, records, TEMPLATES["qwen3"]))
-    documents = sum(source.manifest.total(split, "documents") for split in SPLITS)
-    assert documents == sum(len(c) // 2 for c in CONVERSATIONS)
-
-
 def test_long_examples_are_refused_or_cut_and_counted(tmp_path):
     long = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "y" * 300}]
     lost = [{"role": "user", "content": "q" * 300}, {"role": "assistant", "content": "y"}]
     records = [{"messages": c} for c in [*CONVERSATIONS[:50], long]]
-    with pytest.raises(
-        UserError, match=r"a\.jsonl:51: longer than a row \(\d+ tokens, a row has 97"
-    ):
-        prepared(make_args(tmp_path / "refused", records))
+    too_long = make_args(tmp_path / "refused", records)
+    refused(lambda: prepared(too_long), "a.jsonl:51: longer than a row", "97")
     args = make_args(tmp_path / "skipped", records, on_bad_record="skip")
     assert "1 bad record left out (1 longer than a row)" in " ".join(prepared(args)[1])
     cut = {"chat": ChatArgs(on_long_example="cut")}
     source, lines = prepared(make_args(tmp_path / "cut", records, **cut))
     assert source.manifest.cut == 1 and "1 example longer than a row cut" in " ".join(lines)
     records.append({"messages": lost})
-    with pytest.raises(UserError, match=r"a\.jsonl:52: no answer \(none in the 97 tokens of a row"):
-        prepared(make_args(tmp_path / "lost", records, **cut))
+    refused(lambda: prepared(make_args(tmp_path / "lost", records, **cut)), "a.jsonl:52: ", "97")
 
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
+def said(content):
+    return {"messages": [USER, BOT | {"content": content}]}
+
+
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "named"),
     [
-        (
-            {"messages": [USER, USER]},
-            "roles out of order (message 2 is of user after user; must be",
-        ),
-        (
-            {"messages": [BOT]},
-            "roles out of order (message 1 is of assistant; must be of system or",
-        ),
-        ({"messages": [USER, BOT, USER]}, "roles out of order (the last message is of user"),
-        ({"messages": [USER, BOT | {"content": " \n"}]}, "empty answer (message 2)"),
-        ({"messages": [USER, BOT | {"content": 3}]}, "content is not a string (that of message 2)"),
-        ({"messages": [USER, BOT | {"content": None}]}, "content is not a string"),
-        ({"messages": [USER, BOT], "tools": "x"}, "no conversation (tools must be a list)"),
-        ({"messages": []}, "no conversation (messages must be a list of messages)"),
-        ({"messages": "x"}, "no conversation (messages must be a list of messages)"),
-        ({"messages": [USER, "x"]}, "no conversation (message 2 must be an object"),
-        (
-            {"prompt": "q"},
-            "no conversation (neither messages nor prompt and completion, but prompt)",
-        ),
+        ({"messages": [USER, USER]}, "message 2 is of user after user"),
+        ({"messages": [BOT]}, "message 1 is of assistant"),
+        ({"messages": [USER, BOT, USER]}, "last message is of user"),
+        (said(" \n"), "empty answer (message 2)"),
+        (said(3), "content is not a string (that of message 2)"),
+        (said(None), "content is not a string"),
+        (said("a<|im_end|>"), "<|im_end|>"),
+        ({"messages": [USER, BOT], "tools": "x"}, "tools must be a list"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": "x"}, "messages must be a list"),
+        ({"messages": [USER, "x"]}, "message 2 must be an object"),
+        ({"messages": [USER | {"role": None}, BOT]}, "message 1 must be an object"),
+        ({"prompt": "q"}, "neither messages nor prompt and completion, but prompt"),
         ({"prompt": "q", "completion": ""}, "empty answer (message 2)"),
-        ({"text": "q"}, "name the one that has the text in data.source_files.a.text_key"),
-        (
-            {"messages": [USER, BOT | {"content": "a<|im_end|>"}]},
-            "has the special token <|im_end|>",
-        ),
-        (
-            {"messages": [USER | {"role": None}, BOT]},
-            "no conversation (message 1 must be an object",
-        ),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "not UTF-8 (half a surrogate"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "not UTF-8"),
         ("[1]", "not an object"),
         ("{", "not JSON"),
         ("", "blank line"),
     ],
 )
-def test_what_is_no_conversation_is_an_error_with_its_line(tmp_path, record, message):
+def test_what_is_no_conversation_is_an_error_with_its_line(tmp_path, record, named):
     good = {"messages": [USER, BOT]}
-    first = [] if message.startswith("name the one") else [good]
-    with pytest.raises(UserError) as error:
-        prepared(make_args(tmp_path, [*first, record, good]))
-    assert f"a.jsonl:{len(first) + 1}: " in str(error.value)
-    assert message in str(error.value)
+    refused(lambda: prepared(make_args(tmp_path, [good, record, good])), "a.jsonl:2: ", named)
     args = make_args(tmp_path, [good, record, good], on_bad_record="skip")
     assert sum(prepared(args)[0].manifest.skipped.values()) == 1
 
 
-def test_a_template_that_fails_is_an_error_with_file_and_line(tmp_path):
+def test_what_is_no_source_of_conversations_is_named(tmp_path):
     args = make_args(tmp_path, [{"messages": [USER, BOT]}], "{{ raise_exception('not today') }}")
-    with pytest.raises(
-        UserError, match=r"a\.jsonl:1: cannot be rendered \(the chat template fails: not"
-    ):
-        prepared(args)
+    refused(lambda: prepared(args), "a.jsonl:1: ", "not today")
     (tmp_path / ".tokenizer/tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="has no chat template"):
-        check_sources(args, build_tokenizer(args.tokenizer))
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "a.jsonl").unlink()
-    args = make_args(tmp_path / "b", [])
-    (tmp_path / "b/a.jsonl").rename(tmp_path / "b/a.txt")
-    (tmp_path / "b/a.txt").write_text("text")
-    with pytest.raises(UserError, match=r"a\.txt:1: not a conversation"):
-        prepared(args)
+    refused(lambda: check_sources(args, build_tokenizer(args.tokenizer)), "no chat template")
+    text = make_args(tmp_path / "text", [{"text": "q"}, {"messages": [USER, BOT]}])
+    refused(lambda: prepared(text), "a.jsonl:1: ", "data.source_files.a.text_key")
+    (tmp_path / "text/a.jsonl").rename(tmp_path / "text/a.txt")
+    refused(lambda: prepared(text), "a.txt:1: ")
 
 
 PAIRS = [
@@ -346,14 +314,12 @@ def test_only_the_last_answers_of_a_pair_carry_loss_and_long_ones_are_cut_to_one
 )
 def test_what_is_no_pair_is_an_error_with_its_line(tmp_path, change, message):
     good = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    with pytest.raises(UserError) as error:
-        prepared(make_args(tmp_path, [good, good | change], **AS_PAIRS))
-    assert "a.jsonl:2: " in str(error.value) and message in str(error.value)
-    assert "data.on_bad_record: skip" in str(error.value)
+    args = make_args(tmp_path, [good, good | change], **AS_PAIRS)
+    refused(lambda: prepared(args), "a.jsonl:2: ", message, "data.on_bad_record: skip")
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs):
+def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs, capsys):
     conversations = [{"messages": c[:2]} for c in CONVERSATIONS]
     records = (PAIRS if pairs else conversations)[:60]  # each row looks its own up in all of them
     args = make_args(tmp_path, records, chat=ChatArgs(pairs=pairs))
@@ -383,27 +349,6 @@ def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs):
     words = ["sources={a: 1}", f"root_dir={tmp_path}", f"seq_len={S}", "global_batch_size=4"]
     words += ["tokenizer.name=hf", f"tokenizer.path={args.tokenizer.path}"]
     words += ["document_mask=ignore", f"chat={{pairs: {str(pairs).lower()}}}"]
-    told = list(show_config([*(f"data.{word}" for word in words), "step=1", "seed=1"]))
-    assert told == list(describe_row(args, rows, tokenizer, 1, 0, 0))
-
-
-def test_packing_keeps_every_example_and_fills_rows():
-    chance = np.random.default_rng(1)
-    sizes = chance.integers(1, 101, 5000).tolist()
-    rows = list(pack(enumerate(sizes), 100, lambda item: item[1]))
-    assert sorted(i for row in rows for i, _ in row) == list(range(5000))
-    assert max(sum(n for _, n in row) for row in rows) <= 100
-    assert sum(sizes) > 0.97 * 100 * len(rows)
-
-
-def test_rows_are_read_by_training_as_any_source(tmp_path):
-    """The data of a run, as apps.main opens it."""
-    from apps.sft import TrainArgs
-
-    args = TrainArgs(data=make_args(tmp_path, [{"messages": c} for c in CONVERSATIONS]))
-    data, tokenizer = TextData(), build_tokenizer(args.data.tokenizer)
-    data.check(args, tokenizer)
-    data.prepare(args, tokenizer, str)
-    opened = data.open(args, tokenizer)
-    assert opened.documents is not None and list(opened.held_out) == ["a"]
-    assert len(opened.fingerprints["data.content.a"]) == 32
+    show([*(f"data.{word}" for word in words), "step=1", "seed=1"])
+    shown = "\n".join(describe_row(args, rows, tokenizer, 1, 0, 0))
+    assert capsys.readouterr().out == f"{printable(shown)}\n"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from lingua.base.errors import UserError
 from lingua.data.shards import Source
-from lingua.errors import UserError
 from tests.data.prepared import (
     TEXTS,
     Prepared,
@@ -29,15 +29,20 @@ def change_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize("damage", [change_byte, cut_off, Path.unlink])
 @pytest.mark.parametrize("file", ["train.tokens", "heldout.tokens", "heldout.documents"])
-def test_a_damaged_shard_of_unchanged_size_is_built_again(corpus, file):
+def test_a_damaged_shard_is_built_again(corpus, file, damage):
     args = make_args(corpus)
     first = Prepared(args, unit_bytes=27_000).source
     before = contents(first.folder)
     (name, *_) = [shard.name for shard in first.manifest.shards if shard.heldout.tokens]
-    change_byte(first.folder / f"{name}.{file}")
+    damage(first.folder / f"{name}.{file}")
     again = Prepared(args, unit_bytes=27_000)
-    assert f"({name} was damaged; parts to build: 1 of 3)" in again.lines[0]
+    assert name in again.lines[0] and "; parts to build: 1 of 3)" in again.lines[0]
     assert contents(first.folder) == before
     assert not Prepared(args, unit_bytes=27_000).built
 

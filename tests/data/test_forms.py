@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lingua.base.errors import UserError
 from lingua.config.load import load
 from lingua.data.args import DataArgs, SourceFiles
-from lingua.data.prepare.files import find_files
-from lingua.errors import UserError
+from lingua.data.files import find_files
 from tests.data.prepared import (
     TEXTS,
     Prepared,
@@ -89,14 +89,6 @@ def test_every_kind_of_text_column_is_read(tmp_path, kind):
     assert train_tokens(source) == expected_tokens(TEXTS[:50])
 
 
-def test_forms_mix_in_one_source_in_the_order_of_their_paths(tmp_path):
-    for i, form in enumerate(LINE_FORMS):
-        write_form(tmp_path / "a" / str(i), form, TEXTS[i * 50 : i * 50 + 50])
-    (tmp_path / "a" / "9.c").write_text("int main;", encoding="utf-8")
-    source = Prepared(make_args(tmp_path), unit_bytes=2000).source
-    assert train_tokens(source) == expected_tokens([*TEXTS[:300], "int main;"])
-
-
 @pytest.mark.parametrize("form", LINE_FORMS)
 def test_the_texts_key_can_be_given(tmp_path, form):
     write_form(tmp_path / "a", form, TEXTS[:20], key="body")
@@ -148,18 +140,6 @@ def test_source_files_come_from_the_config_and_have_shards_of_their_own(tmp_path
     assert train_tokens(by_pattern) == expected_tokens(["x"])
     assert train_tokens(by_name) == expected_tokens(["a"])
     assert by_pattern.folder != by_name.folder
-    with pytest.raises(UserError, match=r"source_files\.a\.file: unknown key .did you mean"):
-        load(DataArgs, ["source_files={a: {file: [x]}}"])
-
-
-def test_a_file_added_to_a_pattern_is_seen(tmp_path):
-    args = make_args(tmp_path, source_files={"a": SourceFiles(["w/*.jsonl"])})
-    write_jsonl(tmp_path / "w" / "1.jsonl", ["x"])
-    Prepared(args)
-    write_jsonl(tmp_path / "w" / "0.jsonl", ["y"])
-    again = Prepared(args)
-    assert "w/0.jsonl was added" in again.lines[0]
-    assert train_tokens(again.source) == expected_tokens(["y", "x"])
 
 
 # ---- large files in parts
@@ -206,16 +186,6 @@ def test_an_error_in_a_later_part_has_the_line_of_the_file(tmp_path):
     pq.write_table(table, tmp_path / "b.parquet", row_group_size=50)
     with pytest.raises(UserError, match=r"b\.parquet:568: null text \(column text\)"):
         Prepared(make_args(tmp_path), "b", processes=1, unit_bytes=4000)
-
-
-def test_skip_is_advised_for_a_record_without_the_key_only_after_records_that_have_it(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n' + json_lines(TEXTS[:3]))
-    assert "data.source_files.a.text_key" in error_of(make_args(tmp_path))
-    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS[:3]) + b'{"body": "x"}\n')
-    assert "data.on_bad_record: skip" in error_of(make_args(tmp_path))
-    # What only skip can help with is not a matter of the key.
-    (tmp_path / "a.jsonl").write_bytes(b"[1]\n")
-    assert "data.on_bad_record: skip" in error_of(make_args(tmp_path))
 
 
 def test_a_source_without_any_text_is_refused_before_all_of_it_is_read(tmp_path):
@@ -330,11 +300,3 @@ def test_any_mixture_of_bad_lines_is_counted_by_kind_and_the_rest_kept(tmp_path,
     source = Prepared(args, processes=1, unit_bytes=5000).source
     assert train_tokens(source) == expected_tokens(good)
     assert source.manifest.skipped == dict(sorted(expected.items()))
-
-
-def test_numbers_and_strings_that_only_the_lenient_parser_takes_do_no_harm(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(
-        b'{"score": NaN, "text": "one"}\n{"n": "\\ud800", "text": "two"}\n{"text": "\\u0000"}\n'
-    )
-    source = Prepared(make_args(tmp_path)).source
-    assert train_tokens(source) == expected_tokens(["one", "two", "\x00"])

@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from apps.main.config import TrainArgs
-from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.data.args import SourceFiles, ValidationArgs
-from lingua.data.prepare.sources import check_sources, shard_folder
-from lingua.data.text import TextData, held_out_windows
-from lingua.errors import UserError
+from lingua.data.sources import TextData, check_sources, held_out_windows, shard_folder
 from lingua.tokenizer import build_tokenizer
 from tests.data.prepared import (
     BOS,
@@ -27,6 +23,7 @@ from tests.data.prepared import (
     train_tokens,
     write_jsonl,
 )
+from tests.mistakes import refused
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
 
@@ -79,13 +76,6 @@ def test_the_budget_takes_whole_documents_in_an_order_of_their_own(corpus, tmp_p
     windows = held_out_windows(source, 32, 500)
     assert np.array_equal(rearranged.tokens, windows.tokens)
     assert np.array_equal(rearranged.targets, windows.targets)
-
-
-def test_a_source_without_held_out_documents_has_no_windows(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["abc"])
-    windows = held_out_windows(Prepared(make_args(tmp_path)).source, 8, 1000)
-    assert windows.tokens.shape == windows.targets.shape == (0, 8)
-    assert windows.n_bytes == 0
 
 
 # ---- a source that is one document
@@ -221,22 +211,6 @@ def test_validation_sources_are_measured_whole_and_never_trained_on(tmp_path):
 def test_files_that_are_trained_on_are_refused_as_validation_sources(tmp_path):
     write_jsonl(tmp_path / "a" / "1.jsonl", TEXTS[:9])
     args = make_args(tmp_path, source_files={"v": SourceFiles(["a/*.jsonl"])})
-    with pytest.raises(UserError) as error:
-        check_sources(args, build_tokenizer(args.tokenizer), ["v", "missing"])
-    message, path = str(error.value), f"{tmp_path}/a/1.jsonl"
-    assert f"validation.sources.v: {path} is also trained on, as a" in message
-    assert f"validation.sources.missing: there is no {tmp_path}/missing" in message
-
-
-def test_a_wrong_validation_source_is_named_with_its_line(tmp_path):
-    config = tmp_path / "c.yaml"
-    config.write_text("data: {sources: {a: 1, b: 0}}\nvalidation:\n  sources: [a, b, ../c, b]\n")
-    with pytest.raises(UserError) as error:
-        load(TrainArgs, [f"config={config}"])
-    for i, mistake in (
-        (0, '"a": is trained on, as data.sources.a'),
-        (2, '"../c": the name must be that of a file or folder in data.root_dir, without a path'),
-        (3, '"b": is given twice'),
-    ):
-        assert f"validation.sources[{i}] = {mistake} ({config}:3)" in str(error.value)
-    assert "sources[1]" not in str(error.value)
+    check = lambda: check_sources(args, build_tokenizer(args.tokenizer), ["v", "missing"])  # noqa: E731
+    names = ["validation.sources.v", f"{tmp_path}/a/1.jsonl", "as a", "validation.sources.missing"]
+    refused(check, *names, f"{tmp_path}/missing")

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from lingua.base.errors import UserError
 from lingua.data import IGNORE
-from lingua.data.documents import DocumentMarks
 from lingua.data.loader import STEPS_AHEAD, Loader, micro_steps
+from lingua.data.rows import DocumentMarks
 from lingua.data.stream import RowStream
-from lingua.errors import UserError
 from tests.data.sources import make_source
+from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
 
@@ -68,11 +69,8 @@ def test_given_micro_steps_are_kept_or_refused_with_the_numbers():
     assert micro_steps(8, 1, 8, 4) == (4, 2)
     assert micro_steps(9, 2, 8, 2) == (2, 3)
     for steps, batch_size, allowed in ((1, 4, "2 to 8"), (9, 4, "2 to 8")):
-        with pytest.raises(UserError) as error:
-            micro_steps(8, 1, batch_size, steps)
-        for part in (f"grad_acc_steps = {steps}", "data.batch_size = 4", "global_batch_size = 8"):
-            assert part in str(error.value)
-        assert allowed in str(error.value)
+        names = (f"grad_acc_steps = {steps}", "data.batch_size = 4", "global_batch_size = 8")
+        refused(lambda b=batch_size, n=steps: micro_steps(8, 1, b, n), *names, allowed)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

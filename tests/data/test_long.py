@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from lingua.data.prepare.pieces import CONTEXT, TRIES, Pieces
 from lingua.tokenizer import build_tokenizer
+from lingua.tools.prepare.pieces import CONTEXT, TRIES, Pieces
 from tests.data.prepared import Prepared, error_of, expected_tokens, make_args, train_tokens
 from tests.data.test_forms import write_form
-from tests.test_tokenizer import CORPUS, KINDS, paths  # noqa: F401 - a fixture
+from tests.tokenizer.test_tokenizer import CORPUS, KINDS, paths  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.quick
 

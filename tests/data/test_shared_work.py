@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-import lingua.lock
+import lingua.base.lock
+from lingua.base.errors import UserError
 from lingua.data.args import DataArgs
-from lingua.data.prepare import __main__ as prepare
-from lingua.data.prepare.sources import shard_folder, source_files
-from lingua.data.prepare.units import plan_units
-from lingua.errors import UserError
+from lingua.data.sources import shard_folder, source_files
 from lingua.tokenizer import build_tokenizer
+from lingua.tools.commands import data_prepare
+from lingua.tools.prepare.units import plan_units
 from tests.data.prepared import (
     TEXTS,
     Prepared,
@@ -33,7 +33,7 @@ from tests.programs import python
 BUILD = """
 import sys
 from lingua.data.args import DataArgs
-from lingua.data.prepare.sources import prepare_source
+from lingua.data.sources import prepare_source
 from lingua.tokenizer import build_tokenizer
 
 if __name__ == "__main__":
@@ -144,7 +144,7 @@ def test_a_part_that_another_process_builds_is_waited_for_and_the_rest_built(cor
 
 @pytest.mark.parametrize("content", [ELSEWHERE, ""], ids=["elsewhere", "unreadable"])
 def test_a_part_whose_builder_died_elsewhere_is_taken_over(corpus, monkeypatch, content):
-    monkeypatch.setattr(lingua.lock, "LIFETIME_S", 1)
+    monkeypatch.setattr(lingua.base.lock, "LIFETIME_S", 1)
     args = make_args(corpus)
     lock = lock_of_a_part(args)
     lock.write_text(content)
@@ -153,17 +153,6 @@ def test_a_part_whose_builder_died_elsewhere_is_taken_over(corpus, monkeypatch, 
     assert time.monotonic() - begin > 1
     assert train_tokens(taken.source) == expected_tokens(TEXTS)
     assert not list(lock.parent.glob("*.lock*"))
-
-
-def test_one_that_waits_says_for_whom(corpus):
-    args = make_args(corpus)
-    folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
-    folder.mkdir(parents=True)
-    with hold_lock(Path(f"{folder}.lock"), 1.5) as process:
-        waited = Prepared(args)
-    (line,) = [line for line in waited.lines if "waiting" in line]
-    assert f"{folder}.lock is held by process {process.pid} on " in line
-    assert waited.built
 
 
 def test_a_worker_that_is_killed_is_an_error_not_a_hang(big_corpus, tmp_path_factory):
@@ -184,17 +173,10 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(big_corpus, tmp_path_fac
     assert "data.sources.a: a process that tokenized it was killed" in errors
 
 
-def test_a_workers_error_is_the_real_one(corpus):
-    with open(corpus / "a" / "b" / "2.jsonl", "a", encoding="utf-8") as file:
-        file.write("not json\n")
-    with pytest.raises(UserError, match=r"2\.jsonl:201: not JSON"):
-        Prepared(make_args(corpus), processes=2, unit_bytes=27_000)
+# ---- python -m lingua data prepare
 
 
-# ---- python -m lingua.data.prepare
-
-
-def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, monkeypatch, capsys):
+def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, capsys):
     with open(corpus / "a" / "a.jsonl", "a", encoding="utf-8") as file:
         file.write('\n{"text": null}\n{"text": 1}\n\n')
     write_jsonl(corpus / "late.jsonl", ["text of a stage"])
@@ -204,7 +186,7 @@ def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, mon
         "  stages: [{from_step: 5, sources: {late: 1}}]\n"
     )
     config = f"config={corpus / 'c.yaml'}"
-    command = [*python(), "-m", "lingua.data.prepare", config, "processes=1"]
+    command = [*python(), "-m", "lingua", "data", "prepare", config, "processes=1"]
     first = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert first.returncode == 0, first.stderr
     held_out = [text for text in TEXTS if is_held_out(text)]
@@ -223,10 +205,8 @@ def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, mon
     assert "data.sources.late: 1 document, " in first.stdout and "unused" not in first.stdout
     assert "100%" in first.stderr and "B/s" in first.stderr
 
-    monkeypatch.setattr(sys, "argv", ["prepare", config])
-    prepare.main()
+    data_prepare.main([config])
     again = capsys.readouterr()
     assert lines[0] in again.out and "tokenizing" not in again.out + again.err
-    sys.argv.append("data.sources.b=1")
     with pytest.raises(UserError, match=r"data\.sources\.b: there is no"):
-        prepare.main()
+        data_prepare.main([config, "data.sources.b=1"])

@@ -7,10 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lingua.config.load import load
 from lingua.data.args import DataArgs, Stage
 from lingua.data.stream import Mixture, RowStream, Stages
-from lingua.errors import UserError
 from tests.data.sources import make_source
 
 pytestmark = pytest.mark.quick
@@ -114,45 +112,6 @@ def test_no_row_of_an_epoch_is_repeated_or_left_out_where_the_stages_change(tmp_
 
 
 # ---- what the user says
-
-
-def problems_of(*stages: tuple[int, dict[str, float]]) -> dict[str, str]:
-    args = DataArgs(sources={"a": 1.0}, stages=[Stage(*stage) for stage in stages])
-    return dict(args.validate())
-
-
-def test_every_mistake_in_a_stage_is_named_by_its_key():
-    assert problems_of((5, {"a": 1.0}), (6, {"a": 0.0, "b": 2.0})) == {}
-    wrong = problems_of((0, {"a": 1.0}), (9, {}), (9, {"a": -1.0, "../b": 1.0}), (4, {"a": 0.0}))
-    assert (
-        "at least 1" in wrong["stages[0].from_step"]
-        and "data.sources" in wrong["stages[0].from_step"]
-    )
-    assert "at least one source" in wrong["stages[1].sources"]
-    assert wrong["stages[2].from_step"] == "must be above that of the stage before it, 9"
-    assert "at least 0" in wrong["stages[2].sources.a"]
-    assert "without a path" in wrong["stages[2].sources.../b"]
-    assert wrong["stages[3].from_step"] == "must be above that of the stage before it, 9"
-    assert "above 0" in wrong["stages[3].sources"]
-
-
-@pytest.mark.parametrize(
-    "stage, message",
-    [
-        ("{from_step: 3}", "stages[0].sources: must be given"),
-        ("{sources: {a: 1}}", "stages[0].from_step: must be given"),
-        ("{from_step: x, sources: {a: 1}}", 'stages[0].from_step = "x": must be a whole number'),
-        ("{from_step: 3, source: {a: 1}}", 'did you mean "stages[0].sources"?'),
-        ("{from_step: 3, sources: {a: -2}}", "stages[0].sources.a = -2: must be a finite number"),
-    ],
-)
-def test_a_malformed_stage_says_where_and_what(tmp_path, stage, message):
-    path = tmp_path / "c.yaml"
-    path.write_text(f"sources: {{a: 1}}\nstages:\n  - {stage}\n")
-    with pytest.raises(UserError) as error:
-        load(DataArgs, [f"config={path}"])
-    assert message in str(error.value)
-    assert "c.yaml:3" in str(error.value) or "must be given" in message
 
 
 def test_the_sources_of_all_stages_are_used():

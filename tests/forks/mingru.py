@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from apps.main import app as main_app
 from apps.main.transformer import build_transformer, parallel_plan
 from lingua.app import Built
+from lingua.model.transformer import Context, TransformerArgs, TransformerBlock, trunc_normal_
 from lingua.parallel.parallelize import ParallelPlan
-from lingua.transformer import Context, TransformerArgs, TransformerBlock, trunc_normal_
 
 
 def scan(a: Tensor, b: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from apps.main.transformer import build_transformer, parallel_plan
 from lingua.app import Built
 from lingua.config.schema import Guarded
 from lingua.model import PerRow
+from lingua.model.transformer import FeedForward, TransformerBlock, flops_per_token, trunc_normal_
 from lingua.parallel.parallelize import ParallelPlan
-from lingua.transformer import FeedForward, TransformerBlock, flops_per_token, trunc_normal_
 
 
 @dataclass

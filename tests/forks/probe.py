@@ -8,8 +8,8 @@ from apps.main import app as main_app
 from apps.main.config import TrainArgs as MainArgs
 from apps.main.run import Run
 from lingua.config.schema import Free
-from lingua.dtensor import whole
-from lingua.init import canonical_name
+from lingua.parallel.init import canonical_name
+from lingua.parallel.tensors import whole
 
 
 @dataclass

@@ -8,9 +8,9 @@ import numpy as np
 
 from apps.main import app as main_app
 from apps.main.config import TrainArgs as MainArgs
+from lingua.base.errors import UserError
 from lingua.data.args import DataArgs
 from lingua.data.rows import HeldOut, OpenData
-from lingua.errors import UserError
 from lingua.tokenizer import Tokenizer
 
 HELD_OUT = 1 << 40  # the position of the first row that training never reaches

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend `fake`
 
 from apps.bench.step import run_steps
-from apps.main.run import Run
-from lingua.errors import UserError
+from apps.main.transformer import build
+from lingua.base.errors import UserError
+from lingua.parallel.mesh import mesh_sizes
 
 
 def only_rank_0(ranks: int) -> None:
@@ -40,15 +41,15 @@ def measure(keys: list[str], ranks: int, n_steps: int) -> dict[str, Any]:
         only_rank_0(ranks)
     peaks: list[float] = []  # of the start, then of each step
 
-    def at(i: int, run: Run, batch: object) -> None:
+    def at(i: int) -> None:
         peaks.append(round(torch.cuda.max_memory_allocated() / 2**30, 2))
         torch.cuda.reset_peak_memory_stats()
 
-    own = "device=cuda", "distributed.compile=false", "logging.freq=1000000"
-    run = run_steps([*keys, *own], n_steps, at)
+    fixed = "device=cuda", "distributed.compile=false", "logging.freq=1000000"
+    args = run_steps([*keys, *fixed], n_steps, at).args
     return {
-        "parameters": sum(p.numel() for p in run.model.parameters()),
-        "mesh": list(run.mesh.shape),
+        "parameters": sum(p.numel() for p in build(args).module.parameters()),
+        "mesh": list(mesh_sizes(args.distributed, ranks)),
         "start_gib": peaks[0],
         "step_gib": max(peaks[1:]),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),

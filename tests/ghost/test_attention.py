@@ -6,7 +6,6 @@ import json
 import pytest
 
 from tests.ghost.attention import MASKS
-from tests.ghost.conftest import Ghost
 
 FLASH = {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
 EFFICIENT = {kernel.replace("flash", "efficient") for kernel in FLASH}
@@ -14,9 +13,7 @@ VARLEN = {"_varlen_attn", "_varlen_attn_backward"}
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0"])
-def test_no_scores_are_computed_as_a_whole_and_the_host_reads_nothing(
-    ghost: Ghost, capability: str
-) -> None:
+def test_no_scores_are_computed_as_a_whole_and_the_host_reads_nothing(ghost, capability):
     """Grouped heads, each mask, deterministic or not."""
     output = ghost("python", "-m", "tests.ghost.attention", GHOST_CAPABILITY=capability)
     found = {case: set(kernels) for case, kernels in json.loads(output.splitlines()[-1]).items()}
@@ -33,7 +30,7 @@ def test_no_scores_are_computed_as_a_whole_and_the_host_reads_nothing(
 
 
 @pytest.mark.parametrize(("seq_len", "rows"), [(4096, 4), (16384, 1)])
-def test_documents_and_windows_cost_little_memory(ghost: Ghost, seq_len: int, rows: int) -> None:
+def test_documents_and_windows_cost_little_memory(ghost, seq_len, rows):
     def peak_gib(*keys: str) -> float:
         output = ghost(
             *("python", "-m", "tests.ghost.memory", "config=apps/main/configs/llama_1B.yaml"),

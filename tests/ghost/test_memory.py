@@ -3,11 +3,8 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from tests.ghost.conftest import Ghost
 
 
 @pytest.mark.parametrize(
@@ -18,9 +15,7 @@ from tests.ghost.conftest import Ghost
         ("llama_7B", 8, 2, "selective", 40),
     ],
 )
-def test_a_step_needs_no_more_than_this(
-    ghost: Ghost, config: str, ranks: int, rows: int, checkpointing: str, limit_gib: float
-) -> None:
+def test_a_step_needs_no_more_than_this(ghost, config, ranks, rows, checkpointing, limit_gib):
     keys = {
         "config": f"apps/main/configs/{config}.yaml",
         "data.seq_len": 4096,
@@ -41,7 +36,7 @@ def test_a_step_needs_no_more_than_this(
 
 
 @pytest.mark.parametrize("config", ["llama_1B", "llama_3B", "llama_7B", "llama_8B"])
-def test_the_configs_fit_eight_gpus_of_80_gb(ghost: Ghost, config: str) -> None:
+def test_the_configs_fit_eight_gpus_of_80_gb(ghost, config):
     output = ghost(
         *("python", "-m", "tests.ghost.memory", "--ranks", "8", "--steps", "2"),
         *(f"config=apps/main/configs/{config}.yaml", "model.vocab_size=128256"),
@@ -66,15 +61,15 @@ def test_the_configs_fit_eight_gpus_of_80_gb(ghost: Ghost, config: str) -> None:
     ],
 )
 def test_a_plan_has_the_memory_that_the_allocator_allocates(
-    ghost: Ghost, tmp_path: Path, config: str, ranks: int, rows: int, keys: list[str]
-) -> None:
+    ghost, tmp_path, config, ranks, rows, keys
+):
     run = [
         *(f"config=apps/main/configs/{config}.yaml", "model.vocab_size=128256"),
         *(f"data.global_batch_size={rows}", *keys),
     ]
     output = ghost("python", "-m", "tests.ghost.memory", "--ranks", str(ranks), *run)
     plan = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "lingua.plan", f"ngpu={ranks}", f"json={plan}", *run]
+    command = [sys.executable, "-m", "lingua", "plan", f"ngpu={ranks}", f"json={plan}", *run]
     subprocess.run(command, check=True)
     allocated = json.loads(plan.read_text())["allocated"] / 2**30
     assert allocated == pytest.approx(json.loads(output.splitlines()[-1])["step_gib"], rel=0.05)

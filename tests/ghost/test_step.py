@@ -1,14 +1,12 @@
 """How often the host waits for the device, and on which devices a rank makes contexts."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.apps.meshes import Sizes, mesh
 from tests.apps.runs import SMALL, write_sources
-from tests.ghost.conftest import Ghost
 
 LOG, SAVE, MEASURE = 4, 5, 6  # the only steps in which something is due
 KEYS = SMALL | {
@@ -45,8 +43,8 @@ def waits(phase: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("sizes", "keys"), VARIANTS)
 def test_the_host_waits_once_for_a_line_and_never_for_a_step_or_a_held_out_batch(
-    ghost: Ghost, tmp_path: Path, sizes: Sizes, keys: dict[str, Any]
-) -> None:
+    ghost, tmp_path, sizes, keys
+):
     write_sources(tmp_path)
     n = sizes[0] * sizes[1] * sizes[2]
     values = KEYS | mesh(sizes) | keys | {"dump_dir": tmp_path / "run", "data.root_dir": tmp_path}
@@ -76,7 +74,7 @@ def test_the_host_waits_once_for_a_line_and_never_for_a_step_or_a_held_out_batch
 
 STARTED = """
 import json, torch
-from lingua.inference.trained import OpenArgs
+from lingua.tools.inference.trained import OpenArgs
 from lingua.parallel.launch import detect_launch, pick_device, start
 args, launch = OpenArgs().distributed, detect_launch()
 start(pick_device("cuda", launch), launch, args)
@@ -86,7 +84,7 @@ print(json.dumps([args.model_dtype, segment["is_expandable"]]))
 """
 
 
-def test_what_is_left_open_on_cuda(ghost: Ghost) -> None:
+def test_what_is_left_open_on_cuda(ghost):
     """The dtype of evaluation and generation; the allocator, unless the user configured it."""
 
     def started(**variables: str) -> list[Any]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MODULE, MARKER = "apps.main.train", "lingua.monitor.profiling:Profiler.step"
+MODULE, MARKER = "apps.main.train", "lingua.monitor.profiling:Unprofiled.step"
 COUNTS = ("launches", "matrix products", "cudaMalloc", "cudaFree")  # in the order of ghost.cpp
 ROOT = os.getcwd() + os.sep
 LIBRARIES = tuple(

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lingua.checkpoint.resume import Progress
-from lingua.data.prepare.sources import prepare_sources
+from lingua.checkpoint.state import Progress
+from lingua.data.sources import prepare_sources
 from lingua.monitor.reporter import Reporter
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
-from lingua.records import Record, heldout
 from lingua.tokenizer import build_tokenizer
+from lingua.tools.runs.records import Record, heldout
 from tests.apps.runs import Runs, arguments
 
 
@@ -38,7 +38,7 @@ def report_here(dump_dir: Path) -> tuple[dict[str, Any], list[str]]:
         report.evaluation([{"step": 54_000, "task": "arc", "acc,none": 0.5}])
         report.event("gradients", 54_000, norms={"wq": 0.25, "wk": np.float32(2)}, device="cpu")
         report.samples(54_000, "wiki", [("Once", " upon"), ("größer", " als")])
-        sent = dict(report.wandb.summary)
+        sent = dict(report.wandb.run.summary)
         summary = {k: dict(v) if hasattr(v, "keys") else v for k, v in sent.items()}
     logger.removeHandler(handler)
     return summary, logged

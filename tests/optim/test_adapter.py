@@ -1,57 +1,23 @@
-"""Other optimizers in the loop: each against torch's own on one process, also sharded and resumed,
-past gradients that are not finite, and what is refused."""
+"""Other optimizers in the loop: each against torch's own on one process, past gradients that are
+not finite and a resume, and what is refused. Sharded ones: tests/apps/test_matrix.py."""
 
 import json
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import Optimizer
 
-from lingua.checkpoint.folder import newest
-from lingua.checkpoint.save import save
-from lingua.checkpoint.source import open_checkpoint
+from lingua.base.errors import UserError
 from lingua.checkpoint.tensors import settings_of, tensors_of
-from lingua.dtensor import local, map_whole, whole
-from lingua.errors import UserError
-from lingua.init import init_parameters
 from lingua.optim.adapter import adapt, on_shards
-from lingua.optim.optimizer import NonFiniteGuard, split_by_decay, update
-from lingua.parallel.gradients import grad_norm
-from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs, dp_degree, dp_rank
-from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.optim.optimizer import split_by_decay, update
+from tests.forks.whole_tensors import Normalised
 
-CPU = torch.device("cpu")
-Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp
 Build = Callable[[Any], Optimizer]
-
-
-class Normalised(Optimizer):
-    """An optimizer of a stranger: momentum, whose whole is brought to norm 1. It creates its state
-    in its first step, replaces it in every one, and asks for whole tensors."""
-
-    def __init__(self, groups: Any, lr: float) -> None:
-        super().__init__(groups, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["mean"] = torch.zeros_like(p.grad)
-                state["mean"] = 0.9 * state["mean"] + 0.1 * p.grad
-                direction = map_whole(lambda t: t / (t.norm() + 1e-3), local(state["mean"]), p)
-                local(p).add_(direction, alpha=-group["lr"])
 
 
 O = torch.optim  # noqa: E741
@@ -117,8 +83,8 @@ def trained_by_torch(
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copies of what this rank holds of each tensor, by its name in a checkpoint."""
-    return {name: local(t).clone() for name, t in tensors_of(model, optimizer).items()}
+    """Copies of all tensors, by their names in a checkpoint."""
+    return {name: t.clone() for name, t in tensors_of(model, optimizer).items()}
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -152,7 +118,7 @@ def test_every_bit_is_that_of_torchs_own_past_bad_gradients_and_a_resume(kind, s
             model = Given()
             optimizer = adapted(model, build, sharded)
             for name, t in tensors_of(model, optimizer).items():
-                local(t).copy_(saved.pop(name))
+                t.copy_(saved.pop(name))
             assert not saved
         bad = step in BAD
         give_gradients(model, step, math.nan if bad else 0.0, late)
@@ -241,129 +207,3 @@ def test_an_optimizer_that_cannot_be_resumed_is_refused_at_the_start(build, mess
     model = Given()
     with pytest.raises(UserError, match=f"(?s){message}"):
         adapt(build(list(model.parameters())), model)
-
-
-def test_an_optimizer_that_cannot_suppress_an_update_is_not_taken():
-    with pytest.raises(AssertionError, match="adapt"):
-        update(ELEMENTWISE["SGD"](Given().parameters()), 0.1, torch.tensor(True), ONE)
-
-
-# ------------------------------------------------------------------- real gradients, in ranks
-
-
-class Model(nn.Module):
-    """Sizes that no mesh divides; FSDP pads some of them in the first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 5)
-        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
-        self.late = nn.Linear(5, 1, bias=False)
-
-    def forward(self, tokens: Tensor, step: int) -> Tensor:
-        h = self.embed(tokens)
-        h = h + self.down(self.up(h).relu())
-        loss = h.logsumexp(-1).sum()
-        return loss + self.late(h).sum() if step >= LATE else loss
-
-
-SHARDED: dict[str, Build] = {name: ELEMENTWISE[name] for name in ("NAdam", "fused AdamW")}
-SHARDED["Normalised"] = lambda g: Normalised(g, 7.0)
-
-
-def backward(model: nn.Module, step: int, rank: int = 0, degree: int = 1) -> None:
-    """The gradient of the mean over 6 rows, of which this rank has its share."""
-    rows = torch.randint(11, (6, 8), generator=torch.Generator().manual_seed(step))
-    (model(rows[rank::degree], step) / rows.numel()).backward()
-
-
-@cache
-def reference(kind: str, lose_moments: bool = False) -> dict[str, Tensor]:
-    """The same optimizer, without an adapter, on a plain model and one process."""
-    model = Model()
-    init_parameters(model, 2, CPU)
-    optimizer = SHARDED[kind](model.parameters())
-    for step in range(END):
-        if step == SAVED and lose_moments:
-            for state in optimizer.state.values():
-                for t in state.values():
-                    t.zero_()
-        if step not in BAD:
-            backward(model, step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate(step)
-            optimizer.step()
-            optimizer.zero_grad()
-    return everything(model, optimizer)
-
-
-def in_ranks(sizes: Sizes, folder: Path, resumed: bool) -> dict[str, dict[str, Any]]:
-    """All tensors at the end, gathered, by kind of optimizer. Saves into `folder` on the way, or
-    begins with what it finds there."""
-    replicate, shard, tp = sizes
-    args = DistributedArgs(replicate, shard, tp, model_dtype="fp32")
-    mesh = start(CPU, detect_launch(), args)
-    plan = ParallelPlan(
-        blocks=("up", "down"),
-        tp={"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()},
-        tp_equal=("embed", "late"),
-    )
-    found = {}
-    for kind, build in SHARDED.items():
-        with torch.device("meta"):
-            model = Model()
-        parallelize_model(model, mesh, plan, args)
-        init_parameters(model, 2, CPU)
-        optimizer = adapted(model, build, sharded=kind != "Normalised")
-        guard = NonFiniteGuard("skip", CPU)
-        if resumed:
-            saved = open_checkpoint(newest(folder / kind, "full", print))
-            saved.load(tensors_of(model, optimizer))
-        for step in range(SAVED if resumed else 0, END):
-            if step == SAVED and not resumed:
-                save(folder / kind, step, tensors_of(model, optimizer), {}, "")
-            backward(model, step, dp_rank(mesh), dp_degree(mesh))
-            if step in BAD:
-                model.down.weight.grad.mul_(math.nan)
-            norm = grad_norm(list(model.parameters()))
-            before = everything(model, optimizer)
-            update(optimizer, rate(step), guard.admit(step + 1, norm), ONE)
-            assert equal(before, everything(model, optimizer)) == (step in BAD), (kind, step)
-            optimizer.zero_grad()
-        found[kind] = {n: whole(t).numpy() for n, t in tensors_of(model, optimizer).items()}
-    return found
-
-
-def apart(found: dict[str, Any], expected: dict[str, Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max((torch.from_numpy(found[n]) - t).abs().max().item() for n, t in expected.items())
-
-
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory) -> tuple[Path, list[dict[str, dict[str, Any]]]]:
-    folder = tmp_path_factory.mktemp("saved")
-    return folder, ranks.run(4, in_ranks, (1, 2, 2), folder, False)
-
-
-CLOSE = 1e-5  # of a parameter
-
-
-def check(found: dict[str, dict[str, Any]]) -> None:
-    for kind in SHARDED:
-        expected = reference(kind)
-        assert apart(found[kind], expected) < CLOSE, kind
-        lost = {name: t.numpy() for name, t in reference(kind, lose_moments=True).items()}
-        assert apart(lost, expected) > 100 * CLOSE, kind
-
-
-def test_sharded_it_is_torchs_own_on_one_process(saved):
-    for found in saved[1]:
-        check(found)
-
-
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, 1), (2, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.soak)]
-)
-def test_saved_and_resumed_elsewhere_it_is_the_same(ranks, saved, sizes):
-    for found in ranks.run(math.prod(sizes), in_ranks, sizes, saved[0], True):
-        check(found)

@@ -1,7 +1,7 @@
 """Muon against the singular value decomposition, against torch's own, and sharded against whole."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lingua.errors import UserError
-from lingua.optim.args import OptimArgs
-from lingua.optim.muon import MuonArgs, orthogonalise
+from lingua.base.errors import UserError
+from lingua.optim.args import MuonArgs, OptimArgs
+from lingua.optim.muon import orthogonalise
 from lingua.optim.optimizer import build_optimizer, update
 
 TRUE, ONE = torch.tensor(True), torch.tensor(1.0)
@@ -95,13 +95,6 @@ def test_it_is_the_polynomial_of_the_singular_values(shape):
         assert (coarse.double() - expected).norm() < 0.05 * expected.norm()
 
 
-def test_five_steps_make_the_singular_values_about_one():
-    matrix = torch.randn(60, 40, generator=torch.Generator().manual_seed(2))
-    values = torch.linalg.svdvals(orthogonalise(matrix, 5))
-    assert values.min() > 0.6 and values.max() < 1.25
-    assert torch.linalg.svdvals(matrix).min() < 0.2 * torch.linalg.svdvals(matrix).max()
-
-
 def test_a_gradient_of_zeros_is_no_update():
     assert not orthogonalise(torch.zeros(3, 4), 5).any()
 
@@ -124,34 +117,10 @@ def test_muon_has_the_matrices_inside_the_blocks_and_adamw_the_rest(tied):
     assert decayed == {*MATRICES, *head}
 
 
-def test_its_state_exists_before_the_first_step():
-    optimizer = build_optimizer(a_model(), muon_args(), BLOCKS)
-    for group in optimizer.param_groups:
-        kinds = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
-        for p in group["params"]:
-            assert set(optimizer.state[p]) == kinds[group["algorithm"]]
-            assert not any(t.any() for t in optimizer.state[p].values())
-
-
 @pytest.mark.parametrize("blocks", [(), ("stages.*",)])
 def test_a_model_without_blocks_has_nothing_for_muon(blocks):
     with pytest.raises(UserError, match=r"optim.name = muon: .* must be adamw"):
         build_optimizer(a_model(), muon_args(), blocks)
-
-
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("momentum", (-0.1, 1.0, math.nan)),
-        ("ns_steps", (0, -1)),
-        ("rms", (0.0, -1.0, math.inf, math.nan)),
-    ],
-)
-def test_a_value_out_of_range_is_named(key, values):
-    assert not list(MuonArgs().validate())
-    for value in values:
-        [(named, need)] = replace(MuonArgs(), **{key: value}).validate()
-        assert named == key and need.startswith("must be ")
 
 
 # ----------------------------------------------------------------------------- against torch
@@ -215,31 +184,6 @@ def test_in_bfloat16_it_is_torchs_muon_beside_torchs_adamw(momentum, nesterov, n
         assert apart(trained(muon_args(**settings | other), 4), theirs) > 1e-4, other
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_an_update_that_is_not_finite_changes_nothing_and_the_next_one_counts_on(bad):
-    model = a_model()
-    optimizer = build_optimizer(model, muon_args(), BLOCKS)
-
-    def everything() -> list[Tensor]:
-        states = [t for state in optimizer.state.values() for t in state.values()]
-        return [t.detach().clone() for t in (*model.parameters(), *states)]
-
-    def step(finite: bool, spoil: float = 0.0) -> None:
-        gradients(model, 1)
-        model.layers[1].up.weight.grad[0, 0] += spoil
-        update(optimizer, 0.1, torch.tensor(finite), ONE)
-        optimizer.zero_grad()
-
-    step(True)
-    before = everything()
-    step(False, bad)
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-    step(True)
-    after = everything()
-    assert all(torch.isfinite(t).all() for t in after)
-    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 # ------------------------------------------------------------------------------------ sharded
 
 
@@ -282,7 +226,10 @@ def in_ranks(shape: tuple[int, int, int]) -> dict[str, tuple[Tensor, Tensor]]:
     return on_a_mesh(shape)
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+SOAK = [pytest.param(shape, marks=pytest.mark.soak) for shape in ((2, 2, 1), (2, 1, 2))]
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 1), (1, 2, 2), *SOAK])
 def test_a_sharded_matrix_is_updated_bit_for_bit_as_the_whole_one_is(ranks, shape):
     expected = given_updates(a_model())
     assert list(expected) == MATRICES
@@ -290,8 +237,3 @@ def test_a_sharded_matrix_is_updated_bit_for_bit_as_the_whole_one_is(ranks, shap
         assert found.keys() == expected.keys()
         for name, pair in found.items():
             assert all(torch.equal(a, b) for a, b in zip(pair, expected[name], strict=True)), name
-
-
-def test_settings_are_kept_in_the_groups_as_plain_values():
-    groups = build_optimizer(a_model(), muon_args(momentum=0.7), BLOCKS).param_groups
-    assert groups[0].items() >= asdict(MuonArgs(momentum=0.7)).items()

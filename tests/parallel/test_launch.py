@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lingua.errors import UserError
-from lingua.inference.trained import OpenArgs
+from lingua.base.errors import UserError
 from lingua.parallel.launch import detect_launch, set_timeout, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0
 from lingua.parallel.program import run_program
+from lingua.tools.inference.trained import OpenArgs
 from tests.programs import python
 
 
@@ -74,15 +74,10 @@ def test_every_rank_leaves_with_its_code_and_one_tells_the_mistake(ranks, case, 
         ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK"),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS"),
-        (
-            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_STEP_NUM_TASKS": "2"},
-            "SLURM_PROCID",
-        ),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID"),
     ],
 )
-def test_a_wrong_place_in_the_environment_is_refused_by_name(
-    wrong: dict[str, str], name: str
-) -> None:
+def test_a_wrong_place_in_the_environment_is_refused_by_name(wrong, name):
     with pytest.raises(UserError, match=f"^the environment variable {name}: must be a number"):
         detect_launch(wrong)
 
@@ -93,7 +88,7 @@ def dtype_here() -> str | None:
     return args.model_dtype
 
 
-def test_a_dtype_that_is_left_open_is_the_cpus(ranks) -> None:
+def test_a_dtype_that_is_left_open_is_the_cpus(ranks):
     """Of evaluation and generation. That of CUDA: tests/ghost."""
     assert OpenArgs().distributed.model_dtype is None
     assert ranks.run(1, dtype_here) == ["fp32"]
@@ -123,7 +118,7 @@ def wait_for_a_stopped_rank() -> list[str]:
         return [str(error), *error.__notes__]
 
 
-def test_a_rank_that_is_stopped_is_named_by_the_others(ranks) -> None:
+def test_a_rank_that_is_stopped_is_named_by_the_others(ranks):
     first, stopped, last = ranks.run(3, wait_for_a_stopped_rank)
     assert first[1:] == last[1:] and stopped == []
     error, note = first
@@ -131,7 +126,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(ranks) -> None:
     assert note.startswith("rank 1 did not answer in time: its process is stopped")
 
 
-def test_an_abort_prints_the_stacks_of_all_threads() -> None:
+def test_an_abort_prints_the_stacks_of_all_threads():
     """The watchdog of NCCL aborts a process whose collective timed out."""
     program = """
 import os, threading
@@ -157,7 +152,7 @@ def start_rank(**place: object) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2() -> None:
+def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2():
     here = {"MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("", 0)) as taken, socket.socket() as free:
         free.bind(("", 0))  # and does not listen
@@ -179,8 +174,8 @@ def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2() -> None:
 
 PROGRAM = """
 import os, sys, time
-from lingua.errors import UserError
-from lingua.inference.trained import OpenArgs
+from lingua.base.errors import UserError
+from lingua.tools.inference.trained import OpenArgs
 from lingua.parallel.program import run_program
 def program():
     while os.environ["RANK"] == "0" and not os.path.exists("rank 1 raises"):
@@ -193,7 +188,7 @@ run_program(program)
 
 
 @pytest.mark.parametrize("kind", ["mistake", "fault"])
-def test_torchruns_report_does_not_hide_the_error(kind: str, tmp_path: Path) -> None:
+def test_torchruns_report_does_not_hide_the_error(kind, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(

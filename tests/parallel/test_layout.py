@@ -20,10 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from apps.main.transformer import ModelArgs, Transformer, parallel_plan
-from lingua.dtensor import whole
-from lingua.errors import UserError
-from lingua.init import canonical_name, init_parameters
+from lingua.base.errors import UserError
 from lingua.parallel.gradients import grad_norm
+from lingua.parallel.init import canonical_name, init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs, dp_degree, dp_rank
 from lingua.parallel.parallelize import (
@@ -31,7 +30,8 @@ from lingua.parallel.parallelize import (
     check_layout,
     parallelize_model,
 )
-from tests.ranks import Ranks
+from lingua.parallel.tensors import whole
+from tests.mistakes import refused
 
 CPU = torch.device("cpu")
 CLOSE = 1e-5  # of gradients, as `apart` measures
@@ -103,69 +103,59 @@ def mesh_of(sizes: Sizes, **settings: Any) -> tuple[DeviceMesh, DistributedArgs]
 # ----------------------------------------------------------------------------- what is refused
 
 
-def test_a_plan_that_fits_is_accepted_for_any_number_of_ranks() -> None:
+def test_a_plan_that_fits_is_accepted_for_any_number_of_ranks():
     assert [problems(PLAN, tp) for tp in (1, 2, 3)] == ["", "", ""]
     assert problems(None, 1) == ""
 
 
-def test_parameters_that_the_plan_forgets_are_refused_together_by_name() -> None:
-    forgotten = replace(PLAN, tp_equal=("embed", "head"))
-    assert problems(forgotten, 1) == ""
-    found = problems(forgotten, 2)
-    assert "hold scale, blocks.0.norm.weight, blocks.2.norm.weight. Give each" in found
-    assert "ParallelPlan.tp " in found and "ParallelPlan.tp_equal" in found
-
-
-def test_a_parameter_may_be_declared_by_its_own_name_and_a_star_is_one_part() -> None:
+def test_a_parameter_may_be_declared_by_its_own_name_and_a_star_is_one_part():
     named = ("embed", "blocks.*.norm.weight", "head.weight", "head.bias", "scale")
     assert problems(replace(PLAN, tp_equal=named), 2) == ""
     assert problems(replace(PLAN, tp_equal=("*",)), 2) == ""
-    found = problems(replace(PLAN, tp_equal=("*.*.norm", "head.*")), 2)
-    assert "hold scale, embed.weight. Give each" in found
 
 
-def test_a_style_of_inputs_does_not_distribute_parameters() -> None:
-    style = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-    plan = replace(PLAN, tp=STYLES | {"blocks.*.norm": style}, tp_equal=("embed", "head", "scale"))
-    assert "hold blocks.0.norm.weight, blocks.2.norm.weight. Give" in problems(plan, 2)
+OF_INPUTS = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+
+
+@pytest.mark.parametrize(
+    ("fields", "hold"),
+    [
+        ({"tp_equal": ("embed", "head")}, "scale, blocks.0.norm.weight, blocks.2.norm.weight"),
+        ({"tp_equal": ("*.*.norm", "head.*")}, "scale, embed.weight"),
+        (  # a style of inputs does not distribute parameters
+            {"tp": STYLES | {"blocks.*.norm": OF_INPUTS}, "tp_equal": ("embed", "head", "scale")},
+            "blocks.0.norm.weight, blocks.2.norm.weight",
+        ),
+    ],
+)
+def test_parameters_that_the_plan_forgets_are_refused_together_by_name(fields, hold):
+    plan = replace(PLAN, **fields)
+    refused(lambda: check_layout(on_meta(), plan, 2), f"hold {hold}. ", "ParallelPlan.tp_equal")
+    assert problems(plan, 1) == ""
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
-    ("fields", "line"),
+    ("fields", "name", "pattern"),
     [
-        ({"blocks": ("block.*",)}, "blocks: no module of the model is named block.* (did you mean"),
-        ({"blocks": ("blocks.*", "*.*.*.*")}, "blocks: no module of the model is named *.*.*.*"),
-        (
-            {"units": (("embed", "haed"),)},
-            "units: no module of the model is named haed (did you me",
-        ),
-        (
-            {"tp": STYLES | {"blocks.*.gate": ColwiseParallel()}},
-            "tp: no module of the model is nam",
-        ),
-        (
-            {"tp": STYLES | {"scale": ColwiseParallel()}},
-            "tp: no module of the model is named scale",
-        ),
-        ({"tp_equal": (*EQUAL, "blocks.1.norm")}, "tp_equal: no module or parameter of the model"),
+        ({"blocks": ("block.*",)}, "blocks", "block.* (did you mean"),
+        ({"blocks": ("blocks.*", "*.*.*.*")}, "blocks", "*.*.*.*"),
+        ({"units": (("embed", "haed"),)}, "units", "haed (did you mean"),
+        ({"tp": STYLES | {"blocks.*.gate": ColwiseParallel()}}, "tp", "blocks.*.gate"),
+        ({"tp": STYLES | {"scale": ColwiseParallel()}}, "tp", "scale"),
+        ({"tp_equal": (*EQUAL, "blocks.1.norm")}, "tp_equal", "blocks.1.norm"),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_refused_on_any_mesh(
-    fields: dict[str, Any], line: str, tp: int
-) -> None:
-    assert problems(replace(PLAN, **fields), tp).startswith(f"ParallelPlan.{line}")
+def test_a_pattern_that_matches_nothing_is_refused_on_any_mesh(fields, name, pattern, tp):
+    plan = replace(PLAN, **fields)
+    refused(lambda: check_layout(on_meta(), plan, tp), f"ParallelPlan.{name}: ", pattern)
 
 
-def test_everything_that_is_wrong_is_refused_together() -> None:
+def test_everything_that_is_wrong_is_refused_together():
     plan = replace(PLAN, blocks=("a", "b"), tp_equal=("embed",), tp_divides={"heads": 3, "dim": 4})
     lines = problems(plan, 2).splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "ParallelPlan.blocks",
-        "ParallelPlan.blocks",
-        "distributed.tp_size = 2",
-        "distributed.tp_size = 2",
-    ]
+    keys = ["ParallelPlan.blocks"] * 2 + ["distributed.tp_size = 2"] * 2
+    assert [line.split(":")[0] for line in lines] == keys
     assert lines[2].endswith("must divide heads = 3") and "head.weight" in lines[3]
 
 
@@ -192,7 +182,7 @@ def refused_in_ranks(plan: ParallelPlan) -> tuple[str, list[str]]:
     return error, [str(w.message) for w in caught if "Parallelize plan key" in str(w.message)]
 
 
-def test_ranks_refuse_what_the_check_refuses_and_what_an_unknown_style_leaves(ranks: Ranks) -> None:
+def test_ranks_refuse_what_the_check_refuses_and_what_an_unknown_style_leaves(ranks):
     forgotten = replace(PLAN, tp_equal=("embed", "head"))
     assert ranks.run(2, refused_in_ranks, forgotten) == [(problems(forgotten, 2), [])] * 2
     for distributes in (True, False):
@@ -206,7 +196,7 @@ def test_ranks_refuse_what_the_check_refuses_and_what_an_unknown_style_leaves(ra
         assert error == other and ("norm.weight" in error) != distributes
 
 
-def test_a_pattern_that_matches_some_blocks_gives_no_warning(ranks: Ranks) -> None:
+def test_a_pattern_that_matches_some_blocks_gives_no_warning(ranks):
     """Not every block has a norm: torch's own matching warns of the one without."""
     plan = replace(PLAN, tp=STYLES | {"blocks.*.norm": Own(True)})
     assert ranks.run(2, refused_in_ranks, plan) == [("", [])] * 2
@@ -223,7 +213,7 @@ def placed(checkpointing: str) -> dict[str, str]:
     }
 
 
-def test_a_plan_is_applied_by_name(ranks: Ranks) -> None:
+def test_a_plan_is_applied_by_name(ranks):
     found = ranks.run(4, placed, "none")[0]
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
     fsdp = [name for name, kind in found.items() if kind.startswith("FSDP")]
@@ -284,9 +274,7 @@ def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
         pytest.param((2, 1, 2), marks=pytest.mark.soak),
     ],
 )
-def test_gradients_of_what_is_declared_equal_are_those_of_one_process(
-    ranks: Ranks, sizes: Sizes
-) -> None:
+def test_gradients_of_what_is_declared_equal_are_those_of_one_process(ranks, sizes):
     expected = of_tree(None)
     for found in ranks.run(math.prod(sizes), of_tree, sizes):
         assert apart(found, expected) < CLOSE
@@ -322,9 +310,7 @@ def with_extra_norms(sizes: Sizes | None, how: str) -> dict[str, Any] | str:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.soak)])
-def test_a_forgotten_norm_over_split_positions_is_refused_and_with_its_style_trains(
-    ranks: Ranks, sizes: Sizes
-) -> None:
+def test_a_forgotten_norm_over_split_positions_is_refused_and_with_its_style_trains(ranks, sizes):
     expected, n = with_extra_norms(None, ""), math.prod(sizes)
     assert isinstance(expected, dict)
     for found in ranks.run(n, with_extra_norms, sizes, "forgotten"):
@@ -339,9 +325,7 @@ def test_a_forgotten_norm_over_split_positions_is_refused_and_with_its_style_tra
 
 
 @pytest.mark.parametrize("units", [(("tok_embeddings",), ("norm", "output")), (("output",),)])
-def test_a_parameter_in_several_fsdp_units_is_refused_by_name(
-    units: tuple[tuple[str, ...], ...],
-) -> None:
+def test_a_parameter_in_several_fsdp_units_is_refused_by_name(units):
     args = ModelArgs(dim=16, n_layers=2, n_heads=2, vocab_size=13, weight_tying=True)
     with torch.device("meta"):
         tied, separate = Transformer(args), Transformer(replace(args, weight_tying=False))

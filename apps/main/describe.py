@@ -1,0 +1,104 @@
+"""What a run logs of itself at its start and at its end."""
+
+import logging
+import shlex
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from apps.main.check import Checked, resolve_attention
+from apps.main.config import TrainArgs
+from apps.main.run import Run
+from lingua.base.dump_dir import CONFIG, PLAN, step_folder
+from lingua.base.files import write_atomically
+from lingua.base.format import counted, short_time
+from lingua.base.version import code_version
+from lingua.checkpoint.state import versions
+from lingua.config.load import to_yaml
+from lingua.model.head import chunk_note
+from lingua.optim.schedule import schedule_warnings
+from lingua.parallel.gradients import grad_sync_note, replicas_note
+from lingua.parallel.launch import detect_launch
+from lingua.parallel.mesh import AXES, dp_degree, on_rank_0
+from lingua.parallel.signals import StopRequest
+
+logger = logging.getLogger(__name__)
+
+
+def announce(run: Run, checked: Checked) -> None:
+    """Write config.yaml, log what starts, and write its event lines. Called by every rank."""
+    args, step, topology = run.args, run.progress.step, run.mesh.shape
+    on_rank_0(lambda: write_atomically(args.folder / CONFIG, to_yaml(args)))
+    for line in describe(args, run.model, run.mesh):
+        logger.info(line)
+    run.report.event("start", step, topology=topology, **machine(run.report.device_name))
+    if checked.saved is not None and checked.saved.topology != topology:
+        run.report.event("topology", step, old=checked.saved.topology, new=topology)
+
+
+def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
+    """What a person wants to read before the first step."""
+    n_parameters = sum(p.numel() for p in model.parameters())
+    device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    sizes = ", ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
+    degree, n = dp_degree(mesh), dist.get_world_size()
+    n_micro, rows = args.micro_steps(degree)
+    yield f"{args.name}: {n_parameters:,} parameters on {n} x {device} ({sizes})"
+    yield (
+        f"a step is {counted(args.data.step_rows, 'row')} of {args.data.seq_len} tokens: "
+        f"{counted(n_micro, 'micro-step')} of at most {counted(rows, 'row')} a rank, on "
+        f"{counted(degree, 'data-parallel rank')}"
+    )
+    yield "attention: {}, {}".format(*resolve_attention(args, mesh.device_type))
+    yield from grad_sync_note(model, mesh, args.distributed.grad_sync, n_micro)
+    node = detect_launch().local_world_size
+    yield from replicas_note(model, mesh, args.distributed, n_micro, node)
+    yield from chunk_note(model, rows * args.data.seq_len, mesh["tp"].size())
+    yield from schedule_warnings(args.optim, args.steps)
+
+
+def machine(device_name: str) -> dict[str, Any]:
+    """What a start of a run is on, as values of JSON. Called by every rank."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return {
+        "device": device_name,
+        "hosts": list(dict.fromkeys(hosts)),
+        "commit": on_rank_0(partial(code_version, Path(__file__))),
+        **versions(),
+    }
+
+
+def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
+    """Log how the run ended, `stopping` before its last step or not; a finished one also writes
+    samples. Called by every rank."""
+    args, step = run.args, run.progress.step
+    reason = "done"
+    if stopping:
+        reason = by = stop.signal or "a signal to another rank"
+        where = f"after step {step}, which is saved" if step else "before the first step"
+        logger.info(f"stopped by {by} {where}. The same command resumes it")
+    elif step < args.steps:
+        reason = "stop_at"
+        logger.info(f"stopped after step {step}, as stop_at asks; without it the run continues")
+    else:
+        from apps.main.samples import write_samples
+
+        write_samples(run)
+        newest = f"the newest checkpoint is {run.saver.root / step_folder(step)}"
+        logger.info(f"done: {step} steps in {short_time(run.report.trained_s)}; {newest}")
+    if (args.folder / PLAN).exists():
+        from lingua.tools.plan.fact import against_plan
+
+        step_s = run.report.trained_s / max(1, step)
+        logger.info(against_plan(args.folder, run.mesh.shape, run.device, step_s))
+    if not stopping:
+        logger.info(f"report: python -m lingua report {shlex.quote(str(args.folder))}")
+    run.report.event("stop", step, reason=reason)

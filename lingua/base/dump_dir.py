@@ -1,0 +1,45 @@
+"""The names of the files and folders in a dump dir, the folder that holds all of one run."""
+
+import re
+
+# ---- written by the run
+
+CONFIG = "config.yaml"  # every value resolved; each checkpoint has one too
+TRAIN_LOG = "train.log"  # what the console shows, with times in UTC
+METRICS = "metrics.jsonl"  # a line per log step, and events
+VALIDATION = "metrics.validation.jsonl"  # held-out losses, a line per source
+EVALUATION = "metrics.eval.jsonl"  # results of benchmarks, a line per task
+SAMPLES = "samples.jsonl"  # generated text
+WANDB_ID = "wandb_id"  # id of the run in Weights & Biases
+LINES = (METRICS, VALIDATION, EVALUATION, SAMPLES)  # lines of JSON, each with a `step`
+FILES = (CONFIG, TRAIN_LOG, *LINES, WANDB_ID)
+
+CHECKPOINTS = "checkpoints"  # a folder per saved step
+EVALS = "evals"  # a folder per evaluated step, with RESULTS
+PROFILING = "profiling"  # traces, memory snapshots, COLLECTIVES
+FOLDERS = (CHECKPOINTS, EVALS, PROFILING, "wandb")
+
+LOCK = "run.lock"  # held while the run trains
+RESULTS = "results_*.json"  # an evaluation's results; the star stands for its time
+COLLECTIVES = "collectives_step*.json"  # the star stands for the counted step
+
+# ---- written by a launch
+
+BASE_CONFIG = "base_config.yaml"  # the config as it was launched
+PLAN = "plan.json"  # what the run should need, by lingua.tools.plan
+CODE = "code"  # a copy of the checkout
+CODE_COMMIT, CODE_DIFF = f"{CODE}.commit", f"{CODE}.diff"  # commit, uncommitted changes
+SUBMIT_SCRIPT = "submit.slurm"  # the batch script
+JOB_ID = "job_id"  # id of the job launched last
+LOGS = "logs"  # a folder per job
+
+# ---- in the folder of a checkpoint, beside CONFIG and the tensors
+
+MANIFEST = "manifest.json"  # every file with its size and checksum
+STATE = "train_state.json"  # everything besides tensors and config
+STEP_FOLDER = re.compile(r"\d{10}")  # name of a checkpoint's folder, see step_folder
+
+
+def step_folder(step: int) -> str:
+    """The name of the folder of a checkpoint, and of the results of its evaluation."""
+    return f"{step:010d}"

@@ -1,0 +1,59 @@
+"""The one exception for a mistake of the user, the hint that names the nearest valid word, and
+optional packages."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+MAX_SHOWN = 50  # mistakes listed in one message
+
+
+class UserError(Exception):
+    """A mistake of the user. The message is complete: it names the key or file, the value
+    and what is allowed.
+
+    The entry points print it once, on one rank, without a traceback, and exit with code 2. Ranks
+    meet a mistake together; one that only this machine has is `local`.
+    """
+
+    def __init__(self, message: str, local: bool = False) -> None:
+        super().__init__(message)
+        self.local = local
+
+
+def all_of(mistakes: Sequence[str]) -> UserError:
+    """One error for all mistakes in a configuration, with their number if there are several."""
+    if len(mistakes) == 1:
+        return UserError(mistakes[0])
+    shown = [f"{len(mistakes)} mistakes in the configuration:", *mistakes[:MAX_SHOWN]]
+    shown += ["..."] if len(mistakes) > MAX_SHOWN else []
+    return UserError("\n  ".join(shown))
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """` (did you mean "x"?)` for the allowed word closest to `name`, or an empty string."""
+    match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f' (did you mean "{match[0]}"?)' if match else ""
+
+
+def import_optional(module: str, needed_by: str) -> Any:
+    """A module of a package that not every installation has. Raises UserError, which begins with
+    what it is `needed_by`."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        advice = f"which is not installed (pip install {package})"
+        raise UserError(f"{needed_by} needs the Python package {package}, {advice}") from None
+
+
+def import_tool(module: str, needed_by: str) -> Any:
+    """A module of lingua.tools, which training on prepared shards does without. Raises UserError,
+    which begins with what it is `needed_by`."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if not module.startswith(str(error.name)):
+            raise
+        raise UserError(f"{needed_by} needs {module}, which is not installed here") from None

@@ -1,0 +1,129 @@
+"""Files that are on the disk when they are closed, and reading files of any origin."""
+
+import errno
+import io
+import json
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lingua.base.errors import UserError
+
+WRITEBACK_BYTES = 32 << 20  # bytes written before their write-back to the disk is started
+
+
+class SyncedFile(io.FileIO):
+    """A new file, written sequentially. Writing back to the disk starts while the file is written,
+    and is complete when `close` returns."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self.size = 0  # bytes written
+        self._started = 0  # bytes whose write-back has been started
+
+    def write(self, data: Any) -> int:
+        n = super().write(memoryview(data)[:WRITEBACK_BYTES])
+        self.size += n
+        if self.size - self._started >= WRITEBACK_BYTES:
+            with suppress(AttributeError, OSError):  # not every system supports it
+                n_dirty = self.size - self._started  # Linux starts their write-back
+                os.posix_fadvise(self.fileno(), self._started, n_dirty, os.POSIX_FADV_DONTNEED)
+            self._started = self.size
+        return n
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+def open_synced(path: Path) -> io.BufferedWriter:
+    """A new file, which is on the disk once it is closed."""
+    return io.BufferedWriter(SyncedFile(path))
+
+
+def sync_folder(folder: Path) -> None:
+    """Let what was created and renamed in a folder outlast a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Other processes see the old file or the whole new one."""
+    temporary = path.with_name(f"{path.name}{temporary_suffix()}")
+    with open_synced(temporary) as file:
+        file.write(text.encode())
+    os.replace(temporary, path)
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Append to a file, in one write to the operating system. Raises OSError where the disk is
+    full; the file is then as before."""
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def temporary_suffix() -> str:
+    """Marks what this process is still writing; no two processes of a file system share it."""
+    return f".tmp-{socket.gethostname()}-{os.getpid()}"
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file. Raises OSError, also for a folder, a pipe or a device: those have no end, or
+    wait for another program."""
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(f"{path.name} is not a file")
+    return info.st_size
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. Raises OSError, also where `file_size` does."""
+    file_size(path)
+    return path.read_bytes()
+
+
+def read_into(descriptor: int, memory: memoryview, at: int) -> int:
+    """Fill `memory` with the bytes of an open file from `at` on, of which there may be fewer.
+    Returns how many. Raises OSError."""
+    done = 0
+    while done < len(memory) and (n := os.preadv(descriptor, [memory[done:]], at + done)):
+        done += n
+    return done
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; numbers that are not finite are None. Raises OSError or
+    ValueError."""
+    try:
+        content = json.loads(read_bytes(path), parse_constant=lambda name: None)
+        json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no character
+    except RecursionError:
+        raise ValueError("it has too many levels") from None
+    if not isinstance(content, dict):
+        raise ValueError("it must be a JSON object")
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """As `load_json`. Raises UserError, which names the file."""
+    try:
+        return load_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error})") from None

@@ -1,0 +1,34 @@
+"""The configuration of a training run. Keys that it leaves open are those of the trained model that
+it starts from (`checkpoint.init_from`), if it names one; others have the app's defaults."""
+
+import re
+from dataclasses import fields
+from typing import Any
+
+from lingua.app import App
+from lingua.checkpoint.retention import CheckpointArgs
+from lingua.config.load import draft, load, meta_lingua
+from lingua.config.values import Values
+
+
+def load_run(
+    app: App, argv: list[str], part: Any = None, program_doc: str | None = None
+) -> tuple[Any, list[str]]:
+    """As lingua.config.load.load: an app's configuration, or a `part` of it, for which `argv` may
+    have the app's other keys."""
+    cls = app.config if part is None else type(part)
+    if {"-h", "--help"} & set(argv):
+        return load(cls, argv, program_doc=program_doc)
+    args: Any
+    args, given = draft(app.config, argv, meta_lingua)
+    below: Values = {}
+    # What is not of the class is a mistake, which `load` reports.
+    if isinstance(args.checkpoint, CheckpointArgs) and args.checkpoint.init_from is not None:
+        from lingua.checkpoint.origin import config_of_init_checkpoint
+
+        below = config_of_init_checkpoint(app, args, given)
+    if part is None:
+        return load(cls, argv, meta_lingua, below=below, program_doc=program_doc)
+    others = {f.name for f in fields(app.config)} - {f.name for f in fields(part)}
+    argv = [word for word in argv if re.split(r"[.=]", word)[0] not in others]
+    return load(cls, argv, meta_lingua, True, below, defaults=part, program_doc=program_doc)

@@ -1,0 +1,116 @@
+"""The contract of a language model: how its forward is called, what it returns, and the cache with
+which it generates text. The files here are the parts that models are built of."""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from lingua.base.errors import UserError
+
+PerRow = dict[str, Tensor]  # float32 [B] by name
+
+
+class Losses(NamedTuple):
+    """What forward returns for targets.
+
+    sums: float32 [V-1], the sum of the token losses of each view, in nats.
+    counts: int64 [V-1], the targets that these cover.
+    per_row: float32 [B] by name, terms that each row adds to the objective, such as an auxiliary
+        loss. The model scales a term, and it depends on nothing but its row, so that the result
+        does not depend on which rows a micro-batch has.
+    """
+
+    sums: Tensor
+    counts: Tensor
+    per_row: PerRow = {}  # noqa: RUF012, nothing adds to it
+
+    def check_views(self, n_targets: int) -> None:
+        """Raise UserError where the model predicts another number of views than rows have."""
+        if len(self.sums) != n_targets:  # else a division by their counts would broadcast
+            raise UserError(
+                f"data.n_views = {n_targets + 1}: the model predicts {len(self.sums)} of the "
+                f"{n_targets} views after the first; must be {len(self.sums) + 1}"
+            )
+
+
+class LanguageModel(Protocol):
+    """An nn.Module whose forward has this signature; V is `data.n_views`, B rows, S positions.
+
+    Gradients are those of (sum of `sums` / valid targets) over the views, plus (sum of each
+    `per_row` term over the rows) / rows, both of the whole global batch. The mean of a term is
+    logged under its name. The terms of padding rows, which have no valid target, are left out by
+    the caller.
+
+    All arguments after `targets` may be missing from the signature. Without `documents` the model
+    cannot be trained with `data.document_mask`, without `noise` not with `model.dropout`. Without
+    `cache`, generation runs the model on the whole text for every token, and what follows a
+    position must not change its logits. No program of apps/main uses `per_token`.
+
+    Under tensor parallelism the results are DTensors, or plain tensors that are equal on all
+    ranks of the group; losses and terms are made plain by `parallelize_model`.
+    """
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+        cache: "Cache | None" = None,
+        per_token: bool = False,
+    ) -> Losses | tuple[Tensor, Tensor] | Tensor:
+        """Losses of the targets, or (sums, counts) where there are no terms per row; without
+        targets logits B S vocabulary, with a cache those of the last position, B 1 vocabulary.
+
+        Args:
+            tokens: int64 B S.
+            targets: int64 V-1 B S, lingua.data.IGNORE where there is no loss.
+            documents: int64 B K, the positions at which the documents of each row begin, from 0 on
+                and never falling. One that the next repeats, or S, begins an empty document: rows
+                may have different numbers. None: every row is one document.
+            noise: int64 B, a random key of each row in this step. What is random in the model
+                depends on it and on where it is (layer, position, feature) alone. None, as in
+                evaluation: nothing is random.
+            cache: while generating; the tokens are the columns from `cache.begin` on.
+            per_token: for objectives of another form, such as preferences: return the loss of each
+                target instead, float32 V-1 B S, 0 where it is ignored.
+        """
+
+
+class Cache:
+    """What the layers of a model keep of the columns of a batch while it generates text.
+
+    A column is one token of every row. The rows end together; a shorter row begins with padding,
+    which its text must not see. The columns of a forward begin at `begin`, which the caller sets:
+    with tp ranks, which share the columns of a forward, the last columns are run again together
+    with the new one. So a layer keeps a value for every column, and finds what came before a
+    forward at column `begin - 1`.
+    """
+
+    def __init__(self, padding: Tensor, size: int) -> None:
+        """padding: int64 B, columns before the first token of each row; size: columns at most."""
+        self.padding, self.size = padding, size
+        self.longest_padding = int(padding.max())
+        self.begin = 0
+        self._kept: dict[nn.Module, tuple[int, list[Tensor]]] = {}  # columns' dim, values
+
+    def extend(self, layer: nn.Module, *values: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Keep a layer's values of this forward's columns, which lie along `dim`; dim 0 is the
+        rows. Returns those of all columns up to the last one of this forward."""
+        if layer not in self._kept:
+            shapes = ((*v.shape[:dim], self.size, *v.shape[dim + 1 :]) for v in values)
+            buffers = [v.new_empty(shape) for v, shape in zip(values, shapes, strict=True)]
+            self._kept[layer] = dim, buffers
+        _, kept = self._kept[layer]
+        n_columns = values[0].shape[dim]
+        for buffer, new in zip(kept, values, strict=True):
+            buffer.narrow(dim, self.begin, n_columns).copy_(new)
+        return tuple(buffer.narrow(dim, 0, self.begin + n_columns) for buffer in kept)
+
+    def last(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
+        """The values that a layer kept of column `begin - 1`, without the dimension of the columns;
+        None when there is no such column."""
+        if self.begin == 0:
+            return None
+        dim, kept = self._kept[layer]
+        return tuple(buffer.select(dim, self.begin - 1) for buffer in kept)

@@ -1,0 +1,407 @@
+"""Building blocks of a Llama-style transformer: attention, feed-forward, norm, rotary embedding.
+
+Plain modules that know nothing of meshes; the number of heads is read from the projections'
+outputs, so they run as they are on the slice of heads that tensor parallelism gives a rank.
+Parameter names, the interleaved rotary layout and the feed-forward size rule are Meta Lingua's, so
+that its checkpoints fit. Shapes in comments: B rows, S positions, H heads, D features of a head,
+E features of the residual stream.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lingua.base.hashing import hash_bits, key_of
+from lingua.config.schema import Announced, Guarded, bounds, require
+from lingua.model import Cache, PerRow
+from lingua.model.attention import AttnImpl, Mask, attend, build_mask, choose_attention
+
+MAX_FEATURES = 1 << 24  # largest side of a matrix
+
+
+@dataclass
+class RopeScaling:
+    """Rotary frequencies stretched as in Llama 3.1, for contexts longer than those trained on."""
+
+    factor: Guarded[float] = 8.0  # what the lowest frequencies are divided by
+    # turns in original_seq_len up to which a frequency is divided by the whole factor
+    low_freq_factor: Guarded[float] = 1.0
+    high_freq_factor: Guarded[float] = 4.0  # turns from which on it is kept
+    original_seq_len: Guarded[int] = 8192  # context the unscaled frequencies were trained on
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "original_seq_len")
+        yield from require(self, "at least 1 and finite", lambda v: 1 <= v < math.inf, "factor")
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            yield "low_freq_factor", f"must be above 0 and below {self.high_freq_factor} (high)"
+
+
+@dataclass
+class TransformerArgs:
+    dim: Guarded[int] = 512  # features of the residual stream
+    n_layers: Guarded[int] = 8  # blocks
+    head_dim: Guarded[int | None] = None  # features of a head; null: dim / n_heads
+    n_heads: Guarded[int | None] = None  # query heads; null: dim / head_dim
+    n_kv_heads: Guarded[int | None] = None  # key and value heads; null: n_heads
+    ffn_dim_multiplier: Guarded[float | None] = None  # scales the feed-forward's hidden size
+    multiple_of: Guarded[int] = 256  # the feed-forward's hidden size is rounded up to this
+    norm_eps: Guarded[float] = 1e-5  # added to the mean square in RMSNorm
+    rope_theta: Guarded[float] = 10000.0  # base of the rotary frequencies
+    # {factor, low_freq_factor, high_freq_factor, original_seq_len}: Llama 3.1's; null: none
+    rope_scaling: Guarded[RopeScaling | None] = None
+    sliding_window: Guarded[int | None] = None  # positions a token sees, itself included; null: all
+    qkv_bias: Guarded[bool] = False  # queries, keys and values have biases
+    # RMSNorm of queries and keys, over the features of each head (`per_head`, as in Qwen3) or of
+    # all heads together (`all_heads`, as in OLMo 2); null: none
+    qk_norm: Guarded[Literal["per_head", "all_heads"] | None] = None
+    # what a block's norms take: null: the input of attention and of feed-forward; `output`: what
+    # these return, before it is added to the residual stream, as in OLMo 2
+    norm_placement: Guarded[Literal["output"] | None] = None
+    init_base_std: Guarded[float | None] = None  # deviation of every matrix; null: 1 / sqrt(inputs)
+    # what divides the deviation of the matrices that write to the residual stream: `disabled` 1,
+    # `global_depth` sqrt(2 (n_layers + 1)), `current_depth` sqrt(2 (depth + 1)), `dim_ratio`
+    # dim / 4096
+    init_std_factor: Guarded[Literal["disabled", "global_depth", "current_depth", "dim_ratio"]] = (
+        "disabled"
+    )
+    dropout: Guarded[float] = 0.0  # share of each sublayer's outputs zeroed in training
+    # implementation of attention: `sdpa`, `varlen`, `flex_attention`, `fmha` (xformers); `auto`
+    # takes the fastest that device, dtype and mask allow
+    attn_impl: Announced[AttnImpl] = "auto"
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        sizes = ("dim", "head_dim", "n_heads", "n_kv_heads", "multiple_of")
+        mistakes = list(bounds(self, 1, *sizes, most=MAX_FEATURES))
+        mistakes += bounds(self, 1, "n_layers", most=4096)
+        yield from mistakes
+        if mistakes:
+            return
+        yield from bounds(self, 1, "sliding_window")
+        yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "dropout")
+        positive = ("norm_eps", "rope_theta", "init_base_std")
+        yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
+        scale = self.ffn_dim_multiplier
+        if scale is not None and not 1 <= scale * int(8 * self.dim / 3) <= MAX_FEATURES:
+            yield "ffn_dim_multiplier", f"must give 1 to {MAX_FEATURES:,} hidden features"
+        if self.n_heads is None and self.head_dim is None:
+            yield "n_heads", "must be given when model.head_dim is null"
+            return
+        given, derived = "n_heads", "head_dim"
+        if self.head_dim is not None:
+            given, derived = derived, given
+        n_heads, n_kv_heads, head_dim = self.heads()
+        if getattr(self, derived) is None and n_heads * head_dim != self.dim:
+            yield given, f"must divide model.dim = {self.dim} when model.{derived} is null"
+        elif head_dim % 2:
+            yield given, f"gives heads of {head_dim} features: rotary embedding needs pairs"
+        elif n_heads * head_dim > MAX_FEATURES:
+            n_features = n_heads * head_dim
+            yield given, f"gives {n_features:,} features, and at most {MAX_FEATURES:,} may be"
+        elif n_heads % n_kv_heads:
+            yield "n_kv_heads", f"must divide model.n_heads = {n_heads}"
+
+    def heads(self) -> tuple[int, int, int]:
+        """(query heads, key and value heads, features of a head)."""
+        n_heads = self.n_heads or self.dim // (self.head_dim or self.dim)
+        return n_heads, self.n_kv_heads or n_heads, self.head_dim or self.dim // n_heads
+
+    def hidden_dim(self) -> int:
+        """Hidden size of the feed-forward: 2/3 of 4 dim, scaled, rounded up to `multiple_of`."""
+        hidden = int(2 * (4 * self.dim) / 3)
+        if self.ffn_dim_multiplier is not None:
+            hidden = int(self.ffn_dim_multiplier * hidden)
+        return -(-hidden // self.multiple_of) * self.multiple_of
+
+
+class Context:
+    """What the blocks of one forward share. It covers all positions, also under tensor parallelism,
+    where x has a rank's part of them outside of attention and feed-forward.
+
+    Attributes (L is S, or with a cache all columns up to the last one of this forward):
+        cos, sin: float32 S 1 D, or B S 1 D where rows differ, of each position: what `rotate` takes
+            (Su et al., 2021).
+        mask: what each position sees, as `attend` takes it; None: every position before it.
+        documents: int64 B S, the index of each position's document in its row: positions start
+            again at 0 in each, and a token sees only its own; with a cache 0 for padding and 1 for
+            the text behind it. None: a row is one document.
+        begins: bool B S, True at the first position of each document; None where `documents` is.
+        noise: int64 B S, a random key of each position; None: no dropout. Made of one of each row.
+        cache: the `seq_len` columns are those from `cache.begin` on.
+
+    Not a dataclass: FSDP casts what it finds in those to the dtype of the parameters, and angles
+    in bfloat16 are off by up to 0.4 %.
+    """
+
+    def __init__(
+        self,
+        args: TransformerArgs,
+        seq_len: int,
+        device: torch.device,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+        cache: Cache | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """The arguments are those of the model's forward, `seq_len` positions of it, and the dtype
+        of queries and keys. Raises UserError where `args.attn_impl` cannot serve."""
+        self.documents: Tensor | None = None
+        self.begins: Tensor | None = None
+        self.cache = cache
+        begin = 0 if cache is None else cache.begin
+        column = torch.arange(begin + seq_len, device=device)
+        place = position = column[begin:]
+        starts = None  # B S, the column at which each position's document begins
+        if documents is not None:
+            places = place.repeat(len(documents), 1)
+            self.documents = torch.searchsorted(documents, places, right=True) - 1
+            starts = documents.gather(1, self.documents)
+        elif cache is not None and cache.longest_padding:
+            self.documents = (place >= cache.padding[:, None]).long()
+            starts = self.documents * cache.padding[:, None]
+        if starts is not None:
+            self.begins, position = place == starts, place - starts
+        window = args.sliding_window
+        if window is not None and window >= len(column):
+            window = None  # it hides nothing
+        hides = starts is not None or window is not None or (begin > 0 and seq_len > 1)
+        impl: AttnImpl = "sdpa"  # the only one that attends to a cache
+        if cache is None:
+            head_dim = args.heads()[2]
+            if device.type != "meta" and torch.is_autocast_enabled(device.type):
+                dtype = torch.get_autocast_dtype(device.type)
+            impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, hides)
+        self.mask: Mask = None
+        if hides or impl != "sdpa":
+            self.mask = build_mask(impl, column, place, starts, documents, window)
+        self.noise = None if noise is None else hash_bits(noise[:, None], place)
+        angle = position[..., None].float() * rotary_frequencies(args, device)
+        cos, sin = angle.cos(), angle.sin()  # S D/2, or B S D/2
+        self.cos = torch.stack((cos, cos), dim=-1).flatten(-2).unsqueeze(-2)
+        self.sin = torch.stack((-sin, sin), dim=-1).flatten(-2).unsqueeze(-2)
+
+    def at(self, block: str) -> "Context":
+        """The context of one block, whose noise is that of its name alone. The name enters here and
+        not inside the block: blocks that differ in nothing but shapes share a compiled graph."""
+        if self.noise is None:
+            return self
+        context = copy(self)
+        context.noise = hash_bits(key_of(block), self.noise)
+        return context
+
+
+def rotary_frequencies(args: TransformerArgs, device: torch.device) -> Tensor:
+    """Radians a position turns each pair of features by: float32 D/2, as Llama computes them."""
+    head_dim = args.heads()[2]
+    pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    frequency = 1.0 / args.rope_theta ** (pair / head_dim)
+    scaling = args.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_seq_len * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of features (2i, 2i + 1) of x (B S H D) by the angle of its position: (a, b)
+    becomes (a cos - b sin, b cos + a sin)."""
+    wide = x.float()
+    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)  # B S H D/2 each
+    swapped = torch.stack((odd, even), dim=-1).flatten(-2)
+    return (wide * cos + swapped * sin).type_as(x)
+
+
+def trunc_normal_(weight: Tensor, std: float) -> None:
+    """Fill with a normal of mean 0, cut off at three deviations."""
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+class AllHeadsNorm(nn.RMSNorm):
+    """RMSNorm as arithmetic, which also runs where the features are a DTensor that is split over
+    ranks: torch's operator does not. It adds up their squares over the ranks."""
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:  # B S H*D
+        wide = x.float()
+        scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * scale * self.weight).type_as(x)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, args: TransformerArgs, out_factor: float) -> None:
+        super().__init__()
+        n_heads, n_kv_heads, self.head_dim = args.heads()
+        self.std = args.init_base_std
+        self.out_factor = out_factor
+        self.wq = nn.Linear(args.dim, n_heads * self.head_dim, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, n_kv_heads * self.head_dim, bias=args.qkv_bias)
+        self.wo = nn.Linear(n_heads * self.head_dim, args.dim, bias=False)
+        self.qk_norm = args.qk_norm
+        if self.qk_norm == "per_head":
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=args.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=args.norm_eps)
+        elif self.qk_norm == "all_heads":
+            self.q_norm = AllHeadsNorm(n_heads * self.head_dim, eps=args.norm_eps)
+            self.k_norm = AllHeadsNorm(n_kv_heads * self.head_dim, eps=args.norm_eps)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.qk_norm == "all_heads":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.qk_norm == "per_head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)  # B S H D
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if ctx.cache is not None:
+            k, v = ctx.cache.extend(self, k, v, dim=2)
+        out = attend(q, k, v, ctx.mask)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+    def reset_parameters(self) -> None:
+        for w in (self.wq, self.wk, self.wv):
+            trunc_normal_(w.weight, self.std or w.in_features**-0.5)
+            if w.bias is not None:
+                nn.init.zeros_(w.bias)
+        trunc_normal_(self.wo.weight, (self.std or self.wo.in_features**-0.5) / self.out_factor)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, args: TransformerArgs, out_factor: float) -> None:
+        super().__init__()
+        self.std = args.init_base_std
+        self.out_factor = out_factor
+        self.w1 = nn.Linear(args.dim, args.hidden_dim(), bias=False)
+        self.w3 = nn.Linear(args.dim, args.hidden_dim(), bias=False)
+        self.w2 = nn.Linear(args.hidden_dim(), args.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # B S E -> B S E
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def reset_parameters(self) -> None:
+        for w in (self.w1, self.w3):
+            trunc_normal_(w.weight, self.std or w.in_features**-0.5)
+        trunc_normal_(self.w2.weight, (self.std or self.w2.in_features**-0.5) / self.out_factor)
+
+
+class Dropout(nn.Module):
+    """Zeroes each element with probability p, and scales the others so that the mean stays.
+
+    An element's fate is a hash of its position's key, the site and its feature: no generator, so it
+    is the same when it is computed again, compiled, or for some of the positions only.
+    """
+
+    def __init__(self, p: float, site: str) -> None:
+        super().__init__()
+        self.p, self.site = p, key_of(site)
+        self.limit = int(p * 2**64) - 2**63  # a share p of all int64 is below
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:  # B S E, int64 B S -> B S E
+        kept = _kept_on_cpu if x.device.type == "cpu" else kept_elements
+        keep = kept(noise, self.site, x.shape[-1], self.limit)
+        return torch.where(keep, x / (1 - self.p), 0.0)
+
+
+def kept_elements(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
+    """bool B S E, True where an element stays: arithmetic that the compiler puts into the kernel
+    that uses it."""
+    feature = torch.arange(n_features, device=noise.device)
+    return hash_bits(hash_bits(site, noise)[..., None], feature) >= limit
+
+
+# One operator to the compiler: torch 2.13 makes wrong code of these integers for the CPU where a
+# vector register does not divide E, up to writing past the end.
+_kept_on_cpu = torch.library.custom_op("lingua::keep", kept_elements, mutates_args=())
+
+
+@_kept_on_cpu.register_fake
+def _(noise: Tensor, site: int, n_features: int, limit: int) -> Tensor:
+    return noise.new_empty((*noise.shape, n_features), dtype=torch.bool)
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then feed-forward, each on the normalised residual stream; or on the stream as it
+    is, and normalised themselves (`norm_placement`).
+
+    Either may be of another kind, made and called as Attention and FeedForward are. A feed-forward
+    may return (B S E, terms per row): the block then does, too.
+    """
+
+    def __init__(
+        self,
+        args: TransformerArgs,
+        depth: int,
+        attention: Callable[[TransformerArgs, float], nn.Module] = Attention,
+        feed_forward: Callable[[TransformerArgs, float], nn.Module] = FeedForward,
+    ) -> None:
+        super().__init__()
+        out_factor = {
+            "disabled": 1.0,
+            "global_depth": (2 * (args.n_layers + 1)) ** 0.5,
+            "current_depth": (2 * (depth + 1)) ** 0.5,
+            "dim_ratio": args.dim / 4096,
+        }[args.init_std_factor]
+        self.attention = attention(args, out_factor)
+        self.feed_forward = feed_forward(args, out_factor)
+        self.norms_outputs = args.norm_placement == "output"
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_dropout = Dropout(args.dropout, "attention")
+        self.ffn_dropout = Dropout(args.dropout, "feed_forward")
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor | tuple[Tensor, PerRow]:  # B S E -> B S E
+        out = self.attention(x if self.norms_outputs else self.attention_norm(x), ctx)
+        out = self.attention_norm(out) if self.norms_outputs else out
+        x = x + (out if ctx.noise is None else self.attention_dropout(out, ctx.noise))
+        out = self.feed_forward(x if self.norms_outputs else self.ffn_norm(x))
+        out, per_row = out if isinstance(out, tuple) else (out, None)
+        out = self.ffn_norm(out) if self.norms_outputs else out
+        x = x + (out if ctx.noise is None else self.ffn_dropout(out, ctx.noise))
+        return x if per_row is None else (x, per_row)
+
+
+def run_blocks(
+    blocks: Iterable[tuple[str, nn.Module]], x: Tensor, ctx: Context, per_row: PerRow
+) -> Tensor:
+    """x (B S E) after these blocks, given with their names, which decide their noise.
+
+    A block is called as block(x, ctx) and returns x, or (x, terms) with float32 B by name (see
+    lingua.model.Losses). The sums of the terms over the blocks are put into `per_row` here: a block
+    that is checkpointed runs twice, so it must have no effect but what it returns.
+    """
+    for name, block in blocks:
+        x = block(x, ctx.at(name))
+        if isinstance(x, tuple):
+            x, terms = x
+            for key, term in terms.items():
+                per_row[key] = per_row[key] + term if key in per_row else term
+    return x
+
+
+def flops_per_token(args: TransformerArgs, vocab_size: int, seq_len: int) -> float:
+    """Floating-point operations of forward and backward for one token of a row of `seq_len`.
+
+    6 per weight of a matrix product (2 forward, 4 backward; Kaplan et al., 2020, section 2.1), the
+    head's included even when it is tied, the embedding's look-up not; and attention's two products,
+    12 H D per visible key, of which a causal query has (seq_len + 1) / 2 on average and at most
+    `sliding_window`.
+    """
+    n_heads, n_kv_heads, head_dim = args.heads()
+    attention = args.dim * head_dim * (2 * n_heads + 2 * n_kv_heads)
+    weights = args.n_layers * (attention + 3 * args.dim * args.hidden_dim()) + args.dim * vocab_size
+    window = min(args.sliding_window or seq_len, seq_len)
+    keys = window - window * (window - 1) / (2 * seq_len)  # mean over the positions of a row
+    return 6 * weights + 12 * args.n_layers * n_heads * head_dim * keys

@@ -1,0 +1,97 @@
+"""The loss on held-out documents, the same number on every topology."""
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lingua.data import IGNORE
+from lingua.data.rows import DocumentMarks, HeldOut, document_starts
+from lingua.monitor.reporter import Reporter
+from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
+from lingua.parallel.tensors import to_device, to_host
+
+logger = logging.getLogger(__name__)
+
+
+def measure_sources(
+    model: nn.Module,
+    held_out: Mapping[str, HeldOut],
+    rows: int,
+    n_targets: int,
+    mesh: DeviceMesh,
+    marks: DocumentMarks | None,
+    report: Reporter,
+    step: int,
+) -> float | None:
+    """Measure the loss of every source after `step` and report it. Returns that of all together in
+    nats per byte; None where nothing is held out. Called by every rank; arguments as `validate`."""
+    nats = n_bytes = 0.0
+    for name, windows in held_out.items():
+        result = validate(model, windows, rows, n_targets, mesh, marks)
+        report.validation(step, name, result)
+        nats += result["nats_per_byte"] * result["bytes"]
+        n_bytes += result["bytes"]
+    if len(held_out) > 1:
+        mean = f"{nats / n_bytes:.4f} nats/byte"
+        logger.info(f"step {step} held-out mean of {len(held_out)} sources: {mean}")
+    return nats / n_bytes if n_bytes else None
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    held_out: HeldOut,
+    rows: int,
+    n_targets: int,
+    mesh: DeviceMesh,
+    marks: DocumentMarks | None = None,
+) -> dict[str, float]:
+    """Loss over every target of the windows. Called by every rank.
+
+    Args:
+        rows: windows of one forward on each data-parallel rank; the last forward is padded.
+        n_targets: views the model predicts; the loss is that of the first.
+        marks: with document masks. Where documents begin with bos and masks ignore it as a target,
+            it is not measured either; it is not text.
+
+    Returns:
+        nats_per_token, nats_per_byte, bits_per_byte, and the tokens and bytes measured.
+    """
+    degree, rank = dp_degree(mesh), dp_rank(mesh)
+    n, seq_len = held_out.tokens.shape
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
+    training = model.training
+    model.eval()
+    for start in range(rank * rows, n + rank * rows, rows * degree):
+        window_slice = slice(start, start + rows)
+        tokens, targets = map(
+            torch.as_tensor, (held_out.tokens[window_slice], held_out.targets[window_slice])
+        )
+        padding = rows - len(tokens)
+        tokens = F.pad(tokens, (0, 0, 0, padding))
+        targets = F.pad(targets[None], (0, 0, 0, padding, 0, n_targets - 1), value=IGNORE)
+        batch = [tokens, targets]
+        if marks is not None:
+            if held_out.documents is not None:
+                index = np.pad(held_out.documents[window_slice], ((0, padding), (0, 0)))
+            else:
+                index = marks.index(torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy())
+                if marks.bos_id is not None:
+                    marks.drop_targets(targets[0].numpy(), index, view=1)
+            batch.append(torch.from_numpy(document_starts(index[:, :seq_len])))
+        sums, counts, *_ = model(*(to_device(t, total.device) for t in batch))
+        total += torch.stack((sums[0].double(), counts[0].double()))
+    model.train(training)
+    [[nats, count]] = to_host(dp_sum_(total, mesh))
+    return {
+        "nats_per_token": nats / count,
+        "nats_per_byte": nats / held_out.n_bytes,
+        "bits_per_byte": nats / held_out.n_bytes / torch.log(torch.tensor(2.0)).item(),
+        "tokens": int(count),
+        "bytes": held_out.n_bytes,
+    }

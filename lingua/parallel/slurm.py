@@ -1,0 +1,66 @@
+"""Slurm's commands, as ranks in a job and `lingua.stool` call them.
+
+A run that Slurm stops early (its time limit is near, or another job preempts it) requeues its job,
+which then resumes from the checkpoint.
+"""
+
+import logging
+import os
+import subprocess
+
+from lingua.base.errors import UserError
+
+# What Slurm sends ahead of a time limit (--signal) and on preemption; SIGINT comes from a person.
+EARLY = ("SIGUSR2", "SIGTERM")
+
+logger = logging.getLogger(__name__)
+
+
+def run_slurm(*command: str, stdin: str | None = None) -> str:
+    """The output of one of Slurm's commands. Raises UserError with its message."""
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            f"{command[0]}: no such command here; Slurm must be installed and on the PATH "
+            "(launcher=local runs a job without it)"
+        ) from None
+    if done.returncode:
+        message = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise UserError(f"{command[0]}: {'; '.join(message.splitlines())}")
+    return done.stdout
+
+
+def requeue(stopped_by: str | None) -> None:
+    """Requeue the job of this process, where Slurm stopped it early; the last call of every rank.
+
+    Args:
+        stopped_by: name of the signal that this rank received, if any.
+
+    Raises:
+        UserError: Slurm refuses.
+    """
+    import torch  # imported here, since `stool status` does not need it
+    import torch.distributed as dist
+
+    from lingua.parallel.mesh import world_sum_
+
+    early = world_sum_(torch.tensor([stopped_by in EARLY]).long())
+    if not early.item() or dist.get_rank() != 0:  # other ranks leave before Slurm ends them
+        return
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the id of an array's last job means the whole array
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    columns = "State:20,Requeue:10,BatchFlag:10,Reason:80"
+    shown = run_slurm("squeue", "--noheader", f"--jobs={job}", f"--Format={columns}")
+    state, may_requeue, batch, reason = shown.split(maxsplit=3)
+    # COMPLETING: cancelled, requeued by someone else, or past its time limit before it had saved.
+    if state != "RUNNING" and reason.strip() != "TimeLimit":
+        logger.info(f"job {job} is not requeued: it was ended from outside")
+    elif batch == "0":
+        logger.info(f"job {job} is not requeued: it is interactive")
+    elif may_requeue == "0":
+        logger.info(f"job {job} is not requeued: it was submitted with --no-requeue")
+    else:
+        logger.info(f"job {job} is requeued, and will resume from the checkpoint")
+        run_slurm("scontrol", "requeue", job)

@@ -1,0 +1,90 @@
+"""Whether runs differ by more than chance:
+
+    python -m lingua compare A... --against B...
+    python -m lingua compare runs/lr-* --against runs/base-*
+    python -m lingua compare runs/sweep effect=0.005 --json
+
+A and B are dump dirs, folders of them, or patterns. Runs whose configs differ only in the seed are
+one arm; runs of two arms with one seed are a pair. Without --against, the arm with the most runs is
+what the others are compared with. --json prints all of it for programs.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lingua.base.errors import UserError
+from lingua.base.format import printable
+from lingua.config.load import load
+from lingua.config.schema import MAX_STEPS, Free, bounds, require
+from lingua.tools.commands.arguments import split_folders
+
+USAGE = "usage: python -m lingua compare A... [--against B...] [key=value ...] [--json]"
+
+
+@dataclass
+class CompareArgs:
+    # compare after this step, without the runs that were not measured there; null: the last step
+    # at which all runs were
+    step: Free[int | None] = None
+    # the difference for which the number of pairs is computed; null: the measured one
+    effect: Free[float | None] = None
+    # probability that the true differences are in their intervals: in all of them together where
+    # several arms are compared
+    level: Free[float] = 0.95
+    measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 0, "step", most=MAX_STEPS)
+        yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "effect")
+        yield from require(self, "from 0.5 to 0.9999", lambda v: 0.5 <= v <= 0.9999, "level")
+
+
+def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], CompareArgs, bool]:
+    """(runs before --against, runs after it, keys, whether --json) of a command line. Raises
+    UserError."""
+    words = [word for word in argv if word != "--json"]
+    at = words.index("--against") if "--against" in words else len(words)
+    before, keys = split_folders(words[:at])
+    after, more = split_folders(words[at + 1 :])
+    args, _ = load(CompareArgs, [*keys, *more], program_doc=__doc__)
+    if not before or (at < len(words) and not after):
+        raise UserError(USAGE)
+    return before, after, args, len(words) < len(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    before, after, args, as_numbers = arguments(argv)
+    # Imported here, since --help needs no numpy.
+    from lingua.tools.runs.compare.arms import choose_arms, measure_runs, open_all
+    from lingua.tools.runs.compare.comparison import compare
+    from lingua.tools.runs.compare.text import UNITS, as_json, heading, lines, plain
+
+    arms, base, problems = choose_arms(open_all(before), open_all(after) if after else [])
+    everything = [run for arm in [*arms, base] for run in arm.runs]
+    measured = measure_runs(everything, args.measure, args.step)
+    # Bonferroni's correction: the intervals hold all together with at least the level asked for.
+    level = 1 - (1 - args.level) / len(arms)
+    comparisons = [compare(arm, base, measured, level) for arm in arms]
+    problems += [text for run in everything for text in run.problems]
+    unit = UNITS[args.measure]
+    if as_numbers:
+        content = {
+            "measure": args.measure,
+            "step": measured.steps[-1],
+            "left_out": measured.left_out,
+            "problems": problems,
+            "comparisons": [as_json(c, unit, args.effect) for c in comparisons],
+        }
+        print(json.dumps(plain(content), indent=1))
+        return
+    for line in heading(measured, unit, args.level, len(arms), problems):
+        print(printable(line))
+    for c in comparisons:
+        print()
+        for line in lines(c, unit, args.effect, brief=len(comparisons) > 1):
+            print(printable(line))
+    if len(comparisons) > 1:
+        print("\nOne arm alone: its differences along training, and where its runs first differ")

@@ -1,0 +1,98 @@
+"""A table of runs, launched or plain, finished or not, found below the given folders:
+
+    python -m lingua runs runs
+    python -m lingua runs runs/a runs/b sort=heldout filter="state=running,optim.lr>1e-3"
+    python -m lingua runs runs seeds=true --csv
+
+Its columns are the config keys in which the runs differ, the state, the step, the held-out loss of
+all sources in nats per byte, the smoothed training loss, tokens/s and the time left.
+--csv and --json print all of it for programs, the numbers with all digits.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lingua.base.errors import UserError
+from lingua.base.format import counted, printable
+from lingua.config.load import load
+from lingua.config.schema import Free
+from lingua.config.values import show
+from lingua.tools.commands.arguments import split_folders
+
+if TYPE_CHECKING:
+    from lingua.tools.runs.records import Record
+
+MAX_PROBLEMS = 10  # lines about files that could not be read
+
+
+@dataclass
+class RunsArgs:
+    # column or config key to sort by, with a minus for the largest first; null: by folder
+    sort: Free[str | None] = None
+    # runs to show, by columns and config keys: filter="state=running,optim.lr>=1e-3"
+    filter: Free[str | None] = None
+    seeds: Free[bool] = False  # one line for the runs that differ only in their seed
+    sources: Free[bool] = False  # the held-out loss of each source too
+    # config keys to show; null: those that differ between the runs, at most eight in the table
+    columns: Free[list[str] | None] = None
+
+
+def arguments(argv: Sequence[str]) -> tuple[list[str], RunsArgs, str]:
+    """(folders, keys, `--csv`, `--json` or empty) of a command line. Raises UserError."""
+    folders, words = split_folders(argv)
+    form = [word for word in words if word in ("--csv", "--json")]
+    args, _ = load(RunsArgs, [word for word in words if word not in form], program_doc=__doc__)
+    if not folders or len(form) > 1:
+        raise UserError("usage: python -m lingua runs DIR... [key=value ...] [--csv | --json]")
+    return folders, args, "".join(form)
+
+
+def main(argv: Sequence[str]) -> None:
+    folders, args, form = arguments(argv)
+    # Imported here, since --help needs no numpy.
+    from lingua.tools.runs import table
+    from lingua.tools.runs.records import differing, open_runs
+
+    records = open_runs(folders, table.TAIL_BYTES)
+    rows = [table.row_of(record) for record in records]
+    keys = differing(records)
+    if args.seeds:
+        rows, keys = table.over_seeds(records, rows), [key for key in keys if key != "seed"]
+    if args.columns is not None:
+        keys = [table.key_of(rows, name, "columns") for name in args.columns]
+    if args.filter is not None:
+        rows = table.chosen(rows, args.filter)
+    if args.sort is not None:
+        rows = table.ordered(rows, args.sort)
+    if form == "--json":
+        print(json.dumps(list(table.entries(rows, keys)), indent=1, default=str))
+    elif form == "--csv":
+        print_csv(list(table.entries(rows, keys)))
+    else:
+        shown = keys if args.columns is not None else keys[: table.MAX_KEYS]
+        print(table.table(rows, shown, args.sources))
+        if hidden := keys[len(shown) :]:
+            print(f"{counted(len(hidden), 'more key')} differ (columns=[...] chooses): "
+                  + printable(", ".join(hidden)))  # fmt: skip
+    report_problems(records)
+
+
+def report_problems(records: "Iterable[Record]") -> None:
+    """On stderr, what could not be read."""
+    problems = [problem for record in records for problem in record.problems]
+    for problem in problems[:MAX_PROBLEMS]:
+        print(f"warning: {printable(problem)}", file=sys.stderr)
+    if len(problems) > MAX_PROBLEMS:
+        print(f"warning: {len(problems) - MAX_PROBLEMS:,} more of this kind", file=sys.stderr)
+
+
+def print_csv(lines: Sequence[Mapping[str, Any]]) -> None:
+    names = dict.fromkeys(name for line in lines for name in line)
+    writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        writer.writerow({k: show(v) if isinstance(v, list | dict) else v for k, v in line.items()})

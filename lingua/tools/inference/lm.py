@@ -1,0 +1,131 @@
+"""A trained model as an object of Python, for notebooks and scripts; `lingua.load` returns it.
+
+It has one process, which needs no process group or mesh: those of one rank, which the functions
+below take, last as long as a call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lingua.app import import_app
+from lingua.base.errors import UserError
+from lingua.config.load import from_values
+from lingua.parallel.launch import Launch, one_process, pick_device
+from lingua.parallel.mesh import AXES, DistributedArgs
+from lingua.parallel.parallelize import blocks_of
+from lingua.tokenizer import Tokenizer
+from lingua.tools.in_process import temporary_process_group
+from lingua.tools.inference.generate import Request, evaluating, fit_prompts, generate
+from lingua.tools.inference.sampling import SamplingArgs
+from lingua.tools.inference.trained import open_trained
+
+
+@dataclass(frozen=True)
+class LM:
+    """A language model and its tokenizer."""
+
+    model: nn.Module  # a lingua.model.LanguageModel
+    tokenizer: Tokenizer
+    context: int  # tokens that the model sees at once: data.seq_len of its training
+    add_bos: bool  # texts begin with bos, as the documents that it was trained on
+    device: torch.device
+    blocks: list[nn.Module]  # its layers, in order
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens that the model sees of a text, bos included. Raises UserError for a text
+        without tokens."""
+        try:
+            tokens: list[int] = self.tokenizer.encode(text, bos=self.add_bos).tolist()
+        except UnicodeEncodeError:
+            raise UserError("the text has half a surrogate pair, no character") from None
+        if not tokens:
+            raise UserError("the text is empty, and documents of this model have no bos")
+        return tokens
+
+    def logits(self, text: str) -> Tensor:
+        """float32 [tokens, vocabulary] on the device: row i is about the token after tokens 0 to i
+        of `encode(text)`. Raises UserError for a text that is longer than the context."""
+        tokens = self.encode(text)
+        if len(tokens) > self.context:
+            raise UserError(f"the text has {len(tokens)} tokens; must have at most {self.context}")
+        inputs = torch.tensor([tokens], device=self.device)
+        with torch.no_grad(), evaluating(self.model):
+            logits: Tensor = self.model(inputs)
+        return logits[0].float()
+
+    def loss(self, text: str) -> float:
+        """Nats per token of the text, of all its tokens that another precedes (with bos, all).
+        Raises UserError as `logits`, and for a text of a single token."""
+        logits, tokens = self.logits(text), self.encode(text)
+        if len(tokens) < 2:
+            raise UserError("the text has no token that another precedes")
+        return F.cross_entropy(logits[:-1], torch.tensor(tokens[1:], device=self.device)).item()
+
+    def hidden(self, text: str, layer: int) -> Tensor:
+        """[tokens, dim] on the device, in the model's dtype: the residual stream after a layer, of
+        which the first is 0 and the last also -1. Raises UserError as `logits`."""
+        n = len(self.blocks)
+        if not -n <= layer < n:
+            raise UserError(
+                f"layer = {layer}: must be {-n} to {n - 1}, as the model has {n} layers"
+            )
+        outputs: list[Tensor] = []
+
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+
+        handle = self.blocks[layer].register_forward_hook(keep)
+        try:
+            self.logits(text)
+        finally:
+            handle.remove()
+        if not outputs:
+            raise UserError(f"layer = {layer}: is not part of predicting the next token")
+        return outputs[0][0]
+
+    def generate(self, text: str, seed: int = 0, **settings: Any) -> str:
+        """The text with which the model continues `text`. A prompt that is too long for the context
+        is cut on the left.
+
+        Args:
+            settings: fields of SamplingArgs (lingua.tools.inference.sampling): temperature, top_k,
+                top_p, max_gen_tokens, stop, stop_tokens. UserError names those that are not.
+        """
+        sampling = from_values(SamplingArgs(), settings, "")
+        [request] = fit_prompts([Request(self.encode(text), sampling, seed)], self.context)
+        with mesh_of_one(self.device) as mesh:
+            [result] = generate(self.model, [request], self.tokenizer, mesh, batch_size=1)
+        return result.text
+
+
+def open_lm(
+    path: str,
+    app: str | None,
+    device: Literal["auto", "cpu", "cuda"],
+    dtype: Literal["bf16", "fp32"] | None,
+    tokenizer_path: str | None,
+) -> LM:
+    """See lingua.load."""
+    chosen = None if app is None else import_app(app, "lingua.load")
+    on = pick_device(device, Launch())
+    settings = DistributedArgs(model_dtype=dtype or ("bf16" if on.type == "cuda" else "fp32"))
+    with mesh_of_one(on) as mesh:
+        trained = open_trained("path", path, chosen, tokenizer_path)
+        tokenizer, data = trained.build_tokenizer(), trained.args.data
+        _, plan = trained.build()
+        model = trained.load(settings, mesh)
+        return LM(model, tokenizer, data.seq_len, data.add_bos, on, blocks_of(model, plan))
+
+
+@contextmanager
+def mesh_of_one(device: torch.device) -> Iterator[DeviceMesh]:
+    """The mesh of this process alone. Raises UserError where it is in a process group already."""
+    with temporary_process_group(), one_process():
+        yield init_device_mesh(device.type, (1, 1, 1), mesh_dim_names=AXES)

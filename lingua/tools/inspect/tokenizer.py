@@ -1,0 +1,107 @@
+"""Training a tokenizer on the sources of a config, and the tokens of a text."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from lingua.base.errors import UserError
+from lingua.base.format import counted
+from lingua.data.args import DataArgs
+from lingua.data.files import FilePart
+from lingua.data.sources import source_files
+from lingua.data.stream import shares
+from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.tiktoken import SPLIT
+from lingua.tools.prepare.records import SourceRecord, read_records
+from lingua.tools.prepare.units import bad_record, hold_out_tail
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"  # tokens 0 and 1
+
+
+def train(texts: Iterator[str], vocab_size: int) -> Any:
+    """A tokenizers.Tokenizer: byte-level BPE (Radford et al., 2019), whose merges stay within the
+    words of Llama 3's expression."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    tokenizer = LibraryTokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # What transformers puts before a text is what data.add_bos puts before a document.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, 0)]
+    )
+    return tokenizer
+
+
+def mixture_texts(args: DataArgs, max_bytes: int) -> Iterator[str]:
+    """Documents to train on: of each source its share of `most` bytes, or of as many as it takes to
+    read every source once. Raises UserError."""
+    weights = {name: float(share) for name, share in shares(args.sources).items()}
+    files = {name: source_files(name, args) for name in weights}
+    sizes = {name: sum(file.size for file in source_parts) for name, source_parts in files.items()}
+    once = max(sizes[name] / weight for name, weight in weights.items())
+    for name, weight in weights.items():
+        wanted = max(1, int(min(max_bytes, once) * weight))
+        print(f"{args.source_key(name)}: {wanted:,} bytes of text", flush=True)
+        yield from source_texts(name, files[name], args, wanted)
+
+
+def source_texts(name: str, files: list[FilePart], args: DataArgs, n_bytes: int) -> Iterator[str]:
+    """`n_bytes` of a source's documents, at least, without those that are held out: the first ones
+    of every file, of each in proportion to its size. They come again where these are fewer."""
+    size = max(1, sum(file.size for file in files))
+    taken = 0
+    while taken < n_bytes:
+        before, missing = taken, n_bytes - taken
+        for file in files:
+            wanted = missing * file.size / size
+            for record in good_records(file, name, args, is_all=len(files) == 1):
+                if not record.is_held_out:
+                    yield record.text
+                    taken += record.n_bytes
+                    wanted -= record.n_bytes
+                if wanted <= 0:
+                    break
+        if taken == before:
+            raise UserError(f"{args.source_key(name)}: has no text to learn from")
+
+
+def good_records(file: FilePart, name: str, args: DataArgs, is_all: bool) -> Iterator[SourceRecord]:
+    """Those of a file. `is_all`: it is the whole source, of which one long document may have a part
+    that is held out. Raises UserError at a bad one, unless the config skips them."""
+    records = read_records(file, args.text_keys(name))
+    for record in hold_out_tail(records)[0] if is_all else records:
+        if record.wrong is None:
+            yield record
+        elif args.on_bad_record == "stop":
+            raise bad_record(file, record, args, name)
+
+
+def describe_tokens(tokenizer: Tokenizer, text: str) -> Iterator[str]:
+    """The tokens of a text, with the bos and eos that the tokenizer has."""
+    bos, eos = tokenizer.bos_id is not None, tokenizer.eos_id is not None
+    try:
+        ids = tokenizer.encode(text, bos=bos, eos=eos).tolist()
+    except UnicodeEncodeError:
+        raise UserError("show: the text has half a surrogate pair, no character") from None
+    n, n_bytes = len(ids) - bos - eos, len(text.encode())
+    ratio = f", {n_bytes / n:.2f} bytes a token" if n else ""
+    yield (
+        f"{tokenizer.name}: {counted(tokenizer.vocab_size, 'token')}; the text is "
+        f"{counted(n, 'token')} of {counted(n_bytes, 'byte')}{ratio}"
+    )
+    special = {tokenizer.bos_id: "bos", tokenizer.eos_id: "eos"}
+    for i in ids:
+        yield f"{i:>8}  {special.get(i) or json.dumps(tokenizer.decode([i]), ensure_ascii=False)}"
+    if (decoded := tokenizer.decode(ids)) != text:
+        yield f"decoded it is another text: {json.dumps(decoded, ensure_ascii=False)}"

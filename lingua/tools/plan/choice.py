@@ -1,0 +1,231 @@
+"""Other layouts of a step for as many devices: meshes, micro-batches and checkpointing, ranked by a
+formula, the best of them traced.
+
+The formula begins with traces of three and four layers, two micro-batches and a mesh of 2 x 8 x tp,
+for each tp and checkpointing mode. Numbers are linear in the layers. Activations, arithmetic and
+what tp sends of them are proportional to the rows of a micro-batch; parameters, optimizer, update
+and what replicas exchange are divided by the shards; what FSDP gathers and copies stays.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lingua.app import App
+from lingua.base.errors import UserError
+from lingua.base.format import align
+from lingua.model.head import CHUNK_BYTES
+from lingua.parallel.mesh import AXES
+from lingua.parallel.parallelize import check_layout
+from lingua.tools.plan.report import Plan, seconds_text
+from lingua.tools.plan.trace import StepPart, Trace, program, trace
+from lingua.tools.plan.work import Kernel
+
+Sizes = tuple[int, int, int]
+MODES = ("none", "selective", "full")
+TRACED_LAYERS = 3, 4  # the formula extrapolates from traces of models this deep
+REPLICAS, SHARDS, ROWS = 2, 8, 2
+SCALED_BY_ROWS = ("activations", "backward")  # kinds of memory in proportion to the rows
+DIVIDED_BY_SHARDS = ("parameters", "optimizer")
+
+
+@dataclass(frozen=True)
+class Choice:
+    plan: Plan
+    traced: bool  # false: estimated by the formula
+
+    @property
+    def order(self) -> tuple[bool, float, int]:
+        """Those that fit first, then the fastest, then those that take the least memory."""
+        times = self.plan.times
+        assert times is not None
+        return not self.plan.fits, times.step, self.plan.trace.allocated
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Of the run's config."""
+        args, (replicas, shards, tp) = self.plan.args, self.plan.trace.sizes
+        return {
+            "distributed.dp_replicate": replicas,
+            "distributed.dp_shard": shards,
+            "distributed.tp_size": tp,
+            "distributed.activation_checkpointing": args.distributed.activation_checkpointing,
+            "data.batch_size": args.data.batch_size,
+            "data.global_batch_size": args.data.step_rows,
+            "grad_acc_steps": None,
+        }
+
+
+def choices(app: App, plan: Plan, n_traced: int) -> list[Choice]:
+    """Every layout of the ranks of `plan`, which has a device, with its global batch, the best
+    first. The `n_traced` fastest of those that fit by the formula are traced."""
+    if not n_traced:
+        return []
+    device = "cpu" if plan.args.device == "cpu" else "cuda"
+    ranked = sorted(by_formula(app, plan, device), key=lambda choice: choice.order)
+    best = []
+    for choice in [c for c in ranked if c.plan.fits][:n_traced]:
+        args, sizes = choice.plan.args, choice.plan.trace.sizes
+        traced = trace(app, deepcopy(args), sizes, device)
+        best.append(Choice(replace(choice.plan, trace=traced), True))
+    return sorted([*best, *ranked[len(best) :]], key=lambda c: (not c.traced, *c.order))
+
+
+def by_formula(app: App, plan: Plan, device: str) -> Iterator[Choice]:
+    for tp, dp in meshes(app, plan.args, math.prod(plan.trace.sizes), plan.options.ngpu):
+        for mode in MODES:
+            args = deepcopy(plan.args)
+            args.distributed.activation_checkpointing, args.grad_acc_steps = mode, None
+            first = small_trace(app, args, tp, device)
+            for sizes in dp:
+                max_rows = -(-args.data.step_rows // (sizes[0] * sizes[1]))
+                for power in range(max_rows.bit_length()):
+                    scaled_args = deepcopy(args)
+                    scaled_args.data.batch_size = 1 << power
+                    scaled = scaled_trace(first, scaled_args, sizes)
+                    yield Choice(replace(plan, args=scaled_args, trace=scaled), False)
+
+
+def meshes(app: App, args: Any, ranks: int, node: int) -> Iterator[tuple[int, list[Sizes]]]:
+    """Each tp within a node that the model allows, with the meshes of this many ranks that have
+    it; none on which ranks would be without rows."""
+    for tp in _divisors(node):
+        built = program().build(app, deepcopy(args), 1)
+        try:
+            check_layout(built.module, built.plan, tp)
+        except UserError:
+            continue
+        degree = ranks // tp
+        if degree <= args.data.step_rows:
+            yield tp, [(r, degree // r, tp) for r in _divisors(degree)]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def estimate(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
+    """What `trace` gives, by the formula. Raises UserError."""
+    return scaled_trace(small_trace(app, args, sizes[2], device), args, sizes)
+
+
+def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
+    """Of two micro-batches on few ranks."""
+    args_of_trace = deepcopy(args)
+    args_of_trace.grad_acc_steps, args_of_trace.data.batch_size = None, ROWS
+    args_of_trace.data.global_batch_size = 2 * REPLICAS * SHARDS * ROWS
+    return few_layers(app, args_of_trace, (REPLICAS, SHARDS, tp), device)
+
+
+def few_layers(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
+    """What `trace` gives, from traces of fewer layers. Raises UserError."""
+    layers: int = args.model.n_layers
+    traces = []
+    few = [n for n in TRACED_LAYERS if layers > TRACED_LAYERS[1]] or [layers]
+    for n in few:
+        args_of_trace = deepcopy(args)
+        args_of_trace.model.n_layers = n
+        traces.append(trace(app, args_of_trace, sizes, device))
+    return traces[0] if len(few) == 1 else extrapolated(traces[0], traces[1], layers - few[0])
+
+
+def extrapolated(first: Trace, second: Trace, n: int) -> Trace:
+    """Of a model with `n` layers more than `first`, from those of a model with one more."""
+
+    def line(name: str) -> Any:
+        a, b = getattr(first, name), getattr(second, name)
+        if isinstance(a, StepPart):
+            return a.plus(b.plus(a, -1), n)
+        if isinstance(a, dict):
+            return {k: max(0, a[k] + n * (b.get(k, 0) - a[k])) for k in a}
+        return a + n * (b - a)
+
+    names = ("parameters", "flops_per_token", "start", "peak", "kept", "micro", "last", "update")
+    return replace(first, **{name: line(name) for name in names})
+
+
+def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
+    """On a mesh of these sizes with the micro-batch of `args`, from `small_trace`."""
+    n_micro, rows = args.micro_steps(sizes[0] * sizes[1])
+    grow, shrink = rows / ROWS, SHARDS / sizes[1]
+
+    def logits(n_rows: int) -> int:  # bytes of a chunk
+        n_bytes = 4 * n_rows * args.data.seq_len * args.model.vocab_size // sizes[2]
+        return min(n_bytes, CHUNK_BYTES)
+
+    def memory(peak: dict[str, int]) -> dict[str, int]:
+        factors = dict.fromkeys(SCALED_BY_ROWS, grow) | dict.fromkeys(DIVIDED_BY_SHARDS, shrink)
+        factors["head"] = logits(rows) / logits(ROWS)
+        return {kind: round(size * factors.get(kind, 1)) for kind, size in peak.items()}
+
+    def part(p: StepPart) -> StepPart:
+        updates = p is first.update
+        kernels: Counter[Kernel] = Counter()
+        for (flops, size, n_bytes, is_fsdp), n in p.kernels.items():
+            by = shrink if updates else grow
+            if is_fsdp or (updates and flops):  # Muon multiplies whole matrices
+                by = 1
+            kernels[flops * by, size, n_bytes * by, is_fsdp] += n
+        alone = [axis for axis, n in zip(AXES, sizes, strict=True) if n == 1]
+        sent = []
+        for t in p.collectives:
+            by = shrink if t["axis"] == "dp_replicate" else 1
+            if t["axis"] == "tp" and t["kind"] != "all_reduce" and not updates:
+                by = grow  # activations; gradients of weights are summed
+            if t["axis"] not in alone:
+                sent.append(t | {"bytes": round(t["bytes"] * by)})
+        return StepPart(kernels, sent)
+
+    peak, kept = memory(first.peak), first.kept
+    if args.distributed.grad_sync != "last":
+        kept = round(kept * shrink)
+    # Between micro-steps they are kept, and with one micro-step there is nothing between.
+    peak["gradients"] = max(0, peak["gradients"] - first.kept) + (kept if n_micro > 1 else 0)
+    if sizes[1] == 1 < sizes[0]:  # replicas that are not sharded keep their copies of parameters
+        peak["gathered parameters"] = peak["parameters"] // 4 * args.distributed.dtype.itemsize
+    return replace(
+        first, sizes=sizes, n_micro=n_micro, rows=rows, start=memory(first.start), peak=peak,
+        kept=kept if n_micro > 1 else 0, micro=part(first.micro), last=part(first.last),
+        update=part(first.update),
+    )  # fmt: skip
+
+
+def choice_as_json(choice: Choice) -> dict[str, Any]:
+    return {"keys": choice.keys, "traced": choice.traced, "why_not": why_not(choice)} | {
+        key: value for key, value in choice.plan.as_json().items() if key != "collectives"
+    }
+
+
+def why_not(choice: Choice) -> str | None:
+    """What takes the most memory where it does not fit."""
+    peak = choice.plan.trace.peak
+    return None if choice.plan.fits else max(peak, key=lambda kind: peak[kind])
+
+
+def choice_lines(ranked: list[Choice]) -> Iterator[str]:
+    """A table of 80 columns for a person: those traced, the next best by the formula, and of those
+    that would be faster and do not fit the nearest to it."""
+    n = max(1, sum(c.traced for c in ranked))
+    fit = [c for c in ranked if c.plan.fits]
+    without = [c for c in ranked if not (c.plan.fits or (fit and c.order[1:] > fit[0].order[1:]))]
+    without.sort(key=lambda c: c.plan.trace.allocated)
+    shown = [c for c in ranked if c.traced]
+    shown += [c for c in fit if not c.traced][:n] + [c for c in without if not c.traced][:n]
+    head = ("replicate", "shard", "tp", "rows", "checkpointing", "GiB", "step", "")
+    table = [head]
+    for c in shown:
+        _, step_s, _ = c.order
+        mode = c.plan.args.distributed.activation_checkpointing
+        mesh = map(str, (*c.plan.trace.sizes, c.plan.trace.rows))
+        how = "traced" if c.traced else "formula"
+        too_much = f"NO: {why_not(c)}" if not c.plan.fits else how
+        table.append((*mesh, mode, f"{c.plan.needs_gib:.1f}", seconds_text(step_s), too_much))
+    yield f"the same global batch on other layouts: {len(fit)} of {len(ranked)} fit"
+    yield from align([(row[-1], *row[:-1]) for row in table], left=1)
+    if fit:
+        words = (f"{k}={'null' if v is None else v}" for k, v in fit[0].keys.items())
+        yield "keys of the best:"
+        yield from (f"  {word}" for word in words)

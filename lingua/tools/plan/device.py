@@ -1,0 +1,161 @@
+"""Devices and their links, and the time that a traced step takes on them (a roofline)."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lingua.base.errors import nearest
+from lingua.config.load import from_values, load
+from lingua.config.schema import Free, require
+from lingua.config.values import plain, read_file
+from lingua.monitor.metrics import peak_flops
+from lingua.parallel.mesh import AXES
+from lingua.tools.plan.trace import StepPart, Trace
+from lingua.tools.plan.work import Kernel
+
+TABLE = Path(__file__).with_name("devices.yaml")
+# Compiled blocks have this share of the memory traffic of kernels without matrix products.
+FUSED_TRAFFIC_SHARE = 0.5
+
+
+@dataclass
+class Device:
+    """A device, and nodes of several. Peaks are those of data sheets; the shares of them that real
+    steps reach are assumptions, which a plan prints."""
+
+    name: Free[str] = ""  # torch.cuda.get_device_name()
+    memory_gib: Free[float] = 0.0  # memory that torch sees
+    memory_gb_per_s: Free[float] = 0.0
+    # peak in bf16; null: the one that the MFU of a device of this name refers to
+    bf16_tflops: Free[float | None] = None
+    tf32_tflops: Free[float] = 0.0
+    fp32_tflops: Free[float] = 0.0
+    node_size: Free[int] = 8  # devices of a node
+    node_gb_per_s: Free[float] = 0.0  # between devices of a node, each direction
+    network_gb_per_s: Free[float] = 0.0  # between nodes, of each device and direction
+    host_gb_per_s: Free[float] = 20.0  # copies from a device to pinned memory
+    matmul_share: Free[float] = 0.7  # share of the peak that matrix products reach
+    memory_share: Free[float] = 0.8  # share of the bandwidth that other kernels reach
+    link_share: Free[float] = 0.75  # share of the bandwidth that large collectives reach
+    latency_us: Free[float] = 15.0  # latency of a collective for each doubling of its ranks
+    reserve_gib: Free[float] = 2.0  # CUDA's context and NCCL
+    fragmentation: Free[float] = 0.12  # memory lost by the allocator, a share of what it allocates
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        positive = ("memory_gib", "memory_gb_per_s", "fp32_tflops", "node_size", "host_gb_per_s")
+        links = ("node_gb_per_s", "network_gb_per_s", "tf32_tflops")
+        shares = ("matmul_share", "memory_share", "link_share")
+        yield from require(
+            self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive, *links
+        )
+        yield from require(self, "above 0 and at most 1", lambda v: 0 < v <= 1, *shares)
+        rest = ("latency_us", "reserve_gib", "fragmentation")
+        yield from require(self, "at least 0 and finite", lambda v: 0 <= v < math.inf, *rest)
+        if self.bf16_tflops is None and peak_flops(self.name, torch.bfloat16) is None:
+            yield "bf16_tflops", "must be given: no device of this name is known"
+
+    @property
+    def bf16_flops(self) -> float:
+        if self.bf16_tflops is not None:
+            return self.bf16_tflops * 1e12
+        peak = peak_flops(self.name, torch.bfloat16)
+        assert peak is not None
+        return peak
+
+    def needs(self, allocated: int) -> float:
+        """GiB that a process takes whose tensors take this many bytes at their peak."""
+        return allocated * (1 + self.fragmentation) / 2**30 + self.reserve_gib
+
+
+def unknown_device(given: str) -> str | None:
+    """What must be given instead, unless `find_device` can look for it."""
+    table = read_file(TABLE, str(TABLE))
+    if Path(given).suffix in (".yaml", ".yml") or given.lower() in table:
+        return None
+    return f"must be {', '.join(table)}, or a YAML file of its own{nearest(given, table)}"
+
+
+def find_device(given: str) -> Device:
+    """The device of this name, or of a YAML file with the keys of Device. Raises UserError."""
+    if Path(given).suffix in (".yaml", ".yml"):
+        return load(Device, [f"config={given}"])[0]
+    values: Mapping[str, Any] = plain(read_file(TABLE, str(TABLE))[given.lower()])
+    return from_values(Device(), values, str(TABLE))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one rank."""
+
+    micro: float  # each micro-step but the last
+    last: float  # the last, with the reductions of gradients
+    update: float  # clipping and optimizer
+    compute: float  # time of the step if nothing had to be sent
+    hidden: float  # time of sending while the device computes
+    exposed: float  # time of sending while the device waits
+    step: float
+
+
+def step_times(trace: Trace, device: Device, tf32: bool, compiled: bool) -> Times:
+    """The roofline of a step: a kernel takes the longer of its arithmetic and its memory traffic.
+    What FSDP sends is hidden behind a micro-step's own kernels, tensor parallelism's is not."""
+
+    def computed(part: StepPart) -> float:
+        return sum(
+            n * _kernel_s(kernel, device, tf32, compiled) for kernel, n in part.kernels.items()
+        )
+
+    def sent(part: StepPart, is_tp: bool) -> float:
+        chosen = (t for t in part.collectives if (t["axis"] == "tp") == is_tp)
+        return sum(_sent_s(t, trace.sizes, device) for t in chosen)
+
+    repeats = trace.n_micro - 1
+    compute, hidden, exposed = computed(trace.update), 0.0, sent(trace.update, False)
+    exposed += sent(trace.update, True)
+    durations = []
+    for part, n in ((trace.micro, repeats), (trace.last, 1)):
+        kernels_s, fsdp, tp = computed(part), sent(part, False), sent(part, True)
+        durations.append(max(kernels_s + tp, fsdp))
+        compute += n * kernels_s
+        hidden += n * min(kernels_s + tp, fsdp)
+        exposed += n * (tp + max(0.0, fsdp - kernels_s - tp))
+    update = computed(trace.update) + sent(trace.update, False) + sent(trace.update, True)
+    step = repeats * durations[0] + durations[1] + update
+    return Times(durations[0], durations[1], update, compute, hidden, exposed, step)
+
+
+def _kernel_s(kernel: Kernel, device: Device, tf32: bool, compiled: bool) -> float:
+    flops, size, n_bytes, _ = kernel
+    peak = (
+        device.bf16_flops
+        if size == 2
+        else 1e12 * getattr(device, "tf32_tflops" if tf32 else "fp32_tflops")
+    )
+    fused = FUSED_TRAFFIC_SHARE if compiled and not flops else 1
+    traffic = fused * n_bytes / (device.memory_gb_per_s * 1e9 * device.memory_share)
+    return max(flops / (peak * device.matmul_share), traffic)
+
+
+def _sent_s(total: dict[str, Any], sizes: tuple[int, int, int], device: Device) -> float:
+    """Of collectives as rings: each rank sends (n - 1) / n of the larger side, an all-reduce twice
+    that (Thakur et al., 2005)."""
+    stride, ranks = 1, math.prod(sizes)
+    for axis, size in zip(reversed(AXES), reversed(sizes), strict=True):
+        if axis == total["axis"]:
+            ranks = size
+            break
+        stride *= size
+    else:
+        stride = 1
+    if ranks == 1:
+        return 0.0
+    speed = device.node_gb_per_s
+    if stride * ranks > device.node_size:  # rings through each of a node's devices in the group
+        speed = min(speed, device.network_gb_per_s * max(1, device.node_size // stride))
+    moved = total["bytes"] * (ranks - 1) / ranks * (2 if total["kind"] == "all_reduce" else 1)
+    latency = total["count"] * device.latency_us * 1e-6 * math.log2(ranks)
+    return moved / (speed * 1e9 * device.link_share) + latency

@@ -1,0 +1,108 @@
+"""The plan of a command line: its keys, and those of the run that it is about."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lingua.app import App
+from lingua.base.errors import UserError, all_of
+from lingua.config.load import load
+from lingua.config.schema import Free, bounds, require
+from lingua.parallel.mesh import mesh_sizes
+from lingua.parallel.parallelize import check_layout
+from lingua.tools.plan.choice import estimate
+from lingua.tools.plan.device import Device, find_device, unknown_device
+from lingua.tools.plan.report import Plan
+from lingua.tools.plan.trace import program, trace
+
+T = TypeVar("T")
+
+
+@dataclass
+class PlanArgs:
+    nodes: Free[int] = 1  # machines
+    ngpu: Free[int] = 1  # processes, one for each device, of a machine
+    # a100, h100, h200, b200, l40s, or a YAML file with the keys of a Device (lingua.tools.plan.
+    # device); null: no time, and nothing is refused
+    gpu: Free[str | None] = None
+    # how many of the best other meshes, micro-batches and checkpointing modes are traced, after all
+    # are ranked by a formula; 0: none. Needs gpu
+    choices: Free[int] = 0
+    tokens: Free[float | None] = None  # tokens of the whole run; null: those of its steps
+    json: Free[str | None] = None  # file that is written with all numbers
+    # hours of a device between failures that end a run: 419 on 16,384 devices in 54 days (Llama
+    # team, 2024, arXiv 2407.21783, section 3.3.4)
+    failure_hours: Free[float] = 50_000.0
+    storage_gb_per_s: Free[float] = 5.0  # speed at which all ranks together write a checkpoint
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "nodes", "ngpu", most=65535)
+        yield from bounds(self, 0, "choices")
+        if self.choices and self.gpu is None:
+            yield "gpu", f"must be given, since choices = {self.choices}"
+        if self.gpu is not None and (need := unknown_device(self.gpu)):
+            yield "gpu", need
+        if self.json is not None and not Path(self.json).parent.is_dir():
+            yield "json", "must be in a folder that exists"
+        positive = ("tokens", "failure_hours", "storage_gb_per_s")
+        yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
+
+
+def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
+    """The plan of a command line; a `quick` one is an estimate.
+    Raises UserError, with all mistakes together."""
+    plan_words, run_words = split_words(argv)
+    mistakes: list[str] = []
+
+    def attempt(work: Callable[[], T]) -> T | None:
+        try:
+            return work()
+        except UserError as error:
+            several = str(error).split("\n  ")
+            mistakes.extend(
+                several[1:] if several[0].endswith("in the configuration:") else several
+            )
+            return None
+
+    options = attempt(lambda: load(PlanArgs, plan_words)[0])
+    read = attempt(lambda: program().read_config(run_words))
+    if any("unknown key" in mistake for mistake in mistakes):
+        mistakes[-1] += f"\n  keys of lingua plan: {', '.join(f.name for f in fields(PlanArgs))}"
+    device: Device | None = None
+    if options is not None and options.gpu is not None:
+        device = attempt(lambda: find_device(str(options.gpu)))
+    sizes = None
+    with suppress(UserError):  # loading all options has reported it
+        mesh_words = [word for word in plan_words if word.startswith(("nodes=", "ngpu="))]
+        counts, _ = load(PlanArgs, mesh_words)
+        if read is not None:
+            ranks = counts.nodes * counts.ngpu
+            sizes = attempt(lambda: mesh_sizes(read[1].distributed, ranks))
+    if read is not None and sizes is not None:
+        attempt(lambda: check_sizes(read[0], read[1], sizes))
+    if mistakes:
+        raise all_of(mistakes)
+    assert options is not None and read is not None and sizes is not None
+    app, args = read
+    if device is not None:
+        device.node_size = options.ngpu
+    compiled = args.distributed.compile
+    follow = estimate if quick else trace
+    traced = follow(app, args, sizes, "cpu" if args.device == "cpu" else "cuda")
+    return Plan(args, traced, device, options, compiled), options
+
+
+def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the plan, and those of the run."""
+    names = {f.name for f in fields(PlanArgs)}
+    plan_words = [word for word in argv if word.partition("=")[0] in names]
+    return plan_words, [word for word in argv if word not in plan_words]
+
+
+def check_sizes(app: App, args: Any, sizes: tuple[int, int, int]) -> None:
+    """Raise UserError where the model cannot be laid out on a mesh of these sizes."""
+    built = program().build(app, args, sizes[0] * sizes[1])
+    check_layout(built.module, built.plan, sizes[2])

@@ -1,0 +1,192 @@
+"""Conversations as tokens, by the chat template of a model's tokenizer.
+
+    chat = open_chat(TokenizerArgs(name="hf", path="Qwen3-0.6B"))
+    chat.encode(chat.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True))
+
+A template is a Jinja program in the files of the tokenizer. It runs in Jinja's sandbox, with the
+names and filters that transformers gives it (transformers.utils.chat_template_utils).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, partial
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import numpy as np
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lingua.base.errors import UserError
+from lingua.data.chat import find_template, special_names
+from lingua.tokenizer import Tokenizer, TokenizerArgs
+
+Message = Mapping[str, Any]  # role, content, and what else the template reads
+# The day that templates are given which write one: rows must not depend on when they were made. It
+# is the one that Llama 3's template has for programs without a clock.
+DAY = datetime(2024, 7, 26)
+# Noncharacters of Unicode, which no text has: around what a template puts between its tags
+# `generation` and `endgeneration`.
+BEGIN, END = "\ufdd0", "\ufdd1"
+
+
+class ChatError(ValueError):
+    """The template cannot render a conversation, or not so that its answers can be found."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A rendered conversation, or a part of it."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]  # (begin, end) characters of the answers that carry loss
+    answers: tuple[int, ...]  # numbers, from 0 on, of their messages
+
+
+class Chat:
+    """A chat template with its tokenizer."""
+
+    def __init__(self, template: str, where: str, tokenizer: Tokenizer, names: dict[str, str]):
+        """`names` are the special tokens that the template may write, such as eos_token. Raises
+        UserError, which begins with `where`, for a template that is not valid."""
+        self.source = template
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+        )
+        # As transformers' filter: Jinja's own writes HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals |= {"raise_exception": _raise, "strftime_now": DAY.strftime}
+        try:
+            self._template = environment.from_string(template, globals=names)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"{where}:{error.lineno}: is no chat template ({error})") from None
+        self._library = type(tokenizer.library).from_buffer(tokenizer.content)
+        self._library.no_padding()
+        self._library.no_truncation()
+        added = self._library.get_added_tokens_decoder()
+        self._special = {t.content: i for i, t in added.items() if t.special}
+        self._any_special = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """The text of a conversation; with `add_generation_prompt` as far as the answer that
+        follows. Raises ChatError."""
+        return re.sub(f"[{BEGIN}{END}]", "", self._render(messages, add_generation_prompt, tools))
+
+    def _render(self, messages: Sequence[Message], prompt: bool, tools: Any) -> str:
+        for number, message in enumerate(messages, 1):
+            text = json.dumps(message, ensure_ascii=False, default=str)
+            if match := self._any_special.search(text):
+                raise ChatError(f"message {number} has the special token {match[0]} in its text")
+            if BEGIN in text or END in text:
+                raise ChatError(f"message {number} has a noncharacter of Unicode, U+FDD0 or U+FDD1")
+        plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        try:
+            return self._template.render(
+                messages=plain, tools=tools, documents=None, add_generation_prompt=prompt
+            )
+        except Exception as error:  # a template is a program: its faults have any type
+            raise ChatError(f"the chat template fails: {error}") from None
+
+    def examples(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> list[Example]:
+        """The conversation as texts to train on, each with its answers. Raises ChatError.
+
+        Where the template marks answers, with the tag `generation`, these are the spans. Otherwise
+        an answer is what follows its prompt: the conversation is rendered up to each answer, with
+        and without it. Such a rendering need not be how the next one begins (Qwen3 writes the last
+        answer in another way than those before it): it is an example of its own then, so that each
+        answer is trained on behind exactly the text that generation puts before it.
+        """
+        numbers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if re.search(r"{%-?\s*generation\s*-?%}", self.source):
+            return [_marked(self._render(messages, False, tools), numbers)]
+        examples: list[Example] = []
+        for i in numbers:
+            prompt = self.render(messages[:i], True, tools)
+            text = self.render(messages[: i + 1], False, tools)
+            if not text.startswith(prompt) or len(text) == len(prompt):
+                raise ChatError(
+                    f"message {i + 1}: the chat template writes another text before an answer than "
+                    "before it is given, so that the answer cannot be found"
+                )
+            spans: tuple[tuple[int, int], ...] = ((len(prompt), len(text)),)
+            answers: tuple[int, ...] = (i,)
+            if examples and text.startswith(examples[-1].text):
+                last = examples.pop()
+                spans, answers = last.spans + spans, last.answers + answers
+            examples.append(Example(text, spans, answers))
+        return examples
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a rendered text, int64 [n]: what it has of special tokens becomes these."""
+        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def encode_example(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [n], whether they carry loss bool [n]): a token does that has a character of
+        an answer."""
+        encoded = self._library.encode(example.text, add_special_tokens=False)
+        begins, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
+        is_answer = np.zeros(len(begins), bool)
+        for begin, end in example.spans:
+            is_answer |= (ends > begin) & (begins < end)
+        return np.array(encoded.ids, np.int64), is_answer
+
+    @cached_property
+    def turn_end(self) -> tuple[int | None, str]:
+        """(special token, text) with which an answer ends: the token, or else the text, which is
+        empty where the template puts nothing behind an answer."""
+        content = "zebra"
+        ask = [{"role": "user", "content": "zoo"}]
+        text = self.render([*ask, {"role": "assistant", "content": content}])
+        end = text.rpartition(content)[2]
+        first = next(iter(self.encode(end).tolist()), None)
+        return (first, "") if first in self._special.values() else (None, end)
+
+
+def open_chat(args: TokenizerArgs, tokenizer: Tokenizer, template: str | None = None) -> Chat:
+    """The chat template of a tokenizer, or that in the file `template`. Raises UserError."""
+    text, where = find_template(args, template)
+    return Chat(text, where, tokenizer, special_names(args, tokenizer))
+
+
+def _marked(rendered: str, answers: Sequence[int]) -> Example:
+    """The example of a rendering whose answers are between BEGIN and END."""
+    text, spans = "", []
+    for part in re.split(f"{BEGIN}", rendered):
+        answer, end, rest = part.partition(END)
+        if end:
+            spans.append((len(text), len(text) + len(answer)))
+        text += answer + rest
+    if not any(begin < end for begin, end in spans):
+        raise ChatError("the chat template marks no answer")
+    return Example(text, tuple(spans), tuple(answers))
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tags `generation` and `endgeneration`, with which templates mark answers."""
+
+    tags = {"generation"}  # noqa: RUF012  # the base class declares it so
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

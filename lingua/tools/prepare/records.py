@@ -1,0 +1,308 @@
+"""The documents in a file, whatever its form.
+
+JSON lines (.jsonl) give a document per line, .parquet files one per row, every other file is one
+document. .gz and .zst are decompressed; a compressed .json is JSON lines, as C4 and Dolma name
+them. A large file is read in parts: byte ranges that begin where a line or row group does.
+
+Documents are UTF-8 and taken as they are, carriage returns included; only a byte order mark, at the
+start of a file, is left out. One document is in memory at a time.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise, repeat
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from lingua.data.files import FilePart
+from lingua.tools.prepare.pieces import WORD_OR_LINE
+
+READ_BYTES = 2**18  # bytes read at once
+MAX_ROWS = 1024  # parquet rows read at once
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_BOM = b"\xef\xbb\xbf"
+HELD_OUT = 50  # one document in 50 is held out; of a source of one document, its last 50th
+HELD_OUT_BELOW = 2**64 // HELD_OUT  # documents with a lower 64-bit hash are held out
+MIN_TAIL, MAX_TAIL = 1000, 2**20  # characters of a held-out tail
+OnRead = Callable[[int], Any]  # gets the number of bytes of each read
+
+
+@dataclass
+class Wrong(Exception):
+    """What is wrong with a record."""
+
+    kind: str
+    detail: str = ""
+    lacks_key: bool = False  # its text may be under a key that is not one of those given
+
+
+class SourceRecord(NamedTuple):
+    """A document, or what is wrong with it."""
+
+    number: int  # line or row, from 1 on where the part begins
+    text: str = ""
+    n_bytes: int = 0  # size of the text in UTF-8
+    hash: int = 0  # 64-bit hash of these bytes
+    is_held_out: bool = False
+    wrong: Wrong | None = None
+    tokens: np.ndarray | None = None  # int64 [n] in place of the text, for a conversation
+    is_cut: bool = False  # the example was longer than a row
+
+
+# The examples of a conversation, from the number of its record and its object. Raises Wrong.
+Examples = Callable[[int, dict[str, Any]], list[SourceRecord]]
+
+
+def _form(file: FilePart) -> tuple[str, str | None]:
+    """("json", "parquet" or "text", codec) of a file by its name."""
+    name = Path(file.path.lower())
+    codec = _CODECS.get(name.suffix)
+    suffix = name.with_suffix("").suffix if codec else name.suffix
+    if suffix == ".jsonl" or (suffix == ".json" and codec):
+        return "json", codec
+    return ("parquet" if suffix == ".parquet" and not codec else "text"), codec
+
+
+# ---- parts
+
+
+def split_file(file: FilePart, max_bytes: int) -> list[FilePart]:
+    """The parts of a whole file, each of about `most` bytes of text where its form allows."""
+    form, codec = _form(file)
+    cuts = {0, file.size}
+    if file.size > max_bytes and form == "json" and not codec:
+        with open(file.full, "rb") as handle:
+            for at in range(max_bytes, file.size, max_bytes):
+                handle.seek(at - 1)
+                handle.readline()
+                cuts.add(handle.tell())
+    elif file.size > max_bytes and form == "parquet":
+        size = 0
+        with suppress(pa.ArrowException, OSError):  # read_records reports it
+            for group in _row_groups(pq.read_metadata(file.full)):
+                size += group.size
+                if size > max_bytes:
+                    cuts.add(group.begin)
+                    size = group.size
+    return [replace(file, begin=begin, end=end) for begin, end in pairwise(sorted(cuts))] or [file]
+
+
+class _RowGroup(NamedTuple):
+    begin: int  # byte of the file; 0 for the first group
+    rows: int
+    size: int  # bytes of its data before compression
+
+
+def _row_groups(metadata: pq.FileMetaData) -> list[_RowGroup]:
+    groups = []
+    for i in range(metadata.num_row_groups):
+        group = metadata.row_group(i)
+        columns = [group.column(c) for c in range(group.num_columns)]
+        begins = [c.dictionary_page_offset or c.data_page_offset for c in columns if i]
+        begin = max(0, min(begins, default=0))
+        groups.append(_RowGroup(begin, group.num_rows, group.total_byte_size))
+    return groups
+
+
+def records_before(part: FilePart) -> int:
+    """The number of lines or rows of the file before the part."""
+    if not part.begin:
+        return 0
+    if _form(part)[0] == "json":
+        with _open_part(replace(part, begin=0, end=part.begin)) as file:
+            return sum(1 for _ in file)
+    groups = _row_groups(pq.read_metadata(part.full))
+    return sum(group.rows for group in groups if group.begin < part.begin)
+
+
+def _open_part(part: FilePart, on_read: OnRead | None = None, codec: str | None = None) -> BinaryIO:
+    """The part's bytes, decompressed if there is a `codec`, to be read once in order."""
+    file = io.BufferedReader(_PartFile(part, on_read), READ_BYTES)
+    if codec is None:
+        return file
+    stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+    return io.BufferedReader(stream, READ_BYTES)
+
+
+class _PartFile(io.FileIO):
+    def __init__(self, part: FilePart, on_read: OnRead | None) -> None:
+        super().__init__(part.full)
+        self.seek(part.begin)
+        self._left, self._on_read = part.end - part.begin, on_read
+
+    def readinto(self, buffer: Any) -> int:
+        n = super().readinto(memoryview(buffer)[: self._left])
+        self._left -= n
+        if self._on_read is not None:
+            self._on_read(n)
+        return n
+
+
+# ---- records
+
+
+def read_records(
+    part: FilePart,
+    keys: tuple[str, ...],
+    on_read: OnRead | None = None,
+    examples: Examples | None = None,
+) -> Iterator[SourceRecord]:
+    """Every record of a part. `keys` are those of the text: the first that exists is read. Where
+    records are conversations, what `examples` makes of each."""
+    form, codec = _form(part)
+    number = 0
+    try:
+        with _open_part(part, on_read, codec) as stream:
+            values: Iterable[bytes | Wrong | dict[str, Any]] = stream
+            if form == "text":
+                values = [stream.read()]
+            elif form == "parquet":
+                values = _parquet_values(part, keys) if examples is None else _parquet_rows(part)
+                if on_read is not None:
+                    on_read(part.end - part.begin)
+            for number, value in enumerate(values, start=1):
+                yield from _records(number, value, form, keys, examples)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not raised by pyarrow
+            raise
+        yield SourceRecord(number + 1, wrong=Wrong("damaged file", f"as {codec or form}: {error}"))
+
+
+def _document(number: int, text: str) -> SourceRecord:
+    data = text.encode()
+    hashed = xxhash.xxh3_64_intdigest(data)
+    return SourceRecord(number, text, len(data), hashed, hashed < HELD_OUT_BELOW)
+
+
+def split_tail(record: SourceRecord) -> list[SourceRecord]:
+    """A document that is a whole source, as one to train on and one that is held out: its end, from
+    the beginning of a word or line. A short one is trained on as it is."""
+    text, n_held_out = record.text, min(len(record.text) // HELD_OUT, MAX_TAIL)
+    if n_held_out < MIN_TAIL:
+        return [record._replace(is_held_out=False)]
+    start = WORD_OR_LINE.search(text, len(text) - n_held_out, len(text) - n_held_out // 2)
+    cut = start.start() if start else len(text) - n_held_out
+    head, tail = (_document(record.number, part) for part in (text[:cut], text[cut:]))
+    return [head._replace(is_held_out=False), tail._replace(is_held_out=True)]
+
+
+def _records(
+    number: int,
+    value: bytes | Wrong | dict[str, Any],
+    form: str,
+    keys: tuple[str, ...],
+    examples: Examples | None,
+) -> list[SourceRecord]:
+    if isinstance(value, Wrong):
+        return [SourceRecord(number, wrong=value)]
+    text = ""
+    try:
+        if isinstance(value, bytes) and form == "json":
+            value = _json_object(value.removeprefix(_BOM).removesuffix(b"\n"))
+        if examples is not None:
+            if isinstance(value, bytes):
+                raise Wrong("not a conversation", "must be in a .jsonl or .parquet file")
+            return examples(number, value)
+        if isinstance(value, bytes):
+            text = value.decode("utf-8-sig" if form == "text" else "utf-8")
+        else:
+            text = _text_of(value, keys)
+        if text:
+            return [_document(number, text)]
+        wrong = Wrong("empty document")
+    except Wrong as fault:
+        wrong = fault
+    except UnicodeDecodeError as error:
+        byte = f"0x{error.object[error.start]:02x}"
+        wrong = Wrong("not UTF-8", f"{error.reason} {byte} at byte {error.start + 1}")
+        if form == "text":
+            number += error.object.count(b"\n", 0, error.start)
+    except UnicodeEncodeError as error:  # "\ud800" is JSON, but no text
+        wrong = Wrong("not UTF-8", f"\\u{ord(text[error.start]):04x} alone")
+    except (ValueError, RecursionError) as error:
+        wrong = Wrong("not JSON", str(error))
+    return [SourceRecord(number, wrong=wrong)]
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        decoded = line.decode()
+        if not decoded.strip():
+            raise Wrong("blank line") from None
+        # May be valid for Python: NaN, a lone surrogate in another key. Its errors name the place.
+        record = json.loads(decoded)
+    if not isinstance(record, dict):
+        raise Wrong("no text", f"a {type(record).__name__}, not an object with a text")
+    return record
+
+
+def _text_of(record: dict[str, Any], keys: tuple[str, ...]) -> str:
+    key = next((key for key in keys if key in record), None)
+    if key is None:
+        raise _no_text("key", keys, record)
+    text = record[key]
+    if text is None:
+        raise Wrong("null text", f"key {key}")
+    if not isinstance(text, str):
+        raise Wrong("text is not a string", f"key {key} is {json.dumps(text)[:40]}")
+    return text
+
+
+def _parquet_rows(part: FilePart) -> Iterator[Wrong | dict[str, Any]]:
+    """Each row as an object, or what is wrong with it."""
+    with pq.ParquetFile(part.full, page_checksum_verification=True) as file:
+        groups = _row_groups(file.metadata)
+        chosen = [i for i, group in enumerate(groups) if part.begin <= group.begin < part.end]
+        for batch in file.iter_batches(MAX_ROWS, row_groups=chosen, use_threads=False):
+            for i in range(batch.num_rows):
+                try:
+                    yield batch.slice(i, 1).to_pylist()[0]
+                except UnicodeDecodeError as error:
+                    yield Wrong("not UTF-8", str(error))
+
+
+def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | Wrong]:
+    """The text of each row, or what is wrong with it."""
+    # Without a buffer, a whole column of a row group would be in memory.
+    with pq.ParquetFile(
+        part.full, pre_buffer=False, buffer_size=READ_BYTES, page_checksum_verification=True
+    ) as file:
+        names, groups = file.schema_arrow.names, _row_groups(file.metadata)
+        chosen = [i for i, group in enumerate(groups) if part.begin <= group.begin < part.end]
+        n_rows = sum(groups[i].rows for i in chosen)
+        size = sum(groups[i].size for i in chosen)
+        key = next((key for key in keys if key in names), None)
+        if key is None:
+            yield from repeat(_no_text("column", keys, names), n_rows)
+            return
+        if names.count(key) > 1:
+            several = Wrong("no text", f"{names.count(key)} columns are {key}", lacks_key=True)
+            yield from repeat(several, n_rows)
+            return
+        kind = file.schema_arrow.field(key).type
+        stored = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if stored not in (pa.string(), pa.large_string(), pa.string_view()):
+            fault = Wrong("text is not a string", f"column {key} is {kind}", lacks_key=True)
+            yield from repeat(fault, n_rows)
+            return
+        rows = max(1, min(MAX_ROWS, READ_BYTES * n_rows // max(1, size)))
+        for batch in file.iter_batches(rows, row_groups=chosen, columns=[key], use_threads=False):
+            # As bytes, since pyarrow does not check that a string is UTF-8.
+            for value in batch.column(0).cast(pa.large_binary()).to_pylist():
+                yield Wrong("null text", f"column {key}") if value is None else value
+
+
+def _no_text(what: str, keys: tuple[str, ...], names: Iterable[str]) -> Wrong:
+    wanted = f"neither {what} {' nor '.join(keys)}" if len(keys) > 1 else f"no {what} {keys[0]}"
+    return Wrong("no text", f"{wanted}, but {', '.join(names) or 'none'}", lacks_key=True)

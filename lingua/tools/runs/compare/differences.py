@@ -1,0 +1,191 @@
+"""Where two runs first differ, in rows, rate, weights or loss, and why."""
+
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingua.base.dump_dir import CHECKPOINTS, MANIFEST, STATE, STEP_FOLDER
+from lingua.base.files import load_json
+from lingua.tools.runs.records import Columns, Record, differing, heldout
+from lingua.tools.runs.report.code import changed_files, code_place
+
+MAX_FILES = 5  # changed files to name
+VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "topology")
+# Keys that only change the order of additions.
+ADDITIONS = re.compile(r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync)")
+
+
+@dataclass(frozen=True)
+class Aspect:
+    """One thing that two runs may differ in, at the steps of which both have a record."""
+
+    name: str
+    steps: int  # how many both have
+    equal_until: int | None  # the last one before the first difference; None: there is none
+    first: int | None  # the first one at which they differ; None: they do not
+    values: tuple[Any, Any] | None = None  # values at the first difference
+    missing: str = ""  # why there is no step to compare
+
+
+def first_differences(a: Record, b: Record) -> list[Aspect]:
+    """Of rows, rate, gradient norm, loss, weights and held-out loss, where two runs first differ.
+    Numbers are compared exactly."""
+    return [
+        _aspect("rows", *(_texts(r.metrics, "batch_hash") for r in (a, b))),
+        _aspect("learning rate", *(_numbers(r.metrics, "lr") for r in (a, b))),
+        _aspect("loss", *(_numbers(r.metrics, "loss") for r in (a, b))),
+        _aspect("gradient norm", *(_numbers(r.metrics, "grad_norm") for r in (a, b))),
+        _weights(a, b),
+        _aspect("held-out loss", *(_by_step(*heldout(r)) for r in (a, b))),
+    ]
+
+
+def same_run(a: Record, b: Record) -> bool:
+    """Whether all that both have recorded of their training is equal, to the last bit, and that
+    includes losses."""
+    aspects = {aspect.name: aspect for aspect in first_differences(a, b)}
+    known = aspects["loss"].steps or aspects["held-out loss"].steps
+    return bool(known) and all(aspect.first is None for aspect in aspects.values())
+
+
+def _aspect(name: str, a: dict[int, Any], b: dict[int, Any]) -> Aspect:
+    if not a or not b:
+        return Aspect(name, 0, None, None, missing="not recorded")
+    steps = sorted(a.keys() & b.keys())
+    if not steps:
+        return Aspect(name, 0, None, None, missing="no step of both is recorded")
+    until = None
+    for step in steps:
+        if a[step] != b[step]:
+            return Aspect(name, len(steps), until, step, (a[step], b[step]))
+        until = step
+    return Aspect(name, len(steps), until, None)
+
+
+def _weights(a: Record, b: Record) -> Aspect:
+    """Compares the checksums of checkpoints that were saved by equally many ranks."""
+    saved = [_checkpoints(r) for r in (a, b)]
+    common = saved[0].keys() & saved[1].keys()
+    alike = [step for step in common if saved[0][step].keys() == saved[1][step].keys()]
+    aspect = _aspect("weights", *({s: sums[s] for s in alike} for sums in saved))
+    if alike or not (saved[0] and saved[1]):
+        return aspect
+    return replace(aspect, missing="no checkpoint of one step, saved by as many ranks")
+
+
+def _numbers(columns: Columns, name: str) -> dict[int, Any]:
+    """{step: number}; empty where no line has one."""
+    return _by_step(columns.step, columns[name]) if name in columns.names else {}
+
+
+def _texts(columns: Columns, name: str) -> dict[int, Any]:
+    pairs = zip(columns.step.tolist(), columns.text(name), strict=True)
+    return {step: text for step, text in pairs if text is not None}
+
+
+def _by_step(steps: np.ndarray, values: np.ndarray) -> dict[int, Any]:
+    """{step: number}, None for one that is not finite, since NaN does not equal itself."""
+    known = (v if math.isfinite(v) else None for v in values.tolist())
+    return dict(zip(steps.tolist(), known, strict=True))
+
+
+def _checkpoints(record: Record) -> dict[int, Any]:
+    """{step: checksums of the files with parameters and moments} of the run's checkpoints."""
+    saved = {}
+    for path in _checkpoint_folders(record):
+        try:
+            files = load_json(path / MANIFEST)["files"]
+            sums = {n: e["xxh3_64"] for n, e in files.items() if n.endswith(".distcp")}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # it is no checkpoint
+        if sums:
+            saved[int(path.name)] = sums
+    return saved
+
+
+def _checkpoint_folders(record: Record) -> list[Path]:
+    root = Path(record.config.get("checkpoint.path") or record.folder / CHECKPOINTS)
+    try:
+        return sorted(p for p in root.iterdir() if STEP_FOLDER.fullmatch(p.name))
+    except OSError:
+        return []
+
+
+# ---- why
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What may be why: config, data, code, versions or machine; and how two runs differ in it."""
+
+    kind: str
+    text: str
+
+
+def causes(a: Record, b: Record) -> list[Cause]:
+    """What differs between two runs besides their results, as far as it is recorded."""
+    causes = []
+    for key in differing([a, b]):
+        values = [run.config.get(key, "not given") for run in (a, b)]
+        kind = "data" if key.startswith("data.sources") or key == "data.stages" else "config"
+        causes.append(Cause(kind, f"{key}: {values[0]} and {values[1]}"))
+    states = [_state(run) for run in (a, b)]
+    starts = [_start(run, state) for run, state in zip((a, b), states, strict=True)]
+    causes += [Cause("data", text) for text in _unlike([state.get("data") for state in states])]
+    causes += [Cause("code", text) for text in _unlike(starts, ("commit",))]
+    causes += [Cause("code", text) for text in _code(a, b)]
+    causes += [Cause("versions", text) for text in _unlike(starts, VERSIONS)]
+    causes += [Cause("machine", text) for text in _unlike(starts, MACHINE)]
+    return causes
+
+
+def only_rounding(a: Record, b: Record) -> bool:
+    """Whether two runs are the same mathematics in another order of additions, by their configs,
+    and used the same rows."""
+    keys = differing([a, b])
+    rows = _aspect("rows", *(_texts(run.metrics, "batch_hash") for run in (a, b)))
+    starts = [_start(run, {}) for run in (a, b)]
+    other = bool(keys) or bool(_unlike(starts, ("topology",)))
+    same = rows.steps > 0 and rows.first is None
+    return other and same and all(ADDITIONS.fullmatch(key) for key in keys)
+
+
+def _unlike(values: Sequence[Any], keys: Sequence[str] | None = None) -> list[str]:
+    """`key: value and value` of the keys (None: all) that both mappings have, where they differ."""
+    a, b = values
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return []
+    both = [k for k in (a if keys is None else keys) if None not in (a.get(k), b.get(k))]
+    return [f"{key}: {a[key]} and {b[key]}" for key in both if a[key] != b[key]]
+
+
+def _state(record: Record) -> dict[str, Any]:
+    """train_state.json of the newest checkpoint that has one; empty where there is none."""
+    for path in reversed(_checkpoint_folders(record)):
+        with suppress(OSError, ValueError):
+            return load_json(path / STATE)
+    return {}
+
+
+def _start(record: Record, state: dict[str, Any]) -> dict[str, Any]:
+    """Of the first start of the run, or of its newest checkpoint where no start is recorded."""
+    starts = [event for event in record.events if event["event"] == "start"]
+    saved = state.get("versions")
+    return starts[0] if starts else saved if isinstance(saved, dict) else {}
+
+
+def _code(a: Record, b: Record) -> list[str]:
+    """Which files differ between the code that two launches copied; nothing where one has none."""
+    one, other = code_place(a), code_place(b)
+    if one is None or other is None or one == other:  # a sweep has one copy
+        return []
+    changed = changed_files(one, other)
+    named = ", ".join(changed[:MAX_FILES])
+    more = f" and {len(changed) - MAX_FILES:,} more" if len(changed) > MAX_FILES else ""
+    return [f"files differ: {named}{more}"] if changed else []

@@ -1,0 +1,341 @@
+"""Reading what runs have written: `open_runs(["runs"])` gives a Record of every run below a folder.
+
+Nothing is written or locked, and torch is not imported. The files may be of another version, cut
+off by a kill, or anybody's: what cannot be read is left out and named in `Record.problems`.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from lingua.base.dump_dir import (
+    BASE_CONFIG,
+    CODE,
+    CODE_COMMIT,
+    CONFIG,
+    EVALUATION,
+    METRICS,
+    SAMPLES,
+    TRAIN_LOG,
+    VALIDATION,
+)
+from lingua.base.errors import UserError
+from lingua.base.files import file_size, read_bytes
+from lingua.config.values import plain, read_file
+
+CONFIGS = (CONFIG, BASE_CONFIG)  # the resolved one exists once a run has started
+DUMP_DIR_FILES = (METRICS, TRAIN_LOG, BASE_CONFIG)  # a dump dir has one of them and a config
+# Keys that only name a run, a place or its last step; what is trained does not depend on them.
+NAMES = {"name", "dump_dir", "stop_at", "checkpoint.path"}
+NAMES |= {"logging.wandb.name", "logging.wandb.dir"}
+MAPPINGS = ("data.sources", "data.source_files", "eval.job")  # keys whose value is a mapping
+MAX_PROBLEMS = 5  # unreadable lines to report for a file
+MAX_STEP = 1 << 53  # the first whole numbers that float64 lacks are above it
+
+
+# ---- which runs
+
+
+def find_runs(paths: Iterable[Path | str]) -> list[Path]:
+    """The dump dirs at or below `paths`, sorted, each once. What is inside of a dump dir is not
+    searched, nor are hidden folders. Raises UserError where a path has none."""
+    run_of_path: dict[Path, Path] = {}  # by resolved path: links lead to each once
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise UserError(f"{path}: {'must be a folder' if path.exists() else 'does not exist'}")
+        runs = list(_dump_dirs(path))
+        if not runs:
+            need = f"a dump dir has {CONFIG}, or {BASE_CONFIG} if it was only launched"
+            raise UserError(f"{path}: no run there or below; {need}")
+        for run in runs:
+            run_of_path.setdefault(run.resolve(), run)
+    return sorted(run_of_path.values())
+
+
+def open_runs(paths: Iterable[Path | str], tail: int | None = None) -> list["Record"]:
+    """A Record of each run at or below `paths`, named by its shortest unique path suffix. Raises
+    UserError as find_runs. For `tail` see Record."""
+    folders = find_runs(paths)
+    parts = [folder.absolute().parts for folder in folders]
+    names: dict[int, str] = {}
+    for length in range(1, max(map(len, parts)) + 1):
+        ends = ["/".join(p[-length:]) for p in parts]
+        times = Counter(ends)
+        for i, end in enumerate(ends):
+            if times[end] == 1:
+                names.setdefault(i, end)
+    return [Record(f, names.get(i, str(f)), tail) for i, f in enumerate(folders)]
+
+
+def _dump_dirs(top: Path) -> Iterator[Path]:
+    seen: set[tuple[int, int]] = set()  # links may form a circle
+    folders = [top]
+    while folders:
+        folder = folders.pop()
+        try:
+            status = folder.stat()
+            entries = {entry.name: entry for entry in os.scandir(folder)}
+            inner = sorted(name for name, e in entries.items() if name[0] != "." and e.is_dir())
+        except OSError:  # out of reach
+            continue
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        if any(n in entries for n in CONFIGS) and any(n in entries for n in DUMP_DIR_FILES):
+            yield folder
+        else:  # except for the copied code of a sweep
+            copied = {CODE} if CODE_COMMIT in entries else set()
+            folders += [folder / name for name in inner[::-1] if name not in copied]
+
+
+# ---- one run
+
+
+class Columns:
+    """Lines about steps, by column: `columns["loss"]` is float64 [lines], NaN where a line has
+    null, no finite number, or no such column; `step` is int64 [lines], increasing.
+    `pandas.DataFrame(dict(columns))` has them all."""
+
+    def __init__(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Every line has a valid `step`. One that is not below the step of every later line is
+        left out: the run was resumed before it."""
+        steps = np.array([line["step"] for line in lines], np.int64)
+        least_later = np.minimum.accumulate(steps[::-1])[::-1][1:]
+        kept = np.append(steps[:-1] < least_later, [True] * (len(steps) > 0))
+        self.step: np.ndarray = steps[kept.astype(bool)]
+        self._lines = [line for line, keep in zip(lines, kept.tolist(), strict=True) if keep]
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The columns with a number in some line, in the order of the file, without `step`."""
+        names = list(dict.fromkeys(key for line in self._lines for key in line))
+        return [name for name in names if name != "step" and not np.isnan(self[name]).all()]
+
+    def keys(self) -> list[str]:
+        return ["step", *self.names]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name == "step":
+            return self.step
+        if name not in self._arrays:
+            values = [line.get(name) for line in self._lines]
+            if not set(map(type, values)) <= {int, float, type(None)}:
+                values = [v if type(v) in (int, float) else None for v in values]
+            array = np.array(values, np.float64)
+            self._arrays[name] = np.where(np.isfinite(array), array, np.nan)
+        return self._arrays[name]
+
+    def text(self, name: str) -> list[str | None]:
+        """A column of text, such as `batch_hash`; None where a line has none."""
+        values = [line.get(name) for line in self._lines]
+        return [v if isinstance(v, str) else None for v in values]
+
+
+class Record:
+    """What one run has written. A file is read when it is first asked for, and kept."""
+
+    def __init__(
+        self, folder: Path | str, name: str | None = None, tail: int | None = None
+    ) -> None:
+        """With `tail`, of metrics.jsonl only the lines in that many last bytes are read."""
+        self.folder = Path(folder)
+        self.name = name or self.folder.absolute().name
+        self.tail = tail
+        self.problems: list[str] = []  # what could not be read, of the files read so far
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """{"optim.lr": 0.001, ...}: the resolved config, or that of the launch where the run has
+        not started; empty where it cannot be read."""
+        for path in (self.folder / name for name in CONFIGS):
+            if path.exists():
+                try:
+                    return _flatten(plain(read_file(path, str(path))))
+                except (UserError, OSError) as error:
+                    self.problems.append(str(error))
+        return {}
+
+    def lines(self, file: str, tail: int | None = None) -> list[dict[str, Any]]:
+        """The lines of a .jsonl file of the dump dir that have a valid `step`, an int."""
+        path = self.folder / file
+        problems: list[str] = []
+        try:
+            size = file_size(path)
+            data = read_bytes(path) if tail is None else _end(path, size, tail)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.problems.append(f"{path}: cannot be read: {error}")
+            return []
+        lines = []
+        for number, text in enumerate(data.split(b"\n"), 1):
+            if text.strip():
+                try:
+                    lines.append(_parse(text))
+                except ValueError as error:
+                    where = f"{path}:{number}" if tail is None or size <= tail else str(path)
+                    problems.append(f"{where}: a line is left out: {error}")
+        more = [f"{path}: {len(problems) - MAX_PROBLEMS:,} more lines are left out"]
+        self.problems += problems[:MAX_PROBLEMS] + more * (len(problems) > MAX_PROBLEMS)
+        return lines
+
+    @cached_property
+    def _metrics(self) -> list[dict[str, Any]]:
+        return self.lines(METRICS, self.tail)
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The newest line of metrics.jsonl; empty if there is none."""
+        return self._metrics[-1] if self._metrics else {}
+
+    @cached_property
+    def metrics(self) -> Columns:
+        return Columns([line for line in self._metrics if "event" not in line])
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """Lines with an `event`: start, stop, topology, or of an app's own."""
+        return [line for line in self._metrics if isinstance(line.get("event"), str)]
+
+    @cached_property
+    def validation(self) -> dict[str, Columns]:
+        """The held-out losses of each source."""
+        lines = grouped(self.lines(VALIDATION), "source")
+        return {source: Columns(source_lines) for source, source_lines in sorted(lines.items())}
+
+    @cached_property
+    def evaluation(self) -> list[dict[str, Any]]:
+        return self.lines(EVALUATION)
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        return self.lines(SAMPLES)
+
+
+def grouped(lines: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:
+    """The lines that have a text as `key`, by that text."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if isinstance(name := line.get(key), str):
+            groups.setdefault(name, []).append(line)
+    return groups
+
+
+# ---- numbers of runs
+
+
+def heldout(record: Record, measure: str = "nats_per_byte") -> tuple[np.ndarray, np.ndarray]:
+    """(steps, int64 [n]; values, float64 [n]): the held-out loss of all sources together, as the
+    console shows it and as the best checkpoint is chosen: the mean weighted with the bytes of each
+    source (with its tokens for a measure per token; equally where a file has neither).
+
+    The steps are those at which every source was measured that the last two measurements had, so
+    that one cut off by a kill does not count.
+    """
+    parts = [c for c in record.validation.values() if not np.isnan(c[measure]).all()]
+    at = {id(c): set(c.step.tolist()) for c in parts}
+    steps = sorted(set().union(*at.values()))
+    parts = [c for c in parts if not at[id(c)].isdisjoint(steps[-2:])]
+    common = sorted(set(steps).intersection(*(at[id(c)] for c in parts)))
+    size = "tokens" if measure.endswith("_per_token") else "bytes"
+    if not common:
+        return np.zeros(0, np.int64), np.zeros(0)
+    values = np.array([c[measure][np.searchsorted(c.step, common)] for c in parts])
+    weights = np.array([c[size][np.searchsorted(c.step, common)] for c in parts])
+    if not (weights > 0).all():  # NaN included
+        weights = np.ones_like(values)
+    return np.array(common, np.int64), (values * weights).sum(0) / weights.sum(0)
+
+
+def smooth(values: np.ndarray, step: np.ndarray, half_life: float | None = None) -> np.ndarray:
+    """Exponential moving average over the steps: a value counts half as much as one that is
+    `half_life` steps later. NaN does not count, and stays NaN.
+
+    Args:
+        values: float64 [lines].
+        step: int64 [lines], increasing.
+        half_life: in steps; None: a twentieth of the lines, at least one and at most ten, times
+            the median number of steps between two of them.
+
+    Returns:
+        float64 [lines]: at line i the sum of w_j * values[j] over j <= i, divided by that of w_j,
+        with w_j = 0.5 ** ((step[i] - step[j]) / half_life).
+    """
+    gaps = np.diff(step, prepend=step[:1])
+    if half_life is None:
+        between = float(np.median(gaps[1:])) if len(gaps) > 1 else 1.0
+        half_life = min(10.0, max(1.0, len(values) / 20)) * between
+    total = weight = 0.0
+    smoothed = []
+    for value, decay in zip(values.tolist(), (0.5 ** (gaps / half_life)).tolist(), strict=True):
+        total, weight = total * decay, weight * decay
+        if value == value:
+            total, weight = total + value, weight + 1.0
+        smoothed.append(total / weight if value == value else np.nan)
+    return np.array(smoothed)
+
+
+def differing(records: Sequence[Record]) -> list[str]:
+    """The config keys whose values differ between runs, in the order of the configs, without names
+    and places. A key that some config lacks, as one of another version, differs only if two that
+    have it differ."""
+    first: dict[str, Any] = {}
+    keys: dict[str, None] = {}
+    for record in records:
+        for key, value in record.config.items():
+            if first.setdefault(key, value) != value and key not in NAMES:
+                keys[key] = None
+    return [key for key in first if key in keys]
+
+
+# ---- files
+
+
+def _end(path: Path, size: int, tail: int) -> bytes:
+    """The whole lines in the last `tail` bytes."""
+    with path.open("rb") as file:
+        file.seek(max(0, size - tail))
+        data = file.read(tail)
+    return data if size <= tail else data.partition(b"\n")[2]
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """A line with a step. Raises ValueError, which says why it is none."""
+    try:
+        line = orjson.loads(text)
+    except ValueError:
+        try:
+            line = json.loads(text, parse_int=float)  # orjson refuses NaN, json takes it
+        except (ValueError, RecursionError):
+            raise ValueError("it is incomplete, or no JSON") from None
+    if not isinstance(line, dict):
+        raise ValueError("it is no JSON object")
+    step = line.get("step")
+    if isinstance(step, bool) or not isinstance(step, int | float):
+        raise ValueError("it has no valid step")
+    if not (0 <= step < MAX_STEP and step == int(step)):
+        raise ValueError("it has no valid step")
+    line["step"] = int(step)
+    return line
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = prefix + name
+        if isinstance(value, dict) and value and key not in MAPPINGS:
+            flat |= _flatten(value, f"{key}.")
+        else:
+            flat[key] = value
+    return flat

@@ -1,0 +1,341 @@
+"""What the page says about runs, as plain values: charts, marks, tables, samples, code."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from lingua.base.format import counted
+from lingua.base.version import __version__
+from lingua.tools.runs.records import Columns, Record, differing, grouped, heldout, smooth
+from lingua.tools.runs.report.code import code_differences
+from lingua.tools.runs.report.page import Arrays
+
+MAX_DRAWN = 50  # runs with curves: more colours and dashes cannot be distinguished
+MAX_CHARTS = 60  # charts of one group, such as sources, tasks or the numbers of a probe
+MAX_SAMPLES = 200  # samples of a run
+MAX_TEXT = 200  # characters of a config's value
+# Columns of metrics.jsonl: title, unit, and whether it is noisy. Other columns follow.
+METRIC_TITLES = {
+    "loss": ("Training loss", "nats per token", True),
+    "grad_norm": ("Gradient norm", "before clipping", True),
+    "lr": ("Learning rate", "", False),
+    "tokens_per_s": ("Tokens per second", "all devices", True),
+    "mfu": ("MFU", "% of the device's peak", True),
+    "peak_mem_gib": ("Peak memory", "GiB on rank 0", False),
+    "data_time_s": ("Wait for data", "seconds per step", True),
+}
+# They are on an axis, follow from others, or are marks.
+NOT_DRAWN = ("tokens", "tokens_per_s_per_device", "step_time_s", "skipped_steps")
+EVENTS = ("start", "stop", "topology")
+
+
+@dataclass
+class Chart:
+    """One picture. A line has its `run`, its three `x` (see Axes) and its `raw` numbers."""
+
+    title: str
+    unit: str = ""
+    group: str = ""  # group of charts: the page shows one at a time
+    noisy: bool = False  # the page draws smoothed lines too
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The steps at which a run wrote metrics, with the tokens and the seconds of training then."""
+
+    step: np.ndarray
+    tokens: np.ndarray
+    time: np.ndarray
+
+    @staticmethod
+    def of(metrics: Columns) -> "Axes":
+        """Both are 0 at step 0, and NaN in a run that has not written them."""
+        step = metrics.step.astype(np.float64)
+        tokens, seconds = metrics["tokens"], metrics["step_time_s"]
+        time = np.cumsum(np.nan_to_num(seconds) * np.diff(step, prepend=0.0))
+        time = np.round(time, 3) if np.isfinite(seconds).any() else np.full(len(step), np.nan)
+        return Axes(np.append(0.0, step), np.append(0.0, tokens), np.append(0.0, time))
+
+    def at(self, step: np.ndarray) -> list[np.ndarray]:
+        """Steps, tokens and seconds; between two lines and after the last, in proportion."""
+        known = len(self.step) > 1
+        axes = [step.astype(np.float64)]
+        for values in (self.tokens, self.time):
+            inside = np.interp(step, self.step, values)
+            rate = values[-1] / self.step[-1] if known and self.step[-1] else np.nan
+            axes.append(np.where(step > self.step[-1], values[-1] + rate * (step - self.step[-1]),
+                                  inside))  # fmt: skip
+        return axes
+
+
+def page_content(records: Sequence[Record], arrays: Arrays) -> dict[str, Any]:
+    """What the page shows of `records`; columns of numbers are added to `arrays`."""
+    drawn = _choose(records)
+    charts = _Charts(arrays)
+    for i, record in enumerate(drawn):
+        charts.add_run(i, record)
+    content = {
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "version": __version__,
+        "longest": max((int(r.metrics.step[-1]) for r in drawn if len(r.metrics)), default=1),
+        "n_runs": len(records),
+        "names": [record.name for record in drawn],
+        "charts": [vars(chart) for chart in charts.sorted()],
+        "missing": [t for key, (t, *_) in METRIC_TITLES.items() if key not in charts.columns],
+        "marks": [mark for i, record in enumerate(drawn) for mark in _marks(i, record)],
+        "overview": _overview(records, drawn),
+        "machines": _machines(drawn),
+        "scores": _scores(drawn),
+        "configs": _configs(drawn),
+        "code": code_differences(drawn),
+        "samples": [_samples(record) for record in drawn],
+    }
+    notes = charts.notes
+    if len(drawn) < len(records):
+        order = "those with the lowest held-out loss, then those with the most steps"
+        notes = [f"Curves are of {len(drawn)} of the {len(records):,} runs: {order}.", *notes]
+    content["notes"] = notes
+    content["problems"] = [problem for record in records for problem in record.problems]
+    return content
+
+
+def _choose(records: Sequence[Record]) -> list[Record]:
+    if len(records) <= MAX_DRAWN:
+        return list(records)
+
+    def rank(record: Record) -> tuple[float, int]:
+        last = heldout(record)[1][-1:]
+        loss = float(last[0]) if len(last) and math.isfinite(last[0]) else math.inf
+        return loss, -int(record.metrics.step[-1]) if len(record.metrics) else 0
+
+    chosen = sorted(records, key=rank)[:MAX_DRAWN]
+    return [record for record in records if record in chosen]
+
+
+# ------------------------------------------------------------------------------------------ charts
+
+
+class _Charts:
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays
+        self.charts: dict[tuple[str, ...], Chart] = {}
+        self.columns: set[str] = set()  # columns of metrics.jsonl
+        self.notes: list[str] = []
+
+    def add_run(self, run: int, record: Record) -> None:
+        axes = Axes.of(record.metrics)
+        self._add_metrics(run, record.metrics, axes)
+        self._add_held_out(run, record, axes)
+        for task, lines in grouped(record.evaluation, "task").items():
+            self._add_numbers(run, "Benchmarks", f"{task} ", lines, axes, ("num_fewshot",))
+        for event, lines in grouped(record.events, "event").items():
+            if event not in EVENTS:
+                self._add_numbers(run, f"Probe {event}", "", lines, axes)
+
+    def _add_metrics(self, run: int, metrics: Columns, axes: Axes) -> None:
+        other_names = [
+            name for name in metrics.names if name not in METRIC_TITLES and name not in NOT_DRAWN
+        ]
+        for name in [*METRIC_TITLES, *other_names]:
+            if name in metrics.names:
+                title, unit, noisy = METRIC_TITLES.get(name, (name, "", True))
+                self.columns.add(name)
+                chart = Chart(title, unit, noisy=noisy)
+                self._add(("metrics", name), chart, run, axes.at(metrics.step), metrics[name])
+
+    def _add_held_out(self, run: int, record: Record, axes: Axes) -> None:
+        unit = "nats per byte"
+        if len(record.validation) > 1:
+            step, values = heldout(record)
+            chart = Chart("Held-out loss, all sources", f"{unit}, mean weighted by bytes")
+            self._add(("held-out",), chart, run, axes.at(step), values)
+        for source, columns in record.validation.items():
+            chart = Chart(f"Held-out loss of {source}", unit)
+            place = ("held-out", source)
+            self._add(place, chart, run, axes.at(columns.step), columns["nats_per_byte"])
+
+    def _add_numbers(
+        self,
+        run: int,
+        group: str,
+        prefix: str,
+        lines: list[dict[str, Any]],
+        axes: Axes,
+        without: tuple[str, ...] = (),
+    ) -> None:
+        """A chart of each number in lines, nested ones included; the page shows one at a time."""
+        columns = Columns([{"step": line["step"], **dict(_numbers(line))} for line in lines])
+        for name in columns.names:
+            if name not in without and "stderr" not in name:
+                place, chart = ("numbers", group, prefix + name), Chart(prefix + name, "", group)
+                self._add(place, chart, run, axes.at(columns.step), columns[name])
+
+    def _add(
+        self,
+        place: tuple[str, ...],
+        chart: Chart,
+        run: int,
+        x: list[np.ndarray],
+        values: np.ndarray,
+    ) -> None:
+        if not len(values) or np.isnan(values).all():
+            return
+        alike = [p for p in self.charts if p[:-1] == place[:-1]]
+        if place not in self.charts and len(alike) >= MAX_CHARTS and place[0] != "metrics":
+            note = f"Of {' '.join(place[1:-1]) or 'the sources'}, {MAX_CHARTS} numbers are shown."
+            if note not in self.notes:
+                self.notes.append(note)
+            return
+        # Whole steps and tokens, and milliseconds.
+        places = [self.arrays.add(a, exponent) for a, exponent in zip(x, (0, 0, -3), strict=True)]
+        line = {"run": run, "x": places, "raw": self.arrays.add(values)}
+        self.charts.setdefault(place, chart).lines.append(line)
+
+    def sorted(self) -> list[Chart]:
+        """Training loss, held-out losses, the other metrics, then groups."""
+        order = [("metrics", "loss"), ("held-out",), *(("metrics", name) for name in METRIC_TITLES)]
+
+        def rank(item: tuple[int, tuple[str, ...]]) -> tuple[int, int]:
+            i, place = item
+            at = [n for n, start in enumerate(order) if place[: len(start)] == start]
+            return (at[0] if at else len(order) + (place[0] == "numbers")), i
+
+        return [self.charts[place] for _, place in sorted(enumerate(self.charts), key=rank)]
+
+
+def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """`norms.layers.0`: the numbers in a line, by their path."""
+    for key, value in values.items():
+        if isinstance(value, dict) and prefix.count(".") < 5:
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif type(value) in (int, float) and prefix + key != "step":
+            yield prefix + key, value
+
+
+# ------------------------------------------------------------------------------- marks and tables
+
+
+def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
+    """Starts after a stop, stops, changes of topology, and skipped steps."""
+    axes = Axes.of(record.metrics)
+    marks = []
+    for line in record.events:
+        kind, step = line["event"], line["step"]
+        if kind == "topology":
+            what = f"{_sizes(line.get('old'))} to {_sizes(line.get('new'))}"
+            marks.append((step, "topology", f"topology {what} (dp_replicate, dp_shard, tp)"))
+        elif kind == "stop" and line.get("reason") != "done":
+            why = ": ".join(_text(line[key]) for key in ("reason", "error") if line.get(key))
+            marks.append((step, "stop", f"stopped ({why})"))
+        elif kind == "start" and step > 0:
+            marks.append((step, "resume", "resumed"))
+    skipped = np.nan_to_num(record.metrics["skipped_steps"])
+    new = np.diff(skipped, prepend=0.0)
+    for i in np.flatnonzero(new > 0).tolist():
+        step = int(record.metrics.step[i])
+        marks.append((step, "skipped", f"{counted(int(new[i]), 'step')} skipped by step {step}"))
+    for step, kind, text in sorted(marks):
+        places = (float(values[0]) for values in axes.at(np.array([step])))
+        x = [place if math.isfinite(place) else None for place in places]
+        yield {"run": run, "kind": kind, "text": text, "x": x}
+
+
+def _sizes(mesh: Any) -> str:
+    return " x ".join(map(_text, mesh)) if isinstance(mesh, list) else "?"
+
+
+def _overview(records: Sequence[Record], drawn: Sequence[Record]) -> list[list[str]]:
+    """A row for every run, also for those without curves."""
+    header = ["run", "step", "of", "tokens", "held-out loss", "training loss, smoothed",
+              "tokens/s, median"]  # fmt: skip
+    rows = []
+    for record in records:
+        metrics, held_out = record.metrics, heldout(record)[1]
+        loss = smooth(metrics["loss"], metrics.step)
+        speeds = metrics["tokens_per_s"]
+        speeds = speeds[np.isfinite(speeds)]
+        speed = float(np.median(speeds)) if len(speeds) else math.nan
+        last = [metrics.step[-1:], metrics["tokens"][-1:], held_out[-1:], loss[-1:]]
+        step, tokens, held, trained = (float(v[0]) if len(v) else math.nan for v in last)
+        steps = _shown(record, "steps")
+        name = record.name if record in drawn else f"{record.name} (no curves)"
+        rows.append([name, _whole(step), steps, _whole(tokens), _digits(held), _digits(trained),
+                     _whole(speed)])  # fmt: skip
+    return [header, *rows]
+
+
+def _configs(records: Sequence[Record]) -> list[list[str]]:
+    """The keys whose values differ, with the value of each run."""
+    keys = differing(records)
+    rows = [[record.name, *(_shown(record, key) for key in keys)] for record in records]
+    return [["run", *keys], *rows] if keys else []
+
+
+def _machines(records: Sequence[Record]) -> list[list[str]]:
+    """What the starts of the runs have recorded about themselves."""
+    starts = [(r.name, e) for r in records for e in r.events if e["event"] == "start"]
+    skip = ("event", "created_at")
+    keys = list(dict.fromkeys(k for _, e in starts for k in e if k not in skip))
+    rows = [[name, *(_text(e.get(key)) for key in keys), _text(e.get("created_at"))[:19]]
+            for name, e in starts]  # fmt: skip
+    return [["run", *keys, "when, UTC"], *rows] if rows else []
+
+
+def _scores(records: Sequence[Record]) -> list[list[str]]:
+    """Of each run the last score of each task and metric, with its standard error."""
+    scores: dict[str, dict[str, str]] = {}
+    names: dict[str, None] = {}
+    for record in records:
+        for task, lines in grouped(record.evaluation, "task").items():
+            line = lines[-1]
+            for name, value in _numbers(line):
+                if "stderr" in name or name == "num_fewshot":
+                    continue
+                metric, comma, filter_name = name.partition(",")
+                error = line.get(f"{metric}_stderr{comma}{filter_name}")
+                spread = f" ± {_digits(error)}" if isinstance(error, int | float) else ""
+                names[column := f"{task} {name}"] = None
+                text = f"{_digits(value)}{spread} (step {line['step']:,})"
+                scores.setdefault(record.name, {})[column] = text
+    rows = [[run, *(cells.get(name, "") for name in names)] for run, cells in scores.items()]
+    return [["run", *names], *rows] if rows else []
+
+
+def _samples(record: Record) -> list[dict[str, Any]]:
+    """[{source, prompt, texts: [[step, text], ...]}, ...]: at most MAX_SAMPLES of a run, the
+    newest and earlier ones at equal distances."""
+    lines = record.samples
+    if len(lines) > MAX_SAMPLES:
+        lines = [lines[i] for i in np.linspace(0, len(lines) - 1, MAX_SAMPLES).astype(int)]
+    texts: dict[tuple[str, str], list[list[Any]]] = {}
+    for line in lines:
+        key = _text(line.get("source"), 10_000), _text(line.get("prompt"), 10_000)
+        texts.setdefault(key, []).append([line["step"], _text(line.get("text"), 10_000)])
+    return [{"source": s, "prompt": p, "texts": t} for (s, p), t in texts.items()]
+
+
+# ------------------------------------------------------------------------------------------- texts
+
+
+def _shown(record: Record, key: str) -> str:
+    if key not in record.config:
+        return "?"
+    return "null" if (value := record.config[key]) is None else _text(value)
+
+
+def _text(value: Any, max_length: int = MAX_TEXT) -> str:
+    text = "" if value is None else value if isinstance(value, str) else repr(value)
+    return text if len(text) <= max_length else f"{text[:max_length]}..."
+
+
+def _digits(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "?"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else "?"

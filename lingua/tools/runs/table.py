@@ -1,0 +1,305 @@
+"""The table of runs: a row of each, which rows in which order, and their text."""
+
+import math
+import operator
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingua.base.dump_dir import CONFIG, LOCK
+from lingua.base.errors import UserError, nearest
+from lingua.base.format import align, printable, short_count, short_time
+from lingua.base.lock import LIFETIME_S, read_lock, runs_here
+from lingua.config.values import parse_argument, plain, show
+from lingua.tools.runs.compare.arms import find_arms
+from lingua.tools.runs.records import Record, heldout, smooth
+
+TAIL_BYTES = 96 << 10  # metrics.jsonl is read from here before its end: enough to smooth
+MAX_KEYS = 8  # config keys that the table shows unless asked for more
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table shows of a run, or of several that differ only in their seed. Losses are None
+    where they were not measured and NaN where they are not finite."""
+
+    name: str
+    folder: Path
+    state: str  # running, finished, stopped, failed, not started
+    age_s: float | None  # seconds since the newest line of metrics.jsonl
+    step: int
+    steps: int | None  # the step that the run trains up to
+    heldout: float | None  # nats per byte of all sources
+    heldout_step: int | None  # step of that measurement
+    loss: float | None  # training loss, smoothed
+    tokens_per_s: float | None
+    left_s: float | None  # seconds of training left, at the last measured speed
+    sources: dict[str, float]  # the held-out loss of each source
+    config: Mapping[str, Any]
+    n: int = 1  # number of runs
+    # standard deviation over several runs, by column
+    spread: dict[str, float] = field(default_factory=dict)
+
+
+# ---- what a row says
+
+
+def row_of(record: Record) -> Row:
+    config, metrics, newest = record.config, record.metrics, record.newest
+    end = [v for v in (config.get("steps"), config.get("stop_at")) if type(v) is int]
+    steps = min(end) if end else None
+    step = newest.get("step", 0)
+    measured_at, losses = heldout(record)
+    state = _state(record, steps)
+    step_s, speed = (_last(metrics[name]) for name in ("step_time_s", "tokens_per_s"))
+    left = None if step_s is None or steps is None else max(0, steps - step) * step_s
+    measured = [(name, _last(c["nats_per_byte"])) for name, c in record.validation.items()]
+    return Row(
+        name=record.name,
+        folder=record.folder,
+        state=state,
+        age_s=_age_s(newest),
+        step=step,
+        steps=steps,
+        heldout=_last(losses),
+        heldout_step=int(measured_at[-1]) if len(measured_at) else None,
+        loss=_last(smooth(metrics["loss"], metrics.step)),
+        tokens_per_s=speed,
+        left_s=left if state == "running" else None,
+        sources={name: value for name, value in measured if value is not None},
+        config=config,
+    )
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds a lock. Changes nothing, and does not wait: a holder on another
+    machine has renewed the file's date within LIFETIME_S by this machine's clock."""
+    try:
+        content, renewed_ns = read_lock(lock)
+    except OSError:
+        return False
+    runs = runs_here(content)
+    return time.time() - renewed_ns / 1e9 <= LIFETIME_S if runs is None else runs
+
+
+def _state(record: Record, steps: int | None) -> str:
+    """From the lock, which a killed run leaves behind, and from the newest line."""
+    lock, newest = record.folder / LOCK, record.newest
+    if is_held(lock):
+        return "running"
+    if lock.exists() or (newest.get("event") == "stop" and "error" in newest):
+        return "failed"
+    if steps is not None and newest.get("step", 0) >= steps:
+        return "finished"
+    return "stopped" if newest or (record.folder / CONFIG).exists() else "not started"
+
+
+def _last(values: np.ndarray) -> float | None:
+    return float(values[-1]) if len(values) else None
+
+
+def _age_s(line: Mapping[str, Any]) -> float | None:
+    try:
+        written = datetime.fromisoformat(str(line.get("created_at")))
+        return max(0.0, (datetime.now(UTC) - written.astimezone(UTC)).total_seconds())
+    except (ValueError, OverflowError):
+        return None
+
+
+def over_seeds(records: Sequence[Record], rows: Sequence[Row]) -> list[Row]:
+    """One row for the runs whose configs differ only in their seed: means, with the standard
+    deviation of a run as spread, at the last step that all of them have in common."""
+    row_of_run = {id(record): row for record, row in zip(records, rows, strict=True)}
+    arms = (arm.runs for arm in find_arms(records))
+    return [_mean(runs, [row_of_run[id(run)] for run in runs]) for runs in arms]
+
+
+def _mean(records: Sequence[Record], rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    step = min(row.step for row in rows)
+    states = {row.state for row in rows}
+    losses = [_at(r.metrics.step, smooth(r.metrics["loss"], r.metrics.step)) for r in records]
+    measured = [_at(*heldout(r)) for r in records]
+    ages = [row.age_s for row in rows if row.age_s is not None]
+    speeds = [row.tokens_per_s for row in rows if row.tokens_per_s is not None]
+    spread: dict[str, float] = {}
+    at: dict[str, int] = {}
+
+    def mean(column: str, losses_of_runs: Sequence[Mapping[int, float]]) -> float | None:
+        common = set.intersection(*(set(f) for f in losses_of_runs))
+        if not common:
+            return None
+        at[column] = max(common)
+        values = np.array([f[at[column]] for f in losses_of_runs])
+        spread[column] = float(values.std(ddof=1))
+        return float(values.mean())
+
+    names = set.intersection(*(set(row.sources) for row in rows))
+    return Row(
+        name=rows[0].name,
+        folder=rows[0].folder,
+        state=states.pop() if len(states) == 1 else "mixed",
+        age_s=min(ages, default=None),
+        step=step,
+        steps=rows[0].steps,
+        heldout=mean("heldout", measured),
+        heldout_step=at.get("heldout"),
+        loss=mean("loss", [{s: v for s, v in f.items() if s <= step} for f in losses]),
+        tokens_per_s=sum(speeds) / len(speeds) if speeds else None,
+        left_s=max((row.left_s for row in rows if row.left_s is not None), default=None),
+        sources={
+            name: value
+            for name in sorted(names)
+            if (value := mean(name, [_source(r, name) for r in records])) is not None
+        },
+        config={k: v for k, v in rows[0].config.items() if k != "seed"},
+        n=len(rows),
+        spread=spread,
+    )
+
+
+def _at(step: np.ndarray, values: np.ndarray) -> dict[int, float]:
+    return dict(zip(step.tolist(), values.tolist(), strict=True))
+
+
+def _source(record: Record, name: str) -> dict[int, float]:
+    columns = record.validation[name]
+    return _at(columns.step, columns["nats_per_byte"])
+
+
+# ---- which rows, in which order
+
+COLUMNS = ("name", "state", "age_s", "step", "steps", "heldout", "loss", "tokens_per_s", "left_s")
+_COMPARE = {
+    "<=": operator.le, ">=": operator.ge, "!=": operator.ne,
+    "=": operator.eq, "<": operator.lt, ">": operator.gt,
+}  # fmt: skip
+
+
+def chosen(rows: Sequence[Row], conditions: str) -> list[Row]:
+    """The rows that fulfil every one of the conditions, `state=running,optim.lr>=1e-3`. A row
+    without a value fulfils `!=` alone. Raises UserError."""
+    kept = list(rows)
+    for condition in conditions.split(","):
+        match = re.fullmatch(r"\s*([\w.-]+?)\s*(<=|>=|!=|=|<|>)(.*)", condition)
+        if match is None:
+            raise UserError(f"filter = {conditions}: {condition!r} must be KEY=VALUE, <, <=, >, >=")
+        key, sign, text = key_of(rows, match[1], "filter"), match[2], match[3].strip()
+        wanted = plain(parse_argument(text))
+
+        def fulfils(row: Row, key: str = key, sign: str = sign, wanted: Any = wanted) -> bool:
+            value = _value(row, key)
+            if isinstance(value, int | float) and isinstance(wanted, int | float):
+                return _COMPARE[sign](value, wanted)
+            if sign in ("=", "!="):
+                return _COMPARE[sign](_text(value), _text(wanted))
+            return False
+
+        kept = [row for row in kept if fulfils(row)]
+    return kept
+
+
+def ordered(rows: Sequence[Row], by: str) -> list[Row]:
+    """Rows by a column or a config key, `-heldout` for the largest first; those without a value, or
+    with NaN, last. Raises UserError."""
+    key = key_of(rows, by.removeprefix("-"), "sort")
+
+    def place(row: Row) -> tuple[float, str]:
+        value = _value(row, key)
+        number = isinstance(value, int | float)
+        return (float(value), "") if number else (math.inf, _text(value))
+
+    known = [row for row in rows if _value(row, key) is not None and place(row)[0] == place(row)[0]]
+    known_ids = set(map(id, known))
+    rest = [row for row in rows if id(row) not in known_ids]
+    return sorted(known, key=place, reverse=by.startswith("-")) + rest
+
+
+def key_of(rows: Sequence[Row], name: str, option: str) -> str:
+    """The column or config key that is meant: `lr` is optim.lr where no other key ends so."""
+    keys = dict.fromkeys(key for row in rows for key in row.config)
+    ends = [key for key in keys if key.endswith(f".{name}")]
+    if name in COLUMNS or name in keys or len(ends) == 1:
+        return name if name in COLUMNS or name in keys else ends[0]
+    allowed = [*COLUMNS, *keys]
+    hint = f", such as {' or '.join(ends)}" if ends else nearest(name, allowed)
+    raise UserError(f"{option}: {name} must be a config key or one of {', '.join(COLUMNS)}{hint}")
+
+
+def _value(row: Row, key: str) -> Any:
+    return getattr(row, key) if key in COLUMNS else row.config.get(key)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else show(value)
+
+
+# ---- as text
+
+
+def table(
+    rows: Sequence[Row],
+    keys: Sequence[str] = (),
+    sources: bool = False,
+    more: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """Lines for people. `more` are further columns at the right, a cell for each row."""
+    more = more or {}
+    names = sorted({name for row in rows for name in row.sources}) if sources else []
+    runs = ["runs"] if any(row.n > 1 for row in rows) else []
+    head = ["run", *map(_short(keys), keys), *runs, "state", "age", "step", "held-out", *names]
+    lines = [[*head, "loss", "tok/s", "left", *more]]
+    for i, row in enumerate(rows):
+        late = row.heldout_step not in (None, row.step)
+        at = f" at {row.heldout_step}" if late else ""
+        lines.append(
+            [
+                row.name,
+                *(_text(row.config.get(key)) if key in row.config else "-" for key in keys),
+                *([str(row.n)] if runs else []),
+                row.state,
+                _shown(row.age_s, short_time),
+                f"{row.step}/{row.steps}" if row.steps is not None else str(row.step),
+                _loss(row, "heldout", row.heldout) + at,
+                *(_loss(row, name, row.sources.get(name)) for name in names),
+                _loss(row, "loss", row.loss),
+                _shown(row.tokens_per_s, short_count),
+                _shown(row.left_s, short_time),
+                *(cells[i] for cells in more.values()),
+            ]
+        )
+    return printable("\n".join(align(lines, left=2 + len(keys) + len(runs))))
+
+
+def _short(keys: Sequence[str]) -> Any:
+    """Names of config keys without their group, where that is enough."""
+    ends = [key.rpartition(".")[2] for key in keys]
+    return lambda key: end if ends.count(end := key.rpartition(".")[2]) == 1 else key
+
+
+def _shown(value: float | None, form: Any) -> str:
+    return "-" if value is None else "nan" if math.isnan(value) else form(value)
+
+
+def _loss(row: Row, column: str, value: float | None) -> str:
+    spread = f" ±{row.spread[column]:.4f}" if column in row.spread else ""
+    return _shown(value, "{:.4f}".format) + spread
+
+
+def entries(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every row as plain values for programs; what is not finite is None."""
+    for row in rows:
+        entry = {name: getattr(row, name) for name in COLUMNS}
+        entry |= {"folder": str(row.folder), "heldout_step": row.heldout_step, "runs": row.n}
+        entry |= {f"heldout.{name}": value for name, value in row.sources.items()}
+        entry |= {f"spread.{name}": value for name, value in row.spread.items()}
+        entry |= {f"config.{key}": row.config.get(key) for key in keys}
+        yield {k: None if isinstance(v, float) and not math.isfinite(v) else v
+               for k, v in entry.items()}  # fmt: skip

@@ -1,0 +1,471 @@
+"""Launching runs, for `lingua.stool` and from Python: a launch validates the whole config, copies
+it and the code to the dump dir, and submits a job that runs from there."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import yaml
+
+from lingua.app import import_named, main_program
+from lingua.base.dump_dir import (
+    BASE_CONFIG,
+    CODE,
+    CODE_COMMIT,
+    CODE_DIFF,
+    JOB_ID,
+    LOGS,
+    PLAN,
+    SUBMIT_SCRIPT,
+    TRAIN_LOG,
+)
+from lingua.base.errors import UserError
+from lingua.base.format import printable
+from lingua.config.help import print_help_if_asked
+from lingua.config.load import load, to_yaml
+from lingua.config.schema import bounds
+from lingua.config.values import parse_argument, plain
+from lingua.parallel.signals import exec_program
+from lingua.parallel.slurm import run_slurm
+from lingua.tools.slurm.freeze import freeze_code, move_away
+from lingua.tools.slurm.jobs import ENDED, environment_of_another, job_states
+from lingua.tools.slurm.local import Command, machine_shares, run_one, run_sweep, visible_gpus
+
+_LEARNING = re.compile(r"seed=|optim\.(?!name=)")  # words of a sweep that leave its plan as it is
+MAX_SWEEP_RUNS = 1000  # Slurm's default limit of an array
+
+
+@dataclass
+class JobArgs:
+    script: str | None = None  # module to run; its check() validates the config; null: training
+    # slurm submits a job, local runs it on this machine without Slurm, print shows the batch script
+    launcher: Literal["slurm", "local", "print"] = "slurm"
+    nodes: int = 1  # machines
+    ngpu: int = 1  # ranks on each
+    # GPUs a rank sees: all that the job has on its node (node), one of its own (task), none
+    gpus: Literal["node", "task", "none"] = "node"
+    ncpu: int | None = None  # CPU cores of a rank; null: Slurm's default
+    mem: str | None = None  # memory of a node, such as 64G (0: all of it); null: Slurm's default
+    # limit, minutes or [days-]hours:minutes:seconds; null: the partition's default
+    time: str | None = None
+    signal_s: int = 120  # seconds before the limit at which the run gets a signal, saves, requeues
+    partition: str | None = None  # Slurm partition; null: the default one
+    account: str | None = None  # Slurm account to charge
+    qos: str | None = None  # quality of service
+    constraint: str | None = None  # features the nodes must have
+    exclude: str | None = None  # nodes not to run on
+    # any other option of sbatch by its long name, slurm.reservation=NAME; one without value is true
+    slurm: dict[str, Any] = field(default_factory=dict)
+    setup: list[str] = field(default_factory=list)  # shell lines before the run: [module load x]
+    # of a sweep, how many runs at once; null: all of them as jobs, one on this machine, whose cores
+    # and GPUs are divided among those that run
+    at_once: int | None = None
+    # device to plan for, as lingua plan knows it: a summary is printed, and what cannot fit is
+    # refused. null: no plan
+    gpu: str | None = None
+    allow_too_large: bool = False  # launch what does not fit by that plan
+    dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "nodes", "ngpu", "ncpu", "signal_s", "at_once", most=65535)
+        for i, line in enumerate(self.setup):
+            if line.endswith("\\"):
+                yield f"setup[{i}]", "must not end in a backslash, which joins the next line to it"
+        if self.gpu is not None and self.script is not None:
+            yield "gpu", f"plans training: leave it out with script = {self.script}"
+        if self.allow_too_large and self.gpu is None:
+            yield "allow_too_large", "needs gpu, the device to plan for"
+        minutes = self.time or ""
+        if minutes.isdigit() and int(minutes) * 60 <= self.signal_s:
+            yield "signal_s", f"must be below time = {minutes}, in seconds"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run that was submitted, or that ran on this machine."""
+
+    dump_dir: Path
+    job_id: str | None  # None without Slurm
+    exit_code: int | None = None  # None with Slurm
+
+
+def launch(
+    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]] | None = None
+) -> list[Launched] | str:
+    """Launch a run with the arguments of its script: ["config=run.yaml", "optim.lr=1e-3"].
+
+    With `sweep`, {key: values}, it launches a run for each combination of values as one job array,
+    `job.at_once` at a time. Each has a name and a dump dir of its own, inside that of the sweep.
+
+    Returns the batch script with launcher=print. Raises UserError, and has submitted nothing.
+    """
+    for key, need in job.validate():
+        raise UserError(f"{key} = {getattr(job, key.partition('[')[0])}: {need}")
+    module = _import_script(job)
+    first = [f"{key}={values[0]}" for key, values in (sweep or {}).items()]
+    whole, notices = _check(job, module, [*arguments, *first])
+    root = Path(whole.dump_dir)  # a sweep has its code and all its logs here
+    configs = _check_sweep(job, module, arguments, sweep, whole) if sweep else [whole]
+
+    if job.launcher != "print":
+        for line in notices:
+            print(line)
+        _check_dump_dir(job, root)
+    plans = _plans(job, arguments, sweep or {})
+    if job.launcher == "print":
+        return _batch(job, root, whole.name, len(configs))[1]
+    # An app is trusted because the command line names it; the program must not rely on a file.
+    program = [module.__name__, *(word for word in arguments if word.startswith("app="))]
+    if job.launcher == "local":
+        _shares(job, configs)  # refuses an at_once that leaves a run too few GPUs
+        _write_inputs(module, root, configs, plans)
+        return _run_here(job, root, configs, program, swept=bool(sweep))
+    executor, batch_script = _batch(job, root, whole.name, len(configs))
+    _check_possible(job, batch_script)
+    _write_inputs(module, root, configs, plans, batch_script)
+    return _submit(executor, root, configs, program)
+
+
+# ---- checks
+
+
+def _import_script(job: JobArgs) -> ModuleType:
+    name = main_program("train") if job.script is None else job.script
+    module = import_named(name, f"script = {name}")
+    if not hasattr(module, "check"):
+        need = "must have a function check(arguments, world_size) that validates its config"
+        raise UserError(f"script = {name}: {need}")
+    return module
+
+
+def _check(job: JobArgs, module: ModuleType, arguments: list[str]) -> tuple[Any, list[str]]:
+    """The config of a run, as its program accepts it, and the program's notices."""
+    try:
+        args, notices = module.check(arguments, job.nodes * job.ngpu)
+    except UserError as error:
+        hint = ""
+        if "unknown key" in str(error):
+            hint = f"\n  keys of stool: {', '.join(f.name for f in fields(JobArgs))}"
+        raise UserError(f"{error}{hint}") from None
+    args.dump_dir = os.path.abspath(args.dump_dir or f"runs/{args.name}")
+    for key, text in (("name", args.name), ("dump_dir", args.dump_dir)):
+        if not text.isprintable() or set(text) & set("%\\:"):
+            need = "must not contain %, \\, a colon or a control character"
+            raise UserError(f"{key} = {text!r}: {need}; Slurm or a search path could misread it")
+    return args, notices
+
+
+def _check_sweep(
+    job: JobArgs, module: ModuleType, arguments: list[str], sweep: dict[str, list[str]], whole: Any
+) -> list[Any]:
+    """The config of each combination of values, with a name and a dump dir of its own."""
+    for key, texts in sweep.items():
+        if key in ("name", "dump_dir"):
+            raise UserError(f"sweep.{key}: must be another key: each run gets a {key} of its own")
+        parsed = [plain(parse_argument(text)) for text in texts]
+        if any(parsed.count(value) > 1 for value in parsed):
+            raise UserError(f"sweep.{key} = {','.join(texts)}: each value must be given once")
+    if (count := prod(map(len, sweep.values()))) > MAX_SWEEP_RUNS:
+        raise UserError(f"the sweep has {count:,} runs: must be at most {MAX_SWEEP_RUNS:,}")
+    configs, errors = [], []
+    for i, values in enumerate(product(*sweep.values())):
+        words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
+        short = "_".join(re.sub(r"^[^=]*\.", "", word) for word in words)
+        name = f"{i:03d}_" + re.sub(r"[^\w=.+-]+", "-", short)
+        name = name.encode()[:120].decode(errors="ignore")  # the name of a folder
+        place = [f"name={whole.name}-{name}", f"dump_dir={whole.dump_dir}/{name}"]
+        try:
+            configs.append(_check(job, module, [*arguments, *words, *place])[0])
+        except UserError as error:
+            errors.append(f"{' '.join(words)}: {error}")
+    if errors:
+        raise UserError("\n".join(errors))
+    return configs
+
+
+def _check_dump_dir(job: JobArgs, root: Path) -> None:
+    """Refuse a dump dir that exists, unless the user knows of it and no job uses it."""
+    if root.exists() and not root.is_dir():
+        raise UserError(f"dump_dir = {root}: must be a folder")
+    if not root.exists() or not any(root.iterdir()):
+        return
+    if not job.dirs_exists_ok:
+        raise UserError(
+            f"dump_dir = {root}: exists; choose another, or resume there with dirs_exists_ok=true"
+        )
+    previous_jobs = (root / JOB_ID).read_text().split() if (root / JOB_ID).exists() else []
+    for job_id, state in job_states(previous_jobs).items():
+        if state not in ENDED:
+            raise UserError(
+                f"dump_dir = {root}: job {job_id} is {state} there; `scancel {job_id}` ends it"
+            )
+
+
+def _check_possible(job: JobArgs, batch_script: str) -> None:
+    """Refuse a job that the cluster would never run."""
+    try:
+        run_slurm("sbatch", "--test-only", stdin=batch_script)
+    except UserError as error:  # Slurm may not name the option that no node fulfills
+        asked = ", ".join(f"{k} = {v}" for k, v in asdict(job).items() if v)
+        raise UserError(f"{error} (asked for: {asked})") from None
+
+
+def _plans(
+    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]]
+) -> list[dict[str, Any] | None]:
+    """Print a summary of the plan of each run that differs in more than its learning, and return
+    the numbers of all. Raises UserError where one cannot fit."""
+    if job.gpu is None:
+        return [None] * prod(map(len, sweep.values()))
+    from lingua.tools.plan.make import make_plan  # here, since it takes time to import
+    from lingua.tools.plan.report import summary
+
+    machine = [f"nodes={job.nodes}", f"ngpu={job.ngpu}", f"gpu={job.gpu}"]
+    plan_of_words: dict[str, dict[str, Any]] = {}
+    plans: list[dict[str, Any] | None] = []
+    too_large: list[str] = []
+    for values in product(*sweep.values()):
+        words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
+        differ = " ".join(word for word in words if not _LEARNING.match(word))
+        if differ not in plan_of_words:
+            plan, _ = make_plan([*machine, *arguments, *words], quick=True)
+            plan_of_words[differ] = plan.as_json()
+            line = f"{differ}: {summary(plan)}" if differ else summary(plan)
+            print(line, file=sys.stderr)  # stdout is for the job
+            too_large += [] if plan.fits else [line]
+        plans.append(plan_of_words[differ])
+    if too_large and not job.allow_too_large:
+        raise UserError(
+            "\n".join(f"gpu = {job.gpu}: {line}" for line in too_large)
+            + "\n`python -m lingua plan choices=3 ...` shows what fits, allow_too_large=true "
+            "launches it all the same"
+        )
+    return plans
+
+
+# ---- launching
+
+
+def _write_inputs(
+    module: ModuleType,
+    root: Path,
+    configs: list[Any],
+    plans: list[dict[str, Any] | None],
+    batch_script: str | None = None,
+) -> None:
+    """Write what the runs start from: code, configs and the batch script; and the plan of each,
+    which its log compares with what it measured. Raises UserError."""
+    # stdout is for the job, whose first line a program may read.
+    report = partial(print, "code:", file=sys.stderr)
+    try:
+        for name in (CODE, CODE_COMMIT, CODE_DIFF, SUBMIT_SCRIPT):
+            move_away(root / name)
+        freeze_code(Path(str(module.__file__)), root, lambda line: report(printable(line)))
+        for config, plan in zip(configs, plans, strict=True):
+            dump_dir = Path(config.dump_dir)
+            (dump_dir / LOGS).mkdir(parents=True, exist_ok=True)
+            for name in (BASE_CONFIG, PLAN):
+                move_away(dump_dir / name)
+            (dump_dir / BASE_CONFIG).write_text(to_yaml(config), encoding="utf-8")
+            if plan is not None:
+                (dump_dir / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
+        if batch_script is not None:
+            (root / SUBMIT_SCRIPT).write_text(batch_script, encoding="utf-8")
+    except OSError as error:
+        what, why = error.filename or root, error.strerror or error
+        raise UserError(f"{what}: cannot be written: {why}") from None
+
+
+def _setup(job: JobArgs, root: Path) -> list[str]:
+    """Shell lines: those of the user, of which the first that fails ends the job; then modules are
+    imported from the copy of the code, not from the current folder, which relative paths refer to.
+    """
+    code = shlex.quote(str(root / CODE))
+    search = [f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"', "export PYTHONSAFEPATH=1"]
+    return ["set -e", *job.setup, *search]
+
+
+def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
+    """submitit's executor for the job, an array where it is more than one run, and the batch script
+    that it will submit."""
+    try:
+        from submitit.slurm import slurm as submitit
+    except ImportError:
+        raise UserError(
+            f"launcher = {job.launcher}: needs the package submitit, which is not installed: "
+            "`pip install submitit`"
+        ) from None
+
+    class Executor(submitit.SlurmExecutor):
+        affinity = classmethod(lambda cls: 2)  # a script can be written where Slurm is not
+
+        def _make_submission_command(self, path: Path) -> list[str]:
+            # One may launch from within a job, whose variables srun would take for options.
+            job_variables = sorted(os.environ.keys() - environment_of_another().keys())
+            return ["env", *(f"--unset={key}" for key in job_variables), "sbatch", str(path)]
+
+    job_id, in_shell = "%j", '"$SLURM_JOB_ID"'
+    if count > 1:
+        job_id, in_shell = "%A_%a", '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    logs = root / LOGS
+    same_name = ("time", "mem", "partition", "account", "qos", "constraint", "exclude")
+    options = {name: getattr(job, name) for name in same_name}
+    options |= {"cpus-per-task": job.ncpu, "requeue": True, "output": logs / f"{job_id}.log"}
+    options |= {"node": {"gpus-per-node": job.ngpu}, "task": {"gpus-per-task": 1}}.get(job.gpus, {})
+    options |= {"error": options["output"]} | job.slurm
+    for option, value in options.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or not str(value).isprintable():
+            need = "must be the long name of an option, with a value without control characters"
+            raise UserError(f"option of sbatch {option} = {value!r}: {need}")
+    executor = Executor(logs / "%j")
+    executor.update_parameters(
+        job_name=name,
+        nodes=job.nodes,
+        ntasks_per_node=job.ngpu,
+        time=None,  # submitit's default is 5 minutes
+        signal_delay_s=job.signal_s,
+        array_parallelism=job.at_once or count,
+        wckey=None,
+        setup=[f"mkdir -p {shlex.quote(str(logs))}/{in_shell}", *_setup(job, root)],
+        # srun takes its own number of cores, not the batch script's (Slurm 22.05)
+        srun_args=["--kill-on-bad-exit=1", *([f"--cpus-per-task={job.ncpu}"] if job.ncpu else [])],
+        additional_parameters={k: v for k, v in options.items() if v not in (None, False)},
+    )
+    script = submitit._make_sbatch_string(
+        executor._submitit_command_str,
+        executor.folder,
+        map_count=count if count > 1 else None,
+        **executor.parameters,
+    )
+    return executor, script
+
+
+def _submit(executor: Any, root: Path, configs: list[Any], program: list[str]) -> list[Launched]:
+    """Each task of the job starts as submitit's program, which execs the command."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    (root / LOGS).mkdir(exist_ok=True)
+    python = [sys.executable, "-u", "-m", *program]
+    try:
+        with executor.batch():
+            jobs = [
+                executor.submit(exec_program, [*python, f"config={c.dump_dir}/{BASE_CONFIG}"])
+                for c in configs
+            ]
+        ids = [job.job_id for job in jobs]
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise UserError(
+            f"sbatch: {error}; nothing was submitted, dirs_exists_ok=true launches it again"
+        ) from None
+    (root / JOB_ID).write_text(ids[0].partition("_")[0] + "\n")
+    launched = [Launched(Path(c.dump_dir), i) for c, i in zip(configs, ids, strict=True)]
+    for run, job_id in zip(launched, ids, strict=True):
+        (run.dump_dir / JOB_ID).write_text(job_id + "\n")
+        if run.dump_dir != root:  # the logs of an array are in one place
+            (run.dump_dir / LOGS / job_id).symlink_to(Path("../..", LOGS, job_id))
+    return launched
+
+
+def _run_here(
+    job: JobArgs, root: Path, configs: list[Any], program: list[str], swept: bool
+) -> list[Launched]:
+    """Run them on this machine by torchrun: one whose output is shown, or a sweep."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3"]
+    torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu)]
+    shell = [
+        *_setup(job, root),
+        # What torchrun prints before each line of rank 0; its default names the role.
+        "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=' '",
+        "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300",  # seconds to save, before torchrun kills
+        'exec "$@"',
+    ]
+    bash = ["bash", "-c", "\n".join(shell), "bash", *torchrun]
+    commands: list[Command] = []
+    for config in configs:
+        tee = [] if swept else ["--tee", "0:3"]
+        logs = ["--log-dir", f"{config.dump_dir}/{LOGS}", *tee]
+        argv = [*bash, *logs, "-m", *program, f"config={config.dump_dir}/{BASE_CONFIG}"]
+        commands.append((Path(config.dump_dir), argv))
+    codes = run_sweep(root, commands, _shares(job, configs)) if swept else [run_one(commands[0][1])]
+    return [Launched(d, None, code) for (d, _), code in zip(commands, codes, strict=False)]
+
+
+def _shares(job: JobArgs, configs: list[Any]) -> list[dict[str, str]]:
+    """Of this machine, for each of the runs that a sweep runs at once."""
+    on_cpu = job.gpus == "none" or getattr(configs[0], "device", "auto") == "cpu"
+    at_once = min(job.at_once or 1, len(configs))
+    cores = len(os.sched_getaffinity(0))
+    return machine_shares(at_once, job.nodes * job.ngpu, [] if on_cpu else visible_gpus(), cores)
+
+
+# ---- command line
+
+
+def split_values(key: str, text: str) -> list[str]:
+    """The values of `sweep.key=a,b`, as written: a comma in brackets or quotes is part of one."""
+    flow = f"[{text}]"
+    try:
+        nodes = yaml.compose(flow).value
+    except (yaml.YAMLError, RecursionError):
+        nodes = []
+    if not nodes:
+        raise UserError(f"sweep.{key} = {text}: must be values separated by commas")
+    return [flow[node.start_mark.index : node.end_mark.index] for node in nodes]
+
+
+def split_arguments(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list[str]]]:
+    """A command line: the arguments of the job, those of the run, and the values of a sweep."""
+    job_keys = {f.name for f in fields(JobArgs)}
+    job_words, run_words, sweep = [], [], {}
+    for word in argv:
+        key, _, value = word.partition("=")
+        if key.startswith("sweep."):
+            key = key.removeprefix("sweep.")
+            if key in sweep:
+                raise UserError(f"sweep.{key} is given twice; its values are separated by commas")
+            sweep[key] = split_values(key, value)
+        elif key.partition(".")[0] in job_keys:
+            job_words.append(word)
+        else:
+            run_words.append(word)
+    return load(JobArgs, job_words)[0], run_words, sweep
+
+
+def show_help(argv: list[str], program_doc: str) -> None:
+    """Help about the keys of a job; `--help GROUP` also about those of its run. Exits."""
+    groups = [word for word in argv if "=" not in word and not word.startswith("-")]
+    if {group.partition(".")[0] for group in groups} <= {f.name for f in fields(JobArgs)}:
+        print_help_if_asked(JobArgs, argv, program_doc)
+    job, _, _ = split_arguments([word for word in argv if "=" in word])
+    _import_script(job).check(argv, 1)
+
+
+def launch_command(argv: list[str]) -> None:
+    """Launch what a command line asks for, and print where its runs are. Exits with the code of a
+    run on this machine. Raises UserError."""
+    job, arguments, sweep = split_arguments(argv)
+    launched = launch(job, arguments, sweep)
+    if isinstance(launched, str):
+        print(launched, end="")
+    elif launched[0].job_id is None:
+        sys.exit(max(run.exit_code or 0 for run in launched))
+    else:
+        root = launched[0].dump_dir.parent if sweep else launched[0].dump_dir
+        job_id = launched[0].job_id.partition("_")[0]
+        runs = f": {len(launched)} runs" if len(launched) > 1 else ""
+        print(f"job {job_id} was submitted{runs}")
+        print(f"  folder  {root}")
+        print(f"  watch   python -m lingua.stool status {shlex.quote(str(root))}")
+        if not sweep:
+            print(f"          tail -F {shlex.quote(str(root / TRAIN_LOG))}")
+        print(f"  cancel  scancel {job_id}")

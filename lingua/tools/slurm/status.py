@@ -1,0 +1,83 @@
+"""The status of launched runs: the table of `lingua runs`, their jobs' states from Slurm, and the
+errors of those that failed."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lingua.base.dump_dir import JOB_ID, LOGS, RESULTS
+from lingua.base.format import printable
+from lingua.tools.runs.records import Record, differing, open_runs
+from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, Row, row_of, table
+from lingua.tools.slurm.jobs import ENDED, job_states
+
+LOG_TAIL_BYTES = 65536  # each log is read from this many bytes before its end
+# The last line of a Python traceback, which torch prefixes with the rank, or of a UserError.
+ERROR = re.compile(r"(\[rank\d+\]: ?)?(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*|error: .*")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    record: Record
+    row: Row  # the run's line in the table
+    state: str  # Slurm's word; "gone" where Slurm no longer knows the job, "-" without a job
+    job_id: str
+    failed: bool
+    errors: list[str]  # the errors of a failed run's ranks, by time
+
+
+def status(folder: Path | str) -> list[RunStatus]:
+    """The status of the runs in or below `folder`. Raises UserError if there is none."""
+    records = open_runs([folder], TAIL_BYTES)
+    jobs = ["".join(_tail(record.folder / JOB_ID)[-1:]).strip() for record in records]
+    states = job_states([job for job in jobs if job])
+    return [_status(r, j, states.get(j, "gone")) for r, j in zip(records, jobs, strict=True)]
+
+
+def _status(record: Record, job: str, state: str) -> RunStatus:
+    row = row_of(record)
+    # a job that does not train writes RESULTS
+    done = any(record.folder.glob(RESULTS)) if row.steps is None else row.state == "finished"
+    # A run can fail after its last step, while it saves. Where Slurm does not know the job, the
+    # files do.
+    failed = state in ENDED and state != "COMPLETED"
+    if state == "gone":
+        failed = not done and row.state != "running"
+    return RunStatus(
+        record=record,
+        row=row,
+        state=state if job else "-",
+        job_id=job or "-",
+        failed=failed,
+        errors=_errors(record.folder / LOGS, job) if failed else [],
+    )
+
+
+def status_table(runs: list[RunStatus]) -> str:
+    """A line for each run, then the errors of those that failed."""
+    more = {"job": [run.job_id for run in runs], "Slurm": [run.state for run in runs]}
+    keys = differing([run.record for run in runs])[:MAX_KEYS]
+    shown = table([run.row for run in runs], keys, more=more)
+    errors = [f"{run.row.name}: {error}" for run in runs for error in run.errors]
+    return "\n".join([shown, *map(printable, errors)])
+
+
+def _errors(logs: Path, job: str) -> list[str]:
+    """The last error of each rank, by time: a rank that only lost contact with another ends later.
+    Slurm's own error where no rank has one."""
+    errors = []
+    for path in (logs / job).rglob("*err*"):
+        lines = [line for line in _tail(path) if ERROR.fullmatch(line)]
+        errors += [(path.stat().st_mtime_ns, f"{line} ({path})") for line in lines[-1:]]
+    if not errors and job:
+        path = logs / f"{job}.log"
+        return [f"{line} ({path})" for line in _tail(path) if "error:" in line][-1:]
+    return [error for _, error in sorted(errors)]
+
+
+def _tail(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()

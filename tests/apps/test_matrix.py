@@ -1,0 +1,168 @@
+"""Every feature on two meshes and over a stop: the run that one process makes without a stop.
+
+A feature is a line of FEATURES. Its run is stopped on one mesh and goes on on another, with other
+micro-batches. What that run restores, the rows that it reads, and its losses, gradient norms,
+weights and measurements are those of one process that never stopped; with each of FAULTS they are
+not.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from apps.dpo import app as dpo
+from apps.main import app as main
+from apps.main.run import Run
+from apps.mtp import app as mtp
+from apps.sft import app as sft
+from lingua.app import App, Built
+from tests.apps.meshes import Sizes, on_its_own
+from tests.apps.plain import build_plain, build_split
+from tests.apps.runs import Outcome, Twist, digests, relative
+from tests.forks import mingru, moe, optimizer, probe, synthetic, whole_tensors
+
+K, END = 2, 5  # where the run is stopped, and where it ends
+ONE, REPLICAS, SHARDS, TP = (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)
+FOUR: tuple[Sizes, Sizes] = ((2, 2, 1), (1, 2, 2))  # the meshes of the soak tests
+Build = Callable[[Any], Built]
+CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.compile"
+
+
+@dataclass(frozen=True)
+class Feature:
+    stopped: Sizes  # the mesh that trains K steps
+    resumed: Sizes  # the one that trains the others
+    settings: dict[str, Any] = field(default_factory=dict)
+    app: App = main
+    edited: dict[str, Any] = field(default_factory=dict)  # settings that the first start lacks
+    # settings and model of the second start alone, which train the same run
+    other: dict[str, Any] = field(default_factory=dict)
+    build: Build | None = None
+    reads: str | None = None  # the fixture that gives the settings of its data
+
+
+def run_model(run: Run) -> None:
+    """A probe before the update, which leaves FSDP's root whole."""
+    with torch.no_grad():
+        run.model(torch.zeros(1, run.args.data.seq_len, dtype=torch.int64))
+
+
+STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
+HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of two blocks, trunk one
+FEATURES = {
+    "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
+    "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
+    "stages edited": Feature(REPLICAS, SHARDS, {"data.sources": "{one: 1}"}, edited=STAGES),
+    "muon": Feature((1, 3, 1), TP, {"optim.name": "muon", "optim.muon.dtype": "fp32"}),
+    "modules of torch": Feature(
+        (1, 3, 1),
+        (1, 2, 2),
+        {"optim.clip": 0.3},
+        replace(main, build=build_plain),
+        build=build_split,
+    ),
+    "several tokens": Feature(SHARDS, TP, HEADS | {"model.dropout": 0.1}, mtp),
+    "conversations": Feature(SHARDS, TP, {}, sft, reads="talk"),
+    "pairs": Feature(REPLICAS, TP, {}, dpo, reads="pairs"),
+    "another block": Feature(TP, SHARDS, {}, mingru.app),
+    "experts": Feature(SHARDS, TP, {}, moe.app),
+    "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
+    "an optimizer of whole tensors": Feature(TP, REPLICAS, {}, whole_tensors.app),
+    "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{copy: 1}"}, synthetic.app),
+    "a probe": Feature(SHARDS, TP, {}, probe.app),
+    "a probe that runs the model": Feature(SHARDS, REPLICAS, {}, replace(main, probe=run_model)),
+}
+COMPILED = {COMPILE: True, CHECKPOINTING: "selective"}
+SOAK = {name: replace(f, stopped=FOUR[0], resumed=FOUR[1]) for name, f in FEATURES.items()}
+NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
+SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)
+
+
+@dataclass(frozen=True)
+class Fault:
+    twist: Twist
+    seen: set[str]  # the differences that it must make
+    sizes: Sizes = ONE
+
+
+FAULTS = {
+    "rows shifted by one": Fault(Twist(shift=1), {"rows", "loss"}),
+    "moments lost": Fault(Twist(lose_moments=True), {"restored", "loss", "weights"}),
+    "a wrong divisor": Fault(Twist(own_divisor=True), {"loss", "grad_norm"}, SHARDS),
+}
+# How far, relative, two runs that are the same one may be from each other.
+TOLERANCES = {"rows": 0, "restored": 0, "loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
+TOLERANCES |= {"measured": 1e-4}
+MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms"}
+
+
+def measured(run: Outcome) -> torch.Tensor:
+    """All that a run measures: losses, also held-out, and the numbers of its app, in order."""
+    lines = [line for line in (*run.lines, *run.events, *run.held_out) if line.keys() & MEASURED]
+    numbers = [line[key] for line in lines for key in sorted(line.keys() & MEASURED)]
+    flat = [n.values() if isinstance(n, dict) else [n] for n in numbers]
+    return torch.tensor([number for part in flat for number in part])
+
+
+def differences(run: Outcome, alone: Outcome, saved: dict[str, str]) -> dict[str, float]:
+    """Of a resumed run from the one that never stopped, named as in TOLERANCES. `saved` are digests
+    of the checkpoint that was resumed."""
+    weights = [{n: t for n, t in r.tensors(END).items() if "model." in n} for r in (run, alone)]
+    assert weights[0].keys() == weights[1].keys() and len(run.lines) == END
+    apart = [float((weights[0][n] - t).norm() / t.norm()) for n, t in weights[1].items()]
+    numbers, expected = measured(run), measured(alone)
+    return {
+        "rows": run.column("batch_hash") != alone.column("batch_hash"),
+        "restored": run.restored["tensors"] != saved,
+        "loss": max(relative(run.column("loss"), alone.column("loss"))),
+        "grad_norm": max(relative(run.column("grad_norm"), alone.column("grad_norm"))),
+        "weights": max(apart),
+        "measured": float(((numbers - expected) / expected.abs().clamp(min=0.1)).abs().max()),
+    }
+
+
+def beyond(apart: dict[str, float], margin: float) -> set[str]:
+    """What differs by more than `margin` times its tolerance."""
+    return {name for name, value in apart.items() if value > margin * TOLERANCES[name]}
+
+
+def case(name: str, feature: Feature, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(feature, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [case(name, feature) for name, feature in FEATURES.items()]
+    + [case(f"{name}, four ranks", f, pytest.mark.soak) for name, f in SOAK.items()],
+)
+def test_a_run_stopped_on_one_mesh_and_resumed_on_another_is_that_of_one_process(
+    runs, tmp_path, request, feature
+):
+    settings = {"stop_at": END, "validation.every": END} | feature.settings
+    if feature.reads:
+        settings |= request.getfixturevalue(feature.reads)
+    first = settings | on_its_own(feature.stopped) | {"stop_at": K}
+    stopped = runs.train(feature.stopped, first, app=feature.app)
+    settings |= feature.edited
+    alone = runs.train(ONE, settings, app=feature.app)
+    assert stopped.weights == alone.weights
+    saved = digests(stopped.tensors(K))
+
+    def resume(
+        name: str, sizes: Sizes, twist: Twist, other: dict[str, Any], build: Build | None
+    ) -> dict[str, float]:
+        """Go on from a copy; how far it is then from the run of one process."""
+        copy = stopped.copy(tmp_path / name).dump_dir
+        start = {"app": feature.app, "build": build, "twist": twist, "look": True}
+        keys = settings | on_its_own(sizes) | other
+        return differences(runs.train(sizes, keys, dump_dir=copy, **start), alone, saved)
+
+    right = resume("right", feature.resumed, Twist(), feature.other, feature.build)
+    assert beyond(right, margin=1) == set()
+    for name, fault in FAULTS.items():
+        found = beyond(resume(name, fault.sizes, fault.twist, {}, None), margin=10)
+        assert fault.seen <= found, name
+        assert found & {"rows", "restored"} == fault.seen & {"rows", "restored"}, name

@@ -1,0 +1,139 @@
+"""Keys that a run leaves open are those of the model that it starts from."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.main import app as main_app
+from apps.main.hugging_face import llama
+from apps.sft import app as sft
+from lingua.base.errors import UserError
+from lingua.checkpoint.run_config import load_run
+from lingua.checkpoint.save import save
+from lingua.config.load import load, to_yaml
+from lingua.parallel.launch import one_process
+from lingua.tools.commands.data_prepare import PrepareArgs
+from tests.chats import TEMPLATES, write_tokenizer
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of transformers, without its weights: a config does not need them."""
+    path = tmp_path / "llama"
+    write_tokenizer(path, TEMPLATES["chatml"])
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    config = {"model_type": "llama", "vocab_size": 777, "hidden_size": 24, "num_hidden_layers": 3,
+              "intermediate_size": 58, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "rope_parameters": rope}  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def words(tmp_path: Path, origin: object, *more: str) -> list[str]:
+    (tmp_path / "tune.yaml").write_text(
+        f"app: apps.sft\ndata: {{sources: {{talk: 1}}}}\ncheckpoint: {{init_from: {origin}}}\n"
+    )
+    return [f"config={tmp_path}/tune.yaml", f"dump_dir={tmp_path}/run", *more]
+
+
+def test_three_keys_tune_a_model_of_transformers(folder, tmp_path):
+    argv = words(tmp_path, folder, "model.dropout=0.1")
+    args, _ = load_run(sft, argv)
+    expected, _ = llama.from_config(json.loads((folder / "config.json").read_text()), "")
+    expected.dropout = 0.1
+    assert args.model == expected and (args.model.dim, args.model.rope_scaling.factor) == (24, 8.0)
+    tokenizer = args.data.tokenizer
+    assert (tokenizer.name, tokenizer.path) == ("hf", str(folder / "tokenizer.json"))
+    assert args.data.seq_len == sft.config().data.seq_len
+
+    # What prepares the text, and the file of the run itself, mean the same.
+    part, _ = load_run(sft, argv, part=PrepareArgs(data=sft.config().data))
+    assert part.data == args.data and part.data.chat is not None
+    (tmp_path / "config.yaml").write_text(to_yaml(args))
+    whole = [f"config={tmp_path}/config.yaml"]
+    (folder / "config.json").rename(folder / "other.json")
+    assert load(sft.config, whole)[0] == load_run(sft, whole)[0] == args
+    with pytest.raises(UserError, match=f"init_from: {folder} has no whole checkpoint: must be"):
+        load_run(sft, argv)
+    (tmp_path / "run").mkdir()  # of a run that has started with it
+    (tmp_path / "config.yaml").rename(tmp_path / "run" / "config.yaml")
+    assert load_run(sft, argv)[0] == args
+
+
+def test_what_is_given_comes_before_what_the_folder_has(folder, tmp_path):
+    argv = ["model.dim=48", "model.rope_scaling=null", "data.tokenizer.name=bytes"]
+    args, _ = load_run(sft, words(tmp_path, folder, *argv))
+    assert (args.model.dim, args.model.n_layers, args.model.rope_scaling) == (48, 3, None)
+    assert (args.data.tokenizer.name, args.data.tokenizer.path) == ("bytes", None)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer.json .* data.tokenizer names"):
+        load_run(sft, words(tmp_path, folder))
+    assert load_run(sft, words(tmp_path, folder, "data.tokenizer.name=bytes"))[0].model.dim == 24
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "bert"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r'config.json: model_type = "bert": must be'):
+        load_run(sft, words(tmp_path, folder))
+
+
+def test_a_checkpoint_gives_its_model_and_tokenizer_too(folder, tmp_path):
+    args, _ = load_run(sft, words(tmp_path, folder, "model.dropout=0.1", "data.add_eos=false"))
+    with one_process():
+        state: dict[str, Any] = {"progress": {"step": 3}}
+        checkpoint = save(tmp_path / "first" / "checkpoints", 3, {}, state, to_yaml(args))
+    for origin in (checkpoint, tmp_path / "first"):
+        for key in ("init_from", "init_ckpt_path"):
+            found, _ = load_run(main_app, ["data.sources.a=1", f"checkpoint.{key}={origin}"])
+            args.model.dropout = 0.0  # a matter of training
+            assert found.checkpoint.init_from == str(origin)
+            assert found.model == args.model and found.data.tokenizer == args.data.tokenizer
+            assert (found.data.add_eos, found.data.chat) == (False, None)
+
+
+def test_the_key_of_what_a_run_starts_from_has_two_names(folder: Path, tmp_path: Path) -> None:
+    argv = words(tmp_path, folder)
+    twice = ["checkpoint.init_ckpt_path=other"]
+    named = f'init_ckpt_path = "other": is another name of checkpoint.init_from = "{folder}"'
+    with pytest.raises(UserError, match=re.escape(named)):
+        load_run(sft, argv + twice)
+    for same in ("null", str(folder)):
+        args, _ = load_run(sft, [*argv, f"checkpoint.init_ckpt_path={same}"])
+        assert args.checkpoint.init_from == str(folder)
+    args, _ = load_run(sft, [*argv, f"checkpoint.init_ckpt_path={folder}", "checkpoint.init_from="])
+    assert args.checkpoint.init_from == str(folder) and args.model.dim == 24
+
+
+FROM_OURS = """
+import sys
+from pathlib import Path
+from apps.main import app
+from lingua.checkpoint.resume import (find_start)
+from lingua.checkpoint.retention import CheckpointArgs
+from lingua.checkpoint.run_config import load_run
+from lingua.parallel.launch import one_process
+args, _ = load_run(app, ["data.sources.a=1", f"checkpoint.init_from={sys.argv[1]}"])
+with one_process():
+    _, origin = find_start(Path("none"), args.checkpoint, ["seed"], app)
+    assert origin.source.step == 6
+    assert not [name for name in sys.modules if name.startswith("lingua.tools")]
+    try:
+        find_start(Path("none"), CheckpointArgs(init_from=__file__), ["seed"], app)
+    except Exception:
+        assert "lingua.tools.exchange.meta_lingua" in sys.modules
+"""
+
+
+def test_a_start_from_a_checkpoint_of_ours_imports_no_tool(tmp_path: Path) -> None:
+    script, repo = tmp_path / "start.py", Path(__file__).parents[2]
+    script.write_text(FROM_OURS)
+    environment = os.environ | {"PYTHONPATH": str(repo)}
+    sample = repo / "tests/samples/0.1.0/run"
+    subprocess.run([sys.executable, script, sample], cwd=tmp_path, env=environment, check=True)

@@ -1,0 +1,483 @@
+"""The implementations of attention against explicit softmax attention: what each sees, layout,
+scale, grouped heads and gradients. Kernels that run on CUDA alone are replaced, under torch's and
+xformers' own dispatchers, by that formula; tests/ghost has which of them run, and their memory."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lingua.base.errors import UserError
+from lingua.model.attention import (
+    MIN_SEPARATED,
+    AttnImpl,
+    Mask,
+    attend,
+    build_mask,
+    choose_attention,
+)
+from lingua.model.masks import SeparateDocuments
+from lingua.model.transformer import Context, TransformerArgs, TransformerBlock
+from lingua.parallel.parallelize import _selective
+
+pytestmark = pytest.mark.quick
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+B, S, D, WINDOW = 3, 24, 8, 5
+WINDOWS = (None, 1, WINDOW, S)
+
+
+# ------------------------------------------------------------------------------------ the choice
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "masked", "head_dim", "expected"),
+    [
+        (CPU, torch.float32, True, 64, "sdpa"),
+        (CPU, torch.bfloat16, False, 64, "sdpa"),
+        (CUDA, torch.bfloat16, False, 64, "sdpa"),
+        (CUDA, torch.bfloat16, True, 64, "varlen"),
+        (CUDA, torch.bfloat16, True, 20, "flex_attention"),
+        (CUDA, torch.bfloat16, True, 264, "flex_attention"),
+        (CUDA, torch.float32, True, 64, "flex_attention"),
+    ],
+)
+def test_auto_takes_one_that_serves(device, dtype, masked, head_dim, expected):
+    impl, why = choose_attention("auto", head_dim, device, dtype, masked)
+    assert impl == expected and why
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype", "head_dim", "need"),
+    [
+        ("varlen", CPU, torch.bfloat16, 64, "a CUDA device"),
+        ("flex_attention", CPU, torch.float32, 64, "a CUDA device"),
+        ("fmha", CPU, torch.float32, 64, "a CUDA device"),
+        ("varlen", CUDA, torch.float32, 64, r"bfloat16 or float16 \(distributed.model_dtype"),
+        ("varlen", CUDA, torch.bfloat16, 20, "heads of a multiple of 8 .* not 20"),
+    ],
+)
+def test_one_that_is_asked_for_and_cannot_serve_is_an_error(asked, device, dtype, head_dim, need):
+    for masked in (False, True):
+        with pytest.raises(UserError, match=rf"model\.attn_impl = {asked}: needs {need}"):
+            choose_attention(asked, head_dim, device, dtype, masked)
+
+
+# -------------------------------------------------------------------------------- the reference
+
+
+def random_documents(seed: int) -> Tensor:
+    """Where documents begin in B rows; the first row is one document, the last has the most."""
+    chance = torch.Generator().manual_seed(seed)
+    documents = torch.full((B, 7), S)
+    documents[:, 0] = 0
+    for row, n in enumerate((0, 3, 6)):
+        starts = torch.randperm(S - 1, generator=chance)[:n] + 1
+        documents[row, 1 : n + 1] = starts.sort().values
+    return documents
+
+
+def visible(documents: Tensor | None, window: int | None) -> Tensor:
+    """bool B S S, one query and key at a time."""
+    seen = torch.zeros(B, S, S, dtype=torch.bool)
+    for b in range(B):
+        begins = {0} if documents is None else set(documents[b].tolist())
+        for query in range(S):
+            key = query
+            while key >= 0 and (window is None or query - key < window):
+                seen[b, query, key] = True
+                if key in begins:
+                    break
+                key -= 1
+    return seen
+
+
+def inputs(n_kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and a gradient, B H S D as views of B S H D, which is how projections give them."""
+    chance = torch.Generator().manual_seed(seed)
+    heads = (4, n_kv_heads, n_kv_heads, 4)
+    made = (torch.randn(B, S, n, D, generator=chance).transpose(1, 2) for n in heads)
+    q, k, v, grad = made
+    return q, k, v, grad
+
+
+def explicit(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Softmax attention over the keys seen (... S L) and its gradients by q, k and v, as formulas
+    (Dao, 2023, section 2.1). All are ... H S D."""
+    n, scale = q.shape[-3] // k.shape[-3], q.shape[-1] ** -0.5
+    wide_k, wide_v = (t.repeat_interleave(n, -3) for t in (k, v))
+    scores = (q @ wide_k.mT * scale).masked_fill(~seen.unsqueeze(-3), -torch.inf)
+    p = scores.softmax(-1)
+    d_p = grad @ wide_v.mT
+    d_s = p * (d_p - (d_p * p).sum(-1, keepdim=True)) * scale
+    of_heads = (d_s.mT @ q, p.mT @ grad)
+    d_k, d_v = (t.unflatten(-3, (-1, n)).sum(-3) for t in of_heads)
+    return p @ wide_v, d_s @ wide_k, d_k, d_v
+
+
+def with_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grad: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = attend(*leaves, mask)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def mask_of(impl: AttnImpl, documents: Tensor | None, window: int | None) -> Mask:
+    """The mask that a forward makes for documents and a window."""
+    if impl == "sdpa":
+        args = TransformerArgs(dim=32, n_heads=4, sliding_window=window)
+        return Context(args, S, CPU, documents).mask
+    place = torch.arange(S)
+    starts = None
+    if documents is not None:
+        rows = documents.tolist()
+        starts = torch.tensor([[max(d for d in row if d <= at) for at in range(S)] for row in rows])
+    return build_mask(impl, place, place, starts, documents, window)
+
+
+def check(impl: AttnImpl, documents: Tensor | None, window: int | None, n_kv_heads: int) -> None:
+    check_mask(mask_of(impl, documents, window), documents, window, n_kv_heads)
+
+
+def check_mask(mask: Mask, documents: Tensor | None, window: int | None, n_kv_heads: int) -> None:
+    *qkv, grad = inputs(n_kv_heads)
+    found = with_gradients(*qkv, mask, grad)
+    expected = explicit(*qkv, visible(documents, window), grad)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+    control = explicit(*qkv, visible(random_documents(9), 3), grad)
+    assert (found[0] - control[0]).abs().max() > 1e-2
+
+
+CASES = pytest.mark.parametrize(
+    ("documents", "window", "n_kv_heads"),
+    [
+        (None, None, 4),
+        (None, WINDOW, 1),
+        (0, None, 1),
+        (0, WINDOW, 2),
+        (1, 1, 4),
+        (1, S, 2),
+    ],
+)
+
+
+@CASES
+def test_sdpa_is_explicit_attention(documents, window, n_kv_heads):
+    check("sdpa", None if documents is None else random_documents(documents), window, n_kv_heads)
+
+
+# ------------------------------------------------------------------------- documents on a CPU
+
+
+def one_by_one(documents: Tensor, window: int | None) -> SeparateDocuments:
+    """What long rows have."""
+    first = torch.where(visible(documents, window), torch.arange(S), S).amin(-1)
+    return SeparateDocuments(documents, first, window)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("n_kv_heads", [1, 4])
+def test_documents_one_by_one_are_explicit_attention(window, n_kv_heads):
+    documents = random_documents(n_kv_heads)
+    check_mask(one_by_one(documents, window), documents, window, n_kv_heads)
+
+
+def test_long_rows_on_a_cpu_have_no_dense_mask():
+    args = TransformerArgs(dim=32, n_heads=4)
+    for seq_len, expected in ((MIN_SEPARATED, SeparateDocuments), (MIN_SEPARATED - 1, Tensor)):
+        documents = torch.tensor([[0, 7, seq_len], [0, 1, 2]])
+        assert isinstance(Context(args, seq_len, CPU, documents).mask, expected)
+    assert Context(args, MIN_SEPARATED, CPU).mask is None
+
+
+# --------------------------------------------------------------------------------------- varlen
+
+
+def of_packed(bounds: Tensor, left: int) -> Tensor:
+    """bool N N: what sequences with these bounds see, `left` positions back (-1: all)."""
+    at = torch.arange(int(bounds[-1]))
+    own = torch.searchsorted(bounds, at, right=True)
+    back = at[:, None] - at
+    return (own[:, None] == own) & (back >= 0) & ((back <= left) if left >= 0 else True)
+
+
+@pytest.fixture
+def flash_on_the_cpu() -> Iterator[list[int]]:
+    """torch's flash kernels of packed sequences as formulas. Gives the longest length of each call
+    of the forward kernel."""
+    calls: list[int] = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+        bounds, keys, longest = rest[0], rest[1], rest[2]
+        assert bounds.dtype == torch.int32 and torch.equal(bounds, keys)
+        assert options["window_size_right"] == 0 and options.get("scale") is None
+        assert longest >= bounds.diff().max()
+        calls.append(longest)
+        seen = of_packed(bounds, options["window_size_left"])
+        out, *_ = explicit(*(t.transpose(0, 1) for t in (q, k, v)), seen, q.transpose(0, 1))
+        unused = torch.zeros(2, dtype=torch.uint64)
+        return out.transpose(0, 1).contiguous(), q.new_zeros(q.shape[:2]).T, unused, unused, unused
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+        seen = of_packed(rest[2], options["window_size_left"])
+        _, *found = explicit(*(t.transpose(0, 1) for t in (q, k, v)), seen, grad.transpose(0, 1))
+        return tuple(t.transpose(0, 1).contiguous() for t in found)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield calls
+
+
+@CASES
+def test_varlen_is_explicit_attention(flash_on_the_cpu, documents, window, n_kv_heads):
+    starts = None if documents is None else random_documents(documents)
+    check("varlen", starts, window, n_kv_heads)
+    assert flash_on_the_cpu == [S]
+
+
+def block_with(mask: Callable[[int], Mask]) -> tuple[TransformerBlock, Callable[[int], Tensor]]:
+    """A block, and what one step of it returns, for documents by their seed."""
+    torch.manual_seed(0)
+    args = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=8)
+    block = TransformerBlock(args, 0)
+    for module in block.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    x = torch.randn(B, S, 32)
+
+    def step(seed: int) -> Tensor:
+        ctx = Context(args, S, CPU, random_documents(seed))
+        ctx.mask = mask(seed)
+        out = block(x, ctx)
+        block.zero_grad()
+        out.square().sum().backward()
+        return out.detach()
+
+    return block, step
+
+
+@pytest.mark.parametrize("kind", ["varlen", "one by one"])
+def test_compiled_blocks_keep_one_graph_over_documents(flash_on_the_cpu, kind):
+    """The number of documents differs from one micro-batch to the next."""
+
+    def mask(seed: int) -> Mask:
+        documents = random_documents(seed)[:, : 7 - seed % 3].contiguous()
+        return mask_of("varlen", documents, None) if kind == "varlen" else one_by_one(documents, 5)
+
+    _, step = block_with(mask)
+    expected = [step(seed) for seed in range(6)]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    block, step = block_with(mask)
+    block.compile(backend="aot_eager")
+    for seed, out in enumerate(expected):
+        torch.testing.assert_close(step(seed), out, rtol=1e-5, atol=1e-6)
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_selective_checkpointing_keeps_the_results_of_attention(flash_on_the_cpu):
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    *leaves, grad = inputs(2)
+    leaves = [t.requires_grad_() for t in leaves]
+
+    def run(**options: Any) -> int:
+        flash_on_the_cpu.clear()
+        mask = mask_of("varlen", random_documents(1), None)
+        out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
+        out.backward(grad)
+        return len(flash_on_the_cpu)
+
+    def keep() -> Any:
+        return create_selective_checkpoint_contexts(_selective)
+
+    assert (run(), run(context_fn=keep)) == (2, 1)
+
+
+def test_checkpointing_keeps_the_gradients_of_documents_one_by_one():
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    documents = random_documents(1)
+    mask = one_by_one(documents, None)
+    *qkv, grad = inputs(2)
+    expected = explicit(*qkv, visible(documents, None), grad)[1:]
+    keep = {"context_fn": lambda: create_selective_checkpoint_contexts(_selective)}
+    for options in ({}, keep):
+        leaves = [t.detach().requires_grad_() for t in qkv]
+        out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
+        for found, theirs in zip(torch.autograd.grad(out, leaves, grad), expected, strict=True):
+            torch.testing.assert_close(found, theirs, rtol=1e-5, atol=2e-6)
+
+
+# ------------------------------------------------------------------------------- flex_attention
+
+
+@CASES
+def test_flex_attention_is_explicit_attention(documents, window, n_kv_heads):
+    """Forward: torch has no backward of it on a CPU."""
+    starts = None if documents is None else random_documents(documents)
+    q, k, v, grad = inputs(n_kv_heads)
+    with torch.compiler.set_stance("force_eager"):
+        found = attend(q, k, v, mask_of("flex_attention", starts, window))
+    expected, *_ = explicit(q, k, v, visible(starts, window), grad)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_compiled_flex_attention_keeps_one_graph_over_documents():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        q, k, v, grad = inputs(2)
+        documents = random_documents(seed)
+        found = compiled(q, k, v, mask_of("flex_attention", documents, WINDOW))
+        expected, *_ = explicit(q, k, v, visible(documents, WINDOW), grad)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("seq_len", [1, 128, 700, 1024])
+def test_blocks_are_those_that_torch_finds(seq_len):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    place = torch.arange(seq_len)
+    chance = torch.Generator().manual_seed(seq_len)
+    for length, window in product((None, 3, 90, 333), (None, 1, 128, 200, 300)):
+        starts = None
+        if length is not None:  # tokens of a document, on average
+            begins = torch.rand(2, seq_len, generator=chance) < 1 / length
+            starts = torch.where(begins, place, 0).cummax(dim=1).values
+        ours = build_mask("flex_attention", place, place, starts, None, window).mask
+        rows = None if starts is None else 2
+        theirs = create_block_mask(ours.mask_mod, rows, None, seq_len, seq_len, "cpu")
+        assert torch.equal(ours.to_dense(), theirs.to_dense())
+        # Those that are seen as a whole, for which the kernel asks nothing.
+        for found, expected in zip(full(ours), full(theirs), strict=True):
+            assert torch.equal(found, expected)
+
+
+def full(mask: Any) -> Iterator[Tensor]:
+    """The indices of the full blocks, row by row of blocks."""
+    counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
+    for count, row in zip(counts.flatten(), indices.flatten(0, 2), strict=True):
+        yield row[:count].sort().values
+
+
+# ----------------------------------------------------------------------------------------- fmha
+
+
+def their_bias(documents: Tensor | None, window: int | None) -> Any:
+    """xformers' own bias for rows that are packed end to end."""
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+    starts = torch.zeros(B, 1, dtype=torch.int64) if documents is None else documents
+    starts = (starts + S * torch.arange(B)[:, None]).flatten()
+    lengths = torch.cat((starts, torch.tensor([B * S]))).diff().tolist()
+    bias = BlockDiagonalCausalMask.from_seqlens([n for n in lengths if n], device=CPU)
+    return bias if window is None else bias.make_local_attention(window)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("documents", [None, *range(6)])
+def test_masks_are_those_of_xformers(documents, window):
+    pytest.importorskip("xformers.ops")
+    starts = None if documents is None else random_documents(documents)
+    theirs = their_bias(starts, window).materialize((B * S, B * S)) == 0
+    mask = mask_of("sdpa", starts, window)
+    if mask is None:
+        mask = torch.ones(S, S, dtype=torch.bool).tril()
+    assert torch.equal(torch.block_diag(*mask.expand(B, 1, S, S)[:, 0]), theirs)
+    packed = mask_of("varlen", starts, window)
+    if packed.bounds is not None:
+        left = -1 if window is None else window - 1
+        assert torch.equal(of_packed(packed.bounds, left), theirs)
+
+
+def reference_operators() -> tuple[type, type]:
+    """Attention of xformers on the CPU: the formula on the bias as it is materialized."""
+    from xformers.ops.fmha import common
+    from xformers.ops.fmha.attn_bias import (
+        BlockDiagonalCausalLocalAttentionMask,
+        BlockDiagonalCausalMask,
+    )
+
+    class Reference:
+        OPERATOR = staticmethod(explicit)
+        SUPPORTED_DEVICES, SUPPORTED_DTYPES = {"cpu"}, {torch.float32}
+        SUPPORTED_MAX_K, SUPPORTS_DROPOUT, SUPPORTS_CUSTOM_SCALE = 256, False, True
+        SUPPORTED_ATTN_BIAS_TYPES = (BlockDiagonalCausalMask, BlockDiagonalCausalLocalAttentionMask)
+        NAME = "reference"
+
+        @staticmethod
+        def run(inp: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            """Of 1 N H D, and the same layout back."""
+            assert inp.scale is None and inp.p == 0
+            bias, n = inp.attn_bias, inp.query.shape[1]
+            lengths = bias.q_seqinfo.seqstart.diff().tolist()
+            own = BlockDiagonalCausalMask.from_seqlens(lengths, device=CPU)
+            if isinstance(bias, BlockDiagonalCausalLocalAttentionMask):
+                own = own.make_local_attention(bias._window_size)
+            seen = own.materialize((n, n)) == 0
+            heads_first = (t.transpose(1, 2) for t in (inp.query, inp.key, inp.value))
+            found = explicit(*heads_first, seen, grad.transpose(1, 2))
+            return tuple(t.transpose(1, 2) for t in found)
+
+    class Forward(Reference, common.AttentionFwOpBase):
+        @classmethod
+        def apply(cls, inp: Any, needs_gradient: bool) -> Any:
+            out, *_ = cls.run(inp, inp.query)
+            lse = out.new_zeros(1, out.shape[2], out.shape[1])
+            return out, common.Context(out=out, lse=lse) if needs_gradient else None
+
+    class Backward(Reference, common.AttentionBwOpBase):
+        @classmethod
+        def apply(cls, ctx: Any, inp: Any, grad: Tensor) -> Any:
+            return common.Gradients(*cls.run(inp, grad)[1:])
+
+    return Forward, Backward
+
+
+@CASES
+def test_fmha_is_explicit_attention(monkeypatch, documents, window, n_kv_heads):
+    pytest.importorskip("xformers.ops")
+    from xformers.ops.fmha import dispatch
+
+    forward, backward = reference_operators()
+    monkeypatch.setattr(dispatch.ck, "FwOp", forward)  # xformers' choice without CUDA
+    monkeypatch.setattr(dispatch.ck, "BwOp", backward)
+    starts = None if documents is None else random_documents(documents)
+    check("fmha", starts, window, n_kv_heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_xformers_kernels_refuse_our_calls_for_the_device_and_the_build_alone(
+    monkeypatch, window, dtype
+):
+    pytest.importorskip("xformers.ops")
+    from xformers.ops import fmha
+
+    seen: list[Any] = []
+
+    def note(inp: Any, op: Any) -> Tensor:
+        seen.append(inp)
+        return inp.query
+
+    monkeypatch.setattr(fmha, "_memory_efficient_attention", note)
+    q, k, v = (torch.randn(2, 256, n, 64, dtype=dtype).transpose(1, 2) for n in (8, 2, 2))
+    documents = torch.tensor([[0, 100], [0, 256]])
+    place = torch.arange(256)
+    attend(q, k, v, build_mask("fmha", place, place, None, documents, window))
+    families = (fmha.flash, fmha.cutlass) if dtype == torch.bfloat16 else (fmha.cutlass,)
+    for family in families:
+        for operator in (family.FwOp, family.BwOp):
+            for reason in operator.not_supported_reasons(seen[0]):
+                assert reason.startswith(("device=cpu", "operator wasn't built", "bf16 is only"))

@@ -1,0 +1,87 @@
+"""Document masks: a row of several documents equals each of them alone, forward and gradient."""
+
+import numpy as np
+import pytest
+import torch
+
+from apps.main.transformer import ModelArgs, Transformer, build_transformer
+from lingua.config.load import load
+from lingua.data import IGNORE
+from lingua.data.args import DataArgs
+from lingua.data.rows import DocumentMarks, document_marks
+from lingua.parallel.init import init_parameters
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+
+pytestmark = pytest.mark.quick
+
+BOS, EOS = 256, 257
+LENGTHS = [5, 1, 9, 2, 3]  # of the documents in the row, 20 tokens in all
+LONG = [30 * n for n in LENGTHS]  # a row whose documents are computed one by one on a CPU
+
+
+def model(**changes: object) -> Transformer:
+    args = ModelArgs(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=8, vocab_size=258)
+    for key, value in changes.items():
+        setattr(args, key, value)
+    built = build_transformer(args)
+    init_parameters(built, 5, torch.device("cpu"))
+    return built
+
+
+def documents_of(lengths: list[int]) -> torch.Tensor:
+    """Where they begin."""
+    return torch.tensor([[0, *lengths[:-1]]]).cumsum(1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 3}, {"n_kv_heads": 4}])
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
+def test_a_masked_row_is_each_document_alone(lengths, changes):
+    together, alone = model(**changes), model(**changes)
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(0, 256, (1, sum(lengths) + 1), generator=generator)
+    tokens, targets = row[:, :-1], row[None, :, 1:].clone()
+    ends = np.cumsum(lengths) - 1
+    targets[..., ends] = IGNORE  # what crosses into the next document
+
+    sums, counts, _ = together(tokens, targets, documents_of(lengths))
+    sums.sum().backward()
+    expected = 0.0
+    for document, target in zip(tokens.split(lengths, 1), targets.split(lengths, 2), strict=True):
+        part = alone(document, target).sums
+        part.sum().backward()
+        expected += part.item()
+    assert counts.item() == sum(lengths) - len(lengths)
+    assert sums.item() == pytest.approx(expected, rel=1e-6)
+    for (name, p), q in zip(together.named_parameters(), alone.parameters(), strict=True):
+        error = (p.grad - q.grad).norm() / q.grad.norm()
+        assert error < 2e-6, (name, error)
+
+    unmasked = together(tokens, targets).sums  # the control: without the mask it is another loss
+    assert abs(unmasked.item() / expected - 1) > 1e-4
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_documents_are_recognised_by_their_first_or_last_token(bos):
+    marks = DocumentMarks(BOS if bos else None, EOS, ignores_first=True)
+    begin = [BOS] if bos else []
+    documents = [[7, 8, EOS], [*begin, 1, 2, EOS], [*begin, EOS], [*begin, 3]]
+    row = np.array([[token for document in documents for token in document]])
+    expected = [i for i, document in enumerate(documents) for _ in document]
+    assert marks.index(row).tolist() == [expected]
+
+
+def test_targets_across_a_document_start_are_ignored_at_every_distance():
+    documents = np.array([[0, 0, 0, 1, 1, 2, 2, 2]])
+    for view in (1, 2):
+        targets = np.arange(6)[None] * 10
+        DocumentMarks(BOS, EOS, ignores_first=True).drop_targets(targets, documents, view)
+        crossing = [documents[0, t] != documents[0, t + view] for t in range(6)]
+        assert ((targets[0] == IGNORE) == crossing).all()
+        kept = np.arange(6)[None] * 10
+        DocumentMarks(BOS, EOS, ignores_first=False).drop_targets(kept, documents, view)
+        assert (kept >= 0).all()
+
+
+def test_a_mask_needs_a_first_or_a_last_token_of_documents_and_no_mask_needs_none():
+    assert load(DataArgs, ["document_mask=keep", "add_bos=false", "sources.a=1"])
+    assert document_marks(DataArgs(), build_tokenizer(TokenizerArgs())) is None

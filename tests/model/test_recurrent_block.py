@@ -1,0 +1,147 @@
+"""A block of another kind, as a fork writes it: a recurrence in place of attention, in every other
+layer. It trains on documents and generates with the model and the programs as they are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from apps.main.transformer import ModelArgs, Transformer, build_transformer, parallel_plan
+from lingua.data import IGNORE
+from lingua.model.transformer import Attention, Context, TransformerBlock
+from lingua.parallel.init import canonical_name, init_parameters
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.parallel.tensors import whole
+from lingua.tools.inference.generate import Request, generate
+from tests.forks.mingru import MinGRU
+from tests.tools.inference.test_generation import BYTES, GREEDY, PROMPTS, step_by_step
+
+CPU = torch.device("cpu")
+ARGS = ModelArgs(
+    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=8, vocab_size=261, init_base_std=0.3
+)
+Sizes = tuple[int, int, int]
+
+
+def hybrid(args: ModelArgs, depth: int) -> TransformerBlock:
+    """Attention and the recurrence in turn, so that both kinds of cache are in one model."""
+    return TransformerBlock(args, depth, attention=(Attention, MinGRU)[depth % 2])
+
+
+def plan_of(args: ModelArgs, seq_len: int) -> ParallelPlan:
+    """tp ranks share the features of the state as they share the heads of attention."""
+    plan = parallel_plan(args, seq_len)
+    return replace(plan, tp=plan.tp | {"layers.*.attention.wz": ColwiseParallel()})
+
+
+def plain_model() -> Transformer:
+    model = build_transformer(ARGS, hybrid)
+    init_parameters(model, 1, CPU)
+    return model
+
+
+def model_on_mesh(sizes: Sizes) -> tuple[nn.Module, DeviceMesh]:
+    parallel = DistributedArgs(*sizes, model_dtype="fp32")
+    mesh = start(CPU, detect_launch(), parallel)
+    plan = plan_of(ARGS, 20)
+    model = parallelize_model(build_transformer(ARGS, hybrid), mesh, plan, parallel)
+    init_parameters(model, 1, CPU)
+    return model, mesh
+
+
+# --------------------------------------------------------------------------------------- training
+
+LENGTHS = [5, 1, 9, 2, 3]  # of the documents in the row, 20 tokens in all
+
+
+def test_the_recurrence_is_the_one_of_the_formula():
+    torch.manual_seed(0)
+    gru, x = MinGRU(ARGS, 1.0), torch.randn(2, 11, ARGS.dim)
+    z = torch.sigmoid(x @ gru.wz.weight.T)
+    candidate, h, states = x @ gru.wv.weight.T, torch.zeros(2, ARGS.dim), []
+    for t in range(11):
+        h = (1 - z[:, t]) * h + z[:, t] * candidate[:, t]
+        states.append(h)
+    expected = torch.stack(states, dim=1) @ gru.wo.weight.T
+    torch.testing.assert_close(gru(x, Context(ARGS, 11, CPU)), expected)
+
+
+def packed_row() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets and documents of one row of several documents."""
+    row = torch.randint(0, 256, (1, 21), generator=torch.Generator().manual_seed(0))
+    tokens, targets = row[:, :-1], row[None, :, 1:].clone()
+    targets[..., torch.tensor(LENGTHS).cumsum(0) - 1] = IGNORE  # what crosses into the next one
+    documents = torch.tensor([[0, *LENGTHS[:-1]]]).cumsum(1)
+    return tokens, targets, documents
+
+
+def gradients_here(sizes: Sizes, separate: bool) -> tuple[float, dict[str, Tensor]]:
+    """The loss sum of the packed row, and its whole gradients."""
+    model, _ = model_on_mesh(sizes)
+    tokens, targets, documents = packed_row()
+    sums = model(tokens, targets, documents if separate else None).sums
+    sums.sum().backward()
+    grads = {canonical_name(name): whole(p.grad) for name, p in model.named_parameters()}
+    return sums.item(), grads
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
+def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
+    model, expected = plain_model(), 0.0
+    tokens, targets, _ = packed_row()
+    for document, target in zip(tokens.split(LENGTHS, 1), targets.split(LENGTHS, 2), strict=True):
+        part = model(document, target).sums
+        part.sum().backward()
+        expected += part.item()
+
+    def worst(loss: float, grads: dict[str, Tensor]) -> float:
+        """The largest difference, relative: of the loss and of each gradient."""
+        pairs = [(grads[name], p.grad) for name, p in model.named_parameters()]
+        return max(abs(loss / expected - 1), *(float((g - e).norm() / e.norm()) for g, e in pairs))
+
+    for found in ranks.run(sizes[2], gradients_here, sizes, True):
+        assert worst(*found) < 1e-5
+    for found in ranks.run(sizes[2], gradients_here, sizes, False):
+        assert worst(*found) > 1e-2
+
+
+# ------------------------------------------------------------------------------------- generation
+
+
+N_TOKENS = (4, 5, 12, 12)  # that each prompt asks for
+
+
+def generate_here(sizes: Sizes) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities; a batch of three prompts, then one by itself."""
+    model, mesh = model_on_mesh(sizes)
+    settings = [replace(GREEDY, max_gen_tokens=n) for n in N_TOKENS]
+    requests = [Request(*pair) for pair in zip(PROMPTS, settings, strict=True)]
+    found = generate(model, requests, BYTES, mesh, batch_size=3)
+    return [(completion.tokens, completion.logprobs) for completion in found]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
+def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks, sizes):
+    """In a batch the shorter prompts begin with padding; with tp ranks, columns that are run again
+    continue from the state before them."""
+    model = plain_model()
+    expected = [step_by_step(model, *pair) for pair in zip(PROMPTS, N_TOKENS, strict=True)]
+    assert all(len(set(tokens)) > 1 for tokens, _ in expected)  # one token would show nothing
+
+    def worst(found: list[tuple[list[int], list[float]]]) -> float:
+        """The largest difference of a log-probability."""
+        pairs = zip(found, expected, strict=True)
+        return max(
+            abs(ours - theirs)
+            for (_, of_ours), (_, of_theirs) in pairs
+            for ours, theirs in zip(of_ours, of_theirs, strict=True)
+        )
+
+    for found in ranks.run(sizes[2], generate_here, sizes):
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+        assert worst(found) < 3e-5

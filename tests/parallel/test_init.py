@@ -1,0 +1,245 @@
+"""Initial values: a function of seed, parameter name and index, whatever the topology."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lingua.base.errors import UserError
+from lingua.parallel import init
+from lingua.parallel.init import init_parameters
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+
+CPU = torch.device("cpu")
+
+
+def initialised(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    init_parameters(model, seed, CPU)
+    return {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+class Filled(nn.Module):
+    """One parameter of a shape, filled by a function."""
+
+    def __init__(self, shape: tuple[int, ...], fill: Callable[[Tensor], Any] | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.fill = fill
+
+    def reset_parameters(self) -> None:
+        if self.fill is not None:
+            self.fill(self.weight)
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+def test_values_depend_on_seed_name_and_index_alone():
+    def model(n: int) -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(40, 50) for _ in range(n)))
+
+    two, three = initialised(model(2)), initialised(model(3))
+    assert all(torch.equal(t, three[name]) for name, t in two.items())  # whatever else there is
+    wide = initialised(nn.Sequential(nn.Linear(40, 70)))  # the first rows are the first indices
+    assert torch.equal(wide["0.weight"][:50], two["0.weight"])
+    other_seed = initialised(model(2), seed=1)
+    for name, t in two.items():
+        assert (t != other_seed[name]).float().mean() > 0.99
+    assert (two["0.weight"] != two["1.weight"]).float().mean() > 0.99
+
+
+def test_values_of_a_large_tensor_are_drawn_in_pieces_of_any_size():
+    whole = initialised(Filled((60, 70), nn.init.normal_))["weight"]
+    with mock.patch.object(init, "CHUNK_ELEMENTS", 37):
+        assert torch.equal(initialised(Filled((60, 70), nn.init.normal_))["weight"], whole)
+
+
+def normal_cdf(x: Tensor) -> Tensor:
+    return (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def truncated_cdf(x: Tensor) -> Tensor:
+    """Of a standard normal within three deviations."""
+    low, high = normal_cdf(torch.tensor([-3.0, 3.0], dtype=torch.float64))
+    return ((normal_cdf(x) - low) / (high - low)).clamp(0, 1)
+
+
+SHAPE = (300, 200)
+BOUND = math.sqrt(3 / 200) * math.sqrt(2 / 6)  # kaiming_uniform_ with a = sqrt(5), 200 inputs
+
+
+@pytest.mark.parametrize(
+    ("fill", "cdf"),
+    [
+        (lambda w: nn.init.uniform_(w, -2, 6), lambda x: ((x + 2) / 8).clamp(0, 1)),
+        (lambda w: nn.init.normal_(w, 3, 0.5), lambda x: normal_cdf((x - 3) / 0.5)),
+        (
+            lambda w: nn.init.trunc_normal_(w, std=0.02, a=-0.06, b=0.06),
+            lambda x: truncated_cdf(x / 0.02),
+        ),
+        (
+            lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5)),
+            lambda x: ((x + BOUND) / (2 * BOUND)).clamp(0, 1),
+        ),
+        (lambda w: nn.init.xavier_normal_(w), lambda x: normal_cdf(x / math.sqrt(2 / 500))),
+    ],
+    ids=["uniform", "normal", "trunc_normal", "kaiming_uniform", "xavier_normal"],
+)
+def test_values_have_the_distribution_that_was_asked_for(fill, cdf):
+    values = initialised(Filled(SHAPE, fill))["weight"].double().flatten()
+    n = len(values)
+    rank = torch.arange(n + 1).double() / n
+    height = cdf(values.sort().values)
+    # Kolmogorov and Smirnov: 1.95 is passed by chance once in a thousand.
+    distance = max((height - rank[:-1]).abs().max(), (height - rank[1:]).abs().max())
+    assert distance < 1.95 / math.sqrt(n)
+    assert cdf(values.min() - 1e-9) > -1e-12 and cdf(values.max() + 1e-9) < 1 + 1e-12
+    score = (values - values.mean()) / values.std()
+    for lag in (1, 2, 200):  # neighbours in a row and in a column
+        assert abs((score[lag:] * score[:-lag]).mean()) < 4 / math.sqrt(n)
+
+
+def test_modules_run_before_what_holds_them():
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.linear.weight)
+
+    values = initialised(Parent())
+    assert torch.equal(values["linear.weight"], torch.ones(3, 3))
+    assert values["linear.bias"].abs().max() <= 1 / math.sqrt(3)
+
+
+def test_tied_parameters_stay_one():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    values = initialised(model)
+    assert model[1].weight is model[0].weight and list(values) == ["0.weight"]
+
+
+# ------------------------------------------------------------------------------- on any topology
+
+
+class Odd(nn.Module):
+    """Shapes that no mesh divides, some smaller than it."""
+
+    shapes = ((1,), (5,), (7, 3), (2, 3, 5), (13, 11))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in self.shapes)
+        self.first, self.second = nn.Linear(11, 13), nn.Linear(13, 11)
+        self.register_buffer("table", torch.empty(3, 7))
+
+    def reset_parameters(self) -> None:
+        for weight in self.weights:
+            nn.init.trunc_normal_(weight, std=0.1, a=-0.1, b=0.1)
+        nn.init.uniform_(self.table)
+
+
+def odd_values(sizes: tuple[int, int, int]) -> dict[str, Tensor]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    replicate, shard, tp = sizes
+    args = DistributedArgs(dp_replicate=replicate, dp_shard=shard, tp_size=tp, model_dtype="fp32")
+    mesh = start(CPU, detect_launch(), args)
+    with torch.device("meta"):
+        model = Odd()
+    plan = ParallelPlan(
+        units=(("first",),),
+        tp={"first": ColwiseParallel(), "second": RowwiseParallel()},
+        tp_equal=("weights",),
+    )
+    parallelize_model(model, mesh, plan, args)
+    init_parameters(model, 5, CPU)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in named}
+    return {name: t.detach().numpy() for name, t in whole.items()}
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 3)])
+def test_every_topology_has_the_same_values(ranks, sizes):
+    expected = initialised(Odd(), seed=5)
+    for found in ranks.run(sizes[0] * sizes[1] * sizes[2], odd_values, sizes):
+        assert found.keys() == expected.keys()
+        for name, t in expected.items():
+            assert torch.equal(torch.from_numpy(found[name]), t), name
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+class Holes(nn.Module):
+    """Of two parameters and three buffers, one of each kind is not filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Filled((1, 2), None)
+        self.whole = Filled((4, 2), nn.init.normal_)
+        self.register_buffer("scale", torch.empty(3))
+        self.register_buffer("index", torch.empty(3, dtype=torch.int64), persistent=False)
+        self.register_buffer("order", torch.empty(3, dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        self.order.copy_(torch.arange(3))
+
+
+class Identity(Filled):
+    def __init__(self) -> None:
+        super().__init__((5, 4), nn.init.eye_)
+
+
+HOLES = "no reset_parameters of the model fills part.weight, scale, index: "
+
+
+def test_what_is_not_filled_is_named():
+    with pytest.raises(UserError, match=HOLES):
+        initialised(Holes())
+
+
+def error_of(build: Callable[[], nn.Module]) -> str:
+    mesh = start(CPU, detect_launch(), DistributedArgs(dp_shard=3))
+    with torch.device("meta"):
+        model = build()
+    parallelize_model(model, mesh, None, DistributedArgs())
+    try:
+        init_parameters(model, 0, CPU)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_names_it_though_only_one_has_a_part_of_it(ranks):
+    errors = ranks.run(3, error_of, Holes)
+    assert errors[0].startswith(HOLES) and set(errors) == {errors[0]}
+
+
+def test_filling_a_part_with_the_whole_is_refused(ranks):
+    assert torch.equal(initialised(Identity())["weight"], torch.eye(5, 4))
+    errors = ranks.run(3, error_of, Identity)
+    assert all("fills weight: " in e and "(nn.init.eye_ does not)" in e for e in errors)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda w: w.copy_(torch.randn(w.shape)),
+        lambda w: w.bernoulli_(0.5),
+        lambda w: w.exponential_(),
+        lambda w: nn.init.sparse_(w, 0.5),
+        lambda w: w.copy_(nn.functional.dropout(torch.ones_like(w))),
+    ],
+    ids=["randn", "bernoulli_", "exponential_", "sparse_", "dropout"],
+)
+def test_a_draw_that_would_depend_on_the_topology_is_refused(fill):
+    with pytest.raises(UserError, match="initial values can only be drawn"):
+        initialised(Filled((4, 4), fill))

@@ -1,0 +1,83 @@
+"""Asking a process to stop: the first signal sets a flag, a later second interrupt exits."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lingua.parallel.signals import STOPPING, StopRequest
+
+PROGRAM = """
+import time
+from lingua.parallel.signals import STOPPING, StopRequest
+stop = StopRequest()
+print("ready", flush=True)
+seen = None
+end = time.monotonic() + 30
+while time.monotonic() < end:
+    if stop.signal != seen:
+        seen = stop.signal
+        print(seen, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_the_first_signal_sets_the_flag_and_an_interrupt_exits_two_seconds_after_another():
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR2)
+        assert process.stdout.readline() == "SIGUSR2\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)  # the same press, passed on by a launcher
+        process.send_signal(signal.SIGTERM)  # a scheduler asks again: the run is still saved
+        time.sleep(2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT
+
+
+def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals():
+    wrapper = "import sys, lingua.parallel.signals as s; s.exec_program(sys.argv[1:])"
+    slow = "import time; print('importing', flush=True); time.sleep(1)" + PROGRAM
+    with subprocess.Popen(
+        [sys.executable, "-c", wrapper, sys.executable, "-c", slow],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGUSR2)
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "SIGUSR2\n"]
+        process.kill()
+
+
+def test_close_restores_the_previous_handlers():
+    before = [signal.getsignal(number) for number in STOPPING]
+    stop = StopRequest()
+    assert all(signal.getsignal(number) == stop._receive for number in STOPPING)
+    stop.close()
+    assert [signal.getsignal(number) for number in STOPPING] == before
+
+
+def test_a_process_forked_by_a_library_ends_by_a_signal():
+    """Process pools end their workers by SIGTERM and wait for them."""
+    stop = StopRequest()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"1")
+        time.sleep(30)
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    stop.close()
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM and stop.signal is None

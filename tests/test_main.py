@@ -1,0 +1,69 @@
+"""The front door: `python -m lingua` lists the commands and runs them; help is light."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lingua.__main__ import COMMANDS, PROGRAMS
+from tests.programs import python
+
+REPO = Path(__file__).parents[1]
+# Ends as the command does, after a line of the heavy packages that it has imported.
+WATCH = """
+import runpy, sys
+sys.argv = ["lingua", *sys.argv[1:]]
+try:
+    runpy.run_module("lingua", run_name="__main__", alter_sys=True)
+finally:
+    print("imported:", *sorted({"torch", "numpy"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def watch(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WATCH, *words]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+
+
+def lingua(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*python(), "-m", "lingua", *words], capture_output=True, text=True)
+
+
+LIGHT = ["runs", "report", "compare", "tokenizer", "checkpoint"]
+LIGHT += ["data prepare", "data show", "data verify"]
+
+
+def test_help_imports_neither_torch_nor_numpy():
+    for command in ("", *LIGHT):
+        done = watch(*command.split(), "--help")
+        assert (done.returncode, done.stderr) == (0, "imported:\n"), command
+        assert f"python -m lingua {command}" in done.stdout
+    imports = watch("tokenizer", "show", "hi", "name=bytes")
+    assert imports.stderr == "imported: numpy\n"  # the test would notice
+
+
+def test_every_command_has_a_line_a_module_and_help():
+    listed = lingua().stdout
+    assert listed == lingua("--help").stdout
+    for name, (_, line) in COMMANDS.items():
+        assert f"  {name:12}  {line}\n" in listed
+    for name in sorted(set(COMMANDS) - set(LIGHT)):
+        done = lingua(*name.split(), "--help")
+        usage = {"stool": "lingua.stool"}.get(name, f"lingua {name}")
+        usage = f"apps.main.{name}" if name in PROGRAMS else usage
+        assert done.returncode == 0 and f"python -m {usage} " in done.stdout, name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rusn runs", 'rusn: unknown command (did you mean "runs"?); see --help'),
+        ("data verfy", 'data verfy: unknown command (did you mean "data verify"?); see --help'),
+        ("checkpoint mrk", 'mrk: must be one of show, diff, mark, unmark (did you mean "mark"?)'),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2_without_torch(words, message):
+    done = watch(*words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {message}\nimported:\n"

@@ -1,0 +1,136 @@
+"""The floor, what a run is trusted by, does without the shelf, lingua/tools."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 9_000  # lines of this repository that a plain run loads
+# Packages of the floor, each of which imports only those before it.
+ORDER = ["base", "config", "app", "tokenizer", "parallel", "data", "model", "optim"]
+ORDER += ["checkpoint", "monitor"]
+# Lines of the files of this repository that a process has loaded, by module.
+LOADED = """
+def loaded():
+    import sys, pathlib
+    ours = {n: m.__file__ for n, m in sys.modules.items() if n.split(".")[0] in ("lingua", "apps")}
+    ours["__main__"] = None
+    return {n: len(pathlib.Path(f).read_text().splitlines()) for n, f in ours.items() if f}
+"""
+
+
+def run_python(code: str, folder: Path = ROOT) -> str:
+    """The standard output of a program in a new process, whose modules are those in `folder`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_trainer_loads_no_tool() -> None:
+    shown = json.loads(
+        run_python(f"{LOADED}\nimport json, apps.main.train\nprint(json.dumps(loaded()))")
+    )
+    assert "lingua.parallel.parallelize" in shown
+    assert not [name for name in shown if name.startswith("lingua.tools")]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules that importing a module imports, those of TYPE_CHECKING left out."""
+    if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.dump(tree.test):
+        return
+    if isinstance(tree, ast.Import):
+        yield from (alias.name for alias in tree.names)
+    elif isinstance(tree, ast.ImportFrom) and tree.module:
+        yield tree.module
+        yield from (f"{tree.module}.{alias.name}" for alias in tree.names)
+    for child in ast.iter_child_nodes(tree):
+        yield from imported(child)
+
+
+@pytest.mark.quick
+def test_imports_go_one_way() -> None:
+    for file in (ROOT / "lingua").rglob("*.py"):
+        place = file.relative_to(ROOT).with_suffix("").parts[1:]
+        if place[0] in ("tools", "stool", "__main__"):  # the last two are doors of the shelf
+            continue
+        for name in imported(ast.parse(file.read_text())):
+            package, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            assert package != "apps" and target != "tools", f"{file} imports {name}"
+            if package == "lingua" and place[0] in ORDER and target in ORDER:
+                assert ORDER.index(target) <= ORDER.index(place[0]), f"{file} imports {name}"
+
+
+# ---------------------------------------------------------------------- runs on prepared shards
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source, prepared."""
+    folder = tmp_path_factory.mktemp("text")
+    write_text(folder, "some text of a document")
+    prepare = "import sys; from lingua.__main__ import main; sys.argv[1:] = {}; main()"
+    run_python(prepare.format(["data", "prepare", *words(folder)]))
+    return folder
+
+
+def write_text(folder: Path, line: str) -> None:
+    lines = [json.dumps({"text": f"{line} {i} " * 30}) + "\n" for i in range(60)]
+    (folder / "words.jsonl").write_text("".join(lines))
+
+
+def words(text: Path, *more: str) -> list[str]:
+    """The command line of a run of debug.yaml on the source in the folder `text`."""
+    config = ROOT / "apps/main/configs/debug.yaml"
+    sizes = ["model.dim=32", "model.n_heads=2", "data.seq_len=64", "logging.freq=1"]
+    return [f"config={config}", f"data.root_dir={text}", "data.sources={words: 1}", *sizes, *more]
+
+
+def train(argv: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "apps.main.train", *argv]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_a_run_on_prepared_shards_loads_few_lines_and_no_tool(text: Path, tmp_path: Path) -> None:
+    argv = words(text, f"dump_dir={tmp_path}", "stop_at=3")
+    code = f"{LOADED}\nimport json\nfrom apps.main.train import main\nmain({argv})\n"
+    *_, last = run_python(f"{code}print(json.dumps(loaded()))").splitlines()
+    lines = json.loads(last)
+    assert (tmp_path / "checkpoints" / "0000000003").is_dir()
+    assert not [name for name in lines if name.startswith("lingua.tools")]
+    assert sum(lines.values()) <= MAX_LINES
+
+
+def test_without_the_shelf_a_run_trains_stops_and_resumes(text: Path, tmp_path: Path) -> None:
+    floor = tmp_path / "floor"
+    for name in ("lingua", "apps"):
+        shutil.copytree(ROOT / name, floor / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(floor / "lingua" / "tools")
+    dump_dir = tmp_path / "run"
+    for end in (2, 4):
+        done = train(words(text, f"dump_dir={dump_dir}", f"stop_at={end}"), floor)
+        assert done.returncode == 0, done.stderr
+        (text / "words.jsonl").touch()  # its stat differs, its content does not
+    lines = map(json.loads, (dump_dir / "metrics.jsonl").read_text().splitlines())
+    shown = {line["step"]: line["batch_hash"] for line in lines if "event" not in line}
+    whole = tmp_path / "whole"  # with the shelf
+    assert train(words(text, f"dump_dir={whole}", "stop_at=4")).returncode == 0
+    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+    assert shown == {line["step"]: line["batch_hash"] for line in lines if "event" not in line}
+    assert list(shown) == [1, 2, 3, 4]
+
+    write_text(text, "other text of a document")
+    done = train(words(text, f"dump_dir={dump_dir}"), floor)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for part in ("data.sources.words", "words.jsonl", "changed", "lingua.tools.prepare"):
+        assert part in done.stderr

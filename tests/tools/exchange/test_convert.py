@@ -1,0 +1,335 @@
+"""Models in and out of Hugging Face's form, against transformers itself."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from apps.main import app as main_app
+from apps.main.hugging_face import feed_forward_size, llama
+from apps.main.transformer import ModelArgs, build_transformer
+from apps.mtp import app as mtp_app
+from lingua.base.errors import UserError
+from lingua.checkpoint.folder import read_checkpoint
+from lingua.checkpoint.origin import open_source
+from lingua.model.transformer import RopeScaling, TransformerArgs
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tools.exchange.hugging_face import HFTensor
+from lingua.tools.inspect.checkpoint import summary
+from tests.apps.test_model import CASES, initialised, model_args
+from tests.tokenizer.test_tokenizer import (
+    TEXTS,
+    write_byte_level,
+    write_metaspace,
+    write_sentencepiece,
+)
+from tests.tools.exchange.converted import (
+    SCALING,
+    a_model,
+    convert_here,
+    convert_to,
+    same,
+    save_here,
+    tensors_in,
+)
+
+# of DCP, where the tests read a checkpoint outside the ranks
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+CPU = torch.device("cpu")
+EXPRESSIBLE = CASES | {
+    "rope_scaling": {"rope_scaling": SCALING, "head_dim": 16},
+    "all at once": {
+        "dim": 36, "n_heads": 6, "n_kv_heads": 3, "head_dim": 10, "weight_tying": True,
+        "rope_theta": 500000.0, "rope_scaling": SCALING, "norm_eps": 1e-3, "multiple_of": 7,
+    },
+}  # fmt: skip
+# by the class that they are in transformers
+OTHERS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 9, "dim": 30, "head_dim": 6},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": 9, "weight_tying": True},
+    "Qwen3ForCausalLM": {"qk_norm": "per_head", "n_kv_heads": 2, "head_dim": 10},
+    "Olmo2ForCausalLM": {"qk_norm": "all_heads", "norm_placement": "output", "n_kv_heads": 2},
+}
+EXPRESSIBLE |= OTHERS
+
+
+def logits_there(folder: Path, tokens: Tensor, kind: str = "LlamaForCausalLM") -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert type(model).__name__ == kind
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+# ------------------------------------------------------------------------------------ out and in
+
+
+@pytest.mark.parametrize("case", EXPRESSIBLE)
+def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bit(
+    ranks, tmp_path, case
+):
+    args = a_model(**EXPRESSIBLE[case])
+    ranks.run(1, save_here, tmp_path / "ours", args, {})
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
+    tokens = torch.randint(0, 259, (3, 60), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours = initialised(args)(tokens)
+    there = logits_there(out, tokens, case if case in OTHERS else "LlamaForCausalLM")
+    torch.testing.assert_close(there, ours, rtol=0, atol=1e-5)
+    back = convert_to(ranks, out, tmp_path / "back", "tokenizer.name=bytes")
+    assert OmegaConf.load(back / "0000000000" / "config.yaml").app == "apps.main"
+    expected = tensors_in(tmp_path / "ours" / "0000000003")
+    assert same(tensors_in(back / "0000000000"), expected)
+    if case == "grouped-query":  # what both comparisons would notice
+        name = "model.layers.1.self_attn.k_proj.weight"
+        file = out / "model.safetensors"
+        tensors = load_file(file)
+        tensors[name] = tensors[name].roll(1, 0)
+        save_file(tensors, file, metadata={"format": "pt"})
+        assert (logits_there(out, tokens) - ours).abs().max() > 1e-3
+        other = convert_to(ranks, out, tmp_path / "other", "tokenizer.name=bytes")
+        assert not same(tensors_in(other / "0000000000"), expected)
+
+
+W2 = "layers.1.feed_forward.w2.weight"
+
+
+def other_tensors(args: ModelArgs) -> dict[str, HFTensor]:
+    """As no family of transformers has them: other names, and every second row first."""
+    tensors = {name: replace(t, name=f"other.{name}") for name, t in llama.tensors(args).items()}
+    return tensors | {W2: replace(tensors[W2], row_order=(1, 0))}
+
+
+# app=tests.tools.exchange.test_convert: an app whose models have another form.
+app = replace(main_app, path=__name__, hugging_face=lambda: replace(llama, tensors=other_tensors))
+
+
+def test_another_app_has_another_form(ranks, tmp_path):
+    model = a_model()
+    ranks.run(1, save_here, tmp_path / "ours", model, {})
+    named = f"app={__name__}"
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs", named)
+    ours, theirs = tensors_in(tmp_path / "ours" / "0000000003"), tensors_in(out)
+    assert theirs.keys() == {f"other.{name}" for name in ours}
+    assert torch.equal(theirs[f"other.{W2}"][::2], ours[W2][1::2])
+    assert not torch.equal(ours[W2][::2], ours[W2][1::2])
+    back = convert_to(ranks, out, tmp_path / "back", named, "tokenizer.name=bytes") / "0000000000"
+    assert same(tensors_in(back), ours)
+    assert OmegaConf.load(back / "config.yaml").app == __name__
+    shown = summary(read_checkpoint(back)[0])
+    assert list(shown["tensors"]) == ["model"] and "progress" not in shown
+    cases = {"folder": [f"source={out}"], "checkpoint": [f"source={back}"]}
+    cases |= {"mtp folder": [f"source={out}", "app=apps.mtp"]}
+    cases |= {"mtp checkpoint": [f"source={tmp_path / 'ours'}", "app=apps.mtp"]}
+    arguments = {case: [*words, f"out={tmp_path / 'x'}"] for case, words in cases.items()}
+    [said] = ranks.run(1, refusals_here, arguments)
+    assert "model.embed_tokens.weight: (259, 32) in config.json, not in the fol" in said["folder"]
+    assert f"app = {__name__}" in said["checkpoint"] and "To trust it" in said["checkpoint"]
+    for case, source in (("mtp folder", out), ("mtp checkpoint", tmp_path / "ours")):
+        assert f"{source}: apps.mtp has no form in transformers" in said[case].replace(
+            "/0000000003", ""
+        )
+    with pytest.raises(UserError, match=f"init_from: {out}: apps.mtp has no form"):
+        open_source("checkpoint.init_from", out, mtp_app, "size")
+
+
+def test_a_model_larger_than_a_shard_is_split_and_transformers_finds_all_of_it(ranks, tmp_path):
+    ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
+    whole = convert_to(ranks, tmp_path / "ours", tmp_path / "whole")
+    split = convert_to(ranks, tmp_path / "ours", tmp_path / "split", "shard_gb=3e-5")
+    index = json.loads((split / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in split.glob("*.safetensors"))
+    assert len(files) > 2 and files == sorted(set(index["weight_map"].values()))
+    one_tensor = 259 * 32 * 4  # which alone is larger
+    assert all((split / name).stat().st_size < one_tensor + 5_000 for name in files)
+    assert same(tensors_in(split), tensors_in(whole))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_in(whole).values())
+    tokens = torch.arange(40)[None]
+    assert torch.equal(logits_there(split, tokens), logits_there(whole, tokens))
+    back = convert_to(ranks, split, tmp_path / "back", "tokenizer.name=bytes") / "0000000000"
+    assert same(tensors_in(back), tensors_in(tmp_path / "ours" / "0000000003"))
+
+
+def test_a_dtype_that_is_asked_for_is_that_of_the_weights_and_of_the_config(ranks, tmp_path):
+    ranks.run(1, save_here, tmp_path / "ours", a_model(), {})
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs", "dtype=bfloat16")
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    exact = tensors_in(tmp_path / "ours" / "0000000003")
+    back = convert_to(ranks, out, tmp_path / "back", "tokenizer.name=bytes") / "0000000000"
+    assert same(tensors_in(back), {name: t.bfloat16() for name, t in exact.items()})
+
+
+def test_a_folder_that_transformers_wrote_computes_here_what_it_computes_there(ranks, tmp_path):
+    """As Llama 3's are: grouped heads, tied, scaled frequencies, bfloat16."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 24}
+    made = LlamaForCausalLM(a_llama(rope_parameters=rope, tie_word_embeddings=True))
+    made.bfloat16().save_pretrained(tmp_path / "theirs")
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    back = convert_to(ranks, tmp_path / "theirs", tmp_path / "ours", "tokenizer.name=bytes")
+    model = OmegaConf.load(back / "0000000000" / "config.yaml").model
+    scaling = RopeScaling(**model.pop("rope_scaling"))
+    args = ModelArgs(**model, rope_scaling=scaling)
+    assert (args.heads(), args.hidden_dim(), args.weight_tying) == ((6, 2, 8), 53, True)
+    ours = build_transformer(args).to_empty(device=CPU)
+    ours.output.weight = ours.tok_embeddings.weight
+    weights = tensors_in(back / "0000000000")
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            p.copy_(weights.pop(name))
+        assert not weights
+        tokens = torch.randint(0, 259, (2, 50), generator=torch.Generator().manual_seed(1))
+        expected = there(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
+        ours.args = replace(args, rope_scaling=None)  # the frequencies matter to the comparison
+        assert (ours(tokens) - expected).abs().max() > 1e-4
+
+
+def a_llama(**changed: Any) -> LlamaConfig:
+    sizes = {"vocab_size": 259, "hidden_size": 48, "intermediate_size": 53, "head_dim": 8}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return LlamaConfig(**(sizes | heads | {"max_position_embeddings": 512} | changed))
+
+
+def test_any_size_of_feed_forward_can_be_written():
+    for dim in (1, 22, 128, 4096):
+        for hidden in (1, 2, 53, 255, 341, 342, 10001, 16384, 99991):
+            multiplier, multiple = feed_forward_size(dim, hidden)
+            args = TransformerArgs(dim=dim, ffn_dim_multiplier=multiplier, multiple_of=multiple)
+            assert args.hidden_dim() == hidden
+
+
+# ------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize("kind", ["byte level", "metaspace", "sp"])
+def test_a_tokenizer_travels_with_its_model_both_ways(ranks, tmp_path, kind):
+    name, path = "hf", tmp_path / "some.json"
+    if kind == "sp":
+        name, path = "sp", tmp_path / "some.model"
+        write_sentencepiece(path, model_type="bpe")
+    else:
+        (write_byte_level if kind == "byte level" else write_metaspace)(path)
+    ours = build_tokenizer(TokenizerArgs(name, str(path)))
+    model = model_args(vocab_size=ours.vocab_size + 3)
+    config = {"tokenizer": {"name": name, "path": str(path)}}
+    ranks.run(1, save_here, tmp_path / "ours", model, config)
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
+    there = AutoTokenizer.from_pretrained(out)
+    assert (there.bos_token_id, there.eos_token_id) == (ours.bos_id, ours.eos_id)
+    texts = (t for t in TEXTS if "<" not in t and t.isprintable())
+    # transformers' LlamaTokenizer lets the space that a text begins with be the one put before it
+    for text in (t for t in texts if kind != "sp" or t[:1] != " "):
+        ids = there.encode(text, add_special_tokens=False)
+        assert ids == ours.encode(text).tolist(), text
+    path.unlink()  # what comes back has a copy of its own
+    back = convert_to(ranks, out, tmp_path / "back")
+    shutil.rmtree(out)
+    data = OmegaConf.load(back / "0000000000" / "config.yaml").data
+    again = build_tokenizer(TokenizerArgs(**data.tokenizer))
+    assert again.fingerprint() == ours.fingerprint()
+    assert data.add_bos
+
+
+FORMLESS = {
+    "bytes": None,
+    "unigram": {"hard_vocab_limit": False},
+    "no space before a text": {"model_type": "bpe", "add_dummy_prefix": False},
+    "characters made others": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"},
+    "spaces made one": {"model_type": "bpe", "remove_extra_whitespaces": True},
+}
+
+
+@pytest.mark.parametrize("kind", FORMLESS)
+def test_a_tokenizer_that_transformers_has_no_form_for_is_not_written(ranks, tmp_path, kind):
+    config = {}
+    if (options := FORMLESS[kind]) is not None:
+        path = write_sentencepiece(tmp_path / "some.model", **options)
+        config = {"tokenizer": {"name": "sp", "path": path}}
+    ranks.run(1, save_here, tmp_path / "ours", model_args(vocab_size=600), config)
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
+    names = {"config.json", "generation_config.json", "model.safetensors"}
+    assert {p.name for p in out.iterdir()} == names
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
+    return {case: convert_here(*arguments) for case, arguments in cases.items()}
+
+
+def test_what_transformers_cannot_express_is_refused_by_name(ranks, tmp_path):
+    models = {
+        "window": (a_model(**OTHERS["Olmo2ForCausalLM"], sliding_window=9), {}),
+        "norms": (a_model(qkv_bias=True, norm_placement="output"), {}),
+        "fork": (a_model(), {"head_layers": 1}),
+        "tensors": (a_model(), {"n_layers": 1}),
+        "vocabulary": (model_args(vocab_size=100), {}),
+    }
+    cases = {}
+    for case, (model, config) in models.items():
+        ranks.run(1, save_here, tmp_path / case, model, config)
+        cases[case] = [f"source={tmp_path / case}", f"out={tmp_path / 'out'}"]
+    [said] = ranks.run(1, refusals_here, cases)
+    assert "model.sliding_window = 9: olmo2 in transformers has no" in said["window"]
+    assert "model.qkv_bias = true, model.qk_norm = null, model.norm_pl" in said["norms"]
+    assert "model.head_layers: unknown key" in said["fork"]
+    assert "layers.1.attention.wq.weight: in the checkpoint, not in trans" in said["tensors"]
+    assert "bytes tokenizer (which has no file) has 258 tokens" in said["vocabulary"]
+    assert not list(tmp_path.glob("out*"))  # nothing was begun
+
+
+def test_what_a_folder_asks_for_that_is_not_here_is_refused_by_name(ranks, tmp_path):
+    LlamaForCausalLM(a_llama()).save_pretrained(tmp_path / "good")
+    changes = {"model_type": "mixtral", "quantization_config": {"bits": 4}, "vocab_size": 260}
+    cases = {}
+    for key, value in changes.items():
+        folder = shutil.copytree(tmp_path / "good", tmp_path / key)
+        config = json.loads((folder / "config.json").read_text()) | {key: value}
+        (folder / "config.json").write_text(json.dumps(config))
+        cases[key] = folder
+    cases["pickled"] = shutil.copytree(tmp_path / "good", tmp_path / "pickled")
+    (cases["pickled"] / "model.safetensors").rename(cases["pickled"] / "pytorch_model.bin")
+    cases["torn"] = shutil.copytree(tmp_path / "good", tmp_path / "torn")
+    whole = (cases["torn"] / "model.safetensors").read_bytes()
+    (cases["torn"] / "model.safetensors").write_bytes(whole[:-100])
+    cases["no tokenizer"] = tmp_path / "good"
+    arguments = {
+        case: [f"source={folder}", f"out={tmp_path / 'out'}"] for case, folder in cases.items()
+    }
+    [said] = ranks.run(1, refusals_here, arguments)
+    assert 'model_type = "mixtral": must be "llama" or "mistral" or "qwen2"' in said["model_type"]
+    assert "quantization_config" in said["quantization_config"]
+    assert "embed_tokens.weight: (260, 48) in config.json, (259, 48) in the" in said["vocab_size"]
+    assert "only safetensors are read" in said["pickled"]
+    assert "model.safetensors: cannot be read as safetensors" in said["torn"]
+    assert "has no tokenizer.json or tokenizer.model" in said["no tokenizer"]
+    assert all(str(tmp_path) in text for text in said.values())
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_source_that_is_no_model_and_an_out_that_is_there_are_refused(ranks, tmp_path):
+    (tmp_path / "empty").mkdir()
+    LlamaForCausalLM(a_llama()).save_pretrained(tmp_path / "good")
+    cases = {
+        "empty": [f"source={tmp_path / 'empty'}", f"out={tmp_path / 'out'}"],
+        "absent": [f"source={tmp_path / 'absent'}", f"out={tmp_path / 'out'}"],
+        "there": [f"source={tmp_path / 'good'}", f"out={tmp_path / 'good'}"],
+        "file": [f"source={tmp_path / 'good'}", f"out={tmp_path / 'good/config.json'}/x"],
+    }
+    cases["file"].append("tokenizer.name=bytes")
+    [said] = ranks.run(1, refusals_here, cases)
+    for case in ("empty", "absent"):
+        assert said[case].startswith(f"source: {tmp_path / case}")
+    assert "exists already" in said["there"]
+    assert f"could not be saved into {tmp_path / 'good/config.json'}" in said["file"]

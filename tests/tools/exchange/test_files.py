@@ -1,0 +1,162 @@
+"""Checkpoints become plain files and files checkpoints, whole or not at all."""
+
+import pickle
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from lingua.checkpoint.folder import read_checkpoint
+from lingua.tools.exchange.convert import main
+from lingua.tools.inspect.checkpoint import summary
+from tests.checkpoint.test_checkpoint_load import Evil
+from tests.checkpoints import CONFIG, refusal, save_here, whole_values
+from tests.disk import full_disk
+from tests.programs import python
+from tests.ranks import Ranks
+
+REPO = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory) -> Path:
+    """Step 7, saved by two ranks."""
+    root = tmp_path_factory.mktemp("saved")
+    ranks.run(2, save_here, root, [7])
+    return root
+
+
+def convert_here(source: Path, out: Path, *keys: str) -> str:
+    return refusal(lambda: main([f"source={source}", f"out={out}", *keys]))
+
+
+def model_values() -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix("model."): t
+        for name, t in whole_values(7).items()
+        if name.startswith("model.")
+    }
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in expected.items()
+    )
+
+
+def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
+    ranks, saved, tmp_path
+):
+    file = tmp_path / "deep" / "model.pth"
+    assert ranks.run(1, convert_here, saved, file) == ["not refused"]
+    content = torch.load(file, weights_only=True)
+    assert content.keys() == {"model", "config", "step"}
+    assert same(content["model"], model_values())
+    assert (content["config"], content["step"]) == (CONFIG, 7)
+
+    assert ranks.run(1, convert_here, file, tmp_path / "back") == ["not refused"]
+    other = "tokenizer.name=bytes", "dtype=bfloat16", "to=checkpoint"
+    assert ranks.run(1, convert_here, file, tmp_path / "other", *other) == ["not refused"]
+    config = yaml.safe_load((tmp_path / "other" / "0000000007" / "config.yaml").read_text())
+    assert config["data"]["tokenizer"]["name"] == "bytes"
+    dcp_to_torch_save(tmp_path / "other" / "0000000007", tmp_path / "other.pth")
+    rounded = {
+        f"model.{name}": t.bfloat16() if t.is_floating_point() else t
+        for name, t in model_values().items()
+    }
+    assert same(torch.load(tmp_path / "other.pth", weights_only=True), rounded)
+    checkpoint, why = read_checkpoint(tmp_path / "back" / "0000000007")
+    assert checkpoint is not None, why
+    dcp_to_torch_save(checkpoint.path, tmp_path / "again.pth")
+    again = torch.load(tmp_path / "again.pth", weights_only=True)
+    assert same(again, {f"model.{name}": t for name, t in model_values().items()})
+    assert (checkpoint.path / "config.yaml").read_text() == CONFIG
+    assert [p.name for p in (tmp_path / "back").iterdir()] == ["0000000007"]
+    shown = summary(checkpoint)
+    assert shown["step"] == 7 and list(shown["tensors"]) == ["model"] and "progress" not in shown
+
+
+def refusals_here(folder: Path, saved: Path) -> dict[str, str]:
+    bad = {"empty": b"", "text": b"model", "pickle": pickle.dumps(Evil(folder / "executed"))}
+    for name, content in bad.items():
+        (folder / name).write_bytes(content)
+    torch.save({"model": Evil(folder / "executed")}, folder / "evil")
+    torch.save({"model": {"w": 1.0}}, folder / "no tensors")
+    torch.save([torch.ones(2)], folder / "no dict")
+    torch.save({"model": {"w": torch.ones(10000)}}, folder / "good")
+    (folder / "cut").write_bytes((folder / "good").read_bytes()[:-5000])
+    names = [*bad, "evil", "no tensors", "no dict", "cut", "absent"]
+    said = {name: convert_here(folder / name, folder / "out") for name in names}
+    said["file exists"] = convert_here(saved, folder / "good", "to=file")
+    (folder / "root" / "0000000000").mkdir(parents=True)
+    (folder / "root" / "0000000000" / "mine").touch()
+    said["step exists"] = convert_here(folder / "good", folder / "root")
+    return said
+
+
+def test_what_cannot_be_converted_is_refused_by_name_and_nothing_is_executed(
+    ranks, saved, tmp_path
+):
+    [said] = ranks.run(1, refusals_here, tmp_path, saved)
+    good = (tmp_path / "good").read_bytes()
+    for name in ("empty", "text", "pickle", "cut", "evil"):
+        assert said[name].startswith(f"UserError: source: {tmp_path / name} cannot be read")
+        assert "weights_only" not in said[name]  # torch's advice to trust the file
+    assert "refers to posix.mkdir, which is not executed" in said["evil"]
+    for name in ("no tensors", "no dict"):
+        assert f"{tmp_path / name} has no model" in said[name]
+    assert "no such file or folder" in said["absent"]
+    assert f"out: {tmp_path / 'good'} exists already; must" in said["file exists"]
+    assert f"out: {tmp_path / 'root' / '0000000000'} exists already" in said["step exists"]
+    assert (tmp_path / "good").read_bytes() == good
+    assert not (tmp_path / "out").exists() and not (tmp_path / "executed").exists()
+    torch.load(tmp_path / "evil", weights_only=False)  # the bait does bite
+    assert (tmp_path / "executed").exists()
+
+
+# --------------------------------------------------------------------------------- interrupted
+
+
+def full_disk_here(src: Path, dst: Path) -> str:
+    with full_disk(1000):
+        return convert_here(src, dst)
+
+
+def test_a_write_that_fails_is_told_and_leaves_nothing_that_looks_done(ranks, saved, tmp_path):
+    file, out = tmp_path / "model.pth", tmp_path / "out"
+    assert ranks.run(1, convert_here, saved, file) == ["not refused"]
+    [said] = ranks.run(1, full_disk_here, saved, out / "again.pth")
+    assert f"UserError: {out / 'again.pth'} cannot be written" in said
+    assert list(out.iterdir()) == []
+    [said] = ranks.run(1, full_disk_here, file, out)
+    assert said.startswith("NotSaved: step 7 could not be saved") and "File too large" in said
+    assert list(out.iterdir()) == []
+    for src, dst in ((saved, out / "again.pth"), (file, out)):  # and it can be tried again
+        assert ranks.run(1, convert_here, src, dst) == ["not refused"]
+
+
+KILLED = """
+import os, signal, sys
+from lingua.tools.exchange.convert import main
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+main(sys.argv[1:])
+"""
+
+
+def test_a_kill_once_all_bytes_are_written_leaves_nothing_that_looks_done(ranks, saved, tmp_path):
+    """Later there is only a rename of what is whole and synced."""
+    file, out = tmp_path / "model.pth", tmp_path / "out"
+    assert ranks.run(1, convert_here, saved, file) == ["not refused"]
+    for src, dst in ((saved, out / "again.pth"), (file, out)):
+        words = f"source={src}", f"out={dst}"
+        job = subprocess.run([*python(), "-c", KILLED, *words], cwd=REPO, check=False)
+        assert job.returncode == -signal.SIGKILL
+    left = {path.name.partition(".tmp-")[0] for path in out.iterdir()}
+    assert left == {"again.pth", "0000000007"}  # the killed were at work
+    assert all(".tmp-" in path.name for path in out.iterdir())
+    for src, dst in ((saved, out / "again.pth"), (file, out)):
+        assert ranks.run(1, convert_here, src, dst) == ["not refused"]

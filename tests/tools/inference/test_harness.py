@@ -1,0 +1,117 @@
+"""Requests of lm-evaluation-harness as tokens and settings. Scores are in apps/test_eval.py."""
+
+import re
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+
+from lingua.base.errors import UserError
+from lingua.config.help import help_text
+from lingua.monitor.evaluation import HarnessArgs
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tools.inference.generate import Completion
+from lingua.tools.inference.harness import Evaluator, to_settings
+from lingua.tools.inference.sampling import SamplingArgs
+from tests.mistakes import refused
+from tests.tokenizer.test_tokenizer import write_byte_level
+
+pytestmark = pytest.mark.quick
+
+BYTES = build_tokenizer(TokenizerArgs())
+BOS = [256]
+
+
+def a_model(asked: list[Any], tokenizer: Any = BYTES, add_bos: bool = True) -> Evaluator:
+    """It records what it is asked, and answers with placeholders."""
+
+    def ask(kind: str, items: list) -> list:
+        asked.append((kind, items))
+        return [(0.0, False) if kind == "score" else Completion() for _ in items]
+
+    args = HarnessArgs(max_gen_tokens=5, seed=7)
+    evaluator = Evaluator(args, None, tokenizer, None, add_bos, context=20)
+    evaluator.ask = ask
+    return evaluator
+
+
+def instances(*arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance("loglikelihood", {}, given, i) for i, given in enumerate(arguments)]
+
+
+def test_spaces_at_the_end_of_a_context_belong_to_the_continuation():
+    asked: list[Any] = []
+    pairs = [("a b  ", "c"), ("", "c"), ("  ", "c"), ("a", " b")]
+    a_model(asked).loglikelihood(instances(*pairs))
+    expected = [("a b", "  c"), ("", "c"), ("", "  c"), ("a", " b")]
+    tokens = [([*BOS, *before.encode()], list(after.encode())) for before, after in expected]
+    assert asked == [("score", tokens)]
+    with pytest.raises(UserError, match="a task scores an empty text, after 'abc'"):
+        a_model(asked).loglikelihood(instances(("abc", "")))
+
+
+def test_the_tokens_at_the_boundary_are_those_of_running_text(tmp_path):
+    tokenizer = build_tokenizer(TokenizerArgs("hf", write_byte_level(tmp_path / "tokenizer.json")))
+    whole = tokenizer.encode("the quick brown").tolist()
+    n_split = 0
+    for at in range(1, len("the quick brown")):
+        context, continuation = "the quick brown"[:at], "the quick brown"[at:]
+        before, after = a_model([], tokenizer, False).encode_pair(context, continuation)
+        alone = tokenizer.encode(continuation).tolist()
+        if before == tokenizer.encode(context).tolist():
+            assert after == whole[len(before) :]
+        assert after and after == whole[-len(after) :]
+        n_split += after != alone
+    assert n_split  # where the continuation by itself is other tokens
+
+
+@pytest.mark.parametrize(("add_bos", "scored"), [(False, [97, 98]), (True, [*BOS, 97, 98])])
+def test_a_rolling_text_is_scored_from_its_first_token_on(add_bos, scored):
+    asked: list[Any] = []
+    a_model(asked, add_bos=add_bos).loglikelihood_rolling(instances(("ab",)))
+    assert asked == [("score", [(BOS, scored)])]
+
+
+def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):
+    asked: list[Any] = []
+    requests = instances(
+        ("a", {"until": ["x", "y"], "max_gen_toks": 3}),
+        ("b" * 30, {"until": "z", "do_sample": True, "temperature": 0.5, "top_p": 0.9}),
+        ("", {}),
+    )
+    a_model(asked).generate_until(requests)
+    [(kind, [first, second, third])] = asked
+    assert kind == "generate" and [r.seed for r in (first, second, third)] == [7, 8, 9]
+    assert first.prompt == [*BOS, 97]
+    assert first.settings == SamplingArgs(temperature=0.0, max_gen_tokens=3, stop=["x", "y"])
+    drawn = SamplingArgs(temperature=0.5, top_p=0.9, max_gen_tokens=5, stop=["z"])
+    assert second.settings == drawn and second.prompt == [98] * 15  # cut on the left
+    assert "1 of 3 prompts cut on the left" in caplog.text
+    assert third.prompt == BOS and third.settings.max_gen_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"max_new_tokens": 9}, SamplingArgs(temperature=0.0, max_gen_tokens=9)),
+        ({"until": ["", "\n"]}, SamplingArgs(temperature=0.0, max_gen_tokens=5, stop=["\n"])),
+        ({"do_sample": False, "temperature": 1.0}, SamplingArgs(temperature=0, max_gen_tokens=5)),
+        ({"temperature": 0.7, "top_k": 4}, SamplingArgs(0.7, top_k=4, max_gen_tokens=5)),
+        ({"do_sample": True, "num_beams": 1}, SamplingArgs(max_gen_tokens=5)),
+        ({"num_beams": 4}, "num_beams: unknown key (generation_kwargs)"),
+        ({"max_gen_toks": 0}, "max_gen_tokens = 0: must be at least 1 (generation_kwargs)"),
+        ({"do_sample": True, "top_p": 2.0}, "top_p = 2.0: must be above 0"),
+        ({"max_gen_toks": "many"}, "generation_kwargs: invalid literal for int()"),
+        ({1: 2}, "generation_kwargs: keywords must be strings"),
+    ],
+)
+def test_generation_kwargs_are_read_as_the_harness_does_or_refused(given, expected):
+    if isinstance(expected, SamplingArgs):
+        assert to_settings(given, 5) == expected
+        return
+    refused(lambda: to_settings(given, 5), expected)
+
+
+def test_help_says_that_files_of_tasks_execute_code():
+    assert re.search(r"files of tasks execute\s+code", help_text(HarnessArgs, ["tasks"]))
+    assert re.search(r"own task files, which\s+execute", help_text(HarnessArgs, ["task_dir"]))

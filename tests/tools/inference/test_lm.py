@@ -1,0 +1,96 @@
+"""`lingua.load`: a trained model in Python, which computes what plain PyTorch does."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+import lingua
+from lingua.parallel.launch import one_process
+from tests.apps.test_model import initialised, model_args
+from tests.mistakes import refused
+from tests.ranks import Ranks
+from tests.tokenizer.test_tokenizer import write_byte_level
+from tests.tools.exchange.converted import convert_to, save_here
+
+TEXT = "The quick brown fox jumps"
+MODEL = model_args(vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def folders(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model, as a checkpoint, as a folder of transformers, and as a file made of that."""
+    root = tmp_path_factory.mktemp("lm")
+    tokenizer = {"name": "hf", "path": write_byte_level(root / "tokenizer.json")}
+    ranks.run(1, save_here, root / "ours", MODEL, {"tokenizer": tokenizer})
+    theirs = convert_to(ranks, root / "ours", root / "theirs")
+    file = convert_to(ranks, theirs, root / "model.pth")
+    return {"ours": root / "ours", "theirs": theirs, "file": file}
+
+
+def used(path: Path, text: str) -> dict[str, Any]:
+    excepthook = sys.excepthook
+    lm = lingua.load(path, device="cpu")
+    assert not dist.is_initialized() and sys.excepthook is excepthook
+    return {
+        "tokens": lm.encode(text),
+        "logits": lm.logits(text),
+        "loss": lm.loss(text),
+        "hidden": [lm.hidden(text, layer) for layer in (0, 1, -1)],
+        "generated": lm.generate(text, temperature=0, max_gen_tokens=8),
+        "drawn": [lm.generate(text, seed=seed, max_gen_tokens=8) for seed in (1, 1, 2)],
+        "decoded": lm.tokenizer.decode,
+    }
+
+
+def test_a_model_computes_what_it_does_in_plain_pytorch_and_in_transformers(folders):
+    model = initialised(MODEL).eval()
+    with torch.no_grad():
+        found = used(folders["ours"], TEXT)
+        tokens = torch.tensor([found["tokens"]])
+        expected = model(tokens)[0]
+        torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-5)
+        loss = F.cross_entropy(expected[:-1], tokens[0, 1:]).item()
+        assert found["loss"] == pytest.approx(loss, rel=1e-5)
+        assert F.cross_entropy(expected[1:-1], tokens[0, 2:]).item() != pytest.approx(
+            loss, rel=1e-3
+        )
+        first, second, last = found["hidden"]
+        torch.testing.assert_close(model.output(model.norm(last)), expected, rtol=0, atol=1e-5)
+        assert torch.equal(second, last) and not torch.allclose(first, last, atol=1e-2)
+        likeliest = tokens
+        for _ in range(8):
+            likeliest = F.pad(likeliest, (0, 1), value=int(model(likeliest)[0, -1].argmax()))
+        assert found["generated"] == found["decoded"](likeliest[0, tokens.shape[1] :].tolist())
+        assert found["drawn"][0] == found["drawn"][1] != found["drawn"][2]
+
+        theirs = used(folders["theirs"], TEXT)
+        assert theirs["tokens"] == found["tokens"]
+        reference = AutoModelForCausalLM.from_pretrained(folders["theirs"])(tokens).logits[0]
+        torch.testing.assert_close(theirs["logits"], reference, rtol=0, atol=1e-5)
+        assert theirs["generated"] == found["generated"]
+        file = used(folders["file"], TEXT)
+        assert torch.equal(file["logits"], theirs["logits"]) and file["tokens"] == found["tokens"]
+
+
+def test_mistakes_are_named(folders, tmp_path):
+    lm = lingua.load(str(folders["ours"]), device="cpu")
+    for call, message in (
+        (lambda: lingua.load(tmp_path), f"path: {tmp_path} has no whole checkpoint: must be"),
+        (lambda: lingua.load(folders["theirs"], app="apps.mtp"), "has no form in transformers"),
+        (lambda: lingua.load(folders["ours"], app="no.app"), "app = no.app (lingua.load)"),
+        (lambda: lm.logits("word " * 200), "must have at most 64"),
+        (lambda: lm.loss(""), "no token that another precedes"),
+        (lambda: lm.logits("\ud800"), "half a surrogate pair"),
+        (lambda: lm.hidden(TEXT, 2), "layer = 2: must be -2 to 1"),
+        (lambda: lm.generate(TEXT, temprature=0), 'unknown key (did you mean "temperature"?)'),
+        (lambda: lm.generate(TEXT, max_gen_tokens=64), "leaves no room for a prompt"),
+    ):
+        refused(call, message)
+    with one_process():
+        refused(lambda: lm.generate(TEXT, max_gen_tokens=4), "process group")

@@ -1,0 +1,92 @@
+"""Tokens drawn with the probabilities that the settings give, each row as if it were alone."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from lingua.tools.inference.sampling import Sampler, SamplingArgs
+
+pytestmark = pytest.mark.quick
+
+CPU = torch.device("cpu")
+V, DRAWS = 12, 20_000
+LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(4)) * 2
+
+
+def transformers_probabilities(settings: SamplingArgs) -> Tensor:
+    """Of each token, by transformers' own processors of scores."""
+    scores = TemperatureLogitsWarper(settings.temperature)(None, LOGITS[None])
+    if settings.top_k is not None:
+        scores = TopKLogitsWarper(settings.top_k)(None, scores)
+    if settings.top_p is not None:
+        scores = TopPLogitsWarper(settings.top_p)(None, scores)
+    return scores.softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingArgs(),
+        SamplingArgs(temperature=0.6),
+        SamplingArgs(temperature=3.0),
+        SamplingArgs(top_k=3),
+        SamplingArgs(top_k=V + 5),
+        SamplingArgs(top_p=0.7),
+        SamplingArgs(top_p=1e-9),
+        SamplingArgs(temperature=1.5, top_k=8, top_p=0.8),
+    ],
+)
+def test_tokens_come_with_the_chances_that_transformers_gives_them(settings):
+    sampler = Sampler([settings] * DRAWS, range(DRAWS), CPU)
+    drawn = sampler(LOGITS.expand(DRAWS, V), step=0)
+    expected = transformers_probabilities(settings)
+    share = torch.bincount(drawn, minlength=V) / DRAWS
+    assert ((share > 0) <= (expected > 0)).all()  # what is cut off is never drawn
+    deviation = (expected * (1 - expected) / DRAWS).sqrt()
+    assert ((share - expected).abs() <= 5 * deviation).all()
+    # the tolerance notices another temperature, unless one token has all of the probability
+    warmer = replace(settings, temperature=1.2 * settings.temperature)
+    other = transformers_probabilities(warmer)
+    if expected.max() < 1:
+        assert ((share - other).abs() > 5 * deviation).any()
+
+
+def test_the_steps_of_a_row_are_drawn_independently():
+    sampler = Sampler([SamplingArgs()] * 50, range(50), CPU)
+    pairs = Counter()
+    for step in range(400):
+        first, second = (sampler(torch.zeros(50, 2), s) for s in (2 * step, 2 * step + 1))
+        pairs.update(zip(first.tolist(), second.tolist(), strict=True))
+    assert all(abs(n - 5000) < 5 * math.sqrt(5000) for n in pairs.values()) and len(pairs) == 4
+
+
+def test_a_row_draws_what_it_draws_alone_whatever_else_is_in_the_batch():
+    kinds = [
+        SamplingArgs(temperature=0.0),
+        SamplingArgs(),
+        SamplingArgs(top_k=2),
+        SamplingArgs(temperature=0.5, top_p=0.9),
+    ]
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1))
+    together = Sampler(kinds, [5, 6, 7, 8], CPU)
+    for step in range(20):
+        alone = [
+            Sampler([kind], [5 + i], CPU)(logits[i : i + 1], step).item()
+            for i, kind in enumerate(kinds)
+        ]
+        assert together(logits, step).tolist() == alone
+        assert alone[0] == logits[0].argmax()
+
+
+def test_another_seed_draws_other_tokens():
+    def text(seed: int) -> list[int]:
+        sampler = Sampler([SamplingArgs()], [seed], CPU)
+        return [sampler(torch.zeros(1, 100), step).item() for step in range(30)]
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)

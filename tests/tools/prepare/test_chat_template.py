@@ -1,0 +1,160 @@
+"""Chat templates: texts and tokens as transformers makes them, and which tokens carry loss."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tools.prepare.chat_template import Chat, ChatError, open_chat
+from tests.chats import CHATML, TEMPLATES, write_tokenizer
+from tests.mistakes import refused
+
+pytestmark = pytest.mark.quick
+SYSTEM = {"role": "system", "content": " Answer <briefly> & “well”. "}
+TURNS = [
+    {"role": "user", "content": "What is this?\n"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nA größer test 東京 ", "name": None},
+    {"role": "user", "content": "And that?"},
+    {"role": "assistant", "content": "The other."},
+]
+
+
+def chat_of(folder: Path, template: str | None = CHATML, **config) -> Chat:
+    args = TokenizerArgs(name="hf", path=str(write_tokenizer(folder, template, **config)))
+    return open_chat(args, build_tokenizer(args))
+
+
+def answers_of(chat: Chat, messages: list) -> list[list[str]]:
+    """The texts with loss of each example, decoded from their tokens."""
+    found = []
+    for example in chat.examples(messages):
+        ids, is_answer = chat.encode_example(example)
+        assert ids.tolist() == chat.encode(example.text).tolist()
+        begins = [i for i in range(len(ids)) if is_answer[i] and not is_answer[i - 1]]
+        ends = [
+            i + 1 for i in range(len(ids)) if is_answer[i] and not is_answer[i + 1 : i + 2].any()
+        ]
+        decode = chat._library.decode
+        found.append(
+            [decode(ids[i:j], skip_special_tokens=False) for i, j in zip(begins, ends, strict=True)]
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_and_tokens_are_those_of_transformers(tmp_path, name):
+    chat = chat_of(tmp_path, TEMPLATES[name])
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for messages in (TURNS, [SYSTEM, *TURNS], TURNS[:2]):
+        text = reference.apply_chat_template(messages, tokenize=False)
+        assert chat.render(messages) == text
+        assert chat.encode(text).tolist() == reference.apply_chat_template(messages)["input_ids"]
+        prompt = messages[:-1]
+        expected = reference.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        assert chat.render(prompt, add_generation_prompt=True) == expected
+        # The last example is the conversation, and generation gives its prompt as it begins.
+        last = chat.examples(messages)[-1]
+        assert last.text == text
+        if name != "marked":
+            assert text[: last.spans[-1][0]] == expected
+
+
+def test_the_loss_is_on_the_answers_and_what_ends_them(tmp_path):
+    think = "<think>\nhm\n</think>\n\nA größer test 東京"
+    expected = {
+        "chatml": [[f"{think} <|im_end|>\n", "The other.<|im_end|>\n"]],
+        "llama3": [[f"{think}<|eot_id|>", "The other.<|eot_id|>"]],
+        "mistral": [[f" {think}</s>", " The other.</s>"]],
+        "plain": [[f" {think} \n", " The other.\n"]],
+        "marked": [[f"{think} <|im_end|>", "The other.<|im_end|>"]],
+        # Each answer is an example, behind what generation would put before it.
+        "qwen3": [
+            [f"{think} <|im_end|>\n"],
+            ["<think>\n\n</think>\n\nThe other.<|im_end|>\n"],
+        ],
+    }
+    for name, template in TEMPLATES.items():
+        chat = chat_of(tmp_path / name, template)
+        assert answers_of(chat, [SYSTEM, *TURNS]) == expected[name], name
+        assert [e.answers for e in chat.examples(TURNS)] in ([(1, 3)], [(1,), (3,)])
+
+
+def test_marked_answers_have_the_mask_of_transformers(tmp_path):
+    chat = chat_of(tmp_path, TEMPLATES["marked"])
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(
+        TURNS, return_assistant_tokens_mask=True
+    )
+    [example] = chat.examples(TURNS)
+    ids, is_answer = chat.encode_example(example)
+    assert ids.tolist() == reference["input_ids"]
+    assert is_answer.tolist() == [bool(m) for m in reference["assistant_masks"]]
+    assert 0 < sum(is_answer) < len(ids)
+
+
+def test_where_a_turn_ends(tmp_path):
+    ends = {
+        name: chat_of(tmp_path / name, template).turn_end for name, template in TEMPLATES.items()
+    }
+    ids = json.loads((tmp_path / "chatml/tokenizer.json").read_text())["added_tokens"]
+    id_of = {token["content"]: token["id"] for token in ids}
+    assert ends == {
+        "chatml": (id_of["<|im_end|>"], ""),
+        "llama3": (id_of["<|eot_id|>"], ""),
+        "mistral": (id_of["</s>"], ""),
+        "qwen3": (id_of["<|im_end|>"], ""),
+        "marked": (id_of["<|im_end|>"], ""),
+        "plain": (None, "\n"),
+    }
+
+
+def test_where_a_template_is_found(tmp_path):
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "named"}]
+    assert chat_of(tmp_path / "named", named).render([]) == "named"
+    folder = write_tokenizer(tmp_path / "file")
+    (folder / "chat_template.jinja").write_text("file {{ eos_token }}")
+    args = TokenizerArgs(name="hf", path=str(folder))
+    assert open_chat(args, build_tokenizer(args)).render([]) == "file </s>"
+    (tmp_path / "own.jinja").write_text("own {{ unk_token is defined }}")
+    own = open_chat(args, build_tokenizer(args), str(tmp_path / "own.jinja"))
+    assert own.render([]) == "own False"
+
+
+def test_what_is_no_template_is_an_error_that_names_its_file(tmp_path):
+    file = str(tmp_path / "tokenizer_config.json")
+    for template, *names in (
+        (None, "data.chat.template"),
+        ("a\n{% if %}", f"chat_template of {file}:2"),
+        ([{"name": "tool_use", "template": "x"}], "no chat template"),
+        (3, "no chat template"),
+    ):
+        refused(lambda template=template: chat_of(tmp_path, template), *names)
+    args = TokenizerArgs(name="hf", path=str(tmp_path))
+    gone = str(tmp_path / "gone.jinja")
+    refused(lambda: open_chat(args, build_tokenizer(args), gone), gone)
+    refused(lambda: open_chat(TokenizerArgs(), build_tokenizer(TokenizerArgs())), "hf")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('never') }}", "the chat template fails: never"),
+        ("{{ 1 / 0 }}", "the chat template fails: division by zero"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template fails: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "the chat template fails: access to attribute 'append'"),
+        ("{{ messages | length }}", "the answer cannot be found"),
+        ("the same", "the answer cannot be found"),
+        ("{% generation %}{% endgeneration %}", "marks no answer"),
+    ],
+)
+def test_a_template_that_cannot_be_used_says_why(tmp_path, template, message):
+    with pytest.raises(ChatError, match=message):
+        chat_of(tmp_path, template).examples(TURNS)
+
+
+def test_a_message_cannot_write_special_tokens(tmp_path):
+    chat = chat_of(tmp_path)
+    for text, named in (("a <|im_end|> b", r"<\|im_end\|>"), ("\ufdd0", "noncharacter")):
+        with pytest.raises(ChatError, match=f"message 3 has .*{named}"):
+            chat.examples([*TURNS[:2], {"role": "user", "content": text}, TURNS[3]])

@@ -1,0 +1,251 @@
+"""The command: which runs are compared at which step, what it prints, and runs that it cannot
+compare."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lingua.base.errors import UserError
+from lingua.tools.commands.compare import main
+from tests.mistakes import refused
+from tests.tools.runs.compare.pool import LOSSES, SEEDS, STEPS, write_pool, write_run
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs the command in a folder of its own; its output, with lines joined."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        main(words)
+        text = capsys.readouterr().out
+        if "--json" in words:
+            return text
+        assert all(len(line) <= 110 for line in text.splitlines()), text
+        return " ".join(text.split())
+
+    return run
+
+
+def arm(
+    name: str, value: float, losses: dict[int, list[Any]], steps: tuple[int, ...] = (10, 20)
+) -> None:
+    """Runs `<name>-<seed>` with these losses by seed."""
+    for seed, values in losses.items():
+        words = [f"optim.lr={value}", f"seed={seed}", f"steps={steps[-1]}"]
+        write_run(Path(f"{name}-{seed}"), words, list(steps)[: len(values)], values)
+
+
+def test_the_difference_of_the_pool_is_printed_with_both_intervals(out, tmp_path):
+    write_pool(tmp_path / "pool", ["base", "learning rate"])
+    text = out("pool/learning*", "--against", "pool/base*")
+    difference = (LOSSES["learning rate"] - LOSSES["base"])[:, -1]
+    assert f"held-out loss after step {STEPS[-1]} in nats per byte" in text
+    best = f"optim.lr=0.005 is better than optim.lr=0.004 by {-difference.mean():.4f} nats per byte"
+    assert best in text and f"{SEEDS} pairs." in text
+    assert f"unpaired {difference.mean():+.4f}" in text and "noise floor" in text
+    reverse = out("pool/base*", "--against", "pool/learning*")
+    assert "optim.lr=0.004 is worse than optim.lr=0.005" in reverse
+    found = json.loads(out("pool/learning*", "--against", "pool/base*", "--json"))
+    [one] = found["comparisons"]
+    assert one["paired"]["mean"] == pytest.approx(difference.mean())
+    both = np.var([LOSSES["base"][:, -1], LOSSES["learning rate"][:, -1]], axis=1, ddof=1).sum()
+    ratio = both / np.var(difference, ddof=1)
+    assert one["unpaired_over_paired_variance"] == pytest.approx(ratio)
+    assert [line["step"] for line in one["along"]] == STEPS
+    assert len(one["pairs"]) == SEEDS
+
+
+def test_arms_are_found_by_their_configs_and_all_intervals_hold_together(out, tmp_path):
+    write_pool(tmp_path / "pool", ["base", "learning rate", "width", "optimizer"], 4)
+    text = out("pool")
+    assert "3 arms are compared with one" in text and "(Bonferroni)" in text
+    assert "98.33 % interval" in text and "95 % interval" not in text
+    for label in ("optim.lr=0.005", "model.dim=80", "optim.name=muon"):  # each against the base
+        assert label in text
+    assert "optim.lr=0.004" in text and "model.dim=64" in text
+
+
+def test_arms_that_cannot_be_told_apart_say_how_many_pairs_would_show_what(out):
+    arm("a", 0.1, {s: [3.0, 2.0 + x] for s, x in enumerate((0.01, -0.01, 0.012, -0.009, 0.0))})
+    arm("b", 0.2, {s: [3.0, 2.0] for s in range(5)})
+    text = out(".", "effect=0.005")
+    assert "cannot be told apart" in text
+    assert "About 36 pairs would show 0.0050" in text  # the power of 35 is 0.798
+    assert "More than 10,000 pairs" in out(".", "effect=1e-6")
+
+
+def test_the_same_run_is_named_so_without_an_interval_and_one_changed_digit_is_found(out):
+    arm("a", 0.1, {s: [3.0, 2.0 + s] for s in range(3)})
+    for seed in range(3):
+        shutil.copytree(f"a-{seed}", f"copy-{seed}")
+    text = out("copy-*", "--against", "a-*")
+    assert "are the same run in each of 3 pairs" in text and "interval" not in text
+    text = out("copy-0", "--against", "a-0")
+    assert "copy-0 and a-0 are the same run: all that both recorded is identical" in text
+    assert "why: nothing that is recorded differs" in text
+    path = Path("copy-0/metrics.jsonl")
+    path.write_text(path.read_text().replace('"loss": 2.0', '"loss": 2.0000000000000004'))
+    text = out("copy-0", "--against", "a-0")
+    assert "the same run" not in text
+    assert "loss step 20; equal at step 10 2.0000000000000004 and 2" in text
+
+
+def test_one_pair_has_no_interval(out):
+    arm("a", 0.1, {7: [3.0, 2.0]})
+    arm("b", 0.2, {7: [3.0, 2.5]})
+    text = out("a-7", "--against", "b-7")
+    assert "a-7 is better than b-7 by 0.5000" in text and "one pair, which has no interval" in text
+    assert "% interval" not in text and "noise floor" not in text
+
+
+def test_runs_without_a_common_seed_are_compared_unpaired(out):
+    arm("a", 0.1, {s: [3.0, 2.0 + s / 1000] for s in range(3)})
+    arm("b", 0.2, {s: [3.0, 2.5 + s / 1000] for s in range(3, 6)})
+    text = out("a-*", "--against", "b-*")
+    assert (
+        "optim.lr=0.1 is better than optim.lr=0.2" in text
+        and "3 runs against 3, not paired" in text
+    )
+    text = out("a-0", "--against", "b-3")
+    assert "1 run and 1, without a common seed. Run both with the same seeds" in text
+
+
+def test_unequal_runs_are_compared_at_the_last_step_of_all_which_names_the_short_one(out):
+    arm("a", 0.1, {0: [3.0, 2.0, 1.0], 1: [3.1, 2.1], 2: [3.2, 2.2, 1.3]}, (10, 20, 30))
+    arm("b", 0.2, {s: [3.5, 2.5 + s / 10, 1.5] for s in range(3)}, (10, 20, 30))
+    text = out("a-*", "--against", "b-*")
+    assert "after step 20" in text and "a-1 has no later one, others have" in text
+    text = out("a-*", "--against", "b-*", "step=30")
+    assert "after step 30" in text and "2 pairs" in text
+    assert "a-1 has no held-out loss at step 30 (2 measurements, the last at step 20)" in text
+    with pytest.raises(UserError, match="no step at which all runs have a held-out loss"):
+        out("a-*", "--against", "b-*", "step=15")
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_diverged_runs_are_named_and_in_no_mean(out, bad):
+    arm("a", 0.1, {0: [3.0, 2.0], 1: [3.0, 2.1], 2: [3.0, bad]})
+    arm("b", 0.2, {s: [3.0, 2.5 + s / 100] for s in range(3)})
+    text = out("a-*", "--against", "b-*")
+    assert "optim.lr=0.1 diverged in 1 run, which no number here has: a-2." in text
+    assert "2 pairs" in text and "nan" not in text and "inf" not in text
+    numbers = json.loads(out("a-*", "--against", "b-*", "--json"))["comparisons"][0]
+    assert numbers["diverged"] == {"optim.lr=0.1": ["a-2"]}
+    shutil.rmtree("a-0")
+    shutil.rmtree("a-1")
+    assert "Nothing is left to compare" in out("a-2", "--against", "b-*")
+
+
+def test_rounding_is_told_from_a_difference_by_rows_and_configs(out):
+    for seed in range(3):
+        for name, size, more in (("a", 8, 0.0), ("b", 3, 1e-8 * seed)):
+            words = [f"seed={seed}", f"data.batch_size={size}"]
+            write_run(Path(f"{name}-{seed}"), words, [10], [2.0 + more])
+            write_run(Path(f"{name}x-{seed}"), words, [10], [2.0 + more], hashes=name)
+    text = out("b-*", "--against", "a-*")
+    assert "data.batch_size=3 and data.batch_size=8 differ by rounding alone" in text
+    assert "at most 2.0e-08 nats per byte apart" in text and "% interval" not in text
+    assert "% interval" in out("bx-*", "--against", "ax-*")  # of other rows
+
+
+def test_a_second_run_of_a_seed_is_no_further_evidence(out):
+    arm("a", 0.1, {s: [3.0, 2.0 + s / 100] for s in range(2)})
+    arm("b", 0.2, {s: [3.0, 2.5 + s / 70] for s in range(2)})
+    shutil.copytree("a-0", "a-again")
+    text = out("a-*", "--against", "b-*")
+    assert "a-again is left out: a-0 has its config and seed" in text and "2 pairs" in text
+
+
+def test_why_two_runs_differ_names_config_code_data_and_versions(out):
+    arm("a", 0.1, {0: [3.0, 2.0]})
+    arm("b", 0.2, {0: [3.0, 2.5]})
+    for name, torch, text in (("a", "2.13.0", "x = 1"), ("b", "2.12.0", "x = 2")):
+        folder = Path(f"{name}-0/checkpoints/0000000020")
+        folder.mkdir(parents=True)
+        versions = {"torch": torch, "python": "3.11"}
+        state = {"data": {"data.content.text": f"hash of {name}"}, "versions": versions}
+        (folder / "train_state.json").write_text(json.dumps(state))
+        files = {"__0_0.distcp": {"size": 1, "xxh3_64": name}}
+        (folder / "manifest.json").write_text(json.dumps({"files": files}))
+        Path(f"{name}-0/code").mkdir()
+        Path(f"{name}-0/code/model.py").write_text(text)
+        Path(f"{name}-0/code/same.py").write_text("same")
+    text = out("a-0", "--against", "b-0")
+    assert "config: optim.lr: 0.1 and 0.2" in text
+    assert "code: files differ: model.py" in text and "same.py" not in text
+    assert "data: data.content.text: hash of a and hash of b" in text
+    assert "versions: torch: 2.13.0 and 2.12.0" in text and "3.11" not in text
+    assert "weights step 20, the first that both have" in text
+    for name in ("a", "b"):  # the runs of a sweep share one copy, which is beside them
+        Path(name).mkdir()
+        shutil.move(f"{name}-0", name)
+        shutil.move(f"{name}/{name}-0/code", name)
+    assert "code: files differ: model.py" in out("a", "--against", "b")
+    assert "rows equal at 2 steps, the last 20" in text
+    assert "loss step 20; equal at step 10 2 and 2.5" in text
+
+
+def test_other_held_out_text_and_other_steps_are_pointed_out(out):
+    arm("a", 0.1, {s: [3.0, 2.0 + s / 9] for s in range(2)})
+    arm("b", 0.2, {s: [3.0, 2.5] for s in range(2)})
+    for seed in range(2):
+        path = Path(f"b-{seed}/metrics.validation.jsonl")
+        path.write_text(path.read_text().replace('"bytes": 1000', '"bytes": 900'))
+        config = Path(f"b-{seed}/config.yaml")
+        config.write_text(config.read_text() + "data: {seq_len: 64}\n")
+    text = out("a-*", "--against", "b-*")
+    assert "text (1,000 bytes) and text (900 bytes), so the difference is not one of the" in text
+
+
+def test_damaged_runs_are_named_and_left_out(out, tmp_path):
+    arm("a", 0.1, {s: [3.0, 2.0 + s / 9] for s in range(3)})
+    arm("b", 0.2, {s: [3.0, 2.5] for s in range(4)})
+    (tmp_path / "b-3" / "config.yaml").write_text("{ not yaml")
+    with (tmp_path / "a-2" / "metrics.validation.jsonl").open("a") as file:
+        file.write('{"step": 30, "sour')
+    (tmp_path / "a-1" / "metrics.validation.jsonl").write_text('{"step": "x"}\n[]\n\x00')
+    text = out("a-*", "--against", "b-*")
+    assert "2 pairs" in text and "b-3 is left out: its config cannot be read" in text
+    assert "a-1 has no held-out loss in nats_per_byte yet" in text
+    assert "metrics.validation.jsonl:3: a line is left out" in text
+
+
+def test_without_scipy_the_message_names_the_package(out, monkeypatch):
+    for name, value in (("a", 0.1), ("b", 0.2)):
+        arm(name, value, {s: [3.0, 2.0 + s / 7] for s in range(2)})
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    refused(lambda: out("a-*", "--against", "b-*"), "lingua compare", "scipy")
+
+
+WITHOUT_TORCH = """
+import sys
+from dataclasses import make_dataclass
+import lingua, lingua.stool, lingua.tools.runs.records
+from lingua.config.load import load
+from lingua.tools.commands import compare, report, runs
+lingua.load
+load(make_dataclass("Config", [("name", str)]), ["name=x"])
+runs.main(["."])
+report.main([".", "out=page.html"])
+compare.main(["a-0", "a-1", "--against", "b-0", "b-1"])
+sys.exit(str({"torch", "omegaconf"} & set(sys.modules) or ""))
+"""
+
+
+def test_configs_are_read_and_runs_compared_without_torch(out, tmp_path):
+    for name, value in (("a", 0.1), ("b", 0.2)):
+        arm(name, value, {s: [3.0, 2.0 + s / 7] for s in range(2)})
+    command, env = [sys.executable, "-c", WITHOUT_TORCH], {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stderr.strip() == ""

@@ -1,0 +1,180 @@
+"""Reading dump dirs: which are runs, lines that are torn, doubled, foreign or huge, and numbers of
+them, computed here from the lines themselves."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apps.main.config import TrainArgs
+from lingua.config.load import to_yaml
+from lingua.config.values import plain, read_file
+from lingua.tools.runs.records import Record, find_runs, heldout, open_runs, smooth
+
+pytestmark = pytest.mark.quick
+
+REPO = Path(__file__).parents[3]
+
+
+def a_run(folder: Path, config: str = "steps: 10\n", **files: Any) -> Path:
+    """A dump dir; `files` are the lines of its metrics.jsonl (`metrics`) and of its others."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config)
+    (folder / "train.log").touch()
+    for kind, lines in files.items():
+        text = lines if isinstance(lines, str) else "".join(json.dumps(x) + "\n" for x in lines)
+        (folder / f"{kind.replace('_', '.')}.jsonl").write_text(text)
+    return folder
+
+
+# ---- which runs
+
+
+def test_runs_are_found_at_any_depth_each_once_and_named_by_what_tells_them_apart(tmp_path):
+    a_run(tmp_path / "a" / "seed1")
+    a_run(tmp_path / "b" / "seed1")
+    only = a_run(tmp_path / "b" / "c" / "only")
+    (only / "checkpoints" / "0000000010").mkdir(parents=True)
+    for name in ("config.yaml", "train.log"):  # as a copied dump dir there would have
+        (only / "checkpoints" / "0000000010" / name).touch()
+    a_run(tmp_path / ".hidden" / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("of: another program\n")
+    (tmp_path / "code.commit").touch()
+    a_run(tmp_path / "code" / "run")
+    os.symlink(tmp_path, tmp_path / "b" / "circle")
+    os.symlink(only, tmp_path / "again")
+    found = open_runs([tmp_path, tmp_path / "b", only])
+    assert [r.name for r in found] == ["a/seed1", "again", "b/seed1"]
+    assert [r.folder.resolve() for r in found if r.name == "again"] == [only]
+    assert find_runs([str(only)]) == [only]
+
+
+# ---- lines
+
+
+def test_lines_that_cannot_be_read_are_left_out_and_named(tmp_path):
+    text = '{"step": 1, "loss": 2.5}\n\n[]\n{"loss": 1}\n{"step": -1}\n{"step": 1e300}\n\xff\n'
+    text += f'{"[" * 5000}\n{{"step": 2, "loss": NaN}}\n{{"step": 3.0, "loss": null}}\n'
+    text += f'{{"step": 4, "loss": {"9" * 400}}}\n{{"step": 5, "lo'
+    record = Record(a_run(tmp_path / "run", metrics=text))
+    assert record.metrics.step.tolist() == [1, 2, 3, 4]
+    np.testing.assert_equal(record.metrics["loss"], [2.5, np.nan, np.nan, np.nan])
+    assert [p.partition(".jsonl:")[2].partition(":")[0] for p in record.problems[:5]] == list(
+        "34567"
+    )
+    assert record.problems[5].endswith("metrics.jsonl: 2 more lines are left out")
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    steps = [10, 20, 30, 40, 20, 30, 30]
+    lines = [{"step": s, "loss": float(i)} for i, s in enumerate(steps)]
+    lines.insert(4, {"step": 20, "event": "start"})
+    record = Record(a_run(tmp_path / "run", metrics=lines))
+    assert record.metrics.step.tolist() == [10, 20, 30]
+    assert record.metrics["loss"].tolist() == [0.0, 4.0, 6.0]
+    assert [e["event"] for e in record.events] == ["start"]
+    # What pandas.DataFrame takes: a dict of columns of one length.
+    table = dict(record.metrics)
+    assert list(table) == ["step", "loss"] and table["step"].tolist() == [10, 20, 30]
+    assert pytest.importorskip("pandas").DataFrame(table).shape == (3, 2)
+
+
+def test_columns_are_numbers_or_text_and_those_of_other_versions_may_be_missing(tmp_path):
+    lines = [{"step": 1, "loss": 1, "mfu": None, "batch_hash": "aa", "nested": {"a": 1}}]
+    lines += [{"step": 2, "loss": "2.5", "new": True}, {"step": 3, "loss": 0.5, "new": 7}]
+    columns = Record(a_run(tmp_path / "run", metrics=lines)).metrics
+    assert columns.names == ["loss", "new"] and len(columns) == 3
+    np.testing.assert_equal(columns["loss"], [1.0, np.nan, 0.5])
+    np.testing.assert_equal(columns["unknown"], [np.nan] * 3)
+    assert columns.text("batch_hash") == ["aa", None, None]
+    assert columns["loss"].dtype == np.float64 and columns.step.dtype == np.int64
+
+
+def test_the_tail_of_a_file_has_its_last_whole_lines(tmp_path):
+    lines = [{"step": s, "loss": 1.0} for s in range(1000, 2000)]
+    folder = a_run(tmp_path / "run", metrics=lines)
+    length = len(json.dumps(lines[0])) + 1
+    record = Record(folder, tail=10 * length + 3)
+    assert record.metrics.step.tolist() == list(range(1990, 2000)) and record.problems == []
+    assert len(Record(folder, tail=1 << 20).metrics) == 1000
+
+
+def test_a_run_without_files_or_with_hostile_ones_is_empty(tmp_path):
+    folder = a_run(tmp_path / "run", "a: [\n")
+    os.mkfifo(folder / "metrics.jsonl")
+    (folder / "samples.jsonl").mkdir()
+    text = '{"step": 1, "source": "one"}\n{"step": 2, "source": 3}\n'
+    (folder / "metrics.validation.jsonl").write_text(text)
+    record = Record(folder)
+    assert (record.config, len(record.metrics), record.events) == ({}, 0, [])
+    assert record.samples == [] and record.evaluation == []
+    assert list(record.validation) == ["one"]
+    assert len(record.problems) == 3 and all(str(folder) in p for p in record.problems)
+    assert heldout(record)[1].tolist() == []
+
+
+# ---- configs
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict) and value and prefix + key != "data.sources"
+        found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return found
+
+
+def test_a_config_is_read_as_training_reads_it(tmp_path):
+    args = TrainArgs(name="3e-4", dump_dir="a b/[c]")
+    args.data.sources = {"one": 2.0, "two": 1e-05}
+    args.checkpoint.allow_change = ["seed", "data.content.one"]
+    quoted, simple = to_yaml(args), to_yaml(TrainArgs(name="x"))
+    files = [quoted, simple, "a:\n  b: 1\n  c:\nd:\n- 1\n- x y\ne: null\nf: []\ng: {}\n"]
+    files += [path.read_text() for path in (REPO / "apps" / "main" / "configs").glob("*.yaml")]
+    for i, text in enumerate(files):
+        folder = a_run(tmp_path / str(i), text)
+        path = folder / "config.yaml"
+        expected = flat(plain(read_file(path, str(path))))
+        assert Record(folder).config == expected and len(expected) > 4
+    assert Record(tmp_path / "0").config["data.sources"] == {"one": 2.0, "two": 1e-05}
+
+
+# ---- numbers
+
+
+def test_held_out_loss_is_weighted_with_bytes_where_all_sources_were_measured(tmp_path):
+    def line(step: int, source: str, loss: float, size: int) -> dict[str, Any]:
+        sizes = {"bytes": size, "tokens": 10}
+        return {
+            "step": step,
+            "source": source,
+            "nats_per_byte": loss,
+            "nats_per_token": loss,
+        } | sizes
+
+    lines = [line(5, "old", 9.0, 1), line(10, "a", 2.0, 100), line(10, "b", 1.0, 300)]
+    lines += [line(20, "a", 1.0, 100), line(20, "b", 0.5, 300), line(30, "a", 0.1, 100)]
+    lines += [{"step": 20, "source": "pairs", "accuracy": 0.5}]
+    record = Record(a_run(tmp_path / "run", metrics_validation=lines))
+    steps, values = heldout(record)
+    assert steps.tolist() == [10, 20]
+    np.testing.assert_allclose(values, [(2 * 100 + 300) / 400, (100 + 150) / 400])
+    np.testing.assert_allclose(heldout(record, "nats_per_token")[1], [1.5, 0.75])
+
+
+def test_smoothing_is_a_weighted_mean_of_what_came_before():
+    rng = np.random.default_rng(0)
+    step = np.cumsum(rng.integers(1, 9, 50))
+    values = rng.normal(size=50)
+    values[[7, 20]] = np.nan
+    smoothed = smooth(values, step, half_life=12)
+    for i in range(50):
+        weights = 0.5 ** ((step[i] - step[: i + 1]) / 12) * ~np.isnan(values[: i + 1])
+        expected = np.nansum(weights * values[: i + 1]) / weights.sum()
+        np.testing.assert_allclose(smoothed[i], np.nan if i in (7, 20) else expected)
+    assert np.array_equal(smooth(values[:1], step[:1]), values[:1])
+    assert len(smooth(values[:0], step[:0])) == 0

@@ -1,0 +1,206 @@
+"""Launching that needs no Slurm: the batch script, runs on this machine, and what is refused."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lingua.tools.commands.stool import main
+from lingua.tools.slurm.launch import JobArgs, launch, split_values
+from lingua.tools.slurm.local import machine_shares, run_sweep
+from lingua.tools.slurm.status import status, status_table
+from tests.apps.runs import SMALL, write_sources
+from tests.mistakes import refused
+from tests.programs import python
+
+REPO = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Of a run, which needs no more."""
+    write_sources(tmp_path)
+    values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+STOOL = """
+import runpy, sys
+sys.executable = sys.argv.pop(1)  # of the runs; stool itself is to have a process of the terminal
+runpy.run_module("lingua.stool", run_name="__main__")
+"""
+
+
+def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path):
+    text, sweep = tmp_path / "text", tmp_path / "sweep"
+    text.mkdir()
+    write_sources(text)
+    job = ["script=tests.slurm_app", "launcher=local", "at_once=2", "setup=[export STEP_S=0.2]"]
+    values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
+    values["sweep.optim.lr"] = "1e-3,3e-4,1e-4"
+    words = [*job, *(f"{key}={value}" for key, value in values.items())]
+    command = [sys.executable, "-c", STOOL, *python(), *words]
+    env = os.environ | {"A_SECRET": (secret := secrets.token_hex())}
+
+    def both_train() -> bool:
+        return sum('"loss"' in path.read_text() for path in sweep.glob("*/metrics.jsonl")) == 2
+
+    with subprocess.Popen(
+        command,
+        cwd=REPO,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # the processes of one terminal
+    ) as launcher:
+        try:
+            while launcher.poll() is None and not both_train():
+                time.sleep(0.05)
+            os.killpg(launcher.pid, signal.SIGINT)
+            output = launcher.communicate(timeout=120)[0].decode()
+        finally:
+            launcher.kill()
+    logs = sorted(sweep.glob("*/train.log"))  # of the first two: the third was not started
+    assert [log.parent.name[:3] for log in logs] == ["000", "001"], output
+    for log in logs:
+        assert "stopped by SIGINT after step" in log.read_text(), output
+        [checkpoint] = (log.parent / "checkpoints").glob("0*")
+        assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
+    assert launcher.returncode and "step " not in output.partition("SIGINT: 2 runs will save")[0], (
+        output
+    )
+    assert "stopped by SIGINT; 1 run not started. The same command with dirs_exists_ok" in output
+
+    assert output.count("  stopped  step ") == 2 and "state" in output.splitlines()[-4]
+    files = [path for path in sweep.rglob("*") if path.is_file()]
+    assert secret not in output and not any(secret.encode() in f.read_bytes() for f in files)
+
+
+def test_runs_that_run_at_once_divide_the_machine():
+    assert machine_shares(1, 2, [], 8) == [{}] and machine_shares(1, 2, ["0", "1", "2"], 8) == [{}]
+    assert machine_shares(3, 1, [], 8) == 3 * [{"OMP_NUM_THREADS": "2"}]
+    assert machine_shares(3, 4, [], 8) == 3 * [{"OMP_NUM_THREADS": "1"}]
+    parts = machine_shares(2, 2, ["1", "3", "GPU-a", "GPU-b", "7"], 8)
+    assert [part["CUDA_VISIBLE_DEVICES"] for part in parts] == ["1,3", "GPU-a,GPU-b"]
+    refused(lambda: machine_shares(3, 2, list("01234"), 8), "at_once = 3", "2", "5 GPUs")
+
+
+def test_a_run_of_a_sweep_that_fails_does_not_end_the_others(tmp_path, capsys):
+    commands = []
+    for name, code in (("bad", "raise ValueError('why')"), ("good", "print('done')")):
+        folder = tmp_path / name
+        (folder / "logs").mkdir(parents=True)
+        (folder / "base_config.yaml").write_text("steps: 5\n")
+        commands.append((folder, [sys.executable, "-c", code]))
+    assert run_sweep(tmp_path, commands, [{}]) == [1, 0]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("1 of 2  bad  failed  step 0/5  ")
+    assert f"see {tmp_path}/bad/logs" in lines[1] and lines[2].startswith("2 of 2  good  ")
+    assert "ValueError: why" in (tmp_path / "bad" / "logs" / "launcher.log").read_text()
+
+
+def test_print_shows_the_script_and_needs_no_slurm(arguments, tmp_path, monkeypatch, capsys):
+    job = "launcher=print nodes=2 ngpu=16 gpus=task ncpu=4 mem=64G time=1-00 slurm.reservation=r"
+    words = [*job.split(), "slurm.exclusive=true", "setup=[module load cuda, 'echo \"a, b\"']"]
+    argv = [*words, *arguments]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    main(argv)
+    script = capsys.readouterr().out
+    for line in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=16",
+        "#SBATCH --gpus-per-task=1",
+        "#SBATCH --cpus-per-task=4",
+        "#SBATCH --mem=64G",
+        "#SBATCH --time=1-00",
+        "#SBATCH --signal=USR2@120",
+        "#SBATCH --reservation=r",
+        "#SBATCH --exclusive",
+        "#SBATCH --requeue",
+        "module load cuda",
+        'echo "a, b"',
+    ):
+        assert line in script.splitlines()
+    assert "--kill-on-bad-exit=1 --cpus-per-task=4" in script
+    argv.remove("time=1-00")
+    main(argv)
+    printed = set(capsys.readouterr().out.splitlines())  # Slurm applies the partition's own limit
+    assert set(script.splitlines()) - printed == {"#SBATCH --time=1-00"}
+    assert not (tmp_path / "a run").exists()
+
+
+def test_the_name_of_a_run_with_long_values_is_cut(arguments, tmp_path):
+    long = {"data.cache_dir": [f"{tmp_path}/{c * 200}" for c in "ab"]}
+    assert isinstance(launch(JobArgs(launcher="print"), arguments, long), str)
+
+
+def test_what_cannot_fit_by_the_plan_is_refused(arguments, tmp_path, capsys):
+    gpu = tmp_path / "own.yaml"
+    speeds = "memory_gb_per_s: 1, bf16_tflops: 1, tf32_tflops: 1, fp32_tflops: 1"
+    links = "node_gb_per_s: 1, network_gb_per_s: 1"
+    gpu.write_text(f"{{memory_gib: 0.003, reserve_gib: 0, {speeds}, {links}}}")
+    sweep = {"optim.lr": ["1e-3", "1e-4"], "model.n_layers": ["2", "40"]}
+
+    def planned(**job: Any) -> list[str]:
+        args = JobArgs(launcher="print", ngpu=2, gpu=str(gpu), **job)
+        script = launch(args, arguments, sweep)
+        assert isinstance(script, str) and script.startswith("#!")
+        return capsys.readouterr().err.splitlines()
+
+    [line, _] = refused(planned).splitlines()
+    assert line.startswith(f"gpu = {gpu}: model.n_layers=40: plan: does not fit, about ")
+    capsys.readouterr()
+    small, large = planned(allow_too_large=True)  # of four runs: a plan has no learning rate
+    assert small.startswith("model.n_layers=2: plan: fits, about 0.0 of 0.003 GiB; a step takes ")
+    assert large == line.removeprefix(f"gpu = {gpu}: ")
+
+
+def test_without_submitit_the_message_names_the_package(arguments, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit.slurm", None)
+    refused(lambda: launch(JobArgs(launcher="print"), arguments), "launcher = print", "submitit")
+
+
+def test_a_line_of_setup_that_fails_ends_the_job(arguments, tmp_path):
+    job = JobArgs(launcher="print", setup=["false", "echo after"])
+    script = launch(job, arguments)
+    assert isinstance(script, str)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_status_does_not_obey_what_a_foreign_log_contains(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    dump_dir = tmp_path / "run\x1b[31m"
+    (dump_dir / "logs" / "1").mkdir(parents=True)
+    (dump_dir / "base_config.yaml").write_text("steps: 3\n")
+    (dump_dir / "job_id").write_text("1")
+    (dump_dir / "metrics.jsonl").write_bytes(
+        b'\xff\n[1]\n{"step": "a", "loss": [], "step_time_s": 1e999, "tokens_per_s": NaN}\n'
+    )
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "base_config.yaml").write_text("steps: [x]\nstop_at: ${oc.env:HOME}\n")
+    os.mkfifo(other / "job_id")
+    (dump_dir / "logs" / "1" / "1_0_log.err").write_text("ValueError: \x1b]0;owned\x07\n")
+    shown = status_table(status(tmp_path))
+    assert "\\x1b[31m" in shown and r"ValueError: \x1b]0;owned\x07" in shown
+    assert "\x1b" not in shown and "\x07" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-3,3e-4", ["1e-3", "3e-4"]),
+        ("{a: 1, b: 2},[1,2]", ["{a: 1, b: 2}", "[1,2]"]),
+        ("'a,b', \"c']\",d", ["'a,b'", '"c\']"', "d"]),
+        ("runs/a b.yaml", ["runs/a b.yaml"]),
+    ],
+)
+def test_the_values_of_a_sweep_are_split_at_commas_outside_of_brackets_and_quotes(text, values):
+    assert split_values("key", text) == values
