@@ -5,15 +5,18 @@ sets, so what is tested is what torchrun starts; only the seconds of importing t
 a server imports it once, and every rank is forked from that.
 """
 
+import faulthandler
 import functools
 import gc
 import multiprocessing as mp
 import os
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 ANSWER_S = 240.0  # compiling on eight ranks of two busy cores takes a minute or two
@@ -44,7 +47,7 @@ def _meet_again() -> None:
         time.sleep(0.005)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, crashes: str) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
@@ -52,6 +55,7 @@ def _serve(pipe: Connection) -> None:
 
     from lingua.parallel.launch import leave
 
+    faulthandler.enable(open(crashes, "w"))  # noqa: SIM115 (it stays open)
     torch.set_num_threads(1)
     caches = _caches()
     gc.freeze()  # what is imported stays: looking through it again and again takes the time
@@ -84,6 +88,7 @@ class Ranks:
     def __init__(self) -> None:
         self.pipes: list[Connection] = []
         self.processes: list[mp.process.BaseProcess] = []
+        self.crashes: list[Path] = []  # files for the stacks of a process that a signal ended
 
     def _grow(self, n: int) -> None:
         context = mp.get_context("forkserver")
@@ -91,8 +96,12 @@ class Ranks:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # or each rank starts compilers
         while len(self.processes) < n:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            handle, crashes = tempfile.mkstemp(suffix=".crash")
+            os.close(handle)
+            process = context.Process(target=_serve, args=(theirs, crashes), daemon=True)
             process.start()
+            theirs.close()
+            self.crashes.append(Path(crashes))
             self.pipes.append(ours)
             self.processes.append(process)
 
@@ -118,7 +127,9 @@ class Ranks:
                 try:
                     fine, results[rank] = pipe.recv()
                 except EOFError:
-                    fine, results[rank] = False, "its process ended"
+                    self.processes[rank].join()
+                    code, stacks = self.processes[rank].exitcode, self.crashes[rank].read_text()
+                    fine, results[rank] = False, f"its process ended with code {code}\n{stacks}"
                 if not fine:
                     failures.append(f"rank {rank}: {results[rank]}")
                     end = min(end, time.monotonic() + GRACE_S)
@@ -131,4 +142,6 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
-        self.pipes, self.processes = [], []
+        for file in self.crashes:
+            file.unlink(missing_ok=True)
+        self.pipes, self.processes, self.crashes = [], [], []
