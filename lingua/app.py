@@ -38,7 +38,7 @@ class Built:
 
 @dataclass(frozen=True)
 class App:
-    """What an experiment consists of. What is None is as in apps.main."""
+    """The parts of an experiment. A part that is None is that of apps.main."""
 
     path: str  # import path of the module that has this value as `app`; config.yaml records it
     config: type  # dataclass of the whole configuration: apps.main.config.TrainArgs or derived

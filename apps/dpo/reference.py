@@ -138,7 +138,8 @@ class Reference:
         return out
 
     def _absent(self, end: int) -> list[int]:
-        """Of each row that is not known and is read before position `end`, the first position."""
+        """Returns the first position of each row that is not known and is read before position
+        `end`."""
         known, absent = np.array([row is not None for row in self.by_row]), []
         for begin in range(0, end, POSITIONS_PER_CHUNK):
             if known.all():

@@ -8,7 +8,7 @@ from lingua.app import App
 
 
 def hf_form() -> Any:
-    """How transformers keeps the model, a HuggingFace."""
+    """Returns the HuggingFace that describes how transformers stores the model."""
     from apps.main.hugging_face import llama
 
     return llama

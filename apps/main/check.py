@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checked:
-    """What was decided before data is prepared and the model takes memory."""
+    """The values that are decided before data is prepared and the model takes memory."""
 
     data: Data
     tokenizer: Tokenizer

@@ -44,7 +44,7 @@ def announce(run: Run, checked: Checked) -> None:
 
 
 def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
-    """What a person wants to read before the first step."""
+    """Log what a person wants to read before the first step."""
     n_parameters = sum(p.numel() for p in model.parameters())
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
     sizes = ", ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))
@@ -65,7 +65,7 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
 
 
 def machine(device_name: str) -> dict[str, Any]:
-    """What a start of a run is on, as values of JSON. Called by every rank."""
+    """Returns the machines and devices of a start, as values of JSON. Called by every rank."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return {

@@ -15,7 +15,7 @@ from lingua.tools.exchange.hugging_face import HFTensor, HuggingFace
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of a `model_type` in transformers have in common."""
+    """The properties that the models of a `model_type` in transformers share."""
 
     model: dict[str, Any]  # values in our `model` group that all of them share
     missing: dict[str, Any]  # what a config.json says that lacks a key
@@ -108,7 +108,7 @@ def tensors(args: ModelArgs) -> dict[str, HFTensor]:
 
 
 def unused(args: ModelArgs) -> tuple[str, ...]:
-    """Of an old form of the model, and of a head that is tied."""
+    """Returns the tensors that are not read: those of an old form, and a tied head."""
     return (".rotary_emb.inv_freq", *(("lm_head.weight",) if args.weight_tying else ()))
 
 
@@ -262,7 +262,7 @@ def feed_forward_size(dim: int, hidden: int) -> tuple[float | None, int]:
 
 
 def computes(args: ModelArgs) -> dict[str, Any]:
-    """By key in `model`, all that matters for the same weights to compute the same."""
+    """Returns, by key in `model`, all settings that change what the same weights compute."""
     keys = "dim n_layers norm_eps rope_theta rope_scaling sliding_window vocab_size weight_tying"
     values = {key: getattr(args, key) for key in (*keys.split(), *PLAIN)}
     values |= zip(("n_heads", "n_kv_heads", "head_dim"), args.heads(), strict=True)

@@ -60,7 +60,7 @@ def build(app: App, args: TrainArgs, degree: int) -> Built:
 
 @dataclass
 class _Numbers:
-    """Where an objective reports to, in place of a Reporter."""
+    """Receives an objective's numbers in place of a Reporter."""
 
     numbers: dict[str, Tensor] = field(default_factory=dict)
 

@@ -193,7 +193,7 @@ def train_step(
 
 
 class Objective:
-    """What a run minimises: the mean loss of the targets. A fork may give another, or a part."""
+    """The function that a run minimises: the mean loss of the targets. A fork may replace it."""
 
     def __init__(self, run: Run) -> None:
         """Called by every rank once the run is restored, before its first step."""

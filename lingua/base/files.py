@@ -49,7 +49,7 @@ def open_synced(path: Path) -> io.BufferedWriter:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let what was created and renamed in a folder outlast a loss of power."""
+    """Write a folder's entries to the disk: new names then outlast a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,7 +122,7 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """As `load_json`. Raises UserError, which names the file."""
+    """Read a JSON object, as `load_json` does. Raises UserError, which names the file."""
     try:
         return load_json(path)
     except (OSError, ValueError) as error:

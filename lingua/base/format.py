@@ -14,7 +14,7 @@ def printable(text: str) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of a table: the first `left` columns are aligned left, the others right."""
+    """Returns the lines of a table: the first `left` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

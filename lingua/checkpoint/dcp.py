@@ -52,8 +52,8 @@ class _Chunk(NamedTuple):
 
 
 class _StandIn:
-    """What is unpickled in place of an object of a class that `.metadata` names, or of what a
-    function returns: it has the first argument and the state, and does nothing."""
+    """Stands for every object that unpickling `.metadata` would create by a class or a function. It
+    keeps the first argument and the state, and does nothing."""
 
     __slots__ = ("argument", "state")
     argument: Any
@@ -68,7 +68,7 @@ class _StandIn:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Of an OrderedDict, which is in nothing that is read here."""
+        """Ignore an item of an OrderedDict, which nothing read here has."""
 
 
 class _Unpickler(pickle.Unpickler):

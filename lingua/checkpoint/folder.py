@@ -29,7 +29,7 @@ LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}\.tmp-[0-9a-f]{{8}}")
 
 
 def temporary(path: Path) -> Path:
-    """Another name beside `path`, for what is not whole yet, or no longer."""
+    """Returns a name beside `path` for a folder that is being written or removed."""
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
@@ -74,7 +74,7 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
 
 
 def read_state(checkpoint: Checkpoint) -> TrainState:
-    """What is read of `train_state.json`. Raises UserError."""
+    """Read the fields of `train_state.json` that a resume needs. Raises UserError."""
     content, known = read_json(checkpoint.path / STATE), TrainState.__dataclass_fields__
     values = {key: value for key, value in content.items() if key in known}
     return from_values(TrainState(), values, str(checkpoint.path / STATE))
@@ -145,8 +145,8 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:
-    """Which files differ from the manifest and how, or nothing where none does. Called by every
-    rank: each file is read by one, and the results are shared."""
+    """Describe the files that differ from the manifest; an empty string where none does. Called by
+    every rank: each file is read by one, and the results are shared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     bad = []
     for name, entry in sorted(checkpoint.files.items())[rank::world]:

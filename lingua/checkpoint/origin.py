@@ -143,8 +143,8 @@ def _change_class(key: str, resume_class: str | None, everything: bool) -> str |
 def find_origin(
     args: CheckpointArgs, keys: Iterable[str], app: App | None
 ) -> tuple[Saved | None, Origin | None]:
-    """What `checkpoint.init_from` names: a checkpoint whose run is branched, or tensors. Arguments
-    as find_start. Called by every rank. Raises UserError."""
+    """Open what `checkpoint.init_from` names: a checkpoint whose run is branched, or tensors. The
+    arguments are those of find_start. Called by every rank. Raises UserError."""
     path = str(args.init_from)
     source = open_source(INIT_FROM, path, app, args.verify, logger.warning)
     if not args.continue_training_from_init:
@@ -163,8 +163,8 @@ def find_origin(
 
 
 def config_of_init_checkpoint(app: App, args: Any, given: set[str]) -> Values:
-    """What defines the model that a run with these `args` starts from, by key: its sizes, and its
-    tokenizer unless one is `given`. Raises UserError."""
+    """Returns the config keys that define the model which a run with these `args` starts from: its
+    sizes, and its tokenizer unless one is `given`. Raises UserError."""
     kinds = resume_classes(app.config)
     keys = [k for k, kind in kinds.items() if k.startswith("model.") and kind == "guarded"]
     keys = [k for k in keys if k not in TRAINING_ONLY]
@@ -232,7 +232,7 @@ def open_source(
     report: Callable[[str], None] = lambda line: None,
     alone: bool = False,
 ) -> TensorSource:
-    """What a config key names. Called by every rank, or by a process without a group. Raises
+    """Open what a config key names. Called by every rank, or by a process without a group. Raises
     UserError, which begins with the key.
 
     Args:

@@ -52,7 +52,7 @@ class Saved:
 
 @dataclass
 class SavedMixture:
-    """What a resume reads of a saved `data` group. Other values are only compared."""
+    """Values of a saved `data` group that a resume computes with. Others are only compared."""
 
     sources: dict[str, float] | None = None
     stages: list[Stage] | None = None
@@ -170,7 +170,7 @@ def check_changes(
 
 
 def changes_table(differing: list[Change]) -> list[str]:
-    """Lines of a table: key, saved, now, class. None where nothing changed."""
+    """Returns the lines of a table (key, saved, now, class); none where nothing changed."""
     rows = [(c.key, str(c.saved), str(c.now), str(c.resume_class)) for c in differing]
     return align([("key", "saved", "now", "class"), *rows], left=4) if rows else []
 

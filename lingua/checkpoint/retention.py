@@ -130,7 +130,7 @@ def _remove(folder: Path) -> None:
 
 
 def _to_keep(checkpoints: list[Checkpoint], args: CheckpointArgs) -> list[Checkpoint]:
-    """Those that options keep; `checkpoints` is newest first."""
+    """Returns the checkpoints that the options keep; `checkpoints` is newest first."""
     evals = [c for c in checkpoints if args.eval.every > 0 and c.step % args.eval.every == 0]
     keep = checkpoints[: args.dump.keep] if args.dump.keep > 0 else list(checkpoints)
     keep += evals[: args.eval.keep] if args.eval.keep > 0 else evals

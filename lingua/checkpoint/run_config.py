@@ -14,8 +14,8 @@ from lingua.config.values import Values
 def load_run(
     app: App, argv: list[str], part: Any = None, program_doc: str | None = None
 ) -> tuple[Any, list[str]]:
-    """As lingua.config.load.load: an app's configuration, or a `part` of it, for which `argv` may
-    have the app's other keys."""
+    """Load, as lingua.config.load.load does, an app's configuration, or a `part` of it, for which
+    `argv` may have the app's other keys."""
     cls = app.config if part is None else type(part)
     if {"-h", "--help"} & set(argv):
         return load(cls, argv, program_doc=program_doc)

@@ -108,7 +108,7 @@ class Saver:
             raise NotSaved(f"{self._failure}; {newest}")
 
     def wait(self) -> None:
-        """For the save in the background, if there is one. Raises as `save` does."""
+        """Wait for the save in the background, if there is one. Raises as `save` does."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None

@@ -56,7 +56,7 @@ class TensorSource:
 
     @property
     def config_path(self) -> str:
-        """Where its config is, for messages."""
+        """The path of its config, for messages."""
         return str(self.path / CONFIG) if self.checkpoint else f"config of {self.path}"
 
     def load(self, tensors: Mapping[str, Tensor], only: str = "") -> None:
@@ -81,7 +81,7 @@ class TensorSource:
         return tensors
 
     def shapes(self, only: str = "") -> Shapes:
-        """Of the tensors whose names begin with `only`."""
+        """Returns the shapes of the tensors whose names begin with `only`."""
         return {name: tuple(t.shape) for name, t in self.tensors.items() if name.startswith(only)}
 
 
@@ -110,8 +110,8 @@ def check_fit(
 
 
 def on_every_rank(path: Path, work: Callable[[], T], alone: bool = False) -> T:
-    """What `work` gives, which reads `path`. Called by every rank, or by a process that is `alone`
-    or without a group. Raises UserError on all ranks where it fails on one."""
+    """Run `work`, which reads `path`, and return its result. Called by every rank, or by a process
+    that is `alone` or without a group. Raises UserError on all ranks where it fails on one."""
     results, message = [], ""
     try:
         results.append(work())

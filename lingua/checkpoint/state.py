@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
 
 @dataclass
 class Progress:
-    """How far a run is: everything that is state besides tensors and config."""
+    """The progress of a run: all of its state besides tensors and config."""
 
     step: int = 0  # completed updates, those that were skipped for a bad gradient included
     position: int = 0  # rows consumed: where the row stream goes on

@@ -67,7 +67,7 @@ def local_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Each parameter group without its parameters and without values that JSON does not have."""
+    """Returns each parameter group without its parameters and values that JSON does not have."""
     return [
         {k: v for k, v in group.items() if k != "params" and (v is None or isinstance(v, JSON))}
         for group in optimizer.param_groups

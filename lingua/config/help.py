@@ -29,8 +29,8 @@ def asks_help(argv: Sequence[str]) -> bool:
 
 
 def print_help_if_asked(cls: type, argv: Sequence[str], program_doc: str | None = None) -> None:
-    """Where a command line asks for help, print that of the groups and keys that it names, or of
-    all, and exit. Raises UserError."""
+    """Print the help of the groups and keys that the command line names, or of all, and exit, if it
+    asks for help. Raises UserError."""
     if asks_help(argv):
         chosen = [word for word in argv if "=" not in word and not word.startswith("-")]
         print(help_text(cls, chosen, program_doc))

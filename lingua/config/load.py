@@ -86,8 +86,8 @@ def meta_lingua() -> "Foreign":
 
 
 def draft(cls: type[C], argv: list[str], foreign: "Callable[[], Foreign]") -> tuple[C, set[str]]:
-    """What `load` would give, with defaults in place of wrong values, and the keys that are given.
-    Raises UserError for a file that cannot be read."""
+    """Load with defaults in place of wrong values. Returns the configuration and the keys that are
+    given. Raises UserError for a file that cannot be read."""
     keys, unused = schema(cls), Report()
     given = _merge(_read_layers(argv, keys, unused), foreign, keys, unused)
     names = set(given)
@@ -159,7 +159,7 @@ def resume_classes(cls: type) -> dict[str, str | None]:
 
 @dataclass
 class Report:
-    """What is found in one configuration."""
+    """The mistakes and notices of one configuration."""
 
     saved: str = ""  # path of the file, where it was written by a run
     program_doc: str = ""  # docstring whose first example is shown, for an empty command line
@@ -192,7 +192,7 @@ class Report:
 
 
 def _read_layers(argv: list[str], keys: Keys, report: Report) -> list[Values]:
-    """Those of the config file, the deepest first, and that of the command line."""
+    """Returns the values of each layer: config files, the deepest first, then the command line."""
     arguments = _read_arguments(argv, keys, report)
     config = arguments.pop("config", None)
     files = read_layers(Path(str(config.text)), f"config={config.text}") if config else []
@@ -366,7 +366,7 @@ def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: 
 
 
 def _nearest_key(path: str, keys: Keys) -> str:
-    """Looked for among the keys of the same group, then in other groups, then anywhere."""
+    """Look for a similar key in the same group, then in other groups, then anywhere."""
     group, _, name = path.rpartition(".")
     siblings = {p.rpartition(".")[2]: p for p in keys if p.rpartition(".")[0] == group}
     found = [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1)]

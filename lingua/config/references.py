@@ -50,7 +50,7 @@ class References:
         return found
 
     def _find(self, name: str, path: str) -> Any:
-        """What `${name}` stands for at `path`."""
+        """Returns the value that `${name}` stands for at `path`."""
         resolver, colon, variable = name.partition(":")
         if colon and resolver in ("oc.env", "oc.env.secret"):
             return _from_environment(variable, allowed=resolver == "oc.env.secret")

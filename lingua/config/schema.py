@@ -68,7 +68,8 @@ def _default(f: dataclasses.Field[Any]) -> Any:
 def bounds(
     args: Any, least: float, *keys: str, most: float = math.inf
 ) -> Iterator[tuple[str, str]]:
-    """For `validate`: (key, what is required of it) where a number is out of range. Null is not."""
+    """For `validate`: yields (key, what is required of it) for each number that is out of range;
+    null never is."""
     yield from require(args, f"at least {least:,}", lambda value: value >= least, *keys)
     yield from require(args, f"at most {most:,}", lambda value: not value > most, *keys)
 
@@ -76,8 +77,8 @@ def bounds(
 def require(
     args: Any, need: str, holds: Callable[[Any], bool], *keys: str
 ) -> Iterator[tuple[str, str]]:
-    """For `validate`: those of `keys` whose value is not null and for which `holds` is false, each
-    with "must be {need}"."""
+    """For `validate`: yields (key, "must be {need}") for those of `keys` whose value is not null
+    and does not satisfy `holds`."""
     for key in keys:
         value = getattr(args, key)
         if value is not None and not holds(value):

@@ -23,7 +23,7 @@ class Stage:
 
 @dataclass
 class SourceFiles:
-    """Where the files of a source are, if not where its name leads, and the key of its text."""
+    """The files of a source, where its name does not lead to them, and the key of its text."""
 
     # patterns such as web/**/*.jsonl.zst, relative to data.root_dir; a folder means all files in it
     files: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class DataArgs:
                 yield f"stages[{i}].{name}", need
 
     def source_key(self, name: str) -> str:
-        """What messages name a source by."""
+        """Returns the key by which messages name a source."""
         group = "data" if name in self.used_sources() else "validation"
         return f"{group}.sources.{name}"
 

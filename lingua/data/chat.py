@@ -62,7 +62,7 @@ class ChatRows:
 
 
 def _index(kinds: np.ndarray) -> np.ndarray:
-    """Which example of its row each token [..., L] belongs to, from 0: a row begins with one."""
+    """Returns the example of its row, from 0, that each token [..., L] belongs to."""
     return (kinds == FIRST).cumsum(-1, dtype=np.int64) - 1
 
 

@@ -64,7 +64,7 @@ def micro_steps(
 
 @dataclass(frozen=True)
 class Loader:
-    """What one data-parallel rank reads of a stream, and in which form."""
+    """Reads one data-parallel rank's rows of a stream as micro-batches."""
 
     stream: Rows
     global_batch_size: int

@@ -28,7 +28,8 @@ class Rows(Protocol):
         Called by several threads at once."""
 
     def is_target(self, positions: np.ndarray) -> np.ndarray | None:
-        """Which of these tokens may be targets, bool [n, seq_len + n_views - 1]; None: all."""
+        """Returns which of these tokens may be targets, bool [n, seq_len + n_views - 1]; None:
+        all."""
 
 
 @dataclass
@@ -93,8 +94,9 @@ class DocumentMarks:
         return starts.cumsum(-1)
 
     def drop_targets(self, targets: np.ndarray, documents: np.ndarray, view: int) -> None:
-        """With `ignores_first`, ignore, in place, the targets [..., S] outside their input's
-        document. They are `view` tokens ahead; `documents` [..., L] is the index of the whole row.
+        """Ignore, in place, the targets [..., S] outside their input's document, with
+        `ignores_first`. They are `view` tokens ahead; `documents` [..., L] is the index of the
+        whole row.
         """
         if self.ignores_first:
             seq_len = targets.shape[-1]

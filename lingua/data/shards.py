@@ -93,7 +93,7 @@ class Manifest:
 
     @property
     def origin(self) -> tuple[Any, ...]:
-        """What is known of shards before they are built."""
+        """The fields that are known before shards are built."""
         return self.source, self.tokenizer, self.add_bos, self.add_eos, self.dtype
 
     def total(self, split: str, field: str) -> int:
@@ -171,7 +171,7 @@ class Source:
         raise UserError(f"{folder}: is not a folder of token shards ({SHARDS_MANIFEST} {reason})")
 
     def n_rows(self, seq_len: int, n_views: int) -> int:
-        """How many rows one epoch has. Raises UserError when there is not even one."""
+        """Returns the number of rows of one epoch. Raises UserError where there is not even one."""
         n_rows = (self.n_tokens - (n_views - 1)) // seq_len
         if n_rows < 1:
             raise UserError(

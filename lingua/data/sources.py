@@ -39,7 +39,7 @@ Report = Callable[[str], None]  # logs a line
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What the shards of a source must be. It is sent to the processes that build them."""
+    """The specification of a source's shards. It is sent to the processes that build them."""
 
     args: DataArgs
     folder: Path  # folder of the shards
@@ -47,7 +47,7 @@ class ShardSpec:
 
     @property
     def key(self) -> str:
-        """What messages name the source by."""
+        """The key by which messages name the source."""
         return self.args.source_key(self.manifest.source)
 
 
@@ -201,7 +201,7 @@ def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
 
 
 def shard_spec(name: str, args: DataArgs, tokenizer: Tokenizer) -> ShardSpec:
-    """What the shards of source `name` must be."""
+    """Returns the specification of the shards of source `name`."""
     n_values = tokenizer.vocab_size * (1 if args.chat is None else N_KINDS)
     manifest = Manifest(
         version=FORMAT_VERSION,

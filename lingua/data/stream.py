@@ -51,7 +51,7 @@ class RowStream:
         self._dtype = np.result_type(*(source.dtype for source in opened))
 
     def counts(self, position: int) -> dict[str, int]:
-        """How many rows each source gave before `position`."""
+        """Returns how many rows each source gave before `position`."""
         return dict(zip(self.names, self.stages.counts(position), strict=True))
 
     def source_rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +104,7 @@ class Stages:
         return np.searchsorted(self._starts, positions, side="right") - 1
 
     def counts(self, position: int) -> list[int]:
-        """How many rows each source, in the order of `names`, gave before `position`."""
+        """Returns how many rows each source, in the order of `names`, gave before `position`."""
         stage = int(self.stage_of(np.array(position)))
         inside = int(position - self._starts[stage])
         return (self._before[stage] + self._mixtures[stage].counts(inside)).tolist()
@@ -123,7 +123,7 @@ class Stages:
 
 
 class Mixture:
-    """Which source a position belongs to, in exact integers, at O(sources) for any position.
+    """Assigns positions to sources, in exact integers, at O(sources) for any position.
 
     With exact shares w_s (summing to 1) and their prefix sums F_s, the first N positions hold
     count_s(N) = floor(N F_s) - floor(N F_{s-1}) rows of source s whenever N is a multiple of the
@@ -149,7 +149,7 @@ class Mixture:
         self._block_start = functools.lru_cache(maxsize=64)(self._quotas)
 
     def counts(self, position: int) -> list[int]:
-        """How many rows each source gave before `position`."""
+        """Returns how many rows each source gave before `position`."""
         b, n = divmod(int(position), self.block)
         places, counts = self.block, []
         for offset, quota in zip(*self._block_start(b), strict=True):

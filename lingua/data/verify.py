@@ -43,7 +43,7 @@ def remove_damaged(folder: Path, manifest: Manifest, report: Callable[[str], Non
 
 
 def damaged_shards(source: Source, numbers: Sequence[int]) -> list[int]:
-    """Those of the shards with these numbers whose content is not that of the manifest. Raises
+    """Returns those of the numbered shards whose content is not that of the manifest. Raises
     OSError."""
     with ThreadPoolExecutor(IO_THREADS) as threads:
         good = threads.map(partial(_is_good, source), numbers)

@@ -11,7 +11,7 @@ PerRow = dict[str, Tensor]  # float32 [B] by name
 
 
 class Losses(NamedTuple):
-    """What forward returns for targets.
+    """The losses that forward returns where it is given targets.
 
     sums: float32 [V-1], the sum of the token losses of each view, in nats.
     counts: int64 [V-1], the targets that these cover.
@@ -78,7 +78,7 @@ class LanguageModel(Protocol):
 
 
 class Cache:
-    """What the layers of a model keep of the columns of a batch while it generates text.
+    """Keeps, for each layer of a model, the columns of a batch while it generates text.
 
     A column is one token of every row. The rows end together; a shorter row begins with padding,
     which its text must not see. The columns of a forward begin at `begin`, which the caller sets:

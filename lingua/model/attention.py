@@ -45,7 +45,7 @@ def choose_attention(
 
 
 def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What an implementation needs and does not have; None: it can serve."""
+    """Returns what an implementation requires and does not have; None where it can be used."""
     if impl == "sdpa":
         return None
     if device.type != "cuda":
@@ -92,7 +92,7 @@ def build_mask(
     documents: Tensor | None,
     window: int | None,
 ) -> Mask:
-    """What `attend` takes.
+    """Returns the mask that `attend` takes.
 
     Args:
         column: int64 L, from 0 on.

@@ -86,8 +86,9 @@ def fmha_serves(head_dim: int, device: torch.device, dtype: torch.dtype) -> bool
 
 
 class SeparateDocuments:
-    """Each document by itself: on a CPU, whose kernel would compute all scores of a row with a
-    mask. The compiler takes the mask, since it would make a graph for every list of lengths."""
+    """Computes each document by itself, for a CPU, whose kernel would compute all scores of a row
+    with a mask. The compiler takes the mask, since it would make a graph for every list of
+    lengths."""
 
     def __init__(self, documents: Tensor, first: Tensor, window: int | None) -> None:
         self.packed = PackedRows(_one_by_one, documents, first.shape[1], window)
@@ -148,7 +149,7 @@ class Blocks:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
-    """Not compiled, it would compute all scores and keep them."""
+    """Compile flex_attention: not compiled, it would compute all scores and keep them."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)

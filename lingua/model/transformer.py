@@ -120,8 +120,8 @@ class TransformerArgs:
 
 
 class Context:
-    """What the blocks of one forward share. It covers all positions, also under tensor parallelism,
-    where x has a rank's part of them outside of attention and feed-forward.
+    """The values that the blocks of one forward share. It covers all positions, also under tensor
+    parallelism, where x has a rank's part of them outside of attention and feed-forward.
 
     Attributes (L is S, or with a cache all columns up to the last one of this forward):
         cos, sin: float32 S 1 D, or B S 1 D where rows differ, of each position: what `rotate` takes

@@ -28,8 +28,8 @@ class _Format(logging.Formatter):
 
 
 class _Console(logging.StreamHandler):
-    """Where a line cannot be written, as on a full disk, the run goes on and prints that once; not
-    where the reader has gone, such as `head`."""
+    """A stream handler. Where a line cannot be written, as on a full disk, it prints that once and
+    the run goes on; where the reader has gone, such as `head`, it prints nothing."""
 
     failed = False
 
@@ -76,7 +76,7 @@ def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
 
 
 def progress_line(step: int, steps: int, metrics: Mapping[str, Any], eta_s: float) -> str:
-    """What the console shows of a line of metrics.jsonl. With its time it fits 80 columns:
+    """Returns the console's form of a line of metrics.jsonl. With its time it fits 80 columns:
 
     step   120 loss 2.134 grad 0.81 lr 3.0e-4 31.2k tok/s mfu 41% eta 2.1m
 

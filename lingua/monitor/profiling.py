@@ -32,8 +32,8 @@ class ProfilingArgs:
 def open_profiler(
     args: ProfilingArgs, dump_dir: str | Path, mesh: DeviceMesh
 ) -> "Profiler | Unprofiled":
-    """What profiles a run: `step(number)` is around the work of each step, `close()` comes last.
-    Called by every rank."""
+    """Returns the profiler of a run: `step(number)` is a context around the work of each step,
+    `close()` comes last. Called by every rank."""
     if not args.run:
         return Unprofiled()
     from lingua.monitor.profiler import Profiler

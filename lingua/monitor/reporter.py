@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the ranks measured in a step, of the global batch."""
+    """The measurements of a step over the global batch."""
 
     loss: float
     grad_norm: float
@@ -61,7 +61,8 @@ class Reporter:
         flops_per_token: float,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Lines of later steps than `progress`, which a killed process left, are removed.
+        """Open the files; lines of later steps than `progress`, which a killed process left, are
+        removed.
 
         Args:
             args: the run's configuration.
@@ -127,7 +128,7 @@ class Reporter:
         self.numbers[name] = self.numbers[name] + value if name in self.numbers else value
 
     def read(self, step: StepResult, guard: Tensor) -> tuple[Measured, list[int]]:
-        """What was measured in the last step, and the values of `guard`, the counts of a
+        """Returns the measurements of the last step, and the values of `guard`, the counts of a
         NonFiniteGuard, int64 [2]. Called by every rank. This is where the host waits for the
         device, once."""
         sums = dp_sum_(torch.stack([step.loss, *self.numbers.values()]), self.mesh)

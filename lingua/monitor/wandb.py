@@ -60,9 +60,9 @@ def start_wandb(args: WandbArgs, name: str, config: Mapping[str, Any], dump_dir:
 
 
 def wandb_values(file: str, line: Mapping[str, Any]) -> dict[str, Any]:
-    """What wandb shows of a line of a .jsonl file, without its step, by wandb's names. Those of a
-    source, a task or an event begin with its name, such as `validation/wiki/nats_per_byte`. Of an
-    event it is the numbers: `gradients/norms/output.weight`."""
+    """Returns the values of a line of a .jsonl file, without its step, by wandb's names. Names for
+    a source, a task or an event begin with its name, such as `validation/wiki/nats_per_byte`; an
+    event gives its numbers alone: `gradients/norms/output.weight`."""
     values = {key: value for key, value in line.items() if key != "step"}
     if file == SAMPLES:
         return {}  # a table has them all

@@ -73,8 +73,9 @@ class _Recorded(UserDict[str, Any]):
 
 
 class Adapter(LoopOptimizer):
-    """Another optimizer, `inner`, with parameter groups and state by the model's own parameters.
-    `owners` are these by the parameters that stand for them in `inner`, where some do."""
+    """Wraps another optimizer, `inner`, so that its parameter groups and state are those of the
+    model's parameters. `owners` maps each parameter that `inner` has in place of one of the model's
+    to that one."""
 
     def __init__(self, inner: Optimizer, owners: dict[nn.Parameter, nn.Parameter]) -> None:
         groups = [
@@ -119,8 +120,8 @@ class Adapter(LoopOptimizer):
 
     @torch.no_grad()
     def create_state(self) -> list[str]:
-        """Let the inner optimizer create its state in a trial step; parameters stay what they are.
-        Returns a line for each thing of it that a checkpoint cannot hold."""
+        """Create the inner optimizer's state by a trial step, which leaves the parameters
+        unchanged. Returns a line for each part of the state that a checkpoint cannot hold."""
         recorded = {p: _Recorded(state) for p, state in self.inner.state.items()}
         self.inner.state = defaultdict(_Recorded, recorded)
         groups_before = [dict(group) for group in self.inner.param_groups]

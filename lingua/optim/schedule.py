@@ -11,7 +11,7 @@ from lingua.optim.args import OptimArgs
 
 
 def schedule_warnings(args: OptimArgs, steps: int) -> Iterator[str]:
-    """What is legal but probably not meant, a line each."""
+    """Returns a line for each setting that is legal but probably not meant."""
     if args.warmup > steps:
         share = 100 * steps / args.warmup
         yield (

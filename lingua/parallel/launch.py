@@ -108,7 +108,7 @@ def _set_cuda_defaults(dump_dir: Path | None) -> None:
 
 
 def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
-    """How long a collective of the device waits for another rank, for those still to come."""
+    """Set how long later collectives of the device wait for another rank."""
     for group in mesh.get_all_groups():
         set_group_timeout(group, mesh.device_type, timedelta(seconds=seconds))
 

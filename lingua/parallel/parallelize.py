@@ -36,7 +36,7 @@ from lingua.parallel.torch_private import (
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a plain module is laid out on the mesh. Names are patterns of module names, in which `*`
+    """The layout of a plain module on the mesh. Names are patterns of module names, in which `*`
     matches one part; each must match something.
 
     blocks: the repeated layers. Each is checkpointed, compiled and an FSDP unit of its own.

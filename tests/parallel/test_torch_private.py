@@ -1,4 +1,4 @@
-"""Private interfaces of torch, which may change in any release, are named in one file."""
+"""Private interfaces of torch, which may change in any release, are named in two files."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "lingua/parallel/torch_private.py"
+FILES = [ROOT / f"lingua/{folder}/torch_private.py" for folder in ("parallel", "tools")]
 SOURCES = [path for folder in ("lingua", "apps") for path in sorted((ROOT / folder).rglob("*.py"))]
 # Private names of other packages, and of Python, which calls these private itself.
 OTHERS = {
@@ -54,12 +54,13 @@ def private_names(source: str) -> Iterator[str]:
             yield str(node.value)
 
 
-def test_private_interfaces_of_torch_are_named_in_one_file():
-    found = {path: list(private_names(path.read_text())) for path in SOURCES if path != FILE}
+def test_private_interfaces_of_torch_are_named_in_two_files():
+    found = {path: list(private_names(path.read_text())) for path in SOURCES if path not in FILES}
     assert not {str(path.relative_to(ROOT)): names for path, names in found.items() if names}
 
 
-def test_the_file_has_no_name_that_nothing_uses():
-    others = "\n".join(path.read_text() for path in SOURCES if path != FILE)
-    names = own_names(ast.parse(FILE.read_text())) - {"_should_skip_dynamo"}  # torch calls it
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+def test_the_files_have_no_name_that_nothing_uses(file):
+    others = "\n".join(path.read_text() for path in SOURCES if path != file)
+    names = own_names(ast.parse(file.read_text())) - {"_should_skip_dynamo"}  # torch calls it
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", others)]

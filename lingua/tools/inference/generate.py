@@ -21,9 +21,9 @@ from lingua.base.errors import UserError
 from lingua.model import Cache
 from lingua.parallel.mesh import divide, dp_degree, world_sum_
 from lingua.parallel.tensors import whole
-from lingua.parallel.torch_private import dynamo_is_imported
 from lingua.tokenizer import Tokenizer
 from lingua.tools.inference.sampling import Sampler, SamplingArgs
+from lingua.tools.torch_private import dynamo_is_imported
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from torch import nn
 
 from lingua.model.head import Head
 from lingua.parallel.tensors import local
-from lingua.parallel.torch_private import graph_task_id, resizes_observed
+from lingua.parallel.torch_private import graph_task_id
 from lingua.tools.plan.work import tensors_in
+from lingua.tools.torch_private import resizes_observed
 
 BLOCK_BYTES = 512  # CUDA's caching allocator rounds an allocation up to a multiple
 # What FSDP is doing, by the name that it gives the profiler.

@@ -23,19 +23,18 @@ from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.tensors import as_shard, local
-from lingua.parallel.torch_private import (
+from lingua.parallel.torch_private import is_traceable_wrapper_subclass_type, schema
+from lingua.tools.plan.memory import BLOCK_BYTES, LiveMemory
+from lingua.tools.plan.work import Kernel, KernelCounter
+from lingua.tools.torch_private import (
     READ_NUMBER,
     WAIT_TENSOR,
     OperatorMode,
     cpu_attention,
     fake_ranks,
     flash_attention,
-    is_traceable_wrapper_subclass_type,
-    schema,
     training_on_meta,
 )
-from lingua.tools.plan.memory import BLOCK_BYTES, LiveMemory
-from lingua.tools.plan.work import Kernel, KernelCounter
 
 MAX_TRACED = 2  # micro-steps to trace: the last, and one of the others, which are alike
 META = torch.device("meta")
