@@ -1,0 +1,86 @@
+"""The private interfaces of torch that only tools use, each with what it is for."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from lingua.parallel.torch_private import OpOverload, TorchDispatchMode
+
+# The kernels of attention that CUDA and the CPU take, for a plan, whose tensors are on neither.
+flash_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention.default
+cpu_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+READ_NUMBER: OpOverload = torch.ops.aten._local_scalar_dense.default  # Tensor.item()
+# Returns its argument, but on the meta device another tensor.
+WAIT_TENSOR: OpOverload = torch.ops._c10d_functional.wait_tensor.default
+
+
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator where nothing is compiled. Other modes import dynamo, which takes a
+    second, and pass each operator through it."""
+
+    # Without it, higher-order operators (checkpointing, flex attention) raise under the mode.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def dynamo_is_imported() -> bool:
+    """Whether anything may be compiled. Importing dynamo to ask takes a second."""
+    return "torch._dynamo" in sys.modules
+
+
+@contextmanager
+def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
+    """Call `observe(storage)` once Python has changed the size of a storage, which no mode sees:
+    FSDP allocates and frees gathered parameters so."""
+    resize = torch.UntypedStorage.resize_
+
+    def change(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        observe(storage)
+        return result
+
+    with patch.object(torch.UntypedStorage, "resize_", change):
+        yield
+
+
+@contextmanager
+def fake_ranks(n: int) -> Iterator[None]:
+    """A process group of n ranks of which this process is rank 0: the others do not exist, and
+    collectives return at once."""
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=n)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # They have meshes, which another of as many ranks would be given.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+@contextmanager
+def training_on_meta() -> Iterator[None]:
+    """Inside it, FSDP and torch's optimizers take parameters without memory, which FSDP refuses, as
+    do optimizers with `fused` or `capturable`."""
+    with ExitStack() as modes:
+        check = patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
+        modes.enter_context(check)
+        for kind in ("fused_kernels", "capturable"):
+            name = f"_get_{kind}_supported_devices"
+            for module in [m for key, m in sys.modules.items() if key.startswith("torch.optim.")]:
+                if hasattr(module, name):
+                    devices = [*getattr(module, name)(), "meta"]
+                    change = patch.object(module, name, lambda *_, devices=devices, **__: devices)
+                    modes.enter_context(change)
+        yield
