@@ -33,7 +33,7 @@ from lingua.checkpoint.tensors import local_parts, tensors_of
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
-from lingua.tools.exchange import convert
+from lingua.tools.exchange import convert, export
 from lingua.tools.exchange.hugging_face import open_folder
 
 PROCESSES = 8
@@ -76,8 +76,8 @@ def write_folder(folder: Path, model: ModelArgs, dtype: torch.dtype) -> int:
     files = {t.name: f"{t.name}.safetensors" for t in tensors}
     for t in tensors:
         save_file({t.name: torch.randn(t.shape).to(dtype)}, folder / files[t.name])
-    convert.write_json(folder / convert.INDEX, {"weight_map": files})
-    convert.write_json(folder / HF_CONFIG, llama.to_config(model, 4096))
+    export.write_json(folder / export.INDEX, {"weight_map": files})
+    export.write_json(folder / HF_CONFIG, llama.to_config(model, 4096))
     return sum((folder / file).stat().st_size for file in files.values())
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,6 +152,8 @@ class DCPFolder:
                 self.tensors[name] = torch.empty(size, dtype=dtype, device="meta")
                 chunks = [_state(made, "ChunkStorageMetadata") for made in attributes["chunks"]]
                 places = [(_sizes(c["offsets"]), _sizes(c["sizes"])) for c in chunks]
+                if not _cover_once(size, places):
+                    raise ValueError(f"its chunks do not cover each element of {name} once")
                 self._chunks[name] = [_Chunk(at, n, *stored[name, at]) for at, n in places]
         check_size(self.tensors, sum(sizes.values()))
 
@@ -158,7 +161,6 @@ class DCPFolder:
         """Fill the memory of each part. Every file is read once, from its begin to its end."""
         reads: dict[str, list[tuple[_Chunk, Part]]] = {}
         for part in parts:
-            n_read = 0
             for chunk in self._chunks[part.name]:
                 sides = zip(part.box, chunk.begin, chunk.sizes, strict=True)
                 both = [(max(side.start, at), min(side.stop, at + n)) for side, at, n in sides]
@@ -167,10 +169,7 @@ class DCPFolder:
                 in_chunk = _box(both, chunk.begin)
                 in_part = _box(both, [side.start for side in part.box])
                 overlap = Part(part.name, in_chunk, part.out[in_part])
-                n_read += overlap.out.numel()
                 reads.setdefault(chunk.file, []).append((chunk, overlap))
-            if n_read < part.out.numel():
-                raise ValueError(f"it does not have all of {part.name}")
         for name, chunks in reads.items():
             with (self.path / name).open("rb", buffering=0) as f:
                 for stored, overlap in sorted(chunks, key=lambda read: read[0].offset):
@@ -178,6 +177,20 @@ class DCPFolder:
                         _read_chunk(f, stored, overlap)
                     except Exception as error:  # a damaged chunk may raise anything
                         raise ValueError(f"{name}: {error}") from error
+
+
+def _cover_once(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], ...]]) -> bool:
+    """Whether each element of a tensor is in exactly one of its chunks, (begin, sizes)."""
+    boxes = [((0,) * len(size), size), *(chunk for chunk in chunks if all(chunk[1]))]
+    corners = [(a, tuple(i + n for i, n in zip(a, sizes, strict=True))) for a, sizes in boxes]
+    # All elements between two neighbours of these places are in the same boxes.
+    places = [sorted({c[d] for box in corners for c in box}) for d in range(len(size))]
+    index = [{place: i for i, place in enumerate(side)} for side in places]
+    surplus = np.zeros([len(side) - 1 for side in places], np.int32)
+    for i, box in enumerate(corners):
+        inside = tuple(slice(at[a], at[e]) for at, a, e in zip(index, *box, strict=True))
+        surplus[inside] += 1 if i else -1
+    return not surplus.any()
 
 
 def check_size(tensors: Mapping[str, Tensor], stored: int) -> None:

@@ -1,6 +1,7 @@
 """The contract of a language model: how its forward is called, what it returns, and the cache with
 which it generates text. The files here are the parts that models are built of."""
 
+from collections import Counter
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -81,36 +82,45 @@ class Cache:
     """Keeps, for each layer of a model, the columns of a batch while it generates text.
 
     A column is one token of every row. The rows end together; a shorter row begins with padding,
-    which its text must not see. The columns of a forward begin at `begin`, which the caller sets:
-    with tp ranks, which share the columns of a forward, the last columns are run again together
-    with the new one. So a layer keeps a value for every column, and finds what came before a
-    forward at column `begin - 1`.
+    which its text must not see. Before each forward the caller gives the column at which its tokens
+    begin: with tp ranks, which share the columns of a forward, the last columns are run again
+    together with the new one. So a layer keeps a value for every column, and finds what came before
+    a forward at column `begin - 1`. A layer that is called several times in a forward keeps the
+    values of each call apart.
     """
 
     def __init__(self, padding: Tensor, size: int) -> None:
         """padding: int64 B, columns before the first token of each row; size: columns at most."""
         self.padding, self.size = padding, size
         self.longest_padding = int(padding.max())
-        self.begin = 0
-        self._kept: dict[nn.Module, tuple[int, list[Tensor]]] = {}  # columns' dim, values
+        # Columns' dim and values of each layer, by how often it was called before in a forward.
+        self._kept: dict[tuple[nn.Module, int], tuple[int, list[Tensor]]] = {}
+        self.start_forward(0)
+
+    def start_forward(self, begin: int) -> None:
+        """Called before each forward: its tokens are the columns from `begin` on."""
+        self.begin, self._calls = begin, Counter[nn.Module]()
 
     def extend(self, layer: nn.Module, *values: Tensor, dim: int) -> tuple[Tensor, ...]:
         """Keep a layer's values of this forward's columns, which lie along `dim`; dim 0 is the
-        rows. Returns those of all columns up to the last one of this forward."""
-        if layer not in self._kept:
+        rows. Returns those of all columns up to the last one of this forward. Called once in each
+        call of the layer."""
+        key = layer, self._calls[layer]
+        if key not in self._kept:
             shapes = ((*v.shape[:dim], self.size, *v.shape[dim + 1 :]) for v in values)
             buffers = [v.new_empty(shape) for v, shape in zip(values, shapes, strict=True)]
-            self._kept[layer] = dim, buffers
-        _, kept = self._kept[layer]
+            self._kept[key] = dim, buffers
+        _, kept = self._kept[key]
         n_columns = values[0].shape[dim]
         for buffer, new in zip(kept, values, strict=True):
             buffer.narrow(dim, self.begin, n_columns).copy_(new)
+        self._calls[layer] += 1
         return tuple(buffer.narrow(dim, 0, self.begin + n_columns) for buffer in kept)
 
     def last(self, layer: nn.Module) -> tuple[Tensor, ...] | None:
         """The values that a layer kept of column `begin - 1`, without the dimension of the columns;
-        None when there is no such column."""
+        None when there is no such column. Called before `extend`."""
         if self.begin == 0:
             return None
-        dim, kept = self._kept[layer]
+        dim, kept = self._kept[layer, self._calls[layer]]
         return tuple(buffer.select(dim, self.begin - 1) for buffer in kept)

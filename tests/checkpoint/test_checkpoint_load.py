@@ -232,6 +232,15 @@ def without_a_part(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def twice(folder: Path) -> None:
+    """A part of a tensor in place of another: at least as many elements as it has."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    chunks = metadata.state_dict_metadata["model.matrix"].chunks
+    assert chunks[0].sizes[0] >= chunks[1].sizes[0]
+    chunks[1] = chunks[0]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def cut_off(folder: Path) -> None:
     (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])
 
@@ -241,6 +250,7 @@ def cut_off(folder: Path) -> None:
     [
         (outside, "../../etc/passwd"),
         (without_a_part, "model.matrix"),  # what no chunk fills would stay as it was
+        (twice, "each element of model.matrix once"),
         (cut_off, ".metadata cannot be read"),
     ],
 )

@@ -39,10 +39,17 @@ def plan_of(args: ModelArgs, seq_len: int) -> ParallelPlan:
     return replace(plan, tp=plan.tp | {"layers.*.attention.wz": ColwiseParallel()})
 
 
-def plain_model() -> Transformer:
+def looped(model: Transformer, n_loops: int) -> Transformer:
+    """With all layers in turn so many times, as in a Universal Transformer (Dehghani et al., 2019):
+    each of them is called several times in a forward."""
+    model.layers.extend(list(model.layers) * (n_loops - 1))
+    return model
+
+
+def plain_model(n_loops: int = 1) -> Transformer:
     model = build_transformer(ARGS, hybrid)
     init_parameters(model, 1, CPU)
-    return model
+    return looped(model, n_loops)
 
 
 def model_on_mesh(sizes: Sizes) -> tuple[nn.Module, DeviceMesh]:
@@ -116,20 +123,23 @@ def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
 N_TOKENS = (4, 5, 12, 12)  # that each prompt asks for
 
 
-def generate_here(sizes: Sizes) -> list[tuple[list[int], list[float]]]:
+def generate_here(sizes: Sizes, n_loops: int) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities; a batch of three prompts, then one by itself."""
     model, mesh = model_on_mesh(sizes)
+    looped(model, n_loops)
     settings = [replace(GREEDY, max_gen_tokens=n) for n in N_TOKENS]
     requests = [Request(*pair) for pair in zip(PROMPTS, settings, strict=True)]
     found = generate(model, requests, BYTES, mesh, batch_size=3)
     return [(completion.tokens, completion.logprobs) for completion in found]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
-def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks, sizes):
+@pytest.mark.parametrize(
+    ("sizes", "n_loops"), [((1, 1, 1), 1), ((1, 1, 1), 2), ((1, 1, 2), 1), ((1, 1, 2), 2)]
+)
+def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks, sizes, n_loops):
     """In a batch the shorter prompts begin with padding; with tp ranks, columns that are run again
     continue from the state before them."""
-    model = plain_model()
+    model = plain_model(n_loops)
     expected = [step_by_step(model, *pair) for pair in zip(PROMPTS, N_TOKENS, strict=True)]
     assert all(len(set(tokens)) > 1 for tokens, _ in expected)  # one token would show nothing
 
@@ -142,6 +152,6 @@ def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks
             for ours, theirs in zip(of_ours, of_theirs, strict=True)
         )
 
-    for found in ranks.run(sizes[2], generate_here, sizes):
+    for found in ranks.run(sizes[2], generate_here, sizes, n_loops):
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
         assert worst(found) < 3e-5

@@ -143,7 +143,7 @@ def _complete_batch(
             if cache is None:
                 logits = _recomputed_logits(model, tokens, padding, tp)
             else:
-                cache.begin = tokens.shape[1] - tp if step else 0
+                cache.start_forward(tokens.shape[1] - tp if step else 0)
                 logits = whole(model(tokens[:, cache.begin :], cache=cache))[:, -1].float()
             if not unfinished:  # another rank continues, and needs this one in its collectives
                 continue

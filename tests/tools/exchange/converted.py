@@ -36,12 +36,16 @@ def a_model(**changed: Any) -> ModelArgs:
 def save_here(
     root: Path, model: ModelArgs, config: dict[str, Any], tokens: str | None = None
 ) -> None:
-    """A checkpoint of step 3; `config` is laid over its model group and tokenizer, `tokens` is the
-    fingerprint of the tokenizer it says that it was trained with."""
+    """A checkpoint of step 3; `config` is laid over its model group, its tokenizer, `data` and
+    `init_from`; `tokens` is the fingerprint of the tokenizer it says that it was trained with."""
     start(CPU, detect_launch(), DistributedArgs())
     tokenizer = config.pop("tokenizer", {"name": "bytes", "path": None})
     data = {"seq_len": 64, "add_bos": True, "add_eos": True, "tokenizer": tokenizer}
-    text = OmegaConf.to_yaml({"model": asdict(model) | config, "data": data})
+    data |= config.pop("data", {})
+    checkpoint = {"init_from": config.pop("init_from", None)}
+    text = OmegaConf.to_yaml(
+        {"model": asdict(model) | config, "data": data, "checkpoint": checkpoint}
+    )
     save(root, 3, tensors_of(initialised(model)), {"data": {TOKENIZER: tokens}}, text)
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.exchange.hugging_face import HFTensor
 from lingua.tools.inspect.checkpoint import summary
 from tests.apps.test_model import CASES, initialised, model_args
+from tests.chats import TEMPLATES, write_tokenizer
 from tests.tokenizer.test_tokenizer import (
     TEXTS,
     write_byte_level,
@@ -257,8 +259,95 @@ def test_a_tokenizer_that_transformers_has_no_form_for_is_not_written(ranks, tmp
         config = {"tokenizer": {"name": "sp", "path": path}}
     ranks.run(1, save_here, tmp_path / "ours", model_args(vocab_size=600), config)
     out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
-    names = {"config.json", "generation_config.json", "model.safetensors"}
+    names = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert {p.name for p in out.iterdir()} == names
+
+
+# ------------------------------------------------------------------------------------- the base
+
+BASE_GENERATION = {"eos_token_id": [1, 3], "pad_token_id": 0, "do_sample": True, "top_p": 0.9}
+TALK = [{"role": "user", "content": "zoo"}, {"role": "assistant", "content": "this and that"}]
+
+
+def write_base(folder: Path) -> ModelArgs:
+    """A model of transformers as they are published; returns it as ours."""
+    write_tokenizer(folder, None, pad_token="<s>")
+    (folder / "chat_template.jinja").write_text(TEMPLATES["chatml"])
+    LlamaForCausalLM(a_llama(vocab_size=300, bos_token_id=0)).save_pretrained(folder)
+    for name, changed in {
+        "config.json": {"initializer_range": 0.05, "auto_map": {"AutoModel": "x.Y"}},
+        "generation_config.json": BASE_GENERATION,
+    }.items():
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    for name in ("LICENSE.txt", "USE_POLICY.md", "README.md", "modeling.py"):
+        (folder / name).write_text(f"{name} of the base")
+    return llama.from_config(json.loads((folder / "config.json").read_text()), "")[0]
+
+
+def opened_there(folder: Path) -> tuple[Any, Any]:
+    """(model, tokenizer) as transformers loads them."""
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def force(tokens: Tensor, scores: Tensor, end: int) -> Tensor:
+    """Scores that draw `end` as the fifth token, and no token that ends a text before."""
+    scores = scores.index_fill(1, torch.tensor([1, 3, 4]), -torch.inf)
+    return scores.index_fill(1, torch.tensor([end]), 1e4) if tokens.shape[1] == 4 else scores
+
+
+def test_what_a_base_has_and_training_did_not_change_is_carried_over(ranks, tmp_path):
+    base = tmp_path / "base"
+    args = write_base(base)
+    model, tokenizer = opened_there(base)
+    convert_to(ranks, base, tmp_path / "plain")  # without training
+    (tmp_path / "t.jinja").write_text(TEMPLATES["llama3"])
+    trained = {"init_from": str(base), "tokenizer": {"name": "hf", "path": str(base)}}
+    chat = {"chat": {"template": str(tmp_path / "t.jinja")}, "sources": {"talks": 1.0}}
+    ranks.run(1, save_here, tmp_path / "sft/checkpoints", args, trained | {"data": chat})
+    ranks.run(1, save_here, tmp_path / "dpo", args, trained | {"init_from": str(tmp_path / "sft")})
+    (tmp_path / "sft/metrics.jsonl").write_text(
+        '{"step": 2, "loss": 1.25}\n{"step": 4, "loss": 9.0}'
+    )
+    cases = {"plain": ("chatml", [1, 3]), "sft": ("llama3", [1, 4, 3]), "dpo": ("chatml", [1, 3])}
+    for case, (template, ends) in cases.items():
+        out = convert_to(ranks, tmp_path / case, tmp_path / f"{case}-hf")
+        again, tokenizer_there = opened_there(out)
+        before, after = model.config.to_dict(), again.config.to_dict()
+        differing = {key for key in before if before[key] != after.get(key)}
+        assert differing <= {"eos_token_id", "auto_map", "_name_or_path"}, case
+        assert after["eos_token_id"] == ends and after["initializer_range"] == 0.05
+        settings = again.generation_config
+        assert (settings.eos_token_id, settings.pad_token_id, settings.top_p) == (ends, 0, 0.9)
+        text = tokenizer.apply_chat_template(
+            TALK, tokenize=False, chat_template=TEMPLATES[template]
+        )
+        assert tokenizer_there.apply_chat_template(TALK, tokenize=False) == text
+        for end in ends:
+            ids = torch.tensor([[5, 6]])
+            new = again.generate(ids, max_new_tokens=9, logits_processor=[partial(force, end=end)])
+            assert new[0, 4:].tolist() == [end]
+        assert (out / "LICENSE.txt").read_text() == "LICENSE.txt of the base"
+        card = (out / "README.md").read_text()
+        assert "Base: base" in card and "README.md, modeling.py, auto_map of config.json" in card
+        assert str(tmp_path) not in card
+    card = (tmp_path / "sft-hf/README.md").read_text()
+    assert "Training loss: 1.25 nats per token, at step 2" in card and "talks 1" in card
+
+
+def test_a_base_with_another_tokenizer_gives_no_ids(ranks, tmp_path):
+    args = write_base(tmp_path / "base")
+    other = write_tokenizer(tmp_path / "other", TEMPLATES["plain"], unk_token="<s>")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text + "\n")
+    config = {"init_from": str(tmp_path / "base"), "tokenizer": {"name": "hf", "path": str(other)}}
+    ranks.run(1, save_here, tmp_path / "ours", args, config)
+    out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
+    model, tokenizer = opened_there(out)
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == 1
+    assert model.generation_config.top_p != 0.9
+    assert "zoo" in tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert model.config.max_position_embeddings == 512 and model.config.initializer_range == 0.05
 
 
 # --------------------------------------------------------------------------------------- refusals
