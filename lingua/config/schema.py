@@ -66,12 +66,12 @@ def _default(f: dataclasses.Field[Any]) -> Any:
 
 
 def bounds(
-    args: Any, least: float, *keys: str, most: float = math.inf
+    args: Any, minimum: float, *keys: str, maximum: float = math.inf
 ) -> Iterator[tuple[str, str]]:
     """For `validate`: yields (key, what is required of it) for each number that is out of range;
     null never is."""
-    yield from require(args, f"at least {least:,}", lambda value: value >= least, *keys)
-    yield from require(args, f"at most {most:,}", lambda value: not value > most, *keys)
+    yield from require(args, f"at least {minimum:,}", lambda value: value >= minimum, *keys)
+    yield from require(args, f"at most {maximum:,}", lambda value: not value > maximum, *keys)
 
 
 def require(

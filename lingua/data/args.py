@@ -75,10 +75,10 @@ class DataArgs:
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "seq_len", most=MAX_TOKENS)
-        yield from bounds(self, 2, "n_views", most=1000)
-        yield from bounds(self, 1, "batch_size", "global_batch_size", most=MAX_ROWS)
-        yield from bounds(self, 0, "workers", most=256)
+        yield from bounds(self, 1, "seq_len", maximum=MAX_TOKENS)
+        yield from bounds(self, 2, "n_views", maximum=1000)
+        yield from bounds(self, 1, "batch_size", "global_batch_size", maximum=MAX_ROWS)
+        yield from bounds(self, 0, "workers", maximum=256)
         marked = self.add_bos or self.add_eos or self.chat is not None
         if self.document_mask != "none" and not marked:
             need = "must be none where documents have neither a first nor a last token; "
