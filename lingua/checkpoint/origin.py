@@ -8,6 +8,7 @@ AdamW state and step.
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,7 +204,11 @@ def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
     Raises UserError where it has none that is whole. `report` logs a line for each that is skipped.
     """
     if not os.path.exists(path):  # nor one whose name is too long
-        raise UserError(f"{path}: no such file or folder")
+        may_be_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not os.path.exists(
+            path.parent
+        )
+        hint = f"; `hf download {path} --local-dir FOLDER` fetches a model of the hub"
+        raise UserError(f"{path}: no such file or folder{hint if may_be_hub else ''}")
     has = {n for n in (MANIFEST, METADATA, PARAMS, CONSOLIDATED) if (path / n).exists()}
     foreign = path.is_file() or is_hf_folder(path)
     if foreign or CONSOLIDATED in has or has == {METADATA, PARAMS}:

@@ -116,5 +116,6 @@ def type_name(kind: Any) -> str:
     if origin is list:
         return f"list of {type_name(inner[0])}"
     if origin is dict:
-        return f"mapping of {type_name(inner[1])}"
+        names = "".join(f"{what} to " for what in getattr(inner[0], "__metadata__", ()))
+        return f"mapping of {names}{type_name(inner[1])}"
     return "any" if kind is Any else kind.__name__
