@@ -15,6 +15,7 @@ from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
+from lingua.checkpoint.run_config import load_run
 from lingua.config.help import help_text
 from lingua.config.load import load, meta_lingua
 from lingua.tokenizer import TokenizerArgs
@@ -53,6 +54,7 @@ PROGRAMS = {
     "example": loads(Config, foreign=meta_lingua),
     "help": partial(help_text, Config),
     "train": loads(TrainArgs, *SOURCES),
+    "run": lambda argv: load_run(choose_app([]), [*SOURCES, *argv]),
     "sft": loads(SFTArgs, *SOURCES),
     "dpo": loads(DPOArgs, *SOURCES, *PAIRS),
     "app": choose_app,
@@ -117,6 +119,9 @@ TABLE = r"""
     train 'data.stages=[{from_step: 9, sources: {../b: 1}}]'  data.stages[0].sources.../b  path
     train 'data.stages=[{from_step: 9, sources: {a: 1}}, {from_step: 9, sources: {a: 1}}]'  [1]  9
     train 'data.source_files={a: {file: [x]}}'           "data.source_files.a.files"
+    train data.source_files.a.py.txt_key=x   did you mean "data.source_files.a.py.text_key"?
+    train data.sources=data/books.jsonl      data.sources  "data/books.jsonl"  data.root_dir
+    run checkpoint.init_from=Qwen/Q-0.6                  Qwen/Q-0.6  hf download Qwen/Q-0.6
     train 'data.sources={a: -1, b: 1}'                   data.sources.a  -1
     train 'data.sources={a: .inf}'                       data.sources.a  .inf
     train 'data.sources={a: 0}'                          data.sources  above 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 9_000  # lines of this repository that a plain run loads
@@ -120,6 +121,8 @@ def test_without_the_shelf_a_run_trains_stops_and_resumes(text: Path, tmp_path: 
     for end in (2, 4):
         done = train(words(text, f"dump_dir={dump_dir}", f"stop_at={end}"), floor)
         assert done.returncode == 0, done.stderr
+        assert ("plan.json needs lingua.tools" in done.stdout) == (end == 4)
+        (dump_dir / "plan.json").touch()  # is compared with the run at its end
         (text / "words.jsonl").touch()  # its stat differs, its content does not
     lines = map(json.loads, (dump_dir / "metrics.jsonl").read_text().splitlines())
     shown = {line["step"]: line["batch_hash"] for line in lines if "event" not in line}
@@ -132,5 +135,19 @@ def test_without_the_shelf_a_run_trains_stops_and_resumes(text: Path, tmp_path: 
     write_text(text, "other text of a document")
     done = train(words(text, f"dump_dir={dump_dir}"), floor)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    for part in ("data.sources.words", "words.jsonl", "changed", "lingua.tools.prepare"):
+    for part in ("data.sources.words", "words.jsonl", "changed", "needs lingua.tools"):
         assert part in done.stderr
+
+    write_text(text, "some text of a document")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"model_type": "llama"}')
+    torch.save({"model": {}}, tmp_path / "weights.pth")
+    init_from = "checkpoint.init_from"
+    for key, value in (
+        ("eval.tasks", "[hellaswag]"),
+        (init_from, tmp_path / "hf"),
+        (init_from, tmp_path / "weights.pth"),
+    ):
+        done = train(words(text, f"dump_dir={tmp_path}/new", f"{key}={value}"), floor)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert key in done.stderr and "needs lingua.tools, which is not" in done.stderr

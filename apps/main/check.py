@@ -16,7 +16,7 @@ from torch import nn
 from apps.main.config import TrainArgs
 from lingua.app import App, Built, choose_app
 from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
-from lingua.base.errors import UserError
+from lingua.base.errors import UserError, import_tool
 from lingua.base.format import counted
 from lingua.checkpoint.resume import Change, Saved, check_config, find_start, flat_config
 from lingua.checkpoint.run_config import load_run
@@ -91,9 +91,8 @@ def check_run(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) ->
     check_forward(built.module, args)
     check_layout(built.module, built.plan, tp)
     if args.eval is not None:
-        from apps.main.benchmarks import check_benchmarks
-
-        on_rank_0(lambda: check_benchmarks(args))
+        benchmarks = import_tool("apps.main.benchmarks", "eval.tasks")
+        on_rank_0(lambda: benchmarks.check_benchmarks(args))
     return Checked(data, tokenizer, built, saved, origin, changes)
 
 

@@ -66,7 +66,7 @@ class TrainArgs:
     profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "steps", "stop_at", "grad_acc_steps", most=MAX_STEPS)
+        yield from bounds(self, 1, "steps", "stop_at", "grad_acc_steps", maximum=MAX_STEPS)
         names = ("name", self.name), ("dump_dir", self.dump_dir)
         for key, text in (*names, ("checkpoint.path", self.checkpoint.path)):
             if text is not None and not (text.strip() and text.isprintable()):

@@ -17,6 +17,7 @@ from apps.main.check import Checked, resolve_attention
 from apps.main.config import TrainArgs
 from apps.main.run import Run
 from lingua.base.dump_dir import CONFIG, PLAN, step_folder
+from lingua.base.errors import UserError, import_tool
 from lingua.base.files import write_atomically
 from lingua.base.format import counted, short_time
 from lingua.base.version import code_version
@@ -95,10 +96,12 @@ def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
         newest = f"the newest checkpoint is {run.saver.root / step_folder(step)}"
         logger.info(f"done: {step} steps in {short_time(run.report.trained_s)}; {newest}")
     if (args.folder / PLAN).exists():
-        from lingua.tools.plan.fact import against_plan
-
         step_s = run.report.trained_s / max(1, step)
-        logger.info(against_plan(args.folder, run.mesh.shape, run.device, step_s))
+        try:
+            fact = import_tool("lingua.tools.plan.fact", f"comparing the run with {PLAN}")
+            logger.info(fact.against_plan(args.folder, run.mesh.shape, run.device, step_s))
+        except UserError as error:  # the run is done
+            logger.info(error)
     if not stopping:
         logger.info(f"report: python -m lingua report {shlex.quote(str(args.folder))}")
     run.report.event("stop", step, reason=reason)

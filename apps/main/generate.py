@@ -59,7 +59,7 @@ class GenerateArgs(SamplingArgs, OpenArgs):
             yield "system", "must be given together with chat=true"
         if self.prompt is not None and self.prompts is not None:
             yield "prompt", "must not be given together with prompts"
-        yield from bounds(self, 1, "batch_size", most=MAX_ROWS)
+        yield from bounds(self, 1, "batch_size", maximum=MAX_ROWS)
         # An empty file is what a start leaves that ends before its first result.
         out = self.out
         if out and os.path.exists(out) and (not os.path.isfile(out) or os.path.getsize(out) > 0):

@@ -49,11 +49,11 @@ def import_optional(module: str, needed_by: str) -> Any:
 
 
 def import_tool(module: str, needed_by: str) -> Any:
-    """A module of lingua.tools, which training on prepared shards does without. Raises UserError,
-    which begins with what it is `needed_by`."""
+    """A module of lingua.tools, or one that imports some of it: training on prepared shards does
+    without. Raises UserError, which begins with what it is `needed_by`."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if not module.startswith(str(error.name)):
+        if not str(error.name).startswith("lingua.tools"):
             raise
-        raise UserError(f"{needed_by} needs {module}, which is not installed here") from None
+        raise UserError(f"{needed_by} needs {error.name}, which is not installed here") from None

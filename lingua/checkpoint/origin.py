@@ -8,6 +8,7 @@ AdamW state and step.
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from lingua.app import App
 from lingua.base.dump_dir import CHECKPOINTS, CONFIG, MANIFEST, STEP_FOLDER
-from lingua.base.errors import UserError
+from lingua.base.errors import UserError, import_tool
 from lingua.base.files import read_bytes
 from lingua.checkpoint.dcp import METADATA
 from lingua.checkpoint.folder import (
@@ -51,6 +52,7 @@ from lingua.config.values import LocatedValue, Values, plain, read_file
 from lingua.tokenizer import Tokenizer
 
 INIT_FROM = "checkpoint.init_from"
+EXCHANGE = "lingua.tools.exchange"
 HF_CONFIG = "config.json"  # in a folder of Hugging Face's transformers
 CONSOLIDATED, PARAMS = "consolidated.pth", "params.json"  # in a checkpoint of Meta Lingua's
 # Keys of a model that do not change what its weights compute, only how they are trained.
@@ -178,10 +180,9 @@ def config_of_init_checkpoint(app: App, args: Any, given: set[str]) -> Values:
     path, run_config = Path(args.checkpoint.init_from), args.folder / CONFIG
     try:
         if is_hf_folder(path):
-            from lingua.tools.exchange.hugging_face import config_of_hf_folder
-
             key = "data.tokenizer" if TOKENIZER_KEYS[0] in keys else None
-            tree, file = config_of_hf_folder(app, path, key), path / HF_CONFIG
+            hf = import_tool(f"{EXCHANGE}.hugging_face", str(path))
+            tree, file = hf.config_of_hf_folder(app, path, key), path / HF_CONFIG
         elif checkpoints := locate(path, lambda line: None):
             file = checkpoints[0].path / CONFIG
             tree = plain(read_file(file, str(file)))
@@ -203,7 +204,11 @@ def locate(path: Path, report: Callable[[str], None]) -> list[Checkpoint]:
     Raises UserError where it has none that is whole. `report` logs a line for each that is skipped.
     """
     if not os.path.exists(path):  # nor one whose name is too long
-        raise UserError(f"{path}: no such file or folder")
+        may_be_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not os.path.exists(
+            path.parent
+        )
+        hint = f"; `hf download {path} --local-dir FOLDER` fetches a model of the hub"
+        raise UserError(f"{path}: no such file or folder{hint if may_be_hub else ''}")
     has = {n for n in (MANIFEST, METADATA, PARAMS, CONSOLIDATED) if (path / n).exists()}
     foreign = path.is_file() or is_hf_folder(path)
     if foreign or CONSOLIDATED in has or has == {METADATA, PARAMS}:
@@ -256,12 +261,14 @@ def open_source(
             file = checkpoint.path / CONFIG
             config = on_every_rank(file, lambda: read_bytes(file).decode(), alone)
             return replace(open_checkpoint(checkpoint, alone), config=config)
-        if is_hf_folder(path):
-            from lingua.tools.exchange.hugging_face import form_of, open_folder
-
-            return on_every_rank(path, lambda: open_folder(form_of(app, path), path)[0], alone)
-        from lingua.tools.exchange.meta_lingua import open_meta_lingua
-
-        return on_every_rank(path, lambda: open_meta_lingua(path), alone)
+        return on_every_rank(path, lambda: _open_foreign(path, app), alone)
     except UserError as error:
         raise UserError(f"{key}: {error}", error.local) from None
+
+
+def _open_foreign(path: Path, app: App | None) -> TensorSource:
+    """Open what another program wrote. Raises UserError."""
+    if is_hf_folder(path):
+        hf = import_tool(f"{EXCHANGE}.hugging_face", str(path))
+        return hf.open_folder(hf.form_of(app, path), path)[0]
+    return import_tool(f"{EXCHANGE}.meta_lingua", str(path)).open_meta_lingua(path)

@@ -62,7 +62,7 @@ class SavedMixture:
         for weights in (self.sources or {}, *(stage.sources for stage in self.stages or ())):
             if not all(map(isfinite, weights.values())):
                 yield "sources", "must have finite weights"
-        yield from bounds(self, 1, "global_batch_size", most=MAX_ROWS)
+        yield from bounds(self, 1, "global_batch_size", maximum=MAX_ROWS)
 
 
 @dataclass

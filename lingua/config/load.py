@@ -51,9 +51,10 @@ def load(
 
     `argv` (default: sys.argv[1:]) holds `config=FILE` at most once, and `a.b=c`. The last value of
     a key wins; a whole list or mapping replaces the one below, default included, while
-    `data.sources.a=1` sets one entry. With `partial`, `cls` is a part of an app's configuration:
-    the app's other groups in the file are ignored. `--help` prints all keys and exits, `--help
-    optim` those of one group. Raises UserError.
+    `data.sources.a=1` sets one entry, `data.source_files.a.text_key=b` one key of it. With
+    `partial`, `cls` is a part of an app's configuration: the app's other groups in the file are
+    ignored. `--help` prints all keys and exits, `--help optim` those of one group. Raises
+    UserError.
 
     foreign: gives the keys of another codebase's configs; called for a config with unknown keys.
     below: values, by path, that come before the defaults.
@@ -245,6 +246,11 @@ def _set(merged: Values, path: str, given: LocatedValue, keys: Keys) -> None:
         below = merged.get(mapping, keys[mapping].default).value
         entries = below if isinstance(below, dict) else {}
         entry = path.removeprefix(f"{mapping}.")
+        name, _, inner = entry.rpartition(".")
+        if name and is_dataclass(get_args(keys[mapping].type)[1]) and type(given.value) is not dict:
+            siblings = entries[name].value if name in entries else {}  # one key of one entry
+            siblings = siblings if isinstance(siblings, dict) else {}
+            entry, given = name, LocatedValue({**siblings, inner: given}, given.where)
         path, given = mapping, LocatedValue({**entries, entry: given}, given.where)
     if given.value is None and path in keys and keys[path].group is not None:
         for other in [other for other in merged if other.startswith(f"{path}.")]:

@@ -66,12 +66,12 @@ def _default(f: dataclasses.Field[Any]) -> Any:
 
 
 def bounds(
-    args: Any, least: float, *keys: str, most: float = math.inf
+    args: Any, minimum: float, *keys: str, maximum: float = math.inf
 ) -> Iterator[tuple[str, str]]:
     """For `validate`: yields (key, what is required of it) for each number that is out of range;
     null never is."""
-    yield from require(args, f"at least {least:,}", lambda value: value >= least, *keys)
-    yield from require(args, f"at most {most:,}", lambda value: not value > most, *keys)
+    yield from require(args, f"at least {minimum:,}", lambda value: value >= minimum, *keys)
+    yield from require(args, f"at most {maximum:,}", lambda value: not value > maximum, *keys)
 
 
 def require(
@@ -116,5 +116,6 @@ def type_name(kind: Any) -> str:
     if origin is list:
         return f"list of {type_name(inner[0])}"
     if origin is dict:
-        return f"mapping of {type_name(inner[1])}"
+        names = "".join(f"{what} to " for what in getattr(inner[0], "__metadata__", ()))
+        return f"mapping of {names}{type_name(inner[1])}"
     return "any" if kind is Any else kind.__name__

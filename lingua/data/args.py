@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from lingua.config.schema import MAX_ROWS, MAX_TOKENS, Announced, Free, Guarded, bounds
 from lingua.tokenizer import TokenizerArgs
@@ -12,13 +12,15 @@ if TYPE_CHECKING:  # --help, which lists these keys, needs no numpy
     from lingua.data.shards import Source
     from lingua.data.stream import RowStream
 
+SourceName = Annotated[str, "names in data.root_dir"]
+
 
 @dataclass
 class Stage:
     """Other weights, from a step on until the next stage."""
 
     from_step: int  # completed steps before it: with 1000, step 1001 is the first to use them
-    sources: dict[str, float]
+    sources: dict[SourceName, float]
 
 
 @dataclass
@@ -49,7 +51,7 @@ class DataArgs:
     # {name: weight}: a file or folder of root_dir with .jsonl, .parquet or text files, which may be
     # compressed as .gz or .zst, or stdlib, the modules of the running Python; weights are shares of
     # rows
-    sources: Guarded[dict[str, float]] = field(default_factory=dict)
+    sources: Guarded[dict[SourceName, float]] = field(default_factory=dict)
     # {name: {files: [patterns], text_key: key}} for sources in other places (files such as
     # web/**/*.jsonl.zst) or with another key for the text than text or content
     source_files: Free[dict[str, SourceFiles]] = field(default_factory=dict)
@@ -75,10 +77,10 @@ class DataArgs:
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "seq_len", most=MAX_TOKENS)
-        yield from bounds(self, 2, "n_views", most=1000)
-        yield from bounds(self, 1, "batch_size", "global_batch_size", most=MAX_ROWS)
-        yield from bounds(self, 0, "workers", most=256)
+        yield from bounds(self, 1, "seq_len", maximum=MAX_TOKENS)
+        yield from bounds(self, 2, "n_views", maximum=1000)
+        yield from bounds(self, 1, "batch_size", "global_batch_size", maximum=MAX_ROWS)
+        yield from bounds(self, 0, "workers", maximum=256)
         marked = self.add_bos or self.add_eos or self.chat is not None
         if self.document_mask != "none" and not marked:
             need = "must be none where documents have neither a first nor a last token; "

@@ -77,8 +77,8 @@ class TransformerArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         sizes = ("dim", "head_dim", "n_heads", "n_kv_heads", "multiple_of")
-        mistakes = list(bounds(self, 1, *sizes, most=MAX_FEATURES))
-        mistakes += bounds(self, 1, "n_layers", most=4096)
+        mistakes = list(bounds(self, 1, *sizes, maximum=MAX_FEATURES))
+        mistakes += bounds(self, 1, "n_layers", maximum=4096)
         yield from mistakes
         if mistakes:
             return

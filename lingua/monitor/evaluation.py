@@ -30,6 +30,6 @@ class HarnessArgs:
         yield from bounds(self, 0, "num_fewshot")
         if self.limit is not None and not (0 < self.limit < 1 or self.limit % 1 == 0 < self.limit):
             yield "limit", "must be a whole number, a share between 0 and 1, or null"
-        yield from bounds(self, 1, "batch_size", most=MAX_ROWS)
-        yield from bounds(self, 1, "max_gen_tokens", most=MAX_TOKENS)
-        yield from bounds(self, 0, "seed", most=2**32 - 1)  # as numpy's generators ask
+        yield from bounds(self, 1, "batch_size", maximum=MAX_ROWS)
+        yield from bounds(self, 1, "max_gen_tokens", maximum=MAX_TOKENS)
+        yield from bounds(self, 0, "seed", maximum=2**32 - 1)  # as numpy's generators ask

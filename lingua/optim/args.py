@@ -18,7 +18,7 @@ class MuonArgs:
     dtype: Announced[Literal["bf16", "fp32"]] = "bf16"  # for the iterations; the mean stays float32
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "ns_steps", most=1000)
+        yield from bounds(self, 1, "ns_steps", maximum=1000)
         yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "momentum")
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "rms")
 
@@ -52,7 +52,7 @@ class OptimArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 0, "warmup")
-        yield from bounds(self, 0, "lr_min_ratio", "decay_fraction", most=1)
+        yield from bounds(self, 0, "lr_min_ratio", "decay_fraction", maximum=1)
         not_negative, positive = ("lr", "weight_decay"), ("epsilon", "cycle_length", "cosine_theta")
         yield from require(self, "at least 0", lambda v: 0 <= v < math.inf, *not_negative)
         yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "beta1", "beta2")

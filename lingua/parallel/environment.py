@@ -23,29 +23,29 @@ def detect_launch(env: dict[str, str] | None = None) -> Launch:
     Raises UserError for one that has another value than those launchers set."""
     env = dict(os.environ) if env is None else env
 
-    def number(name: str, default: str = "", least: int = 0, below: int = 1 << 31) -> int:
+    def number(name: str, default: str = "", minimum: int = 0, below: int = 1 << 31) -> int:
         text = env.get(name, default)
-        if not text.isdecimal() or not least <= int(text[:20]) < below:
-            need = f"must be a number from {least} to {below - 1}, as torchrun and srun set it"
+        if not text.isdecimal() or not minimum <= int(text[:20]) < below:
+            need = f"must be a number from {minimum} to {below - 1}, as torchrun and srun set it"
             raise UserError(f"the environment variable {name}: {need}", local=True)
         return int(text)
 
     if "RANK" in env and "WORLD_SIZE" in env:
-        world_size = number("WORLD_SIZE", least=1)
+        world_size = number("WORLD_SIZE", minimum=1)
         return Launch(
             rank=number("RANK", below=world_size),
             world_size=world_size,
             local_rank=number("LOCAL_RANK", "0", below=world_size),
-            local_world_size=number("LOCAL_WORLD_SIZE", "1", least=1),
+            local_world_size=number("LOCAL_WORLD_SIZE", "1", minimum=1),
             by="torchrun",
         )
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:  # a task of srun, not the batch script
-        tasks = number("SLURM_STEP_NUM_TASKS", least=1)
+        tasks = number("SLURM_STEP_NUM_TASKS", minimum=1)
         return Launch(
             rank=number("SLURM_PROCID", below=tasks),
             world_size=tasks,
             local_rank=number("SLURM_LOCALID", below=tasks),
-            local_world_size=-(-tasks // number("SLURM_STEP_NUM_NODES", "1", least=1)),
+            local_world_size=-(-tasks // number("SLURM_STEP_NUM_NODES", "1", minimum=1)),
             by="slurm",
         )
     return Launch()

@@ -55,8 +55,8 @@ class DistributedArgs:
         return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", most=1 << 24)
-        yield from bounds(self, 1, "rendezvous_s", "timeout_s", "step_timeout_s", most=86400)
+        yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", maximum=1 << 24)
+        yield from bounds(self, 1, "rendezvous_s", "timeout_s", "step_timeout_s", maximum=86400)
         if self.dp_replicate is None and self.dp_shard is None:
             yield "dp_replicate", "must be given when distributed.dp_shard is null"
 

@@ -92,8 +92,11 @@ def test_every_kind_of_text_column_is_read(tmp_path, kind):
 @pytest.mark.parametrize("form", LINE_FORMS)
 def test_the_texts_key_can_be_given(tmp_path, form):
     write_form(tmp_path / "a", form, TEXTS[:20], key="body")
-    files = {"a": SourceFiles(text_key="body")}
-    source = Prepared(make_args(tmp_path, source_files=files)).source
+    args, _ = load(
+        DataArgs, [f"root_dir={tmp_path}", "sources.a=1", "source_files.a.text_key=body"]
+    )
+    assert args.source_files == {"a": SourceFiles(text_key="body")}
+    source = Prepared(args).source
     assert train_tokens(source) == expected_tokens(TEXTS[:20])
     message = error_of(make_args(tmp_path))
     what = "column" if form == "parquet" else "key"

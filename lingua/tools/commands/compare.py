@@ -37,7 +37,7 @@ class CompareArgs:
     measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 0, "step", most=MAX_STEPS)
+        yield from bounds(self, 0, "step", maximum=MAX_STEPS)
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "effect")
         yield from require(self, "from 0.5 to 0.9999", lambda v: 0.5 <= v <= 0.9999, "level")
 

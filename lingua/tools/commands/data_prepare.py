@@ -26,7 +26,7 @@ class PrepareArgs:
     validation: ValidationArgs = field(default_factory=ValidationArgs)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "processes", most=4096)
+        yield from bounds(self, 1, "processes", maximum=4096)
 
 
 def main(argv: list[str]) -> None:

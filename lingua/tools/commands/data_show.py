@@ -47,7 +47,7 @@ class ShowArgs:
                     yield key, "must be given together with step"
         elif self.row and self.worst:
             yield "row", "must not be given together with worst"
-        yield from bounds(self, 1, "step", "steps", most=MAX_STEPS)
+        yield from bounds(self, 1, "step", "steps", maximum=MAX_STEPS)
 
 
 def main(argv: list[str]) -> None:

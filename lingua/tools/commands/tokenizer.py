@@ -51,8 +51,8 @@ class TokenizerTrainArgs:
     data: TextArgs = field(default_factory=TextArgs)
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, MIN_VOCAB_SIZE, "vocab_size", most=1 << 24)
-        yield from bounds(self, 1, "text_bytes", most=1 << 40)
+        yield from bounds(self, MIN_VOCAB_SIZE, "vocab_size", maximum=1 << 24)
+        yield from bounds(self, 1, "text_bytes", maximum=1 << 40)
         out = Path(self.out)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             yield "out", "exists already; must be a new or empty folder"

@@ -33,7 +33,7 @@ class SamplingArgs:
         yield from bounds(self, 1, "top_k")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             yield "top_p", "must be above 0 and at most 1, or null"
-        yield from bounds(self, 1, "max_gen_tokens", most=MAX_TOKENS)
+        yield from bounds(self, 1, "max_gen_tokens", maximum=MAX_TOKENS)
         if "" in self.stop:
             yield "stop", "must not have an empty text"
         if any(token < 0 for token in self.stop_tokens or ()):

@@ -154,7 +154,7 @@ class OpenArgs:
     distributed: DistributedArgs = field(default_factory=lambda: DistributedArgs(model_dtype=None))
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "context", most=MAX_TOKENS)
+        yield from bounds(self, 1, "context", maximum=MAX_TOKENS)
 
 
 @dataclass(frozen=True)

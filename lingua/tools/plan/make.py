@@ -39,7 +39,7 @@ class PlanArgs:
     storage_gb_per_s: Free[float] = 5.0  # speed at which all ranks together write a checkpoint
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "nodes", "ngpu", most=65535)
+        yield from bounds(self, 1, "nodes", "ngpu", maximum=65535)
         yield from bounds(self, 0, "choices")
         if self.choices and self.gpu is None:
             yield "gpu", f"must be given, since choices = {self.choices}"

@@ -76,7 +76,7 @@ def _form(file: FilePart) -> tuple[str, str | None]:
 
 
 def split_file(file: FilePart, max_bytes: int) -> list[FilePart]:
-    """The parts of a whole file, each of about `most` bytes of text where its form allows."""
+    """The parts of a whole file, each of about `max_bytes` bytes of text where its form allows."""
     form, codec = _form(file)
     cuts = {0, file.size}
     if file.size > max_bytes and form == "json" and not codec:

@@ -77,7 +77,7 @@ class JobArgs:
     dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "nodes", "ngpu", "ncpu", "signal_s", "at_once", most=65535)
+        yield from bounds(self, 1, "nodes", "ngpu", "ncpu", "signal_s", "at_once", maximum=65535)
         for i, line in enumerate(self.setup):
             if line.endswith("\\"):
                 yield f"setup[{i}]", "must not end in a backslash, which joins the next line to it"

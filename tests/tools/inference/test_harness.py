@@ -1,17 +1,20 @@
 """Requests of lm-evaluation-harness as tokens and settings. Scores are in apps/test_eval.py."""
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
 from lingua.base.errors import UserError
 from lingua.config.help import help_text
 from lingua.monitor.evaluation import HarnessArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.inference.generate import Completion
-from lingua.tools.inference.harness import Evaluator, to_settings
+from lingua.tools.inference.harness import Evaluator, harness_names, to_settings
 from lingua.tools.inference.sampling import SamplingArgs
 from tests.mistakes import refused
 from tests.tokenizer.test_tokenizer import write_byte_level
@@ -115,3 +118,38 @@ def test_generation_kwargs_are_read_as_the_harness_does_or_refused(given, expect
 def test_help_says_that_files_of_tasks_execute_code():
     assert re.search(r"files of tasks execute\s+code", help_text(HarnessArgs, ["tasks"]))
     assert re.search(r"own task files, which\s+execute", help_text(HarnessArgs, ["task_dir"]))
+
+
+WRONG_NAMES = """
+import sys
+from lingua.base.errors import UserError
+from lingua.monitor.evaluation import HarnessArgs
+from lingua.tools.inference.harness import find_tasks
+try:
+    find_tasks(HarnessArgs(tasks=["1", "helaswag", "hellaswag"]))
+except UserError as error:
+    print(error, "datasets" in sys.modules)
+"""
+
+
+def test_misspelled_tasks_are_all_refused_before_the_harness_is_imported():
+    done = subprocess.run([sys.executable, "-c", WRONG_NAMES], capture_output=True, text=True)
+    assert "tasks: 1 is not a task" in done.stdout and done.stdout.endswith(" False\n"), done
+    assert "tasks: helaswag is not a task, group or tag of lm_eval or task_dir, nor" in done.stdout
+    assert '(did you mean "hellaswag"?)' in done.stdout and "hellaswag is not" not in done.stdout
+
+
+def test_every_name_that_the_harness_knows_is_known_from_the_text_of_its_files(tmp_path):
+    (tmp_path / "in").mkdir()
+    files = {
+        "a.yaml": "tag:\n  - quick\n# a comment\n  - 'last-one'\ntask: first\n",
+        "b.yaml": 'include: shared\n"task": "second"  # as the paper names it\n',
+        "shared": "tag:\n- inherited\n\n- other\n",
+        "in/c.yaml": "tag: [x-1, y.2]\ntask: third\n",
+        "in/d.yaml": "group: all\ntask:\n  - first\n  - group: inner\n    task: [third]\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    known = TaskManager(include_path=tmp_path, include_defaults=False).all_tasks
+    assert len(known) == 10
+    assert set(known) <= harness_names(tmp_path)

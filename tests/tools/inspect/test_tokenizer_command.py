@@ -56,13 +56,13 @@ def made(text: Path) -> Path:
 
 def test_sources_give_text_by_their_weights_and_nothing_that_is_held_out(text):
     args = DataArgs(root_dir=str(text), sources={"a": 3.0, "b": 1.0, "c": 0.0})
-    for most in (4_000, 10**9):  # less and more than there is
+    for max_bytes in (4_000, 10**9):  # less and more than there is
         sizes: Counter[str] = Counter()
-        found = list(mixture_texts(args, most))
+        found = list(mixture_texts(args, max_bytes))
         for document in found:
             assert xxhash.xxh3_64_intdigest(document.encode()) >= HELD_OUT_BELOW
             sizes[document[0]] += len(document)
-        assert sizes.total() == pytest.approx(min(most, 40_000), rel=0.2)
+        assert sizes.total() == pytest.approx(min(max_bytes, 40_000), rel=0.2)
         assert sizes["a"] / sizes.total() == pytest.approx(3 / 4, rel=0.05)
     assert len(set(found)) > 440 and max(Counter(found).values()) > 1  # all, some of them again
     lines = [line for f in ("a/1", "a/2") for line in (text / f"{f}.jsonl").open()]
