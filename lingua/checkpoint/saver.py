@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lingua.base.dump_dir import LOCK
 from lingua.base.errors import UserError
-from lingua.base.lock import Lock, exclusive
+from lingua.base.lock import Lock, exclusive, is_free
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import CheckpointArgs, prune
 from lingua.checkpoint.save import NotSaved, save
@@ -55,13 +55,16 @@ class Saver:
         another run has one of them; in a job that Slurm requeued, waits until it is free."""
         # A job's earlier start may still run, on a node that Slurm has given up.
         requeued = "SLURM_RESTART_COUNT" in os.environ
-        for folder in dict.fromkeys((dump_dir.resolve(), self.root.resolve())):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                lock = exclusive(folder / LOCK, logger.warning, requeued)
+        paths = [folder / LOCK for folder in dict.fromkeys((dump_dir.resolve(), self.root.resolve()))]
+        try:
+            for path in paths:
+                is_free(path)  # the wait for a holder that was lost begins for both
+            for path in paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = exclusive(path, logger.warning, requeued)
                 self._locks.append(self._open.enter_context(lock))
-            except OSError as error:
-                raise UserError(f"{folder}: cannot be written: {error}") from error
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be written: {error}") from error
 
     def is_alone(self) -> bool:
         """Whether no other run has taken the folders: False ends this one. On any rank."""

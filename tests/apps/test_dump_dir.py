@@ -107,6 +107,39 @@ def test_a_run_that_another_machine_takes_over_ends_and_the_other_is_the_run(
     assert differs(whole, alone) == []
 
 
+CLAIM = """
+import sys, time
+from pathlib import Path
+from lingua.base import lock
+from lingua.checkpoint.retention import CheckpointArgs
+from lingua.checkpoint.saver import Saver
+lock.LIFETIME_S = 3.0
+folder, begin = Path(sys.argv[1]), time.monotonic()
+with Saver(folder / "checkpoints", CheckpointArgs()) as saver:
+    saver.claim(folder)
+    print(time.monotonic() - begin)
+    time.sleep(1)  # the other one looks every 0.1 s
+    sys.exit(not saver.is_alone())
+"""
+
+
+def test_of_two_that_wait_for_a_lost_run_one_goes_on_after_one_life_of_a_lock(
+    tmp_path: Path,
+) -> None:
+    """The lost run had locked two folders."""
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        folder.mkdir(exist_ok=True)
+        (folder / "run.lock").write_text(ELSEWHERE)
+    command, pipe = [*python(), "-c", CLAIM, str(tmp_path)], subprocess.PIPE
+    both = [
+        subprocess.Popen(command, cwd=REPO, text=True, stdout=pipe, stderr=pipe) for _ in range(2)
+    ]
+    ends = sorted((process.communicate(timeout=60), process.returncode) for process in both)
+    assert [code for _, code in ends] == [1, 0], ends
+    (_, refused), (seconds, _) = (said for said, _ in ends)
+    assert "run.lock is held by process " in refused and 3 <= float(seconds) < 5
+
+
 def terminated_while_it_waits_here(overrides: dict[str, Any]) -> dict[str, Any]:
     log = Path(overrides["dump_dir"]) / "train.log"
 
