@@ -6,6 +6,7 @@ off by a kill, or anybody's: what cannot be read is left out and named in `Recor
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -45,8 +46,9 @@ MAX_STEP = 1 << 53  # the first whole numbers that float64 lacks are above it
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     """The dump dirs at or below `paths`, sorted, each once. What is inside of a dump dir is not
-    searched, nor are hidden folders. Raises UserError where a path has none."""
-    run_of_path: dict[Path, Path] = {}  # by resolved path: links lead to each once
+    searched, nor are hidden folders and copies of the code; a link is followed only where it is one
+    of `paths`. Raises UserError where a path has none."""
+    run_of_path: dict[Path, Path] = {}  # by resolved path: a run may be below several of `paths`
     for path in map(Path, paths):
         if not path.is_dir():
             raise UserError(f"{path}: {'must be a folder' if path.exists() else 'does not exist'}")
@@ -75,24 +77,25 @@ def open_runs(paths: Iterable[Path | str], tail: int | None = None) -> list["Rec
 
 
 def _dump_dirs(top: Path) -> Iterator[Path]:
-    seen: set[tuple[int, int]] = set()  # links may form a circle
     folders = [top]
     while folders:
         folder = folders.pop()
         try:
-            status = folder.stat()
             entries = {entry.name: entry for entry in os.scandir(folder)}
-            inner = sorted(name for name, e in entries.items() if name[0] != "." and e.is_dir())
+            inner = sorted(n for n, e in entries.items() if e.is_dir(follow_symlinks=False))
         except OSError:  # out of reach
             continue
-        if (status.st_dev, status.st_ino) in seen:
-            continue
-        seen.add((status.st_dev, status.st_ino))
         if any(n in entries for n in CONFIGS) and any(n in entries for n in DUMP_DIR_FILES):
             yield folder
-        else:  # except for the copied code of a sweep
-            copied = {CODE} if CODE_COMMIT in entries else set()
-            folders += [folder / name for name in inner[::-1] if name not in copied]
+        else:
+            is_launch = CODE_COMMIT in entries
+            folders += [folder / name for name in inner[::-1] if not _is_left(name, is_launch)]
+
+
+def _is_left(name: str, is_launch: bool) -> bool:
+    """Whether a folder is not searched: a hidden one, or a copy of the code of a launch, of which
+    an earlier one is `code.1` (lingua.tools.slurm.freeze.move_away)."""
+    return name[0] == "." or (is_launch and bool(re.fullmatch(rf"{CODE}(\.\d+)?", name)))
 
 
 # ---- one run
