@@ -52,7 +52,7 @@ def test_runs_are_found_at_any_depth_each_once_and_named_by_what_tells_them_apar
 
 
 def test_copies_of_the_code_and_links_that_lead_out_are_not_searched(tmp_path):
-    """A continued sweep has moved the code of its first launch to code.1, by the launcher's rule."""
+    """A continued sweep has moved the code of its first launch to code.1."""
     sweep, elsewhere = tmp_path / "sweep", a_run(tmp_path / "elsewhere" / "run")
     a_run(sweep / "code" / "tests" / "samples" / "old")
     for name in ("code.commit", "code.diff"):
