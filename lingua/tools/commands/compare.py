@@ -4,9 +4,10 @@
     python -m lingua compare runs/lr-* --against runs/base-*
     python -m lingua compare runs/sweep effect=0.005 --json
 
-A and B are dump dirs, folders of them, or patterns. Runs whose configs differ only in the seed are
-one arm; runs of two arms with one seed are a pair. Without --against, the arm with the most runs is
-what the others are compared with. --json prints all of it for programs.
+A and B are dump dirs, folders of them, or patterns. An arm is the runs of one code whose configs
+differ in nothing but the seed and operational keys, such as logging.freq; runs of two arms with one
+seed are a pair. Without --against, the arm with the most runs is what the others are compared with.
+--json prints all of it for programs.
 """
 
 import json
@@ -36,6 +37,11 @@ class CompareArgs:
     level: Free[float] = 0.95
     measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
 
+    # ignore: runs of different code are in one arm, and a line states it
+    code: Free[Literal["compare", "ignore"]] = "compare"
+    # ignore: losses on different held-out text are compared, and a line states it
+    text: Free[Literal["compare", "ignore"]] = "compare"
+
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 0, "step", maximum=MAX_STEPS)
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "effect")
@@ -58,13 +64,16 @@ def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], CompareArgs, b
 def main(argv: Sequence[str]) -> None:
     before, after, args, as_numbers = arguments(argv)
     # Imported here, since --help needs no numpy.
-    from lingua.tools.runs.compare.arms import choose_arms, measure_runs, open_all
+    from lingua.tools.runs.compare.arms import check_text, choose_arms, measure_runs, open_all
     from lingua.tools.runs.compare.comparison import compare
     from lingua.tools.runs.compare.text import UNITS, as_json, heading, lines, plain
 
-    arms, base, problems = choose_arms(open_all(before), open_all(after) if after else [])
+    against = open_all(after) if after else []
+    arms, base, problems = choose_arms(open_all(before), against, args.code == "compare")
     everything = [run for arm in [*arms, base] for run in arm.runs]
     measured = measure_runs(everything, args.measure, args.step)
+    if args.text == "compare":
+        check_text(everything, measured)
     # Bonferroni's correction: the intervals hold all together with at least the level asked for.
     level = 1 - (1 - args.level) / len(arms)
     comparisons = [compare(arm, base, measured, level) for arm in arms]

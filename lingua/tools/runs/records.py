@@ -6,8 +6,10 @@ off by a kill, or anybody's: what cannot be read is left out and named in `Recor
 
 import json
 import os
+import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from lingua.base.dump_dir import (
     CODE_COMMIT,
     CONFIG,
     EVALUATION,
+    LOCK,
     METRICS,
     SAMPLES,
     TRAIN_LOG,
@@ -28,6 +31,7 @@ from lingua.base.dump_dir import (
 )
 from lingua.base.errors import UserError
 from lingua.base.files import file_size, read_bytes
+from lingua.base.lock import LIFETIME_S, read_lock, runs_here
 from lingua.config.values import plain, read_file
 
 CONFIGS = (CONFIG, BASE_CONFIG)  # the resolved one exists once a run has started
@@ -35,6 +39,18 @@ DUMP_DIR_FILES = (METRICS, TRAIN_LOG, BASE_CONFIG)  # a dump dir has one of them
 # Keys that only name a run, a place or its last step; what is trained does not depend on them.
 NAMES = {"name", "dump_dir", "stop_at", "checkpoint.path"}
 NAMES |= {"logging.wandb.name", "logging.wandb.dir"}
+# Operational keys: no number of training depends on them, not even by rounding. They are declared
+# `Free`, as are some others: where text is from, what a run starts from, and how the rows of a step
+# are divided. Machine and held-out text are compared by what runs have recorded of them.
+OPERATIONAL = re.compile(
+    r"name|dump_dir|stop_at|device|data\.(root_dir|cache_dir|workers)"
+    r"|(logging|profiling|samples|eval|validation)(\..*)?"
+    r"|checkpoint\.(?!init_|continue_|allow_change).*|distributed\.(\w*timeout|rendezvous)_s"
+)
+CODE_HASH = "code"  # stands among the keys of a config: the hash of the code that trained the run
+# Values that are filled in when a run starts, or not known: they differ from no other.
+UNRESOLVED = {"model.vocab_size": -1, "data.global_batch_size": None, CODE_HASH: None}
+NOT_GIVEN = "not given"  # value of a key that a config lacks
 MAPPINGS = ("data.sources", "data.source_files", "eval.job")  # keys whose value is a mapping
 MAX_PROBLEMS = 5  # unreadable lines to report for a file
 MAX_STEP = 1 << 53  # the first whole numbers that float64 lacks are above it
@@ -45,8 +61,9 @@ MAX_STEP = 1 << 53  # the first whole numbers that float64 lacks are above it
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     """The dump dirs at or below `paths`, sorted, each once. What is inside of a dump dir is not
-    searched, nor are hidden folders. Raises UserError where a path has none."""
-    run_of_path: dict[Path, Path] = {}  # by resolved path: links lead to each once
+    searched, nor are hidden folders and copies of the code; a link is followed only where it is one
+    of `paths`. Raises UserError where a path has none."""
+    run_of_path: dict[Path, Path] = {}  # by resolved path: a run may be below several of `paths`
     for path in map(Path, paths):
         if not path.is_dir():
             raise UserError(f"{path}: {'must be a folder' if path.exists() else 'does not exist'}")
@@ -75,24 +92,25 @@ def open_runs(paths: Iterable[Path | str], tail: int | None = None) -> list["Rec
 
 
 def _dump_dirs(top: Path) -> Iterator[Path]:
-    seen: set[tuple[int, int]] = set()  # links may form a circle
     folders = [top]
     while folders:
         folder = folders.pop()
         try:
-            status = folder.stat()
             entries = {entry.name: entry for entry in os.scandir(folder)}
-            inner = sorted(name for name, e in entries.items() if name[0] != "." and e.is_dir())
+            inner = sorted(n for n, e in entries.items() if e.is_dir(follow_symlinks=False))
         except OSError:  # out of reach
             continue
-        if (status.st_dev, status.st_ino) in seen:
-            continue
-        seen.add((status.st_dev, status.st_ino))
         if any(n in entries for n in CONFIGS) and any(n in entries for n in DUMP_DIR_FILES):
             yield folder
-        else:  # except for the copied code of a sweep
-            copied = {CODE} if CODE_COMMIT in entries else set()
-            folders += [folder / name for name in inner[::-1] if name not in copied]
+        else:
+            is_launch = CODE_COMMIT in entries
+            folders += [folder / name for name in inner[::-1] if not _is_left(name, is_launch)]
+
+
+def _is_left(name: str, is_launch: bool) -> bool:
+    """Whether a folder is not searched: a hidden one, or a copy of the code of a launch, of which
+    an earlier one is `code.1` (lingua.tools.slurm.freeze.move_away)."""
+    return name[0] == "." or (is_launch and bool(re.fullmatch(rf"{CODE}(\.\d+)?", name)))
 
 
 # ---- one run
@@ -136,6 +154,10 @@ class Columns:
             self._arrays[name] = np.where(np.isfinite(array), array, np.nan)
         return self._arrays[name]
 
+    def has(self, name: str) -> bool:
+        """Whether some line has the column, be it without a number."""
+        return any(name in line for line in self._lines)
+
     def text(self, name: str) -> list[str | None]:
         """A column of text, such as `batch_hash`; None where a line has none."""
         values = [line.get(name) for line in self._lines]
@@ -148,7 +170,8 @@ class Record:
     def __init__(
         self, folder: Path | str, name: str | None = None, tail: int | None = None
     ) -> None:
-        """With `tail`, of metrics.jsonl only the lines in that many last bytes are read."""
+        """With `tail`, of metrics.jsonl only the start and the lines in that many last bytes are
+        read."""
         self.folder = Path(folder)
         self.name = name or self.folder.absolute().name
         self.tail = tail
@@ -165,6 +188,39 @@ class Record:
                 except (UserError, OSError) as error:
                     self.problems.append(str(error))
         return {}
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The config, with the hash of the code that trained the run as `code`: None where a start
+        has not recorded it; of a run that was resumed with other code, all of them."""
+        starts = [event.get(CODE_HASH) for event in self.events if event["event"] == "start"]
+        known = dict.fromkeys(code for code in starts if isinstance(code, str))
+        code = " then ".join(known) if known and None not in starts else None
+        return {**self.config, CODE_HASH: code}
+
+    @cached_property
+    def state(self) -> str:
+        """running, finished, stopped, failed or not started: from the lock, which a killed run
+        leaves behind, and from the newest line."""
+        lock, newest = self.folder / LOCK, self.newest
+        if is_held(lock):
+            return "running"
+        if lock.exists() or (newest.get("event") == "stop" and "error" in newest):
+            return "failed"
+        if self.end is not None and newest.get("step", 0) >= self.end:
+            return "finished"
+        return "stopped" if newest or (self.folder / CONFIG).exists() else "not started"
+
+    @property
+    def end(self) -> int | None:
+        """The step that the run trains up to, by its config."""
+        ends = [v for v in (self.config.get("steps"), self.config.get("stop_at")) if type(v) is int]
+        return min(ends, default=None)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a result: a step, a held-out loss or a failure."""
+        return bool(len(self.metrics) or self.validation) or self.state == "failed"
 
     def lines(self, file: str, tail: int | None = None) -> list[dict[str, Any]]:
         """The lines of a .jsonl file of the dump dir that have a valid `step`, an int."""
@@ -241,13 +297,9 @@ def heldout(record: Record, measure: str = "nats_per_byte") -> tuple[np.ndarray,
     source (with its tokens for a measure per token; equally where a file has neither).
 
     The steps are those at which every source was measured that the last two measurements had, so
-    that one cut off by a kill does not count.
+    that one cut off by a kill does not count. A loss that is not finite is NaN.
     """
-    parts = [c for c in record.validation.values() if not np.isnan(c[measure]).all()]
-    at = {id(c): set(c.step.tolist()) for c in parts}
-    steps = sorted(set().union(*at.values()))
-    parts = [c for c in parts if not at[id(c)].isdisjoint(steps[-2:])]
-    common = sorted(set(steps).intersection(*(at[id(c)] for c in parts)))
+    parts, common = _measured(record, measure)
     size = "tokens" if measure.endswith("_per_token") else "bytes"
     if not common:
         return np.zeros(0, np.int64), np.zeros(0)
@@ -256,6 +308,32 @@ def heldout(record: Record, measure: str = "nats_per_byte") -> tuple[np.ndarray,
     if not (weights > 0).all():  # NaN included
         weights = np.ones_like(values)
     return np.array(common, np.int64), (values * weights).sum(0) / weights.sum(0)
+
+
+def _measured(record: Record, measure: str) -> tuple[list[Columns], list[int]]:
+    """(the sources that count, the steps at which all of them were measured), see heldout."""
+    parts = [c for c in record.validation.values() if c.has(measure)]
+    at = {id(c): set(c.step.tolist()) for c in parts}
+    steps = sorted(set().union(*at.values()))
+    parts = [c for c in parts if not at[id(c)].isdisjoint(steps[-2:])]
+    return parts, sorted(set(steps).intersection(*(at[id(c)] for c in parts)))
+
+
+def heldout_texts(records: Sequence[Record], measure: str = "nats_per_byte") -> list[str]:
+    """The text of each run's newest held-out loss: equal for the same text. It is known by its
+    hashes where all runs have recorded them, else by its bytes; empty where neither is known."""
+    texts = []
+    for record in records:
+        parts, common = _measured(record, measure)
+        at = [(c, c.step.tolist().index(common[-1])) for c in parts if common]
+        texts.append(sorted((c["bytes"][i], c.text("text")[i] or "") for c, i in at))
+    hashed = all(text for parts in texts for _, text in parts)
+    return [
+        " and ".join(
+            f"{size:,.0f} bytes{f' {text}' * hashed}" for size, text in parts if size == size
+        )
+        for parts in texts
+    ]
 
 
 def smooth(values: np.ndarray, step: np.ndarray, half_life: float | None = None) -> np.ndarray:
@@ -288,26 +366,75 @@ def smooth(values: np.ndarray, step: np.ndarray, half_life: float | None = None)
 
 def differing(records: Sequence[Record]) -> list[str]:
     """The config keys whose values differ between runs, in the order of the configs, without names
-    and places. A key that some config lacks, as one of another version, differs only if two that
-    have it differ."""
-    first: dict[str, Any] = {}
-    keys: dict[str, None] = {}
+    and places; `code` is one of them. A value differs from none, and a group from null: it is then
+    one key."""
+    keys = dict.fromkeys(key for record in records for key in record.settings)
+    wholes = {group for key in keys for group in _groups(key) if group in keys}
+    keys = dict.fromkeys(key for key in keys if wholes.isdisjoint(_groups(key)))
+    return [key for key in keys if key not in NAMES and len(_distinct(records, key)) > 1]
+
+
+def setting(settings: Mapping[str, Any], key: str) -> Any:
+    """The value of a key; of a group a mapping of its keys; NOT_GIVEN where there is none."""
+    if key in settings:
+        return settings[key]
+    group = f"{key}."
+    inner = {k.removeprefix(group): v for k, v in settings.items() if k.startswith(group)}
+    return inner or NOT_GIVEN
+
+
+def settings_of(records: Sequence[Record], keys: Iterable[str]) -> list[dict[str, Any]]:
+    """{key: value} of each run. A value that a start fills in, or that is not known, is that of the
+    other runs where they have one alone."""
+    values = [{key: setting(record.settings, key) for key in keys} for record in records]
+    for key in UNRESOLVED.keys() & set(keys):
+        known = _distinct(records, key)
+        for run in values:
+            if run[key] in (UNRESOLVED[key], NOT_GIVEN) and len(known) == 1:
+                run[key] = known[0]
+    return values
+
+
+def _distinct(records: Sequence[Record], key: str) -> list[Any]:
+    """The different values of a key, without those that a start fills in or that are not known."""
+    values: list[Any] = []
     for record in records:
-        for key, value in record.config.items():
-            if first.setdefault(key, value) != value and key not in NAMES:
-                keys[key] = None
-    return [key for key in first if key in keys]
+        value = setting(record.settings, key)
+        unresolved = key in UNRESOLVED and value in (UNRESOLVED[key], NOT_GIVEN)
+        if not unresolved and value not in values:
+            values.append(value)
+    return values
+
+
+def _groups(key: str) -> list[str]:
+    """["a", "a.b"] of "a.b.c"."""
+    return [key[:i] for i, c in enumerate(key) if c == "."]
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds a lock. Changes nothing, and does not wait: a holder on another
+    machine has renewed the file's date within LIFETIME_S by this machine's clock."""
+    try:
+        content, renewed_ns = read_lock(lock)
+    except OSError:
+        return False
+    runs = runs_here(content)
+    return time.time() - renewed_ns / 1e9 <= LIFETIME_S if runs is None else runs
 
 
 # ---- files
 
 
 def _end(path: Path, size: int, tail: int) -> bytes:
-    """The whole lines in the last `tail` bytes."""
+    """The whole lines in the last `tail` bytes, after the first line where that is an event: the
+    start of the run."""
     with path.open("rb") as file:
-        file.seek(max(0, size - tail))
-        data = file.read(tail)
-    return data if size <= tail else data.partition(b"\n")[2]
+        if size <= tail:
+            return file.read(tail)
+        first = file.readline(tail)
+        file.seek(size - tail)
+        end = file.read(tail).partition(b"\n")[2]
+    return first + end if b'"event"' in first else end
 
 
 def _parse(text: bytes) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import math
 import operator
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lingua.base.dump_dir import CONFIG, LOCK
 from lingua.base.errors import UserError, nearest
 from lingua.base.format import align, printable, short_count, short_time
-from lingua.base.lock import LIFETIME_S, read_lock, runs_here
 from lingua.config.values import parse_argument, plain, show
 from lingua.tools.runs.compare.arms import find_arms
-from lingua.tools.runs.records import Record, heldout, smooth
+from lingua.tools.runs.records import NOT_GIVEN, Record, heldout, setting, smooth
 
 TAIL_BYTES = 96 << 10  # metrics.jsonl is read from here before its end: enough to smooth
 MAX_KEYS = 8  # config keys that the table shows unless asked for more
@@ -51,12 +48,9 @@ class Row:
 
 
 def row_of(record: Record) -> Row:
-    config, metrics, newest = record.config, record.metrics, record.newest
-    end = [v for v in (config.get("steps"), config.get("stop_at")) if type(v) is int]
-    steps = min(end) if end else None
+    metrics, newest, steps, state = record.metrics, record.newest, record.end, record.state
     step = newest.get("step", 0)
     measured_at, losses = heldout(record)
-    state = _state(record, steps)
     step_s, speed = (_last(metrics[name]) for name in ("step_time_s", "tokens_per_s"))
     left = None if step_s is None or steps is None else max(0, steps - step) * step_s
     measured = [(name, _last(c["nats_per_byte"])) for name, c in record.validation.items()]
@@ -73,31 +67,8 @@ def row_of(record: Record) -> Row:
         tokens_per_s=speed,
         left_s=left if state == "running" else None,
         sources={name: value for name, value in measured if value is not None},
-        config=config,
+        config=record.settings,
     )
-
-
-def is_held(lock: Path) -> bool:
-    """Whether a process holds a lock. Changes nothing, and does not wait: a holder on another
-    machine has renewed the file's date within LIFETIME_S by this machine's clock."""
-    try:
-        content, renewed_ns = read_lock(lock)
-    except OSError:
-        return False
-    runs = runs_here(content)
-    return time.time() - renewed_ns / 1e9 <= LIFETIME_S if runs is None else runs
-
-
-def _state(record: Record, steps: int | None) -> str:
-    """From the lock, which a killed run leaves behind, and from the newest line."""
-    lock, newest = record.folder / LOCK, record.newest
-    if is_held(lock):
-        return "running"
-    if lock.exists() or (newest.get("event") == "stop" and "error" in newest):
-        return "failed"
-    if steps is not None and newest.get("step", 0) >= steps:
-        return "finished"
-    return "stopped" if newest or (record.folder / CONFIG).exists() else "not started"
 
 
 def _last(values: np.ndarray) -> float | None:
@@ -234,7 +205,10 @@ def key_of(rows: Sequence[Row], name: str, option: str) -> str:
 
 
 def _value(row: Row, key: str) -> Any:
-    return getattr(row, key) if key in COLUMNS else row.config.get(key)
+    if key in COLUMNS:
+        return getattr(row, key)
+    value = setting(row.config, key)
+    return None if value == NOT_GIVEN else value
 
 
 def _text(value: Any) -> str:
@@ -259,10 +233,11 @@ def table(
     for i, row in enumerate(rows):
         late = row.heldout_step not in (None, row.step)
         at = f" at {row.heldout_step}" if late else ""
+        values = [setting(row.config, key) for key in keys]
         lines.append(
             [
                 row.name,
-                *(_text(row.config.get(key)) if key in row.config else "-" for key in keys),
+                *("-" if value == NOT_GIVEN else _text(value) for value in values),
                 *([str(row.n)] if runs else []),
                 row.state,
                 _shown(row.age_s, short_time),
@@ -300,6 +275,6 @@ def entries(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[dict[str, Any]
         entry |= {"folder": str(row.folder), "heldout_step": row.heldout_step, "runs": row.n}
         entry |= {f"heldout.{name}": value for name, value in row.sources.items()}
         entry |= {f"spread.{name}": value for name, value in row.spread.items()}
-        entry |= {f"config.{key}": row.config.get(key) for key in keys}
+        entry |= {f"config.{key}": _value(row, key) for key in keys}
         yield {k: None if isinstance(v, float) and not math.isfinite(v) else v
                for k, v in entry.items()}  # fmt: skip

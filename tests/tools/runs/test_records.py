@@ -13,6 +13,7 @@ from apps.main.config import TrainArgs
 from lingua.config.load import to_yaml
 from lingua.config.values import plain, read_file
 from lingua.tools.runs.records import Record, find_runs, heldout, open_runs, smooth
+from lingua.tools.slurm.freeze import move_away
 
 pytestmark = pytest.mark.quick
 
@@ -43,14 +44,29 @@ def test_runs_are_found_at_any_depth_each_once_and_named_by_what_tells_them_apar
     a_run(tmp_path / ".hidden" / "run")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.yaml").write_text("of: another program\n")
-    (tmp_path / "code.commit").touch()
-    a_run(tmp_path / "code" / "run")
     os.symlink(tmp_path, tmp_path / "b" / "circle")
     os.symlink(only, tmp_path / "again")
     found = open_runs([tmp_path, tmp_path / "b", only])
-    assert [r.name for r in found] == ["a/seed1", "again", "b/seed1"]
-    assert [r.folder.resolve() for r in found if r.name == "again"] == [only]
+    assert [r.name for r in found] == ["a/seed1", "only", "b/seed1"]
     assert find_runs([str(only)]) == [only]
+
+
+def test_copies_of_the_code_and_links_that_lead_out_are_not_searched(tmp_path):
+    """A continued sweep has moved the code of its first launch to code.1."""
+    sweep, elsewhere = tmp_path / "sweep", a_run(tmp_path / "elsewhere" / "run")
+    a_run(sweep / "code" / "tests" / "samples" / "old")
+    for name in ("code.commit", "code.diff"):
+        (sweep / name).touch()
+    for _ in range(2):
+        for name in ("code", "code.commit", "code.diff"):
+            move_away(sweep / name)
+        a_run(sweep / "code" / "tests" / "samples" / "old")
+        (sweep / "code.commit").touch()
+    first = a_run(sweep / "000_lr=1")
+    os.symlink(elsewhere.parent, sweep / "link")
+    os.symlink(sweep, sweep / "circle")
+    assert find_runs([sweep]) == [first]
+    assert find_runs([sweep / "link"]) == [sweep / "link" / "run"]  # given by name
 
 
 # ---- lines

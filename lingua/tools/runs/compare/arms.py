@@ -1,4 +1,4 @@
-"""Which runs are compared: arms of runs whose configs differ in the seed alone, and their pairs.
+"""Which runs are compared: arms of runs that train the same but for the seed, and their pairs.
 
 arms = find_arms(records)  # by config
 losses = measure_runs(records, "nats_per_byte", None)  # up to the last step that all have
@@ -15,7 +15,17 @@ import numpy as np
 
 from lingua.base.errors import UserError
 from lingua.base.format import counted
-from lingua.tools.runs.records import Record, differing, heldout, open_runs
+from lingua.tools.runs.records import (
+    CODE_HASH,
+    NOT_GIVEN,
+    OPERATIONAL,
+    Record,
+    differing,
+    heldout,
+    heldout_texts,
+    open_runs,
+    settings_of,
+)
 
 SEED = "seed"
 MAX_LABEL = 60  # characters of an arm's label
@@ -25,10 +35,10 @@ MAX_ARMS = 100
 
 @dataclass
 class Arm:
-    """Runs of one config, but for the seed."""
+    """Runs of one config and one code, but for the seed and operational keys."""
 
     runs: list[Record]
-    values: dict[str, Any]  # the config keys in which arms differ
+    values: dict[str, Any]  # the keys in which arms differ, `code` among them
 
 
 def open_all(words: Sequence[str]) -> list[Record]:
@@ -45,12 +55,13 @@ def open_all(words: Sequence[str]) -> list[Record]:
     return open_runs(paths)
 
 
-def find_arms(records: Sequence[Record]) -> list[Arm]:
-    """Runs grouped by their configs, in the order of the runs."""
-    keys = [key for key in differing(records) if key != SEED]
+def find_arms(records: Sequence[Record], code: bool = True) -> list[Arm]:
+    """Runs grouped by what they train, in the order of the runs; without `code` those of different
+    code are together."""
+    left_out = {SEED} if code else {SEED, CODE_HASH}
+    keys = [k for k in differing(records) if k not in left_out and not OPERATIONAL.fullmatch(k)]
     groups: dict[str, Arm] = {}
-    for record in records:
-        values = {key: record.config.get(key) for key in keys}
+    for record, values in zip(records, settings_of(records, keys), strict=True):
         group = json.dumps(values, sort_keys=True, default=str)
         groups.setdefault(group, Arm([], values)).runs.append(record)
     return list(groups.values())
@@ -63,8 +74,12 @@ def label(arm: Arm, other: Arm) -> str:
     if not keys:
         first, last = arm.runs[0].name, arm.runs[-1].name
         return first if len(arm.runs) == 1 else f"{first} ... {last}"
-    values = (json.dumps(arm.values[key], default=str).replace('"', "") for key in keys)
-    text = " ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+    values = {key: arm.values[key] for key in keys}
+    text = " ".join(
+        f"{key} {NOT_GIVEN}" if value == NOT_GIVEN
+        else f"{key}={json.dumps(value, default=str)}".replace('"', "")
+        for key, value in values.items()
+    )  # fmt: skip
     return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 3]}..."
 
 
@@ -80,18 +95,19 @@ def choose_base(arms: Sequence[Arm]) -> Arm:
 
 @dataclass
 class HeldOutLosses:
-    """Held-out losses of runs at the steps that they have in common."""
+    """Held-out losses of runs at the steps that all those have which did not fail."""
 
     steps: list[int]  # increasing
-    losses: dict[int, np.ndarray]  # {id(record): float64 [steps]}; not finite: diverged
+    # {id(record): float64 [steps]}; NaN: diverged, or a failed run was not measured there
+    losses: dict[int, np.ndarray]
     left_out: list[str]  # messages about runs without a loss
     shortest: list[Record]  # the runs that have nothing after the last of `steps`, where others do
 
 
 def measure_runs(records: Sequence[Record], name: str, step: int | None) -> HeldOutLosses:
-    """The losses called `name`, up to the last step that all runs have, or to `step`. Runs without
-    any are left out, as are those that have none at `step`. Raises UserError where no step is left.
-    """
+    """The losses called `name`, up to the last step that all runs have which did not fail, or to
+    `step`. Other runs without any are left out, as are those that have none at `step`. Raises
+    UserError where no step is left."""
     measured: dict[int, dict[int, float]] = {}
     for record in records:
         at, values = heldout(record, name)
@@ -99,6 +115,8 @@ def measure_runs(records: Sequence[Record], name: str, step: int | None) -> Held
     left_out, used = [], []
     for record in records:
         known = measured[id(record)]
+        if record.state == "failed":
+            continue
         if not known:
             left_out.append(f"{record.name} has no held-out loss in {name} yet")
         elif step is not None and step not in known:
@@ -106,15 +124,35 @@ def measure_runs(records: Sequence[Record], name: str, step: int | None) -> Held
             left_out.append(f"{record.name} has no held-out loss at step {step:,} ({has})")
         else:
             used.append(record)
-    common = set.intersection(*(set(measured[id(r)]) for r in used)) if used else set()
+    failed = [r for r in records if r.state == "failed"]
+    decisive = used or [r for r in failed if measured[id(r)] and step in (None, *measured[id(r)])]
+    common = set.intersection(*(set(measured[id(r)]) for r in decisive)) if decisive else set()
     steps = sorted(s for s in common if step is None or s <= step)
     if not steps:
         raise UserError(_no_step(records, measured, name))
-    last = steps[-1]
-    longer = [r for r in used if max(measured[id(r)]) > last]
-    shortest = [r for r in used if max(measured[id(r)]) == last] if longer and step is None else []
-    losses = {id(r): np.array([measured[id(r)][s] for s in steps], np.float64) for r in used}
+    longer = [r for r in used if max(measured[id(r)]) > steps[-1]]
+    shortest = [r for r in used if r not in longer] if longer and step is None else []
+    losses = {
+        id(r): np.array([measured[id(r)].get(s, np.nan) for s in steps]) for r in (*used, *failed)
+    }
     return HeldOutLosses(steps, losses, left_out, shortest)
+
+
+def check_text(records: Sequence[Record], measured: HeldOutLosses) -> None:
+    """Raises UserError where the runs that are measured have not the same held-out text."""
+    used = [record for record in records if id(record) in measured.losses]
+    runs_of_text: dict[str, list[str]] = {}
+    for record, text in zip(used, heldout_texts(used), strict=True):
+        if text:
+            runs_of_text.setdefault(text, []).append(record.name)
+    if len(runs_of_text) > 1:
+        rows = ["the runs are measured on different held-out text, so their losses do not compare; "
+                "runs of one validation.bytes have the same text under every tokenizer; "
+                "text=ignore compares them all the same"]  # fmt: skip
+        for text, names in list(runs_of_text.items())[:MAX_NAMED]:
+            more = ", ..." if len(names) > MAX_NAMED else ""
+            rows.append(f"{text}: {', '.join(names[:MAX_NAMED])}{more}")
+        raise UserError("\n  ".join(rows))
 
 
 def _no_step(records: Sequence[Record], measured: dict[int, dict[int, float]], name: str) -> str:
@@ -127,25 +165,27 @@ def _no_step(records: Sequence[Record], measured: dict[int, dict[int, float]], n
     return "\n  ".join(rows)
 
 
-def choose_arms(runs: list[Record], against: list[Record]) -> tuple[list[Arm], Arm, list[str]]:
-    """(arms, the one that they are compared with, which runs are in none). Raises UserError."""
+def choose_arms(
+    runs: list[Record], against: list[Record], code: bool = True
+) -> tuple[list[Arm], Arm, list[str]]:
+    """(arms, the one that they are compared with, which runs are in none); `code` as in find_arms.
+    Raises UserError."""
     others = {run.folder.resolve() for run in against}
     runs = [run for run in runs if run.folder.resolve() not in others]
     if not runs:
         raise UserError("the runs before and after --against are the same ones")
-    unknown = [run.name for run in (*runs, *against) if not run.config]
-    problems = [f"{name} is left out: its config cannot be read" for name in unknown]
-    runs, against = ([run for run in some if run.config] for some in (runs, against))
+    problems = [text for run in (*runs, *against) if (text := _why_left_out(run))]
+    runs, against = ([run for run in some if not _why_left_out(run)] for some in (runs, against))
     if not runs or (others and not against):
         raise UserError("; ".join(problems))
     if against:
-        arms, base = _against(runs, against)
+        arms, base = _against(runs, against, code)
     else:
-        arms = find_arms(runs)
+        arms = find_arms(runs, code)
         if len(arms) == 1:
             same = f"all {len(runs)} runs have one config, but for the seed: nothing to compare"
             what = same if len(runs) > 1 else f"{runs[0].name} is the only run"
-            raise UserError(f"{what}; name other runs after --against")
+            raise UserError("; ".join([*problems, f"{what}; name other runs after --against"]))
         base = choose_base(arms)
         arms = [arm for arm in arms if arm is not base]
     if len(arms) > MAX_ARMS:
@@ -153,16 +193,24 @@ def choose_arms(runs: list[Record], against: list[Record]) -> tuple[list[Arm], A
     return arms, base, problems
 
 
-def _against(runs: list[Record], against: list[Record]) -> tuple[list[Arm], Arm]:
+def _why_left_out(run: Record) -> str:
+    """Why a run is in no arm; empty for one that is."""
+    if not run.config:
+        return f"{run.name} is left out: its config cannot be read"
+    return "" if run.has_begun else f"{run.name} is left out: it has not begun"
+
+
+def _against(runs: list[Record], against: list[Record], code: bool) -> tuple[list[Arm], Arm]:
     """The arms of `runs`, and that of `against`, by what they differ in."""
-    together = find_arms([*runs, *against])
+    together = find_arms([*runs, *against], code)
     base = [arm for arm in together if any(run in arm.runs for run in against)]
     if len(base) > 1:
         names = "; ".join(label(arm, base[i == 0]) for i, arm in enumerate(base))
-        raise UserError(f"--against: must be one arm, and is {len(base)}: {names}")
+        hint = "; code=ignore joins runs of different code" if CODE_HASH in base[0].values else ""
+        raise UserError(f"--against: must be one arm, and is {len(base)}: {names}{hint}")
     [one] = base
     arms = [arm for arm in together if arm is not one]
-    same = [run for run in one.runs if run not in against]  # their code or data differ
+    same = [run for run in one.runs if run not in against]  # their operational keys or data differ
     if same:
         arms.insert(0, Arm(same, one.values))
         one = Arm(against, one.values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lingua.tools.runs.compare.arms import SEED, Arm, HeldOutLosses, label
-from lingua.tools.runs.compare.differences import only_rounding, same_run
+from lingua.tools.runs.compare.differences import only_rounding, same_run, unlike, unlike_rows
 from lingua.tools.runs.compare.statistics import (
     Estimate,
     paired,
@@ -15,7 +15,7 @@ from lingua.tools.runs.compare.statistics import (
     smallest_shown,
     unpaired,
 )
-from lingua.tools.runs.records import Record
+from lingua.tools.runs.records import Record, heldout
 
 ROUNDING = 1e-4  # differences of losses that may be rounding, relative
 
@@ -35,8 +35,24 @@ class Pair:
 
 
 @dataclass
+class Outcome:
+    """How the runs of an arm ended, one run of each seed."""
+
+    label: str
+    runs: int
+    failed: list[str]  # names of runs that ended with an error or were killed
+    diverged: list[str]  # names of the others whose last held-out loss is not finite
+    lost: int  # how many of them have no loss at the step that is compared
+
+    @property
+    def bad(self) -> list[str]:
+        return self.failed + self.diverged
+
+
+@dataclass
 class Comparison:
-    """`arm` minus `base`: negative is better. Runs whose loss is not finite are in no number."""
+    """`arm` minus `base`: negative is better. Runs whose loss is not finite, or that failed before
+    the last step, are in no number."""
 
     arm: Arm
     base: Arm
@@ -48,7 +64,8 @@ class Comparison:
     paired: Estimate | None  # None for fewer than two pairs
     unpaired: Estimate | None  # None where an arm has fewer than two runs
     along: list[tuple[int, int, float, Estimate | None]]  # step, pairs, mean, interval
-    diverged: dict[str, list[str]]  # runs whose loss is not finite, by label of the arm
+    outcomes: tuple[Outcome, Outcome]  # of the arm and of the base
+    unlike: list[str]  # what is not the same in all runs besides the keys that name the arms
     identical: list[Pair]  # pairs of which both are the same run
     rounding: bool  # all pairs are the same mathematics, in another order of additions
     notes: list[str]  # what a reader must know besides
@@ -68,6 +85,11 @@ class Comparison:
     @property
     def base_label(self) -> str:
         return label(self.base, self.arm)
+
+    @property
+    def survivors(self) -> bool:
+        """Whether the numbers are of the runs that survived, and others did not."""
+        return any(outcome.lost for outcome in self.outcomes)
 
     @property
     def estimate(self) -> Estimate | None:
@@ -105,21 +127,20 @@ class Comparison:
 
 
 def compare(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Comparison:
-    """The comparison of two arms whose runs were all measured at `measured.steps`."""
+    """The comparison of two arms whose runs were all measured at `measured.steps`, but for those
+    that failed."""
     notes: list[str] = []
     runs = [_once(one, measured, notes) for one in (arm, base)]
-    finite, diverged = [], {}
-    for name, those in zip((label(arm, base), label(base, arm)), runs, strict=True):
-        bad = [r for r in those if not math.isfinite(measured.losses[id(r)][-1])]
-        finite.append([r for r in those if r not in bad])
-        if bad:
-            diverged[name] = [r.name for r in bad]
+    finite = [[r for r in some if math.isfinite(measured.losses[id(r)][-1])] for some in runs]
+    labels = label(arm, base), label(base, arm)
+    outcomes = [_outcome(*of) for of in zip(labels, runs, finite, strict=True)]
     seeds = [{_seed(r): r for r in those if SEED in r.config} for those in finite]
     pairs = [
         Pair(a, b, measured.losses[id(a)], measured.losses[id(b)])
         for seed, a in seeds[0].items()
         if (b := seeds[1].get(seed)) is not None
     ]
+    both = [(pair.arm, pair.base) for pair in pairs]
     differences = np.array([p.differences for p in pairs]).reshape(len(pairs), len(measured.steps))
     along = []
     for step, column in zip(measured.steps, differences.T, strict=True):
@@ -138,11 +159,27 @@ def compare(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compa
         paired=paired(differences[:, -1], level),
         unpaired=unpaired(last, base_last, level),
         along=along,
-        diverged=diverged,
+        outcomes=(outcomes[0], outcomes[1]),
+        unlike=[
+            *unlike(dict(zip(labels, runs, strict=True)), _named(arm, base)),
+            *unlike_rows(both),
+        ],
         identical=[pair for pair in pairs if same_run(pair.arm, pair.base)],
         rounding=bool(pairs) and all(map(_is_rounding, pairs)),
-        notes=notes + _cautions(arm, base, measured.steps[-1]),
+        notes=notes + _cautions(arm, base),
     )
+
+
+def _named(arm: Arm, base: Arm) -> list[str]:
+    return [key for key in arm.values if arm.values[key] != base.values[key]]
+
+
+def _outcome(name: str, runs: list[Record], finite: list[Record]) -> Outcome:
+    failed = [run for run in runs if run.state == "failed"]
+    others = [run for run in runs if run not in failed]
+    diverged = [r for r in others if r not in finite or not np.isfinite(heldout(r)[1][-1:]).all()]
+    lost = len(runs) - len(finite)
+    return Outcome(name, len(runs), [r.name for r in failed], [r.name for r in diverged], lost)
 
 
 def _is_rounding(pair: Pair) -> bool:
@@ -165,20 +202,10 @@ def _once(arm: Arm, measured: HeldOutLosses, notes: list[str]) -> list[Record]:
     return list(kept.values())
 
 
-def _cautions(arm: Arm, base: Arm, step: int) -> list[str]:
+def _cautions(arm: Arm, base: Arm) -> list[str]:
     """Where the two arms are not measured alike."""
     a, b = arm.runs[0], base.runs[0]
     cautions = []
-    texts = [
-        {source: int(size) for source, c in run.validation.items()
-         if (c.step == step).any() and (size := c["bytes"][c.step == step][0]) == size}
-        for run in (a, b)
-    ]  # fmt: skip
-    if texts[0] != texts[1]:
-        sizes = [", ".join(f"{s} ({n:,} bytes)" for s, n in t.items()) or "none" for t in texts]
-        other = sorted(texts[0].values()) != sorted(texts[1].values())
-        end = ", so the difference is not one of the models alone" if other else ""
-        cautions.append(f"held-out text: {sizes[0]} and {sizes[1]}{end}")
     for key, meaning in (
         ("data.global_batch_size", "so a step has another number of rows"),
         ("data.seq_len", "so a step has another number of tokens"),

@@ -1,8 +1,10 @@
-"""Where two runs first differ, in rows, rate, weights or loss, and why."""
+"""Where two runs first differ, in rows, rate, weights or loss, and why; what is not the same in all
+runs of a comparison."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +14,17 @@ import numpy as np
 
 from lingua.base.dump_dir import CHECKPOINTS, MANIFEST, STATE, STEP_FOLDER
 from lingua.base.files import load_json
-from lingua.tools.runs.records import Columns, Record, differing, heldout
+from lingua.base.format import counted
+from lingua.tools.runs.records import (
+    CODE_HASH,
+    OPERATIONAL,
+    Columns,
+    Record,
+    differing,
+    heldout,
+    heldout_texts,
+    setting,
+)
 from lingua.tools.runs.report.code import changed_files, code_place
 
 MAX_FILES = 5  # changed files to name
@@ -37,7 +49,7 @@ def first_differences(a: Record, b: Record) -> list[Aspect]:
     """Of rows, rate, gradient norm, loss, weights and held-out loss, where two runs first differ.
     Numbers are compared exactly."""
     return [
-        _aspect("rows", *(_texts(r.metrics, "batch_hash") for r in (a, b))),
+        _rows(a, b),
         _aspect("learning rate", *(_numbers(r.metrics, "lr") for r in (a, b))),
         _aspect("loss", *(_numbers(r.metrics, "loss") for r in (a, b))),
         _aspect("gradient norm", *(_numbers(r.metrics, "grad_norm") for r in (a, b))),
@@ -66,6 +78,10 @@ def _aspect(name: str, a: dict[int, Any], b: dict[int, Any]) -> Aspect:
             return Aspect(name, len(steps), until, step, (a[step], b[step]))
         until = step
     return Aspect(name, len(steps), until, None)
+
+
+def _rows(a: Record, b: Record) -> Aspect:
+    return _aspect("rows", *(_texts(r.metrics, "batch_hash") for r in (a, b)))
 
 
 def _weights(a: Record, b: Record) -> Aspect:
@@ -131,12 +147,13 @@ class Cause:
 def causes(a: Record, b: Record) -> list[Cause]:
     """What differs between two runs besides their results, as far as it is recorded."""
     causes = []
-    for key in differing([a, b]):
-        values = [run.config.get(key, "not given") for run in (a, b)]
-        kind = "data" if key.startswith("data.sources") or key == "data.stages" else "config"
+    for key in _decisive([a, b]):
+        values = [setting(run.settings, key) for run in (a, b)]
+        is_data = key.startswith("data.sources") or key == "data.stages"
+        kind = "code" if key == CODE_HASH else "data" if is_data else "config"
         causes.append(Cause(kind, f"{key}: {values[0]} and {values[1]}"))
     states = [_state(run) for run in (a, b)]
-    starts = [_start(run, state) for run, state in zip((a, b), states, strict=True)]
+    starts = [_starts(run, state)[0] for run, state in zip((a, b), states, strict=True)]
     causes += [Cause("data", text) for text in _unlike([state.get("data") for state in states])]
     causes += [Cause("code", text) for text in _unlike(starts, ("commit",))]
     causes += [Cause("code", text) for text in _code(a, b)]
@@ -148,12 +165,71 @@ def causes(a: Record, b: Record) -> list[Cause]:
 def only_rounding(a: Record, b: Record) -> bool:
     """Whether two runs are the same mathematics in another order of additions, by their configs,
     and used the same rows."""
-    keys = differing([a, b])
-    rows = _aspect("rows", *(_texts(run.metrics, "batch_hash") for run in (a, b)))
-    starts = [_start(run, {}) for run in (a, b)]
+    keys = _decisive([a, b])
+    rows = _rows(a, b)
+    starts = [_starts(run, {})[0] for run in (a, b)]
     other = bool(keys) or bool(_unlike(starts, ("topology",)))
     same = rows.steps > 0 and rows.first is None
     return other and same and all(ADDITIONS.fullmatch(key) for key in keys)
+
+
+def _decisive(records: Sequence[Record]) -> list[str]:
+    """The keys in which runs differ and that a number of training may depend on."""
+    return [key for key in differing(records) if not OPERATIONAL.fullmatch(key)]
+
+
+def unlike(arms: Mapping[str, Sequence[Record]], named: Collection[str]) -> list[str]:
+    """What differs between runs, of one arm or of two, besides the keys `named` by which arms are
+    told apart: code, versions, devices, the content of their text, what is held out. `arms` are the
+    runs by the arm's label."""
+    runs = [run for some in arms.values() for run in some]
+    unknown = sum(run.settings[CODE_HASH] is None for run in runs)
+    of = f"{unknown} of {counted(len(runs), 'run')}"
+    lines = [f"the code of {of} is not recorded"] if unknown else []
+    facts = {id(run): _facts(run) for run in runs}
+    for run, text in zip(runs, heldout_texts(runs), strict=True):
+        if text:
+            facts[id(run)]["held-out text"] = text
+    for name in dict.fromkeys(name for known in facts.values() for name in known):
+        values = {
+            label: Counter(facts[id(run)][name] for run in some if name in facts[id(run)])
+            for label, some in arms.items()
+        }
+        if name not in named and len(set().union(*values.values())) > 1:
+            each = (f"{label}: {_counts(counts)}" for label, counts in values.items() if counts)
+            lines.append(f"{name} is not the same ({'; '.join(each)})")
+    operational = [key for key in differing(runs) if OPERATIONAL.fullmatch(key)]
+    if operational:
+        lines.append(f"keys that change no number differ: {', '.join(operational)}")
+    return lines
+
+
+def unlike_rows(pairs: Sequence[tuple[Record, Record]]) -> list[str]:
+    """In how many pairs the runs trained on different rows, where they have recorded it."""
+    rows = [_rows(*pair) for pair in pairs]
+    different = sum(aspect.first is not None for aspect in rows)
+    known = sum(aspect.steps > 0 for aspect in rows)
+    return [f"the rows of {different} of {counted(known, 'pair')} differ"] if different else []
+
+
+def _counts(counts: Counter[str]) -> str:
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{value} in {counted(n, 'run')}" for value, n in counts.items())
+
+
+def _facts(record: Record) -> dict[str, str]:
+    """What the starts of a run and its newest checkpoint have recorded besides its config, by
+    name; of a run whose starts differ, all of it."""
+    state = _state(record)
+    starts = _starts(record, state)
+    facts: dict[str, str] = {}
+    for key in (CODE_HASH, *VERSIONS, *MACHINE):
+        values = dict.fromkeys(str(start[key]) for start in starts if start.get(key) is not None)
+        if values:
+            facts[key] = " then ".join(values)
+    data = state.get("data")
+    return facts | {str(k): str(v) for k, v in (data if isinstance(data, dict) else {}).items()}
 
 
 def _unlike(values: Sequence[Any], keys: Sequence[str] | None = None) -> list[str]:
@@ -173,11 +249,11 @@ def _state(record: Record) -> dict[str, Any]:
     return {}
 
 
-def _start(record: Record, state: dict[str, Any]) -> dict[str, Any]:
-    """Of the first start of the run, or of its newest checkpoint where no start is recorded."""
+def _starts(record: Record, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The starts of the run; its newest checkpoint where none is recorded."""
     starts = [event for event in record.events if event["event"] == "start"]
     saved = state.get("versions")
-    return starts[0] if starts else saved if isinstance(saved, dict) else {}
+    return starts or [saved if isinstance(saved, dict) else {}]
 
 
 def _code(a: Record, b: Record) -> list[str]:

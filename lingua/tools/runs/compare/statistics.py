@@ -97,6 +97,15 @@ def smallest_shown(deviation: float, pairs: int, level: float) -> float:
     return deviation * enough
 
 
+def proportion(count: int, of: int, level: float) -> tuple[float, float]:
+    """The interval of a probability that `count` of `of` runs show, exact for few (Clopper and
+    Pearson 1934, Biometrika 26)."""
+    beta, tail = _scipy().beta, (1 - level) / 2
+    low = beta.ppf(tail, count, of - count + 1) if count else 0.0
+    high = beta.ppf(1 - tail, count + 1, of - count) if count < of else 1.0
+    return float(low), float(high)
+
+
 def _critical(freedom: float, level: float) -> float:
     return float(_scipy().t.ppf((1 + level) / 2, freedom))
 

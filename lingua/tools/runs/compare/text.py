@@ -10,7 +10,7 @@ from lingua.base.format import align, counted
 from lingua.tools.runs.compare.arms import HeldOutLosses
 from lingua.tools.runs.compare.comparison import Comparison, Pair
 from lingua.tools.runs.compare.differences import Aspect, causes, first_differences, only_rounding
-from lingua.tools.runs.compare.statistics import MAX_PAIRS, POWER
+from lingua.tools.runs.compare.statistics import MAX_PAIRS, POWER, proportion
 from lingua.tools.runs.records import Record
 
 WIDTH = 80
@@ -45,12 +45,38 @@ def heading(
 
 def verdict(c: Comparison, unit: str, effect: float | None = None) -> str:
     """What a comparison means, in a few sentences."""
+    return " ".join([*(f"{text}." for text in first_lines(c)), _statement(c, unit, effect)])
+
+
+def first_lines(c: Comparison) -> list[str]:
+    """What a reader must know before any mean: what besides the named keys is not the same in all
+    runs, and which runs failed or diverged."""
+    return [*c.unlike, *_outcomes(c)]
+
+
+def _outcomes(c: Comparison) -> list[str]:
+    """A line, where a run failed or diverged."""
+    names = [name for outcome in c.outcomes for name in outcome.bad]
+    if not names:
+        return []
+    kinds = {"failed": any(outcome.failed for outcome in c.outcomes),
+             "diverged": any(outcome.diverged for outcome in c.outcomes)}  # fmt: skip
+    verb = f" {' or '.join(kind for kind, happened in kinds.items() if happened)}"
+    parts = []
+    for outcome, end in zip(c.outcomes, (verb, ""), strict=True):
+        part = f"{outcome.label}{end} in {len(outcome.bad)} of {counted(outcome.runs, 'run')}"
+        if outcome.bad:
+            low, high = proportion(len(outcome.bad), outcome.runs, c.level)
+            part += f" ({100 * c.level:.4g} %: {100 * low:.0f} to {100 * high:.0f} %)"
+        parts.append(part)
+    more = ", ..." if len(names) > MAX_NAMED else ""
+    return [f"{', '.join(parts)}: {', '.join(names[:MAX_NAMED])}{more}"]
+
+
+def _statement(c: Comparison, unit: str, effect: float | None) -> str:
+    """What the numbers of a comparison mean."""
     number, e = _format(c), c.estimate
-    text = "".join(
-        f"{label} diverged in {counted(len(runs), 'run')}, which no number here has: "
-        f"{', '.join(runs)}. "
-        for label, runs in c.diverged.items()
-    )
+    text = "Of the runs that survived: " if c.survivors and c.arm_losses and c.base_losses else ""
     if c.is_identical:
         who = [(p.arm.name, p.base.name) for p in c.pairs[:1]]
         a, b = who[0] if len(c.pairs) == 1 else (c.arm_label, c.base_label)
@@ -122,7 +148,9 @@ def lines(
 ) -> Iterator[str]:
     """The comparison for people, the `brief` one of several without what is not a number of it."""
     number = _format(c)
-    yield from textwrap.wrap(verdict(c, unit, effect), WIDTH, break_on_hyphens=False)
+    for text in first_lines(c):
+        yield from wrapped(text)
+    yield from textwrap.wrap(_statement(c, unit, effect), WIDTH, break_on_hyphens=False)
     notes = [*c.notes, *(f"{p.arm.name} and {p.base.name} are the same run" for p in c.identical)]
     for note in c.notes if c.is_identical else notes:
         yield from wrapped(f"note: {note}")
@@ -221,7 +249,8 @@ def as_json(c: Comparison, unit: str, effect: float | None = None) -> dict[str, 
         "unpaired_over_paired_variance": c.gain,
         "effect": needed and needed[0],
         "pairs_for_effect": needed and needed[1],
-        "diverged": c.diverged,
+        "outcomes": [asdict(outcome) for outcome in c.outcomes],
+        "unlike": c.unlike,
         "only_rounding": c.rounding,
         "notes": c.notes,
         "losses": {"arm": c.arm_losses, "base": c.base_losses},

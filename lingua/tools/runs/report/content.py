@@ -10,7 +10,16 @@ import numpy as np
 
 from lingua.base.format import counted
 from lingua.base.version import __version__
-from lingua.tools.runs.records import Columns, Record, differing, grouped, heldout, smooth
+from lingua.tools.runs.records import (
+    NOT_GIVEN,
+    Columns,
+    Record,
+    differing,
+    grouped,
+    heldout,
+    setting,
+    smooth,
+)
 from lingua.tools.runs.report.code import code_differences
 from lingua.tools.runs.report.page import Arrays
 
@@ -323,9 +332,8 @@ def _samples(record: Record) -> list[dict[str, Any]]:
 
 
 def _shown(record: Record, key: str) -> str:
-    if key not in record.config:
-        return "?"
-    return "null" if (value := record.config[key]) is None else _text(value)
+    value = setting(record.settings, key)
+    return "?" if value == NOT_GIVEN else "null" if value is None else _text(value)
 
 
 def _text(value: Any, max_length: int = MAX_TEXT) -> str:
