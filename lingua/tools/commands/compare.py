@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     before, after, args, as_numbers = arguments(argv)
     # Imported here, since --help needs no numpy.
     from lingua.tools.runs.compare.arms import check_text, choose_arms, measure_runs, open_all
-    from lingua.tools.runs.compare.comparison import compare
+    from lingua.tools.runs.compare.comparison import compare_all
     from lingua.tools.runs.compare.text import UNITS, as_json, heading, lines, plain
 
     against = open_all(after) if after else []
@@ -74,9 +74,7 @@ def main(argv: Sequence[str]) -> None:
     measured = measure_runs(everything, args.measure, args.step)
     if args.text == "compare":
         check_text(everything, measured)
-    # Bonferroni's correction: the intervals hold all together with at least the level asked for.
-    level = 1 - (1 - args.level) / len(arms)
-    comparisons = [compare(arm, base, measured, level) for arm in arms]
+    comparisons = compare_all(arms, base, measured, args.level)
     problems += [text for run in everything for text in run.problems]
     unit = UNITS[args.measure]
     if as_numbers:

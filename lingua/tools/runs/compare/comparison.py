@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +125,14 @@ class Comparison:
             return None
         effect = abs(self.paired.mean) if effect is None else effect
         return effect, pairs_for(effect, self.paired.deviation, self.level)
+
+
+def compare_all(
+    arms: Sequence[Arm], base: Arm, measured: HeldOutLosses, level: float
+) -> list[Comparison]:
+    """Each arm against `base`; the intervals hold all together with at least `level`, by
+    Bonferroni's correction."""
+    return [compare(arm, base, measured, 1 - (1 - level) / len(arms)) for arm in arms]
 
 
 def compare(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Comparison:
