@@ -23,6 +23,7 @@ from lingua.checkpoint.source import TensorSource, on_every_rank
 from lingua.checkpoint.tensors import Part
 from lingua.data import IGNORE
 from lingua.data.chat import ChatRows
+from lingua.data.loader import MicroBatch
 from lingua.data.rows import HeldOut, document_starts
 from lingua.parallel.mesh import divide, dp_degree, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan
@@ -38,28 +39,35 @@ Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
 logger = logging.getLogger(__name__)
 
 
-def log_ratios(
-    model: nn.Module, tokens: Tensor, targets: Tensor, starts: Tensor, **more: Tensor
-) -> tuple[Tensor, Tensor]:
-    """log p(chosen answer) - log p(rejected answer) of the pairs of some rows.
+def answers(targets: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Find the answers in rows of pairs, whose two conversations are documents in succession.
 
     Args:
-        tokens: int64 B S.
         targets: int64 1 B S, IGNORE for what is not of an answer.
-        starts: int64 B K, where documents begin: a pair's two follow each other.
-        more: further arguments of the model's forward.
+        documents: int64 B K, where documents begin.
 
     Returns:
-        float32 B K//2, and whether there is such a pair, bool B K//2.
+        Which positions are targets of which answer, bool B K//2 2 S, and which pairs exist, bool
+        B K//2.
     """
-    [losses] = model(tokens, targets, starts, per_token=True, **more)
-    n = starts.shape[1] // 2
-    places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    index = torch.searchsorted(starts, places.contiguous(), right=True) - 1  # B S
-    in_document = index[:, None] == torch.arange(2 * n, device=tokens.device)[:, None]  # B 2n S
-    sums = torch.where(in_document, -losses[:, None], 0.0).sum(-1).unflatten(1, (n, 2))
-    answered = (in_document & (targets[0] != IGNORE)[:, None]).any(-1).unflatten(1, (n, 2))
-    return sums[..., 0] - sums[..., 1], answered.all(-1)
+    assert documents is not None  # data.document_mask gives them
+    n = documents.shape[1] // 2
+    places = torch.arange(targets.shape[-1], device=targets.device).expand(targets[0].shape)
+    index = torch.searchsorted(documents, places.contiguous(), right=True) - 1  # B S
+    in_document = index[:, None] == torch.arange(2 * n, device=targets.device)[:, None]  # B 2n S
+    answer = (in_document & (targets[0] != IGNORE)[:, None]).unflatten(1, (n, 2))
+    return answer, answer.any(-1).all(-1)
+
+
+def log_ratios(
+    model: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor, **more: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log p(chosen answer) - log p(rejected answer) of the pairs of some rows, float32 B K//2, and
+    which exist, bool B K//2. Takes the arguments of the model's forward."""
+    answer, is_pair = answers(targets, documents)
+    [losses] = model(tokens, targets, documents, per_token=True, **more)
+    sums = torch.where(answer, -losses[:, None, None], 0.0).sum(-1)
+    return sums[..., 0] - sums[..., 1], is_pair
 
 
 @torch.no_grad()
@@ -98,6 +106,9 @@ class Reference:
 
     def __init__(self, run: Run) -> None:
         args, data = run.args, run.data
+        self.is_known = data is not None  # not under lingua plan, which has no rows
+        if not self.is_known:
+            return
         assert isinstance(data.rows, ChatRows)
         self.rows, self.stream = data.rows, data.rows.stream
         sizes = [s.n_rows(args.data.row_tokens, 1) for s in self.stream.sources.values()]
@@ -123,16 +134,14 @@ class Reference:
         source, row = self.stream.source_rows(positions)
         return self.begins[source] + row
 
-    def count(self, position: int, n_rows: int) -> int:
-        """The number of pairs in the rows from `position` on."""
-        index = self.index(np.arange(position, position + n_rows)).tolist()
-        return sum(len(self.by_row[i] or ()) for i in index)
-
-    def known_ratios(self, row_ids: Tensor, n: int) -> Tensor:
-        """float32 [B, n], the log-ratios of the pairs of rows int64 [B]; where a row has fewer than
-        n, and in padding rows, any numbers."""
-        out = torch.zeros(len(row_ids), n)
-        for to, i in zip(out, self.index(row_ids.clamp(0).numpy()).tolist(), strict=True):
+    def known_ratios(self, micro: MicroBatch) -> Tensor:
+        """The log-ratios of the pairs of a micro-batch on the CPU, float32 [B, K//2]; any numbers
+        where a row has fewer, and in padding rows."""
+        assert micro.documents is not None
+        n = micro.documents.shape[1] // 2
+        out = torch.zeros(len(micro.row_ids), n)
+        rows = self.index(micro.row_ids.clamp(0).numpy()).tolist() if self.is_known else []
+        for to, i in zip(out, rows, strict=False):
             ratios = (self.by_row[i] or [])[:n]
             to[: len(ratios)] = torch.tensor(ratios)
         return out

@@ -64,8 +64,7 @@ class _Numbers:
 
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, name: str, value: Tensor) -> None:
-        self.numbers[name] = value.detach().float()
+    def average(self, parts: dict[str, Tensor]) -> None: ...
 
     def event(self, event: str, step: int, **values: Any) -> None: ...
 
@@ -88,9 +87,9 @@ class Step:
         """A step of `n_micro` micro-steps. `between` is called once gradients are complete."""
         _, rows = self.run.args.micro_steps(dp_degree(self.run.mesh))
         batch = [empty_batch(self.run.args.data, rows) for _ in range(n_micro)]
-        valid = torch.ones(self.run.args.data.n_views - 1, dtype=torch.int64)
+        counts = self.objective.count(batch[0]).clamp(min=1)
         self.run.app = replace(self.run.app, probe=lambda _: between())  # not the app's: it reads
-        train_step(self.run, self.objective, self.guard, batch, valid)
+        train_step(self.run, self.objective, self.guard, batch, counts)
 
 
 def empty_batch(args: DataArgs, rows: int) -> MicroBatch:

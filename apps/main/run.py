@@ -1,7 +1,7 @@
 """What a run consists of once it has started."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +56,15 @@ class Run:
         """A copy of a tensor of the host, for which the host does not wait."""
         return to_device(t, self.device)
 
-    def read_ahead(self, stop: StopRequest) -> Ahead:
-        """The rows of the next step, and whether ranks stop or save after it."""
+    def read_ahead(self, count: Callable[[MicroBatch], Tensor], stop: StopRequest) -> Ahead:
+        """The rows of the next step, what its loss is divided by, and whether ranks stop or save
+        after it. `count` is that of the objective."""
         with self.report.waiting_for_data():
             batch = next(self.steps)
         stopping = stop.signal is not None or self.saver.must_stop
         since_save_s = time.monotonic() - self.saved_at
         overdue = dist.get_rank() == 0 and self.args.checkpoint.overdue(since_save_s)
-        return agree(batch, self.mesh, stopping, overdue)
+        return agree(batch, count, self.mesh, stopping, overdue)
 
     def settle(self, guard: NonFiniteGuard, counts: list[int]) -> None:
         """Take over the updates that were suppressed, by the values of `guard.counts`. Where one is

@@ -22,12 +22,13 @@ from apps.main.run import Run
 from lingua.app import App, choose_app
 from lingua.base.hashing import batch_hash, hash_bits, key_of
 from lingua.checkpoint.run_config import load_run
+from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
 from lingua.data.rows import document_marks
 from lingua.model import Losses
 from lingua.monitor.held_out import measure_sources
 from lingua.monitor.profiling import open_profiler
-from lingua.monitor.reporter import Reporter, StepResult
+from lingua.monitor.reporter import Reporter, StepResult, mean_parts
 from lingua.optim.optimizer import NonFiniteGuard, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
@@ -125,21 +126,21 @@ def take_steps(run: Run, stop: StopRequest) -> bool:
         check_samples(run)  # so that a model that cannot generate is known before the first step
     stop.note = "saving after this step"
     first = progress.step + 1
-    ahead = run.read_ahead(stop)
+    ahead = run.read_ahead(objective.count, stop)
     stopping = ahead.stopping
     if stopping and progress.step:
         run.save(None, final=True)  # a run that branches has no checkpoint of its own yet
     with collected_in_steps():
         while progress.step < args.end and not stopping:
             step = progress.step + 1
-            ahead.check_targets(step, progress.position, args.data.step_rows)
+            ahead.check_counts(step, progress.position, args.data.step_rows)
             with profiler.step(step):
-                done = train_step(run, objective, guard, ahead.batch, ahead.valid)
+                done = train_step(run, objective, guard, ahead.batch, ahead.counts)
             progress.step, progress.position = step, progress.position + args.data.step_rows
 
             # The device works now: meanwhile the next rows are read, and the ranks agree on them.
             if step < args.end:
-                ahead = run.read_ahead(stop)
+                ahead = run.read_ahead(objective.count, stop)
                 stopping = ahead.stopping
             if step == first:  # blocks are compiled now
                 set_timeout(run.mesh, args.distributed.step_timeout_s)
@@ -174,13 +175,13 @@ def take_steps(run: Run, stop: StopRequest) -> bool:
 
 
 def train_step(
-    run: Run, objective: "Objective", guard: NonFiniteGuard, batch: list[MicroBatch], valid: Tensor
+    run: Run, objective: "Objective", guard: NonFiniteGuard, batch: list[MicroBatch], counts: Tensor
 ) -> StepResult:
-    """Gradients of this rank's micro-batches, clipping, the optimizer. `valid` is on the CPU, as
+    """Gradients of this rank's micro-batches, clipping, the optimizer. `counts` is on the CPU, as
     in `Ahead`. `lingua plan` traces this function too."""
     args, step = run.args, run.progress.step + 1
     run.report.numbers.clear()  # those of the step before
-    loss, rows_hash = objective.gradients(batch, run.to_device(valid))
+    loss, rows_hash = objective.gradients(batch, run.to_device(counts))
     if run.app.probe is not None:
         run.app.probe(run)
     reshard(run.model)  # a forward of the probe leaves parameters gathered
@@ -193,58 +194,70 @@ def train_step(
 
 
 class Objective:
-    """The function that a run minimises: the mean loss of the targets. A fork may replace it."""
+    """The function that a run minimises: here the mean loss of the targets. A fork derives a class
+    that gives another `loss`, and what it is divided by."""
 
     def __init__(self, run: Run) -> None:
         """Called by every rank once the run is restored, before its first step."""
         self.run = run
         self.marks = document_marks(run.args.data, run.tokenizer)
 
-    def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill `.grad` with the gradient of (sum of token losses / valid targets) over the global
-        batch, plus the mean over its rows of each term that the model has per row.
+    def count(self, micro: MicroBatch) -> Tensor:
+        """Returns what each of the sums of `loss` is divided by once it is added up over the global
+        batch: int64 [K] on the CPU. Called when the rows are read, one step ahead."""
+        return (micro.targets != IGNORE).sum((1, 2))
+
+    def fields(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """Returns further tensors of the rows, on the CPU, which `loss` has in `micro.fields`."""
+        return {}
+
+    def loss(self, micro: MicroBatch) -> Losses:
+        """Returns the losses of a micro-batch: `sums` are float32 [K], `counts` are not read. All
+        tensors are on the device. In a held-out measurement nothing is random."""
+        return Losses(*self.run.model(**micro.inputs()))
+
+    def gradients(self, batch: list[MicroBatch], counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill `.grad` with the gradient of the sum of (`loss` / `count`) over the global batch,
+        plus the mean over its rows of each term that the model has per row.
 
         Args:
             batch: this data-parallel rank's micro-batches, the same number on every rank.
-            valid: int64 [views - 1] on the device: targets of the whole global batch.
+            counts: int64 [K] on the device, `count` of the whole global batch.
 
         Returns:
             This rank's share of that loss, float32, and the hash of the rows it used, int64; both
-            are summed over data-parallel ranks where they are logged. Further numbers of the step
-            go to `run.report.add`.
+            are summed over data-parallel ranks where they are logged.
         """
         run, args = self.run, self.run.args
         noise = key_of(args.seed, "noise", run.progress.step + 1) if args.model.dropout else None
         loss = torch.zeros((), device=run.device)
         rows_hash = torch.zeros((), dtype=torch.int64, device=run.device)
-        for i, micro in enumerate(batch):
-            tensors = (t.to(run.device, non_blocking=True) for t in micro.tensors())
-            ids, tokens, targets, *documents = tensors
+        for i, read in enumerate(batch):
+            micro = read.to(run.device)
+            micro.fields = {key: run.to_device(t) for key, t in self.fields(read).items()}
+            if noise is not None:
+                micro.noise = hash_bits(noise, micro.row_ids)
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
-            random = {} if noise is None else {"noise": hash_bits(noise, ids)}
-            losses = Losses(*run.model(tokens, targets, *documents, **random))
-            losses.check_views(len(valid))
-            part = (losses.sums / valid).sum()  # over the views
-            # Terms of the rows, not of padding: means over the global batch.
-            terms = {
-                name: torch.where(ids >= 0, term, 0).sum() / args.data.step_rows
-                for name, term in losses.per_row.items()
-            }
-            sum(terms.values(), part).backward()
+            losses = self.loss(micro)
+            losses.check_views(len(counts))
+            part = (losses.sums / counts).sum()
+            is_row = micro.row_ids >= 0  # and not padding
+            terms = [torch.where(is_row, t, 0).sum() for t in losses.per_row.values()]
+            sum((term / args.data.step_rows for term in terms), part).backward()
             loss += part.detach()
-            for name, term in terms.items():
-                run.report.add(name, term)
-            rows_hash += batch_hash(ids, tokens, targets)
+            run.report.average(mean_parts({**losses.per_row, **losses.metrics}, micro))
+            rows_hash += batch_hash(micro.row_ids, micro.tokens, micro.targets)
         return loss, rows_hash
 
     def measure(self) -> float | None:
-        """Measure and report the held-out loss of every source. Returns it in nats per byte of all
-        of them, None where nothing is held out. The lowest is the best checkpoint."""
+        """Measure and report held-out loss and metrics of every source. Returns the loss in nats
+        per byte of all of them, None where nothing is held out. The lowest is the best checkpoint.
+        """
         run, n_targets = self.run, self.run.args.data.n_views - 1
         _, rows = run.args.micro_steps(dp_degree(run.mesh))
         where = run.mesh, self.marks, run.report, run.progress.step
-        return measure_sources(run.model, run.data.held_out, rows, n_targets, *where)
+        return measure_sources(run.model, self.loss, run.data.held_out, rows, n_targets, *where)
 
 
 if __name__ == "__main__":

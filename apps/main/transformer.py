@@ -28,7 +28,7 @@ from lingua.model.transformer import (
     run_blocks,
     trunc_normal_,
 )
-from lingua.parallel.parallelize import FeatureParallel, ParallelPlan
+from lingua.parallel.parallelize import ParallelPlan
 
 
 @dataclass
@@ -115,8 +115,11 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
     qk_norm: dict[str, ParallelStyle] = {}
     if args.qk_norm is not None:
         # Each head by itself is a dimension of B S H D that is split; all heads are their features.
-        each = SequenceParallel(sequence_dim=2, use_local_output=True)
-        style = each if args.qk_norm == "per_head" else FeatureParallel()
+        style: ParallelStyle = SequenceParallel(sequence_dim=2, use_local_output=True)
+        if args.qk_norm == "all_heads":
+            from lingua.parallel.styles import FeatureParallel
+
+            style = FeatureParallel()
         qk_norm = {f"layers.*.attention.{name}": style for name in ("q_norm", "k_norm")}
     return ParallelPlan(
         blocks=("layers.*",),

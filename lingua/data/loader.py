@@ -7,9 +7,9 @@ ranks has rows [r * G // dp_size, (r + 1) * G // dp_size) of it, for any dp_size
 import itertools
 import math
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.rows import DocumentMarks, Documents, Rows, document_starts
 from lingua.parallel.mesh import world_sum_
-from lingua.parallel.tensors import device_threads
+from lingua.parallel.tensors import device_threads, to_device
 
 STEPS_AHEAD = 8  # steps each thread reads ahead
 
@@ -37,11 +37,20 @@ class MicroBatch:
     targets: Tensor  # int64 [V-1, R, S], IGNORE where there is no loss
     # int64 [R, K], where the documents of each row begin (lingua.model); None without such masks
     documents: Tensor | None = None
+    noise: Tensor | None = None  # int64 [R], a random key of each row; None: nothing is random
+    # [R, ...] each: tensors of the rows that the objective adds (`Objective.fields`)
+    fields: dict[str, Tensor] = field(default_factory=dict)
 
-    def tensors(self) -> list[Tensor]:
-        """Row ids, tokens, targets and, where there are some, documents."""
-        tensors = [self.row_ids, self.tokens, self.targets]
-        return tensors if self.documents is None else [*tensors, self.documents]
+    def to(self, device: torch.device) -> "MicroBatch":
+        """A copy on the device, for which the host does not wait; without `fields`."""
+        tensors = (self.row_ids, self.tokens, self.targets, self.documents)
+        copies = [t if t is None else to_device(t, device) for t in tensors]
+        return MicroBatch(*copies)  # type: ignore[arg-type]
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The arguments of a model's forward: tokens and targets, documents and noise if any."""
+        named = {name: getattr(self, name) for name in ("tokens", "targets", "documents", "noise")}
+        return {name: t for name, t in named.items() if t is not None}
 
 
 def micro_steps(
@@ -169,23 +178,29 @@ class Ahead(NamedTuple):
     """The next step of this rank. All but `batch` is equal on every rank."""
 
     batch: list[MicroBatch]  # micro-batches of this data-parallel rank
-    valid: Tensor  # int64 [views - 1] on the CPU, valid targets of the whole global batch
+    counts: Tensor  # int64 [K] on the CPU, `Objective.count` of the whole global batch
     stopping: bool  # whether any rank is asked to stop
     save_overdue: bool  # whether a save is due by the clock of any rank
 
-    def check_targets(self, step: int, position: int, global_batch_size: int) -> None:
-        """Raise UserError where a view has no valid target in the whole global batch."""
-        if not self.valid.all():
+    def check_counts(self, step: int, position: int, global_batch_size: int) -> None:
+        """Raise UserError where there is nothing to divide a loss by in the whole global batch."""
+        if not self.counts.all():
             rows = f"{position} to {position + global_batch_size - 1}"
             raise UserError(
                 f"step {step}: all targets are ignored in its global batch (rows {rows})"
             )
 
 
-def agree(batch: list[MicroBatch], mesh: DeviceMesh, stopping: bool, save_overdue: bool) -> Ahead:
+def agree(
+    batch: list[MicroBatch],
+    count: Callable[[MicroBatch], Tensor],
+    mesh: DeviceMesh,
+    stopping: bool,
+    save_overdue: bool,
+) -> Ahead:
     """Agree on the next step: the one message between hosts of a step. Called by every rank, with
-    its own micro-batches, `stopping` and `save_overdue`."""
-    counts = torch.stack([(micro.targets != IGNORE).sum((1, 2)) for micro in batch]).sum(0)
+    its own micro-batches, `stopping` and `save_overdue`; `count` is that of the objective."""
+    counts = torch.stack([count(micro) for micro in batch]).sum(0)
     if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
         counts = torch.zeros_like(counts)
     total = world_sum_(torch.cat((counts, torch.tensor([stopping, save_overdue]))))

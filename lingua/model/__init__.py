@@ -2,6 +2,7 @@
 which it generates text. The files here are the parts that models are built of."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -9,21 +10,26 @@ from torch import Tensor, nn
 from lingua.base.errors import UserError
 
 PerRow = dict[str, Tensor]  # float32 [B] by name
+Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # see Losses
 
 
 class Losses(NamedTuple):
     """The losses that forward returns where it is given targets.
 
     sums: float32 [V-1], the sum of the token losses of each view, in nats.
-    counts: int64 [V-1], the targets that these cover.
+    counts: int64 [V-1], the targets that these cover. An objective's losses may leave them out.
     per_row: float32 [B] by name, terms that each row adds to the objective, such as an auxiliary
         loss. The model scales a term, and it depends on nothing but its row, so that the result
         does not depend on which rows a micro-batch has.
+    metrics: numbers to log, by name: the mean over the global batch of a value for each row [B] or
+        for each target ([B, S] of the first view, or [V-1, B, S]), or of the values where a mask is
+        true, (values, bool), of one shape. They take no part in the objective.
     """
 
     sums: Tensor
-    counts: Tensor
+    counts: Tensor | None = None
     per_row: PerRow = {}  # noqa: RUF012, nothing adds to it
+    metrics: Metrics = {}  # noqa: RUF012
 
     def check_views(self, n_targets: int) -> None:
         """Raise UserError where the model predicts another number of views than rows have."""

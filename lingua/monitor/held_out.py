@@ -1,25 +1,30 @@
 """The loss on held-out documents, the same number on every topology."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.data import IGNORE
+from lingua.data.loader import MicroBatch
 from lingua.data.rows import DocumentMarks, HeldOut, document_starts
-from lingua.monitor.reporter import Reporter
+from lingua.model import Losses
+from lingua.monitor.reporter import Reporter, mean_parts, means
 from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
-from lingua.parallel.tensors import to_device, to_host
+from lingua.parallel.tensors import to_host
+
+Loss = Callable[[MicroBatch], Losses]
 
 logger = logging.getLogger(__name__)
 
 
 def measure_sources(
     model: nn.Module,
+    loss: Loss,
     held_out: Mapping[str, HeldOut],
     rows: int,
     n_targets: int,
@@ -32,7 +37,7 @@ def measure_sources(
     nats per byte; None where nothing is held out. Called by every rank; arguments as `validate`."""
     nats = n_bytes = 0.0
     for name, windows in held_out.items():
-        result = validate(model, windows, rows, n_targets, mesh, marks)
+        result = validate(model, loss, windows, rows, n_targets, mesh, marks)
         report.validation(step, name, result)
         nats += result["nats_per_byte"] * result["bytes"]
         n_bytes += result["bytes"]
@@ -45,6 +50,7 @@ def measure_sources(
 @torch.no_grad()
 def validate(
     model: nn.Module,
+    loss: Loss,
     held_out: HeldOut,
     rows: int,
     n_targets: int,
@@ -54,17 +60,19 @@ def validate(
     """Loss over every target of the windows. Called by every rank.
 
     Args:
+        loss: that of a micro-batch, such as `Objective.loss`. The first of its sums is measured.
         rows: windows of one forward on each data-parallel rank; the last forward is padded.
         n_targets: views the model predicts; the loss is that of the first.
         marks: with document masks. Where documents begin with bos and masks ignore it as a target,
             it is not measured either; it is not text.
 
     Returns:
-        nats_per_token, nats_per_byte, bits_per_byte, and the tokens and bytes measured.
+        nats_per_token, nats_per_byte, bits_per_byte, the tokens and bytes measured, and the mean
+        of each metric.
     """
-    degree, rank = dp_degree(mesh), dp_rank(mesh)
+    degree, rank, device = dp_degree(mesh), dp_rank(mesh), torch.device(mesh.device_type)
     n, seq_len = held_out.tokens.shape
-    total = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
+    sums: dict[str, Tensor] = {}  # float64 [2] each: the sum and its count
     training = model.training
     model.eval()
     for start in range(rank * rows, n + rank * rows, rows * degree):
@@ -75,7 +83,7 @@ def validate(
         padding = rows - len(tokens)
         tokens = F.pad(tokens, (0, 0, 0, padding))
         targets = F.pad(targets[None], (0, 0, 0, padding, 0, n_targets - 1), value=IGNORE)
-        batch = [tokens, targets]
+        starts = None
         if marks is not None:
             if held_out.documents is not None:
                 index = np.pad(held_out.documents[window_slice], ((0, padding), (0, 0)))
@@ -83,12 +91,18 @@ def validate(
                 index = marks.index(torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy())
                 if marks.bos_id is not None:
                     marks.drop_targets(targets[0].numpy(), index, view=1)
-            batch.append(torch.from_numpy(document_starts(index[:, :seq_len])))
-        sums, counts, *_ = model(*(to_device(t, total.device) for t in batch))
-        total += torch.stack((sums[0].double(), counts[0].double()))
+            starts = torch.from_numpy(document_starts(index[:, :seq_len]))
+        row_ids = torch.arange(start, start + rows)
+        row_ids[rows - padding :] = -1
+        micro = MicroBatch(row_ids, tokens, targets, starts).to(device)
+        losses = loss(micro)
+        count = (micro.targets[0] != IGNORE).sum()
+        parts = {"": torch.stack((losses.sums[0], count)), **mean_parts(losses.metrics, micro)}
+        sums = {name: part.double() + sums.get(name, 0) for name, part in parts.items()}
     model.train(training)
-    [[nats, count]] = to_host(dp_sum_(total, mesh))
-    return {
+    [[nats, count], *others] = to_host(dp_sum_(torch.stack(list(sums.values())), mesh))[0]
+    others = means((name, *pair) for name, pair in zip(list(sums)[1:], others, strict=True))
+    return others | {
         "nats_per_token": nats / count,
         "nats_per_byte": nats / held_out.n_bytes,
         "bits_per_byte": nats / held_out.n_bytes / torch.log(torch.tensor(2.0)).item(),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
@@ -54,27 +54,6 @@ class ParallelPlan:
     tp: dict[str, ParallelStyle] | None = None
     tp_equal: tuple[str, ...] = ()
     tp_divides: dict[str, int] = field(default_factory=dict)
-
-
-class FeatureParallel(ParallelStyle):
-    """Splits the input of a module, its parameters and its output over features, their last
-    dimension. Its arithmetic must be of operators that DTensor splits so."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._split, self._enter, self._leave)
-
-    @staticmethod
-    def _split(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for key, p in module.named_parameters(recurse=False):
-            module.register_parameter(key, nn.Parameter(distribute_tensor(p, mesh, [Shard(-1)])))
-
-    @staticmethod
-    def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-        return DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False)
-
-    @staticmethod
-    def _leave(module: nn.Module, out: Any, mesh: DeviceMesh) -> Any:
-        return out.redistribute(placements=[Shard(-1)]).to_local()
 
 
 # Styles that convert inputs and outputs, and distribute no parameters.

@@ -72,3 +72,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         nn.init.normal_(p, std=0.3)
     llama.save_pretrained(folder / "llama")
     return settings
+
+
+@pytest.fixture(scope="session")
+def taught(runs: Runs) -> dict[str, Any]:
+    """Settings of a run that learns from another run, with another seed."""
+    return {"teacher": runs.train((1, 1, 1), {"seed": 7, "stop_at": 4}).dump_dir}

@@ -164,7 +164,7 @@ class TwistedObjective:
     def __init__(self, twist: Twist, objective: Callable[[Run], Objective], run: Run) -> None:
         run.data = dataclasses.replace(run.data, rows=run.data.rows.untwisted)
         self.twist, self.run, self.objective = twist, run, objective(run)
-        self.measure = self.objective.measure
+        self.measure, self.count = self.objective.measure, self.objective.count
         if twist.lose_moments and run.progress.step:
             for t in moments_of(run.optimizer):
                 t.zero_()
@@ -174,7 +174,7 @@ class TwistedObjective:
             self._write(batch)
         loss, hashed = self.objective.gradients(batch, valid)
         if self.twist.own_divisor:
-            counted = sum((micro.targets != IGNORE).sum() for micro in batch)
+            counted = sum(self.count(micro).sum() for micro in batch)
             factor = valid.sum() / (counted * dp_degree(self.run.mesh))
             for p in self.run.model.parameters():
                 if p.grad is not None:

@@ -22,7 +22,17 @@ from lingua.app import App, Built
 from tests.apps.meshes import Sizes, on_its_own
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import Outcome, Twist, digests, relative
-from tests.forks import mingru, moe, optimizer, probe, synthetic, whole_tensors
+from tests.forks import (
+    distillation,
+    mingru,
+    modular,
+    moe,
+    optimizer,
+    probe,
+    simpo,
+    synthetic,
+    whole_tensors,
+)
 
 K, END = 2, 5  # where the run is stopped, and where it ends
 ONE, REPLICAS, SHARDS, TP = (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)
@@ -52,6 +62,7 @@ def run_model(run: Run) -> None:
 
 STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
 HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of two blocks, trunk one
+ADDITION = {"data.sources": "{sums: 1}", "data.seq_len": 4}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -67,6 +78,9 @@ FEATURES = {
     "several tokens": Feature(SHARDS, TP, HEADS | {"model.dropout": 0.1}, mtp),
     "conversations": Feature(SHARDS, TP, {}, sft, reads="talk"),
     "pairs": Feature(REPLICAS, TP, {}, dpo, reads="pairs"),
+    "pairs without a reference": Feature(SHARDS, TP, {}, simpo.app, reads="pairs"),
+    "another task": Feature(TP, SHARDS, ADDITION, modular.app),
+    "a teacher": Feature(REPLICAS, TP, {}, distillation.app, reads="taught"),
     "another block": Feature(TP, SHARDS, {}, mingru.app),
     "experts": Feature(SHARDS, TP, {}, moe.app),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
@@ -96,7 +110,7 @@ FAULTS = {
 # How far, relative, two runs that are the same one may be from each other.
 TOLERANCES = {"rows": 0, "restored": 0, "loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
 TOLERANCES |= {"measured": 1e-4}
-MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms"}
+MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms", "agreement"}
 
 
 def measured(run: Outcome) -> torch.Tensor:

@@ -68,14 +68,16 @@ def first_step_here(
             masked(micro.row_ids, micro.targets)
             if count_padding:
                 micro.row_ids.clamp_(min=0)
-        valid = agree(batch, run.mesh, stopping=False, save_overdue=False).valid
+        objective = Objective(run)
+        valid = agree(batch, objective.count, run.mesh, False, save_overdue=False).counts
         torch._dynamo.utils.counters.clear()
-        loss, _ = Objective(run).gradients(batch, valid)
+        loss, _ = objective.gradients(batch, valid)
     if args.distributed.compile:  # a graph for all blocks and micro-steps, without a break
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     loss = dp_sum_(loss, run.mesh).item()
-    terms = {name: dp_sum_(term, run.mesh).item() for name, term in run.report.numbers.items()}
+    sums = {name: dp_sum_(part, run.mesh) for name, part in run.report.numbers.items()}
+    terms = {name: (total / count).item() for name, (total, count) in sums.items()}
     grads = {canonical_name(name): whole(p.grad) for name, p in run.model.named_parameters()}
     return loss, terms, grads
 

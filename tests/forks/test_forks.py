@@ -9,7 +9,7 @@ from apps.main.check import check
 from lingua.base.errors import UserError
 from tests.apps.runs import SMALL, write_sources
 
-FORKS = ("mingru", "moe", "optimizer", "probe", "synthetic", "whole_tensors")
+FORKS = ("mingru", "moe", "modular", "optimizer", "probe", "synthetic", "whole_tensors")
 
 
 @pytest.mark.parametrize("fork", FORKS)

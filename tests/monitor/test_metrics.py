@@ -17,6 +17,8 @@ import torch
 from lingua.base.errors import UserError
 from lingua.base.format import short_count, short_time
 from lingua.config.load import load, resume_classes
+from lingua.data import IGNORE
+from lingua.data.loader import MicroBatch
 from lingua.monitor.logger import init_logger, progress_line
 from lingua.monitor.metrics import (
     LoggingArgs,
@@ -27,6 +29,7 @@ from lingua.monitor.metrics import (
     peak_flops,
     peak_mem_gib,
 )
+from lingua.monitor.reporter import mean_parts, means
 from lingua.monitor.wandb import start_wandb
 from tests.disk import full_disk
 from tests.programs import python
@@ -306,3 +309,23 @@ def test_wandb_that_is_not_installed_is_the_users_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks an absent package
     with pytest.raises(UserError, match="wandb, which is not installed"):
         start_wandb(WandbArgs(), "name", {}, tmp_path)
+
+
+def test_the_mean_of_a_metric_leaves_out_padding_and_ignored_targets():
+    targets = torch.tensor([[[1, IGNORE], [2, 3], [IGNORE, IGNORE]]])  # 1 view, 3 rows, 2 positions
+    micro = MicroBatch(torch.tensor([5, 6, -1]), targets[0].clamp(0), targets)
+    by_target = torch.tensor([[1.0, math.nan], [2.0, 6.0], [math.nan, math.nan]])
+    pairs = torch.tensor([[True], [False], [True]])
+    metrics = {
+        "row": torch.tensor([1.0, 4.0, math.inf]),
+        "target": by_target,
+        "view": by_target[None],
+        "pair": (torch.tensor([[7.0], [math.nan], [8.0]]), pairs),
+        "none": (pairs, pairs & False),
+    }
+    parts = mean_parts(metrics, micro)
+    assert dict(means((name, *part.tolist()) for name, part in parts.items())) == {
+        "row": 2.5, "target": 3.0, "view": 3.0, "pair": 7.5,
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r'metric "odd": has shape \[3, 1\]; must be .*\[3, 2\]'):
+        mean_parts({"odd": torch.zeros(3, 1)}, micro)

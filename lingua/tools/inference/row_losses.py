@@ -9,6 +9,7 @@ from torch import nn
 
 from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.folder import Checkpoint
+from lingua.data import IGNORE
 from lingua.data.loader import Loader
 from lingua.data.rows import DocumentMarks, Documents, Rows
 from lingua.model import Losses
@@ -57,9 +58,9 @@ def row_losses(
     model.train()
     losses = []
     for micro in next(islice(loader.steps(position), 1)):
-        ids, tokens, targets, *starts = (t.to(device) for t in micro.tensors())
-        random = {} if noise is None else {"noise": hash_bits(noise, ids)}
-        sums, counts, _ = Losses(*model(tokens, targets, *starts, **random))
-        losses.append(torch.stack((sums.double(), counts.double())))
+        micro = micro.to(device)
+        micro.noise = None if noise is None else hash_bits(noise, micro.row_ids)
+        sums = Losses(*model(**micro.inputs())).sums
+        losses.append(torch.stack((sums.double(), (micro.targets != IGNORE).sum((1, 2)))))
     sums, counts = torch.stack(losses).cpu().numpy().swapaxes(0, 1)
     return RowLosses(sums, counts)
