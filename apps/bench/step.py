@@ -35,7 +35,8 @@ from lingua.app import choose_app
 from lingua.base.errors import UserError
 from lingua.base.format import align
 from lingua.config.load import load, meta_lingua
-from lingua.monitor.metrics import mfu, peak_flops
+from lingua.monitor.metrics import mfu
+from lingua.monitor.peaks import peak_flops
 from lingua.parallel.launch import pick_device
 
 CONFIGS = Path(__file__).parents[1] / "main" / "configs"

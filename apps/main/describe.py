@@ -45,7 +45,7 @@ def announce(run: Run, checked: Checked) -> None:
 
 
 def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
-    """Log what a person wants to read before the first step."""
+    """Yields what a person wants to read before the first step."""
     n_parameters = sum(p.numel() for p in model.parameters())
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
     sizes = ", ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh.shape, strict=True))

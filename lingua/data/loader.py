@@ -43,9 +43,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """A copy on the device, for which the host does not wait; without `fields`."""
-        tensors = (self.row_ids, self.tokens, self.targets, self.documents)
-        copies = [t if t is None else to_device(t, device) for t in tensors]
-        return MicroBatch(*copies)  # type: ignore[arg-type]
+        tensors = self.row_ids, self.tokens, self.targets
+        row_ids, tokens, targets = (to_device(t, device) for t in tensors)
+        documents = None if self.documents is None else to_device(self.documents, device)
+        return MicroBatch(row_ids, tokens, targets, documents)
 
     def inputs(self) -> dict[str, Tensor]:
         """The arguments of a model's forward: tokens and targets, documents and noise if any."""

@@ -26,7 +26,7 @@ from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.model import Metrics
 from lingua.monitor.logger import progress_line
-from lingua.monitor.metrics import append_line, cut_back, mfu, peak_flops, peak_mem_gib
+from lingua.monitor.metrics import append_line, cut_back, mfu, peak_mem_gib
 from lingua.parallel.mesh import dp_sum_, on_rank_0
 from lingua.parallel.tensors import to_host
 
@@ -78,8 +78,12 @@ class Reporter:
         self.may_write = may_write
         self.folder = Path(args.dump_dir)
         self.device = torch.device(mesh.device_type)
-        self.device_name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
-        self.peak = peak_flops(self.device_name, args.distributed.dtype)
+        self.device_name, self.peak = "cpu", None
+        if self.device.type == "cuda":
+            from lingua.monitor.peaks import peak_flops
+
+            self.device_name = torch.cuda.get_device_name()
+            self.peak = peak_flops(self.device_name, args.distributed.dtype)
         self.wandb: WandbLog | None = None
         on_rank_0(partial(self._open, progress.step))
         self.trained_s = (

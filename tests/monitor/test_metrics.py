@@ -26,9 +26,9 @@ from lingua.monitor.metrics import (
     append_line,
     cut_back,
     mfu,
-    peak_flops,
     peak_mem_gib,
 )
+from lingua.monitor.peaks import peak_flops
 from lingua.monitor.reporter import mean_parts, means
 from lingua.monitor.wandb import start_wandb
 from tests.disk import full_disk

@@ -12,7 +12,7 @@ from lingua.base.errors import nearest
 from lingua.config.load import from_values, load
 from lingua.config.schema import Free, require
 from lingua.config.values import plain, read_file
-from lingua.monitor.metrics import peak_flops
+from lingua.monitor.peaks import peak_flops
 from lingua.parallel.mesh import AXES
 from lingua.tools.plan.trace import StepPart, Trace
 from lingua.tools.plan.work import Kernel
