@@ -33,9 +33,9 @@ from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, set_timeout
-from lingua.parallel.mesh import dp_degree, dp_rank
+from lingua.parallel.mesh import dp_degree, dp_rank, received_signals
 from lingua.parallel.parallelize import parallelize_model, reshard
-from lingua.parallel.program import collect_garbage, collected_in_steps, run_program
+from lingua.parallel.program import collect_garbage, collected_in_steps, exit_stopped, run_program
 from lingua.parallel.signals import Stopped, StopRequest
 
 
@@ -47,28 +47,30 @@ def main(argv: list[str] | None = None) -> None:
     if detect_launch().rank == 0:
         for line in notices:
             print(line)
-    train(app, args)
+    if stopped_by := train(app, args):
+        exit_stopped(stopped_by)
 
 
 def train(app: App, args: TrainArgs) -> str | None:
     """Train until `steps`, `stop_at` or a signal, from the newest checkpoint if there is one.
-    Returns the name of the signal of this process that ended it, if one did."""
+    Returns the name of the signal that ended it, if one did: the lowest that a rank received."""
     with closing(StopRequest("stopping before the next step")) as stop:
-        stopping = False
+        signals: list[str] = []  # that ended it
         with ExitStack() as open_parts:  # closed at the end, also where a start fails
             try:
                 started = start.start_run(app, args, stop, open_parts)
                 if not start.is_finished(started, args):
                     run = build_run(app, args, started, stop, open_parts)
-                    stopping = take_steps(run, stop)
-                    finish(run, stop, stopping)
+                    if take_steps(run, stop):
+                        signals = received_signals(stop.signal)
+                    finish(run, signals)
             except Stopped:  # by a signal that came before the first step
-                stopping = True
-        if stopping and detect_launch().by == "slurm":
+                signals = received_signals(stop.signal)
+        if signals and detect_launch().by == "slurm":
             from lingua.parallel.slurm import requeue
 
-            requeue(stop.signal)
-        return stop.signal if stopping else None
+            requeue(signals)
+        return signals[0] if signals else None
 
 
 def build_run(

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.errors import UserError
 from lingua.config.schema import Announced, Free, bounds
+from lingua.parallel.signals import STOPPING
 from lingua.parallel.torch_private import default_store
 
 T = TypeVar("T")
@@ -104,6 +105,14 @@ def world_sum_(t: Tensor) -> Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(t)
     return t
+
+
+def received_signals(name: str | None) -> list[str]:
+    """The names of the stop signals that ranks received, by their numbers. Called by every rank,
+    with the one that it received, if any."""
+    names = [number.name for number in sorted(STOPPING)]
+    counts = world_sum_(torch.tensor([name == other for other in names]).long())
+    return [other for other, count in zip(names, counts.tolist(), strict=True) if count]
 
 
 def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh) -> list[R]:
