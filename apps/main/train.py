@@ -150,21 +150,23 @@ def take_steps(run: Run, stop: StopRequest) -> bool:
             # Benchmarks in a job need the checkpoint; those in this process take time.
             save_due = args.checkpoint.due(step) or step == args.end or args.evaluation_due(step)
             save_due |= ahead.save_overdue
-            if report.due(step) or save_due or stopping:
+            measuring = args.measurement_due(step) or (save_due and args.checkpoint.keep_best)
+            pausing = measuring or args.samples_due(step)
+            if report.due(step) or save_due or stopping or pausing:
                 measured, counts = report.read(done, guard.counts)  # waits for the device
                 run.settle(guard, counts)
                 if report.due(step):
                     report.log(progress, measured, done.lr)
             held_out = None  # not measured
-            if args.measurement_due(step) or (save_due and args.checkpoint.keep_best):
-                with report.paused():
+            if measuring:
+                with run.pausing():
                     held_out = objective.measure()
             if save_due or stopping:
                 run.save(held_out, final=stopping or step == args.end)
             if args.samples_due(step):
                 from apps.main.samples import write_samples
 
-                with report.paused():
+                with run.pausing():
                     write_samples(run)
             if run.benchmarks is not None and args.evaluation_due(step):
                 asked = run.benchmarks.evaluate(run, stop)

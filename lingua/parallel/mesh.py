@@ -160,6 +160,18 @@ def on_rank_0(work: Callable[[], T]) -> T:
     raise RuntimeError(shared["error"]) if local is None else UserError(shared["error"], local)
 
 
+def all_call(key: str, patience_s: float) -> bool:
+    """Whether every rank calls this with `key` up to `patience_s` seconds after this one. It is no
+    collective: ranks that do something else meanwhile are not disturbed."""
+    store, deadline = default_store(), time.monotonic() + patience_s
+    store.add(f"lingua/{key}", 1)
+    while store.add(f"lingua/{key}", 0) < dist.get_world_size():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def silent_ranks() -> list[int]:
     """The ranks that the others wait for, where collectives time out: those that do not call this
     within a tenth of that time. Where the store does not answer it is rank 0, whose process has the
