@@ -28,7 +28,6 @@ from lingua.optim.schedule import schedule_warnings
 from lingua.parallel.gradients import grad_sync_note, replicas_note
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.mesh import AXES, dp_degree, on_rank_0
-from lingua.parallel.signals import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +76,15 @@ def machine(device_name: str) -> dict[str, Any]:
     }
 
 
-def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
-    """Log how the run ended, `stopping` before its last step or not; a finished one also writes
+def finish(run: Run, signals: list[str]) -> None:
+    """Log how the run ended; `signals` ended it before its last step. A finished one also writes
     samples. Called by every rank."""
     args, step = run.args, run.progress.step
     reason = "done"
-    if stopping:
-        reason = by = stop.signal or "a signal to another rank"
+    if signals:
+        reason = signals[0]
         where = f"after step {step}, which is saved" if step else "before the first step"
-        logger.info(f"stopped by {by} {where}. The same command resumes it")
+        logger.info(f"stopped by {reason} {where}. The same command resumes it")
     elif step < args.steps:
         reason = "stop_at"
         logger.info(f"stopped after step {step}, as stop_at asks; without it the run continues")
@@ -102,6 +101,6 @@ def finish(run: Run, stop: StopRequest, stopping: bool) -> None:
             logger.info(fact.against_plan(args.folder, run.mesh.shape, run.device, step_s))
         except UserError as error:  # the run is done
             logger.info(error)
-    if not stopping:
+    if not signals:
         logger.info(f"report: python -m lingua report {shlex.quote(str(args.folder))}")
     run.report.event("stop", step, reason=reason)

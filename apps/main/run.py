@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,16 @@ from lingua.data.rows import OpenData
 from lingua.monitor.reporter import Reporter
 from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
 from lingua.optim.schedule import lr_at
+from lingua.parallel.mesh import all_call
+from lingua.parallel.parallelize import reshard
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import to_device
 from lingua.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from apps.main.benchmarks import Benchmarks
+
+ALL_FAIL_S = 10.0  # seconds between the ranks in which an error that all have is raised
 
 
 @dataclass
@@ -76,6 +81,21 @@ class Run:
             if self.progress.step:
                 self.save(None, final=True)
             raise
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Around what is not training: its time does not count. Where it raises an error on every
+        rank, the completed step is saved before the error ends the run."""
+        try:
+            with self.report.paused():
+                yield
+        except Exception as error:
+            try:
+                if all_call("failed", ALL_FAIL_S):
+                    reshard(self.model, interrupted=True)
+                    self.save(None, final=True)
+            finally:
+                raise error
 
     def save(self, held_out: float | None, final: bool) -> None:
         """Save the completed step, and its held-out loss in nats per byte where it was measured. A

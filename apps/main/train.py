@@ -34,9 +34,9 @@ from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, set_timeout
-from lingua.parallel.mesh import dp_degree, dp_rank
+from lingua.parallel.mesh import dp_degree, dp_rank, received_signals
 from lingua.parallel.parallelize import parallelize_model, reshard
-from lingua.parallel.program import collect_garbage, collected_in_steps, run_program
+from lingua.parallel.program import collect_garbage, collected_in_steps, exit_stopped, run_program
 from lingua.parallel.signals import Stopped, StopRequest
 
 
@@ -48,28 +48,30 @@ def main(argv: list[str] | None = None) -> None:
     if detect_launch().rank == 0:
         for line in notices:
             print(line)
-    train(app, args)
+    if stopped_by := train(app, args):
+        exit_stopped(stopped_by)
 
 
 def train(app: App, args: TrainArgs) -> str | None:
     """Train until `steps`, `stop_at` or a signal, from the newest checkpoint if there is one.
-    Returns the name of the signal of this process that ended it, if one did."""
+    Returns the name of the signal that ended it, if one did: the lowest that a rank received."""
     with closing(StopRequest("stopping before the next step")) as stop:
-        stopping = False
+        signals: list[str] = []  # that ended it
         with ExitStack() as open_parts:  # closed at the end, also where a start fails
             try:
                 started = start.start_run(app, args, stop, open_parts)
                 if not start.is_finished(started, args):
                     run = build_run(app, args, started, stop, open_parts)
-                    stopping = take_steps(run, stop)
-                    finish(run, stop, stopping)
+                    if take_steps(run, stop):
+                        signals = received_signals(stop.signal)
+                    finish(run, signals)
             except Stopped:  # by a signal that came before the first step
-                stopping = True
-        if stopping and detect_launch().by == "slurm":
+                signals = received_signals(stop.signal)
+        if signals and detect_launch().by == "slurm":
             from lingua.parallel.slurm import requeue
 
-            requeue(stop.signal)
-        return stop.signal if stopping else None
+            requeue(signals)
+        return signals[0] if signals else None
 
 
 def build_run(
@@ -149,21 +151,23 @@ def take_steps(run: Run, stop: StopRequest) -> bool:
             # Benchmarks in a job need the checkpoint; those in this process take time.
             save_due = args.checkpoint.due(step) or step == args.end or args.evaluation_due(step)
             save_due |= ahead.save_overdue
-            if report.due(step) or save_due or stopping:
+            measuring = args.measurement_due(step) or (save_due and args.checkpoint.keep_best)
+            pausing = measuring or args.samples_due(step)
+            if report.due(step) or save_due or stopping or pausing:
                 measured, counts = report.read(done, guard.counts)  # waits for the device
                 run.settle(guard, counts)
                 if report.due(step):
                     report.log(progress, measured, done.lr)
             held_out = None  # not measured
-            if args.measurement_due(step) or (save_due and args.checkpoint.keep_best):
-                with report.paused():
+            if measuring:
+                with run.pausing():
                     held_out = objective.measure()
             if save_due or stopping:
                 run.save(held_out, final=stopping or step == args.end)
             if args.samples_due(step):
                 from apps.main.samples import write_samples
 
-                with report.paused():
+                with run.pausing():
                     write_samples(run)
             if run.benchmarks is not None and args.evaluation_due(step):
                 asked = run.benchmarks.evaluate(run, stop)

@@ -55,9 +55,7 @@ class Saver:
         another run has one of them; in a job that Slurm requeued, waits until it is free."""
         # A job's earlier start may still run, on a node that Slurm has given up.
         requeued = "SLURM_RESTART_COUNT" in os.environ
-        paths = [
-            folder / LOCK for folder in dict.fromkeys((dump_dir.resolve(), self.root.resolve()))
-        ]
+        paths = dict.fromkeys(folder.resolve() / LOCK for folder in (dump_dir, self.root))
         try:
             for path in paths:
                 is_free(path)  # the wait for a holder that was lost begins for both

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lingua.base.errors import UserError
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.tokenizer import Tokenizer
@@ -42,6 +43,25 @@ class HeldOut:
     # int64 [windows, S], which document of its window each token belongs to, counted from 0; None:
     # the tokens that begin or end documents show it
     documents: np.ndarray | None = None
+
+    def check(self, name: str, seq_len: int) -> None:
+        """Raise UserError where the loss of these windows, of the source `name`, would."""
+        for key in ("tokens", "targets", "documents"):
+            array = getattr(self, key)
+            if array is None and key == "documents":
+                continue
+            array = np.asarray(array)
+            if (array.dtype, array.shape) != (np.int64, (len(self.tokens), seq_len)):
+                raise UserError(
+                    f"held-out {key} of {name}: {array.dtype} {list(array.shape)}; must be int64 "
+                    f"[windows, {seq_len}]"
+                )
+        if not self.have_text():
+            raise UserError(f"held-out text of {name}: must have at least one target and one byte")
+
+    def have_text(self) -> bool:
+        """Whether there is a loss, per target and per byte."""
+        return self.n_bytes > 0 and bool((self.targets != IGNORE).any())
 
 
 @dataclass(frozen=True)

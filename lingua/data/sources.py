@@ -73,7 +73,7 @@ class TextData:
         held_out = {name: windows_of(source, *window) for name, source in sources.items()}
         for name, source in open_sources(args.data, tokenizer, args.validation.sources).items():
             held_out[name] = windows_of(source, *window, SPLITS)
-        for name in [name for name, windows in held_out.items() if not len(windows.tokens)]:
+        for name in [name for name, windows in held_out.items() if not windows.have_text()]:
             del held_out[name]
             logger.info(
                 f"{name} has too few documents to hold one out: its loss is not measured. Text "

@@ -116,8 +116,10 @@ class Reporter:
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # kernels that are still queued are training
         self._take_time()
-        yield
-        self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
 
     def _take_time(self) -> None:
         now = time.perf_counter()

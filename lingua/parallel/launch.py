@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lingua.base.errors import UserError
 from lingua.parallel.environment import Launch
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
-from lingua.parallel.mesh import AXES, DistributedArgs, mesh_sizes
-from lingua.parallel.torch_private import default_store, set_group_timeout
+from lingua.parallel.mesh import AXES, DistributedArgs, all_call, mesh_sizes
+from lingua.parallel.torch_private import set_group_timeout
 
 
 def _slurm_rendezvous(env: dict[str, str]) -> None:
@@ -169,11 +169,5 @@ def one_process() -> Iterator[None]:
 def leave(patience_s: float) -> None:
     """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
     call this: its process may hold the store, which they may still read."""
-    store = default_store()
-    store.add("lingua/left", 1)
-    deadline = time.monotonic() + patience_s
-    while dist.get_rank() == 0 and store.add("lingua/left", 0) < dist.get_world_size():
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
+    all_call("left", 0.0 if dist.get_rank() else patience_s)
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.errors import UserError
 from lingua.config.schema import Announced, Free, bounds
+from lingua.parallel.signals import STOPPING
 from lingua.parallel.torch_private import default_store
 
 T = TypeVar("T")
@@ -106,6 +107,14 @@ def world_sum_(t: Tensor) -> Tensor:
     return t
 
 
+def received_signals(name: str | None) -> list[str]:
+    """The names of the stop signals that ranks received, by their numbers. Called by every rank,
+    with the one that it received, if any."""
+    names = [number.name for number in sorted(STOPPING)]
+    counts = world_sum_(torch.tensor([name == other for other in names]).long())
+    return [other for other, count in zip(names, counts.tolist(), strict=True) if count]
+
+
 def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh) -> list[R]:
     """The results of `work`, an item each, which the data-parallel ranks divide among themselves.
 
@@ -149,6 +158,18 @@ def on_rank_0(work: Callable[[], T]) -> T:
         return shared["result"]
     local = shared["local"]
     raise RuntimeError(shared["error"]) if local is None else UserError(shared["error"], local)
+
+
+def all_call(key: str, patience_s: float) -> bool:
+    """Whether every rank calls this with `key` up to `patience_s` seconds after this one. It is no
+    collective: ranks that do something else meanwhile are not disturbed."""
+    store, deadline = default_store(), time.monotonic() + patience_s
+    store.add(f"lingua/{key}", 1)
+    while store.add(f"lingua/{key}", 0) < dist.get_world_size():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def silent_ranks() -> list[int]:

@@ -186,11 +186,14 @@ def parallelize_model(
     return model
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module, interrupted: bool = False) -> None:
     """Free the parameters that a forward without a backward has left whole. After an update they
-    would be out of date, and the next forward would take them."""
+    would be out of date, and the next forward would take them. An `interrupted` forward, which an
+    error ended, was the model's last."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            if interrupted:  # inside a forward, `reshard` keeps what a backward would use
+                module.set_reshard_after_forward(True, recurse=False)
             module.reshard()
 
 

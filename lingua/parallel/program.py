@@ -19,6 +19,7 @@ from typing import NoReturn
 from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.parallel.environment import detect_launch
+from lingua.parallel.signals import STOPPING
 
 COLLECT_EVERY = 100  # steps between garbage collections; every tenth is a full one, 0.1 s
 RANK_0_S = 10.0  # seconds for rank 0 to report a mistake that all ranks find before they meet
@@ -76,6 +77,19 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         # 179291).
         time.sleep(0.1)
     sys.exit(code)
+
+
+def exit_stopped(name: str) -> NoReturn:
+    """Exit as a run that the signal `name` stopped: with 128 + its number, or 0 where the launcher
+    would start it again at once, as srun may, and torchrun with --max-restarts."""
+    for number in STOPPING:  # torchrun ends the other ranks as soon as one has left
+        signal.signal(number, signal.SIG_IGN)
+    launch = detect_launch()
+    restarts = launch.by == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts or launch.by == "slurm":
+        sys.exit(0)
+    _show_in_torchrun(f"stopped by {name}")
+    sys.exit(128 + signal.Signals[name])
 
 
 def _report(error: UserError) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 
 from lingua.base.errors import UserError
+from lingua.parallel.environment import detect_launch
 
 # What Slurm sends ahead of a time limit (--signal) and on preemption; SIGINT comes from a person.
 EARLY = ("SIGUSR2", "SIGTERM")
@@ -31,22 +32,11 @@ def run_slurm(*command: str, stdin: str | None = None) -> str:
     return done.stdout
 
 
-def requeue(stopped_by: str | None) -> None:
-    """Requeue the job of this process, where Slurm stopped it early; the last call of every rank.
-
-    Args:
-        stopped_by: name of the signal that this rank received, if any.
-
-    Raises:
-        UserError: Slurm refuses.
-    """
-    import torch  # imported here, since `stool status` does not need it
-    import torch.distributed as dist
-
-    from lingua.parallel.mesh import world_sum_
-
-    early = world_sum_(torch.tensor([stopped_by in EARLY]).long())
-    if not early.item() or dist.get_rank() != 0:  # other ranks leave before Slurm ends them
+def requeue(signals: list[str]) -> None:
+    """Requeue the job of this process, where Slurm stopped it early by one of the `signals`; the
+    last call of every rank. Raises UserError where Slurm refuses."""
+    early = not set(EARLY).isdisjoint(signals)
+    if not early or detect_launch().rank != 0:  # other ranks leave before Slurm ends them
         return
     job = os.environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in os.environ:  # the id of an array's last job means the whole array

@@ -1,8 +1,23 @@
 """The loss of sources without documents to hold out, and of files that are for validation alone."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
-from tests.apps.runs import prepare
+import numpy as np
+import pytest
+
+from apps.main import app
+from apps.main.config import TrainArgs
+from apps.main.transformer import build
+from lingua.app import Built
+from lingua.base.errors import UserError
+from lingua.data import IGNORE
+from lingua.data.rows import HeldOut, OpenData
+from lingua.data.sources import TextData
+from lingua.tokenizer import Tokenizer
+from tests.apps.runs import Runs, differs, prepare
+from tests.mistakes import refused
 
 
 def test_the_loss_of_one_long_document_and_of_validation_sources_is_measured(runs, tmp_path):
@@ -20,3 +35,56 @@ def test_the_loss_of_one_long_document_and_of_validation_sources_is_measured(run
     assert 1000 < measured["book"]["bytes"] < 2000
     assert measured["other"]["bytes"] == len((tmp_path / "other.txt").read_bytes())
     assert "data.sources.book: 1 document, " in run.log and "held out the end of it" in run.log
+
+
+class FailsToMeasure:
+    """A builder of the model whose second block cannot compute a loss that is not trained on."""
+
+    def __call__(self, args: TrainArgs) -> Built:
+        built = build(args)
+
+        def fail(module: Any, inputs: Any) -> None:
+            if not module.training:
+                raise UserError("no measurement")
+
+        built.module.layers[1].register_forward_pre_hook(fail)
+        return built
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1), (1, 1, 2)])
+def test_a_measurement_that_fails_saves_the_step_before_it_ends_the_run(runs: Runs, sizes) -> None:
+    settings = {"validation.every": 3, "stop_at": 5, "checkpoint.dump.every": 0}
+    run = runs.train(sizes, settings, build=FailsToMeasure(), refused=True)
+    assert run.error == "no measurement" and run.column("step") == [1, 2, 3]
+    assert [path.name for path in run.checkpoint(0).parent.glob("0*")] == ["0000000003"]
+    resumed = runs.train((1, 1, 1), settings, dump_dir=run.dump_dir)
+    assert differs(resumed, runs.train((1, 1, 1), settings)) == []
+
+
+class NarrowWindows(TextData):
+    def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
+        opened = super().open(args, tokenizer)
+        windows = opened.held_out["one"]
+        narrow = replace(windows, targets=windows.targets.astype(np.int32))
+        return replace(opened, held_out={"one": narrow})
+
+
+def test_windows_that_cannot_be_measured_are_refused_before_the_first_step(runs: Runs) -> None:
+    fork = replace(app, data=NarrowWindows())
+    run = runs.train((1, 2, 1), {"validation.every": 3}, app=fork, refused=True)
+    assert run.error.startswith("held-out targets of one: int32 [")
+    assert run.error.endswith("]; must be int64 [windows, 16]") and run.lines == []
+    tokens = np.zeros((3, 16), np.int64)
+    windows = HeldOut(tokens, tokens, n_bytes=9, documents=tokens)
+    windows.check("one", 16)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tokens": tokens.astype(np.float32)}, "held-out tokens of one: float32 [3, 16]"),
+        ({"tokens": tokens[0]}, "held-out tokens of one: int64 [16]"),
+        ({"targets": tokens[:2]}, "held-out targets of one: int64 [2, 16]"),
+        ({"targets": None}, "held-out targets of one: "),
+        ({"documents": tokens[:, :8]}, "held-out documents of one: int64 [3, 8]"),
+        ({"targets": tokens + IGNORE}, "at least one target"),
+        ({"n_bytes": 0}, "one byte"),
+    ]
+    for change, message in wrong:
+        refused(lambda: replace(windows, **change).check("one", 16), message)  # noqa: B023

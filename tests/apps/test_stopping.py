@@ -65,6 +65,7 @@ def test_a_run_whose_terminal_is_closed_saves(runs: Runs, tmp_path: Path) -> Non
         job.wait(60)
     finally:
         job.kill()
+    assert job.returncode == 128 + signal.SIGHUP
     log = text_of(run / "train.log")
     step = n_lines(run)
     assert "SIGHUP: saving after this step" in log

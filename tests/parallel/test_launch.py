@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -205,3 +206,25 @@ def test_torchruns_report_does_not_hide_the_error(kind, tmp_path):
         assert "traceback : error: this is wrong\n" in cause
     else:
         assert "rank      : 1" in cause and "RuntimeError: this is wrong" in cause
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+SLURM |= {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "code"),
+    [
+        ({}, 128 + 15),
+        (TORCHRUN, 128 + 15),
+        (TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "0"}, 128 + 15),
+        (TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}, 0),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, 128 + 15),  # of a launcher further out
+        (SLURM, 0),
+    ],
+)
+def test_a_stopped_run_exits_with_its_signal_unless_it_would_be_restarted(env, code):
+    program = "from lingua.parallel.program import exit_stopped; exit_stopped('SIGTERM')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=env)
+    assert done.returncode == code

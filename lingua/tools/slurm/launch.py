@@ -397,7 +397,7 @@ def _run_here(
         argv = [*bash, *logs, "-m", *program, f"config={config.dump_dir}/{BASE_CONFIG}"]
         commands.append((Path(config.dump_dir), argv))
     codes = run_sweep(root, commands, _shares(job, configs)) if swept else [run_one(commands[0][1])]
-    return [Launched(d, None, code) for (d, _), code in zip(commands, codes, strict=False)]
+    return [Launched(d, None, code) for (d, _), code in zip(commands, codes, strict=True)]
 
 
 def _shares(job: JobArgs, configs: list[Any]) -> list[dict[str, str]]:

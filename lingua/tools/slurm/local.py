@@ -2,6 +2,7 @@
 each with its part of the cores and GPUs and its output in a file."""
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -52,12 +53,14 @@ def visible_gpus() -> list[str]:
 
 
 def run_one(argv: Sequence[str]) -> int:
-    """Run a command, whose output is shown, and return its exit code. A signal stops it."""
+    """Run a command, whose output is shown. A signal stops it. Returns its exit code; 128 + the
+    signal where that stopped it."""
     with closing(StopRequest()) as stop, subprocess.Popen(argv) as process:
         while process.poll() is None and stop.signal is None:
             time.sleep(POLL_S)
         _pass_on(stop.signal, [process])
-        return process.wait()
+        code = process.wait()
+    return 128 + signal.Signals[stop.signal] if code and stop.signal else code
 
 
 def run_sweep(
@@ -67,7 +70,8 @@ def run_sweep(
     and the table of all at the end. A signal stops those that run, which save, and starts no other.
 
     Returns:
-        The exit codes of the commands that were started, in their order.
+        The exit code of each command; 128 + the signal of one that a signal stopped, or kept from
+        starting.
     """
     n, at_once = len(commands), len(environments)
     print(f"{counted(n, 'run')}, {at_once} at a time; their output is in {root}/*/logs", flush=True)
@@ -92,8 +96,8 @@ def run_sweep(
                     free.append(environment)
                     seconds = time.monotonic() - began
                     done = f"{len(codes)} of {n}"
-                    failed = code != 0 and stop.signal is None
-                    print(printable(f"{done}  {_outcome(commands[i][0], seconds, failed)}"),
+                    ended = None if stop.signal else code
+                    print(printable(f"{done}  {_outcome(commands[i][0], seconds, ended)}"),
                           flush=True)  # fmt: skip
         stopped = stop.signal
     records = open_runs([dump_dir for dump_dir, _ in commands[: len(codes)]], TAIL_BYTES)
@@ -102,7 +106,9 @@ def run_sweep(
         left = counted(n - len(codes), "run")
         print(f"stopped by {stopped}; {left} not started. The same command with "
               "dirs_exists_ok=true continues")  # fmt: skip
-    return [codes[i] for i in sorted(codes)]
+        code = 128 + signal.Signals[stopped]
+        return [code if codes.get(i) != 0 else 0 for i in range(n)]
+    return [codes[i] for i in range(n)]
 
 
 def _start(dump_dir: Path, argv: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
@@ -117,16 +123,19 @@ def _start(dump_dir: Path, argv: Sequence[str], environment: dict[str, str]) -> 
         )
 
 
-def _pass_on(signal: str | None, processes: Sequence[subprocess.Popen]) -> None:
+def _pass_on(name: str | None, processes: Sequence[subprocess.Popen]) -> None:
     """A terminal sends its Ctrl-C, and that it is closed, to torchrun too."""
-    if signal not in (None, "SIGINT", "SIGHUP"):
+    if name not in (None, "SIGINT", "SIGHUP"):
         for process in processes:
             process.terminate()
 
 
-def _outcome(dump_dir: Path, seconds: float, failed: bool) -> str:
-    """A line about a run that has ended."""
+def _outcome(dump_dir: Path, seconds: float, code: int | None) -> str:
+    """A line about a run that has ended after `seconds`. Without a `code` a signal ended it."""
     [run] = status(dump_dir)
+    # A signal to the run itself: torchrun's code is that of a failure, the last line is not.
+    stopped = run.row.state == "stopped" and (run.row.age_s or 0.0) < seconds
+    failed = bool(code) and not stopped
     row, parts = run.row, [dump_dir.name, "failed" if failed else run.row.state]
     if row.steps is not None:
         parts.append(f"step {row.step}/{row.steps}")

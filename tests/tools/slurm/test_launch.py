@@ -1,5 +1,6 @@
 """Launching that needs no Slurm: the batch script, runs on this machine, and what is refused."""
 
+import json
 import os
 import secrets
 import signal
@@ -72,9 +73,10 @@ def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path):
         assert "stopped by SIGINT after step" in log.read_text(), output
         [checkpoint] = (log.parent / "checkpoints").glob("0*")
         assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
-    assert launcher.returncode and "step " not in output.partition("SIGINT: 2 runs will save")[0], (
-        output
-    )
+    assert (
+        launcher.returncode == 130
+        and "step " not in output.partition("SIGINT: 2 runs will save")[0]
+    ), output
     assert "stopped by SIGINT; 1 run not started. The same command with dirs_exists_ok" in output
 
     assert output.count("  stopped  step ") == 2 and "state" in output.splitlines()[-4]
@@ -103,6 +105,21 @@ def test_a_run_of_a_sweep_that_fails_does_not_end_the_others(tmp_path, capsys):
     assert lines[1].startswith("1 of 2  bad  failed  step 0/5  ")
     assert f"see {tmp_path}/bad/logs" in lines[1] and lines[2].startswith("2 of 2  good  ")
     assert "ValueError: why" in (tmp_path / "bad" / "logs" / "launcher.log").read_text()
+
+
+def test_a_run_of_a_sweep_that_is_asked_to_stop_has_not_failed(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "config.yaml").write_text("steps: 5\n")
+    line = {"event": "stop", "step": 2, "reason": "SIGTERM"}
+    write = "import json, sys, datetime; print(json.dumps(json.loads(sys.argv[1]) | {'created_at': "
+    write += "datetime.datetime.now(datetime.UTC).isoformat()}), file=open(sys.argv[2], 'w'))"
+    stopped = [sys.executable, "-c", f"{write}; sys.exit(1)"]
+    argv = [*stopped, json.dumps(line), str(tmp_path / "metrics.jsonl")]
+    assert run_sweep(tmp_path, [(tmp_path, argv)], [{}]) == [1]
+    assert f"{tmp_path.name}  stopped  step 2/5" in capsys.readouterr().out
+    # It fails before it writes a line.
+    assert run_sweep(tmp_path, [(tmp_path, [sys.executable, "-c", "exit(1)"])], [{}]) == [1]
+    assert f"{tmp_path.name}  failed  step 2/5" in capsys.readouterr().out
 
 
 def test_print_shows_the_script_and_needs_no_slurm(arguments, tmp_path, monkeypatch, capsys):
