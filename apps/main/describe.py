@@ -20,7 +20,7 @@ from lingua.base.dump_dir import CONFIG, PLAN, step_folder
 from lingua.base.errors import UserError, import_tool
 from lingua.base.files import write_atomically
 from lingua.base.format import counted, short_time
-from lingua.base.version import code_version
+from lingua.base.version import code_hash, code_version
 from lingua.checkpoint.state import versions
 from lingua.config.load import to_yaml
 from lingua.model.head import chunk_note
@@ -38,7 +38,7 @@ def announce(run: Run, checked: Checked) -> None:
     on_rank_0(lambda: write_atomically(args.folder / CONFIG, to_yaml(args)))
     for line in describe(args, run.model, run.mesh):
         logger.info(line)
-    run.report.event("start", step, topology=topology, **machine(run.report.device_name))
+    run.report.event("start", step, topology=topology, **machine(run))
     if checked.saved is not None and checked.saved.topology != topology:
         run.report.event("topology", step, old=checked.saved.topology, new=topology)
 
@@ -64,14 +64,16 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
     yield from schedule_warnings(args.optim, args.steps)
 
 
-def machine(device_name: str) -> dict[str, Any]:
-    """Returns the machines and devices of a start, as values of JSON. Called by every rank."""
+def machine(run: Run) -> dict[str, Any]:
+    """Returns the machines, devices and code of a start, as values of JSON. Called by every
+    rank."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return {
-        "device": device_name,
+        "device": run.report.device_name,
         "hosts": list(dict.fromkeys(hosts)),
         "commit": on_rank_0(partial(code_version, Path(__file__))),
+        "code": on_rank_0(partial(code_hash, "lingua", str(__package__), run.app.path)),
         **versions(),
     }
 

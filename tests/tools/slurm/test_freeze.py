@@ -1,6 +1,10 @@
 """The frozen code of a run. Copying a checkout is tested by jobs, in test_stool.py."""
 
+import os
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +37,40 @@ def test_a_checkout_without_a_commit_is_refused_and_nothing_is_written(tmp_path)
     with pytest.raises(UserError, match="at least one commit"):
         freeze_code(checkout / "train.py", dump_dir, print)
     assert not dump_dir.parent.exists()
+
+
+HASH = "import app, single, lingua.base.version as v; print(v.code_hash('lingua', 'app', 'single'))"
+
+
+def test_the_hash_of_the_code_is_of_what_trains_in_every_checkout(tmp_path):
+    here, other = tmp_path / "here", tmp_path / "other" / "deeper"
+    shutil.copytree(Path(__file__).parents[3] / "lingua", here / "lingua")
+    files = {"app/__init__.py": "", "app/kernel.cu": "", "single.py": "import beside\n"}
+    for name, text in (files | {"beside.py": "", "unused.py": ""}).items():
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(text)
+    shutil.copytree(here, other)
+
+    def hash_of(place: Path) -> str:
+        command, env = [sys.executable, "-c", HASH], os.environ | {"PYTHONPATH": str(place)}
+        return subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True,
+                              text=True).stdout  # fmt: skip
+
+    first = hash_of(here)
+    for name in (
+        "lingua/tools/runs/records.py",
+        "lingua/tools/new.py",
+        "app/config.yaml",
+        "unused.py",
+    ):
+        with (other / name).open("a") as file:
+            file.write("# another\n")
+    assert hash_of(other) == first  # here with files that Python has compiled
+    for name in ("lingua/data/new.py", "lingua/app.py", "app/kernel.cu", "single.py", "beside.py"):
+        with (other / name).open("a") as file:
+            file.write("# another\n")
+        before, first = first, hash_of(other)
+        assert first != before
 
 
 def test_untracked_secrets_and_large_files_are_named_and_not_copied(tmp_path):
