@@ -2,11 +2,13 @@
 each with its part of the cores and GPUs and its output in a file."""
 
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from signal import Signals
 
 import torch
 
@@ -63,14 +65,17 @@ def run_one(argv: Sequence[str]) -> int:
 def run_sweep(
     root: Path, commands: Sequence[Command], environments: Sequence[dict[str, str]]
 ) -> list[int]:
-    """Run the commands, one at a time in each environment. A line is printed at the end of each,
-    and the table of all at the end. A signal stops those that run, which save, and starts no other.
+    """Run the commands, one at a time in each environment. A line is printed at the start and at
+    the end of each, and the table of all at the end. A signal stops those that run, which save, and
+    starts no other.
 
     Returns:
-        The exit codes of the commands that were started, in their order.
+        The exit code of each command, as shells have it: 128 and the number of the signal for one
+        that a signal ended, and for all that one to this process stopped or kept from starting.
     """
     n, at_once = len(commands), len(environments)
-    print(f"{counted(n, 'run')}, {at_once} at a time; their output is in {root}/*/logs", flush=True)
+    print(f"{counted(n, 'run')}, {at_once} at a time; their output is in {root}/*/logs")
+    print(f"  watch   python -m lingua runs {shlex.quote(str(root))} watch=5", flush=True)
     free = list(environments)
     codes: dict[int, int] = {}
     running: dict[int, tuple[subprocess.Popen[bytes], dict[str, str], float]] = {}
@@ -79,6 +84,7 @@ def run_sweep(
         while running or (len(codes) < n and stop.signal is None):
             while free and len(codes) + len(running) < n and stop.signal is None:
                 i = len(codes) + len(running)
+                print(printable(f"started  {commands[i][0].name}"), flush=True)
                 running[i] = _start(*commands[i], free[0]), free.pop(0), time.monotonic()
             if stop.signal is not None and not passed_on:
                 passed_on = True
@@ -88,21 +94,25 @@ def run_sweep(
             for i, (process, environment, began) in list(running.items()):
                 if (code := process.poll()) is not None:
                     del running[i]
-                    codes[i] = code
+                    codes[i] = code if code >= 0 else 128 - code
                     free.append(environment)
                     seconds = time.monotonic() - began
-                    done = f"{len(codes)} of {n}"
                     failed = code != 0 and stop.signal is None
+                    if stop.signal is not None:  # torchrun's code depends on when it got it
+                        codes[i] = 128 + Signals[stop.signal]
+                    done = f"{len(codes)} of {n}"
                     print(printable(f"{done}  {_outcome(commands[i][0], seconds, failed)}"),
                           flush=True)  # fmt: skip
         stopped = stop.signal
-    records = open_runs([dump_dir for dump_dir, _ in commands[: len(codes)]], TAIL_BYTES)
-    print(table([row_of(record) for record in records], differing(records)[:MAX_KEYS]))
+    if codes:
+        records = open_runs([dump_dir for dump_dir, _ in commands[: len(codes)]], TAIL_BYTES)
+        print(table([row_of(record) for record in records], differing(records)[:MAX_KEYS]))
     if stopped is not None:
         left = counted(n - len(codes), "run")
         print(f"stopped by {stopped}; {left} not started. The same command with "
               "dirs_exists_ok=true continues")  # fmt: skip
-    return [codes[i] for i in sorted(codes)]
+        codes |= dict.fromkeys(range(len(codes), n), 128 + Signals[stopped])
+    return [codes[i] for i in range(n)]
 
 
 def _start(dump_dir: Path, argv: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
