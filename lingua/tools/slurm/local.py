@@ -2,6 +2,7 @@
 each with its part of the cores and GPUs and its output in a file."""
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -66,15 +67,17 @@ def run_one(argv: Sequence[str]) -> int:
 def run_sweep(
     root: Path, commands: Sequence[Command], environments: Sequence[dict[str, str]]
 ) -> list[int]:
-    """Run the commands, one at a time in each environment. A line is printed at the end of each,
-    and the table of all at the end. A signal stops those that run, which save, and starts no other.
+    """Run the commands, one at a time in each environment. A line is printed at the start and at
+    the end of each, and the table of all at the end. A signal stops those that run, which save, and
+    starts no other.
 
     Returns:
         The exit code of each command; 128 + the signal of one that a signal stopped, or kept from
         starting.
     """
     n, at_once = len(commands), len(environments)
-    print(f"{counted(n, 'run')}, {at_once} at a time; their output is in {root}/*/logs", flush=True)
+    print(f"{counted(n, 'run')}, {at_once} at a time; their output is in {root}/*/logs")
+    print(f"  watch   python -m lingua runs {shlex.quote(str(root))} watch=5", flush=True)
     free = list(environments)
     codes: dict[int, int] = {}
     running: dict[int, tuple[subprocess.Popen[bytes], dict[str, str], float]] = {}
@@ -83,6 +86,7 @@ def run_sweep(
         while running or (len(codes) < n and stop.signal is None):
             while free and len(codes) + len(running) < n and stop.signal is None:
                 i = len(codes) + len(running)
+                print(printable(f"started  {commands[i][0].name}"), flush=True)
                 running[i] = _start(*commands[i], free[0]), free.pop(0), time.monotonic()
             if stop.signal is not None and not passed_on:
                 passed_on = True
@@ -92,7 +96,7 @@ def run_sweep(
             for i, (process, environment, began) in list(running.items()):
                 if (code := process.poll()) is not None:
                     del running[i]
-                    codes[i] = code
+                    codes[i] = code if code >= 0 else 128 - code
                     free.append(environment)
                     seconds = time.monotonic() - began
                     done = f"{len(codes)} of {n}"
@@ -100,8 +104,9 @@ def run_sweep(
                     print(printable(f"{done}  {_outcome(commands[i][0], seconds, ended)}"),
                           flush=True)  # fmt: skip
         stopped = stop.signal
-    records = open_runs([dump_dir for dump_dir, _ in commands[: len(codes)]], TAIL_BYTES)
-    print(table([row_of(record) for record in records], differing(records)[:MAX_KEYS]))
+    if codes:
+        records = open_runs([dump_dir for dump_dir, _ in commands[: len(codes)]], TAIL_BYTES)
+        print(table([row_of(record) for record in records], differing(records)[:MAX_KEYS]))
     if stopped is not None:
         left = counted(n - len(codes), "run")
         print(f"stopped by {stopped}; {left} not started. The same command with "

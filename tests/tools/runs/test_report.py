@@ -117,7 +117,7 @@ def test_numbers_under_the_pointer_are_those_of_the_files(
                     assert f"{float(shown):.6g}" == f"{values[at]:.6g}", (title, name, step)
                     n_raw += 1
                 elif column == "loss":  # a 40th of 399 steps
-                    assert float(shown) == pytest.approx(smooth(values, steps, 10)[at], rel=2e-6)
+                    assert float(shown) == pytest.approx(smooth(values, steps, 10)[at], rel=5e-6)
                     n_smoothed += 1
     assert n_raw == 3 * (2 + 2 + 1) and n_smoothed == 3 * 2
     choose(chromium, "axis", 1)
@@ -256,15 +256,20 @@ def test_scores_stops_samples_and_differences_of_the_code_are_those_of_the_runs(
     assert second["difference"].splitlines()[-2:] == ["-old", "+new"]
 
 
-def test_of_very_many_runs_the_best_are_drawn_and_the_page_says_so(tmp_path):
-    for i in range(60):
-        held = [{"step": 5, "source": "a", "nats_per_byte": float(i % 7 + i / 100), "bytes": 1}]
-        a_run(tmp_path / f"r{i:02d}", metrics=[line(5)], metrics_validation=held)
-    described = payload_of(page_of(tmp_path))
-    best = sorted(range(60), key=lambda i: i % 7 + i / 100)[:50]
-    assert described["names"] == [f"r{i:02d}" for i in sorted(best)]
-    assert described["notes"][0].startswith("Curves are of 50 of the 60 runs")
-    assert len(described["overview"]) == 61
+def test_of_very_many_runs_those_drawn_do_not_depend_on_their_losses(tmp_path):
+    described = []
+    for turn in (1, -1):
+        for i in range(60):
+            held = [{"step": 5, "source": "a", "nats_per_byte": turn * i + 99.0, "bytes": 1}]
+            run = tmp_path / f"{turn}" / f"r{i:02d}"
+            a_run(run, f"seed: {i % 3}\nlr: {i // 3}\n", metrics=[line(5)], metrics_validation=held)
+        described.append(payload_of(page_of(tmp_path / f"{turn}")))
+    first, second = described
+    assert first["names"] == second["names"] and first["names"][0] == "r00"
+    assert first["names"][-1] == "r59" and len(first["names"]) == 48  # whole arms: 16 of 20
+    assert all(arm["name"].endswith("(3 seeds)") for arm in first["arms"])
+    assert first["notes"][0].startswith("Curves are of 48 of the 60 runs")
+    assert len(first["overview"]) == 61
 
 
 @needs_chromium

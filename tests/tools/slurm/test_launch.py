@@ -73,15 +73,20 @@ def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path):
         assert "stopped by SIGINT after step" in log.read_text(), output
         [checkpoint] = (log.parent / "checkpoints").glob("0*")
         assert f"step {int(checkpoint.name)}, which is saved" in log.read_text()
-    assert (
-        launcher.returncode == 130
-        and "step " not in output.partition("SIGINT: 2 runs will save")[0]
-    ), output
+    before_signal, _, _ = output.partition("SIGINT: 2 runs will save")
+    assert launcher.returncode == 130 and "step " not in before_signal, output
+    started = [line.split() for line in before_signal.splitlines() if line.startswith("started ")]
+    assert [name[:3] for _, name in started] == ["000", "001"], output
     assert "stopped by SIGINT; 1 run not started. The same command with dirs_exists_ok" in output
 
     assert output.count("  stopped  step ") == 2 and "state" in output.splitlines()[-4]
     files = [path for path in sweep.rglob("*") if path.is_file()]
     assert secret not in output and not any(secret.encode() in f.read_bytes() for f in files)
+
+    command = [word for word in command if not word.startswith(("setup=", "steps="))]
+    again = [*command, "steps=20", "dirs_exists_ok=true"]
+    done = subprocess.run(again, cwd=REPO, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("  finished  step ") == 3, done.stdout
 
 
 def test_runs_that_run_at_once_divide_the_machine():
@@ -95,15 +100,17 @@ def test_runs_that_run_at_once_divide_the_machine():
 
 def test_a_run_of_a_sweep_that_fails_does_not_end_the_others(tmp_path, capsys):
     commands = []
-    for name, code in (("bad", "raise ValueError('why')"), ("good", "print('done')")):
+    killed = "import os; os.kill(os.getpid(), 9)"
+    for name, code in (("bad", "raise ValueError('why')"), ("good", "print('done')"),
+                       ("killed", killed)):  # fmt: skip
         folder = tmp_path / name
         (folder / "logs").mkdir(parents=True)
         (folder / "base_config.yaml").write_text("steps: 5\n")
         commands.append((folder, [sys.executable, "-c", code]))
-    assert run_sweep(tmp_path, commands, [{}]) == [1, 0]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("1 of 2  bad  failed  step 0/5  ")
-    assert f"see {tmp_path}/bad/logs" in lines[1] and lines[2].startswith("2 of 2  good  ")
+    assert run_sweep(tmp_path, commands, [{}]) == [1, 0, 137]
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines[0] == "started  bad" and lines[1].startswith("1 of 3  bad  failed  step 0/5  ")
+    assert f"see {tmp_path}/bad/logs" in lines[1] and lines[3].startswith("2 of 3  good  ")
     assert "ValueError: why" in (tmp_path / "bad" / "logs" / "launcher.log").read_text()
 
 

@@ -23,8 +23,8 @@ from lingua.tools.runs.records import (
 )
 from lingua.tools.runs.report.code import code_differences
 from lingua.tools.runs.report.page import Arrays
+from lingua.tools.runs.report.verdict import arm_name, arms_to_draw, compare_for_page, has_begun
 
-MAX_DRAWN = 50  # runs with curves: more colours and dashes cannot be distinguished
 MAX_CHARTS = 60  # charts of one group, such as sources, tasks or the numbers of a probe
 MAX_SAMPLES = 200  # samples of a run
 MAX_TEXT = 200  # characters of a config's value
@@ -54,9 +54,15 @@ class Chart:
     lines: list[dict[str, Any]] = field(default_factory=list)
 
 
-def page_content(records: Sequence[Record], arrays: Arrays) -> dict[str, Any]:
-    """What the page shows of `records`; columns of numbers are added to `arrays`."""
-    drawn = _choose(records)
+def page_content(
+    records: Sequence[Record], arrays: Arrays, refresh_s: int | None = None
+) -> dict[str, Any]:
+    """What the page shows of `records`; columns of numbers are added to `arrays`. With `refresh_s`
+    the page loads its file again after so many seconds."""
+    arms = arms_to_draw(records)
+    ids = {id(run) for arm in arms for run in arm.runs}
+    drawn = [record for record in records if id(record) in ids]
+    index = {id(record): i for i, record in enumerate(drawn)}
     charts = _Charts(arrays)
     for i, record in enumerate(drawn):
         charts.add_run(i, record)
@@ -64,8 +70,11 @@ def page_content(records: Sequence[Record], arrays: Arrays) -> dict[str, Any]:
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
         "longest": max((int(r.metrics.step[-1]) for r in drawn if len(r.metrics)), default=1),
-        "n_runs": len(records),
+        "refresh_s": refresh_s,
+        "title": records[0].name if len(records) == 1 else f"{len(records):,} runs",
         "names": [record.name for record in drawn],
+        "arms": [{"name": arm_name(a), "runs": [index[id(r)] for r in a.runs]} for a in arms],
+        "verdict": compare_for_page(records),
         "charts": [vars(chart) for chart in charts.sorted()],
         "missing": [t for key, (t, *_) in METRIC_TITLES.items() if key not in charts.columns],
         "marks": [mark for i, record in enumerate(drawn) for mark in _marks(i, record)],
@@ -77,25 +86,14 @@ def page_content(records: Sequence[Record], arrays: Arrays) -> dict[str, Any]:
         "samples": [_samples(record) for record in drawn],
     }
     notes = charts.notes
-    if len(drawn) < len(records):
-        order = "those with the lowest held-out loss, then those with the most steps"
-        notes = [f"Curves are of {len(drawn)} of the {len(records):,} runs: {order}.", *notes]
+    begun = [record for record in records if has_begun(record)]
+    if len(drawn) < len(begun):
+        how = "arms at equal distances in the order of their names, whatever their losses are"
+        hint = "name fewer runs on the command line to see others"
+        notes = [f"Curves are of {len(drawn)} of the {len(begun):,} runs: {how}; {hint}.", *notes]
     content["notes"] = notes
     content["problems"] = [problem for record in records for problem in record.problems]
     return content
-
-
-def _choose(records: Sequence[Record]) -> list[Record]:
-    if len(records) <= MAX_DRAWN:
-        return list(records)
-
-    def rank(record: Record) -> tuple[float, int]:
-        last = heldout(record)[1][-1:]
-        loss = float(last[0]) if len(last) and math.isfinite(last[0]) else math.inf
-        return loss, -int(record.metrics.step[-1]) if len(record.metrics) else 0
-
-    chosen = sorted(records, key=rank)[:MAX_DRAWN]
-    return [record for record in records if record in chosen]
 
 
 # ------------------------------------------------------------------------------------------ charts
@@ -220,9 +218,10 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
     for i in np.flatnonzero(new > 0).tolist():
         step = int(record.metrics.step[i])
         marks.append((step, "skipped", f"{counted(int(new[i]), 'step')} skipped by step {step}"))
-    for step, kind, text in sorted(marks):
-        places = (float(values[0]) for values in axes.at(np.array([step])))
-        x = [place if math.isfinite(place) else None for place in places]
+    marks.sort()
+    places = np.array(axes.at(np.array([step for step, *_ in marks], np.int64))).T.tolist()
+    for (_, kind, text), places_of_mark in zip(marks, places, strict=True):
+        x = [place if math.isfinite(place) else None for place in places_of_mark]
         yield {"run": run, "kind": kind, "text": text, "x": x}
 
 

@@ -2,6 +2,8 @@
 // has written is inserted as text.
 "use strict";
 
+const MAX_OPEN_COMPARISONS = 5, MAX_OPEN_ROWS = 200;
+
 const find = id => document.getElementById(id);
 
 async function unpack() {
@@ -54,42 +56,126 @@ function section(title, ...children) {
   find("rest").append(made);
 }
 
-function table([header, ...rows]) {
-  const made = element("table"), wide = element("div", undefined, {class: "wide"});
-  const row = (cells, tag) => { const r = element("tr"); r.append(...cells.map(cell => element(tag, cell))); return r; };
-  made.append(row(header, "th"), ...rows.map(cells => row(cells, "td")));
+const texts = new Intl.Collator("en", {numeric: true});
+
+// What a cell is sorted by: [kind, number or text]; a cell without a value is behind all others.
+function sortKey(cell) {
+  const number = /^[+-]?[\d,]*\.?\d+(e[+-]?\d+)?(?=$|[ %])/i.exec(cell);
+  return number ? [0, Number(number[0].replaceAll(",", ""))] : cell === "" || cell === "?" ? [2, ""] : [1, cell];
+}
+
+// A table that a click on a column's title sorts, and another click reverses; a long one is closed.
+function table([header, ...rows], title) {
+  const made = element("table"), wide = element("div", undefined, {class: "wide"}), body = element("tbody");
+  const lines = rows.map(cells => {
+    const line = element("tr");
+    line.append(...cells.map(cell => element("td", cell)));
+    return [cells, line];
+  });
+  const sort = (column, descending) => {
+    const way = descending ? -1 : 1;
+    const compare = ([a], [b]) => {
+      const [[kind, x], [other, y]] = [sortKey(a[column]), sortKey(b[column])];
+      return kind - other || way * (kind ? texts.compare(x, y) : x - y);
+    };
+    body.append(...[...lines].sort(compare).map(([, line]) => line));
+    heads.forEach((head, i) => head.setAttribute("aria-sort", i !== column ? "none" : descending ? "descending" : "ascending"));
+    wide.dataset.sorted = JSON.stringify([column, descending]);
+  };
+  const heads = header.map((name, column) => {
+    const head = element("th", undefined, {"aria-sort": "none"}), button = element("button", name);
+    button.onclick = () => sort(column, head.getAttribute("aria-sort") === "ascending");
+    head.append(button);
+    return head;
+  });
+  const first = element("tr"), top = element("thead");
+  first.append(...heads);
+  top.append(first);
+  body.append(...lines.map(([, line]) => line));
+  made.append(top, body);
   wide.append(made);
-  return wide;
+  wide.dataset.table = title;
+  wide.sort = sort;
+  if (rows.length <= MAX_OPEN_ROWS) return wide;
+  const closed = element("details");
+  closed.append(element("summary", `${rows.length.toLocaleString("en")} rows`), wide);
+  return closed;
 }
 
 function showHeader(content) {
-  const n = content.n_runs;
-  document.title = find("title").textContent = n === 1 ? content.names[0] : `${n.toLocaleString("en")} runs`;
+  document.title = find("title").textContent = content.title;
   find("made").textContent = `lingua ${content.version}, ${content.made}`;
+  if (content.refresh_s) find("made").textContent += `; this page is loaded again every ${content.refresh_s} s`;
   const problems = content.problems.length > 20 ? [...content.problems.slice(0, 20), `... and ${content.problems.length - 20} more`] : content.problems;
   find("notes").append(...[...content.notes, ...problems].map(text => element("li", text)));
 }
 
+// Each arm against one: its interval as a picture, all on one scale with zero in it, and in words.
+// The first few stay open, in the order of the arms.
+function showVerdict({heading = [], rows = []}) {
+  if (heading.length === 0) return;
+  const [first, ...more] = heading, made = find("verdict");
+  made.append(element("h2", "Verdict"), element("p", first), ...more.map(text => element("p", text, {class: "key"})));
+  const ends = rows.flatMap(row => row.interval ? row.interval.slice(1) : []);
+  const low = Math.min(0, ...ends), high = Math.max(0, ...ends), width = 220;
+  const at = value => 8 + (width - 16) * (value - low) / (high - low);
+  const closed = element("details"), n = MAX_OPEN_COMPARISONS;
+  closed.append(element("summary", `${rows.length - n} more comparisons`));
+  for (const [i, {text, notes, interval}] of rows.entries()) {
+    const row = element("div", undefined, {class: "comparison"}), words = element("div"), svg = drawn("svg", {width: interval ? width : 0, height: 24});
+    if (interval) {
+      const [mean, from, to] = interval.map(at);
+      svg.append(drawn("line", {x1: at(0), x2: at(0), y1: 0, y2: 24, class: "zero"}),
+                 drawn("line", {x1: from, x2: to, y1: 12, y2: 12, class: "interval"}),
+                 drawn("circle", {cx: mean, cy: 12, r: 4, class: "mean"}), drawn("title", {}));
+      svg.lastChild.textContent = `difference ${exact(interval[0])}, interval ${exact(interval[1])} to ${exact(interval[2])}; the line is no difference`;
+    }
+    words.append(element("p", text), ...notes.map(note => element("p", `note: ${note}`, {class: "key"})));
+    row.append(svg, words);
+    (i < n ? made : closed).append(row);
+  }
+  if (rows.length > n) made.append(closed);
+  if (ends.length) made.append(element("p", "Bars are intervals of the difference, left of the line is better.", {class: "key"}));
+}
+
+// An arm that the search does not match is dimmed, in the legend and in the charts; none is hidden.
 function showLegend(charts) {
   const follow = () => charts.forEach(chart => chart.follow());
-  const boxes = state.names.map((name, run) => {
-    const label = element("label"), box = element("input", undefined, {type: "checkbox"});
+  let matches = null; // of the search
+  const light = lit => { state.lit = lit; charts.forEach(chart => chart.u?.redraw(false)); };
+  const entries = state.arms.map(({name, runs}, arm) => {
+    const label = element("label"), box = element("input", undefined, {type: "checkbox", "data-keep": `arm ${name}`});
     box.checked = true;
-    box.onchange = () => { box.checked ? state.hidden.delete(run) : state.hidden.add(run); follow(); };
-    const light = lit => () => { state.lit = lit; charts.forEach(chart => chart.u?.redraw(false)); };
-    label.onmouseenter = light(run);
-    label.onmouseleave = light(null);
-    label.append(box, swatch(run), element("span", name));
+    box.onchange = () => {
+      box.checked ? state.hidden.delete(arm) : state.hidden.add(arm);
+      if (!box.checked) state.lit = matches; // no longer that which the pointer is at
+      follow();
+    };
+    label.onmouseenter = () => light(state.hidden.has(arm) ? matches : new Set([arm]));
+    label.onmouseleave = () => light(matches);
+    label.append(box, swatch(arm), element("span", name));
+    label.title = runs.map(run => state.names[run]).join("\n");
     find("legend").append(label);
-    return box;
+    return {label, box, text: `${name}\n${label.title}`.toLowerCase()};
   });
-  const set = checked => () => {
-    boxes.forEach((box, run) => { box.checked = checked; checked ? state.hidden.delete(run) : state.hidden.add(run); });
+  const search = find("search");
+  search.oninput = () => {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const having = entries.map(({text}) => words.every(word => text.includes(word)));
+    matches = words.length ? new Set(having.flatMap((has, arm) => has ? [arm] : [])) : null;
+    entries.forEach(({label}, arm) => label.classList.toggle("other", words.length > 0 && !having[arm]));
+    find("matches").textContent = matches ? `${matches.size} of ${entries.length}` : "";
+    find("only").disabled = !matches?.size;
+    light(matches);
+  };
+  const show = chosen => () => {
+    entries.forEach(({box}, arm) => { box.checked = chosen(arm); box.checked ? state.hidden.delete(arm) : state.hidden.add(arm); });
     follow();
   };
-  find("all").onclick = set(true);
-  find("none").onclick = set(false);
-  for (const name of ["raw", "marks"])
+  find("all").onclick = show(() => true);
+  find("none").onclick = show(() => false);
+  find("only").onclick = show(arm => matches.has(arm));
+  for (const name of ["raw", "marks", "seeds", "outliers"])
     find(name).onchange = () => { state[name] = find(name).checked; charts.forEach(chart => chart.draw()); };
   find("smoothing").onchange = () => { chooseSmoothing(); charts.forEach(chart => chart.draw()); };
   find("axis").onchange = () => {
@@ -97,6 +183,7 @@ function showLegend(charts) {
     state.zoom = null;
     charts.forEach(chart => chart.draw());
   };
+  find("seeds").parentElement.hidden = !state.arms.some(({runs}) => runs.length > 1);
 }
 
 // A part of the longest run, in steps.
@@ -119,7 +206,7 @@ function makeCharts(content) {
     if (described.group) groups.set(described.group, Object.assign(chart, {choices: [described]}));
   }
   for (const [group, chart] of groups) {
-    const choice = element("select", undefined, {"aria-label": group});
+    const choice = element("select", undefined, {"aria-label": group, "data-keep": group});
     choice.append(...chart.choices.map((described, i) => element("option", described.title, {value: i})));
     choice.onchange = () => { chart.lines = chart.choices[choice.value].lines; chart.draw(); };
     chart.heading.textContent = `${group}: `;
@@ -132,7 +219,9 @@ function showKey(content) {
   const marks = [["resume", "resumed"], ["stop", "stopped"], ["topology", "another mesh"], ["skipped", "skipped steps"]];
   const used = marks.filter(([kind]) => content.marks.some(mark => mark.kind === kind)).map(([kind, text]) => `${MARKS[kind]} ${text}`);
   find("key").textContent = [
-    "Thin lines are what was logged; gaps are numbers that are not finite.",
+    "Faint lines are what was logged; gaps are numbers that are not finite.",
+    state.arms.some(({runs}) => runs.length > 1) ? "A line of several seeds is their mean, its band is from the lowest to the highest; where one has no number, each is drawn by itself." : "",
+    "An outlier is further from the middle 96 % of the numbers than twice their range.",
     used.length ? `Marks: ${used.join(", ")}.` : "",
     content.missing.length ? `No run has logged: ${content.missing.join(", ")}.` : "",
     "Drag to zoom, double-click for all.",
@@ -142,7 +231,7 @@ function showKey(content) {
 function showSamples(content) {
   const having = content.names.map((_, run) => run).filter(run => content.samples[run].length);
   if (having.length === 0) return;
-  const choice = element("select", undefined, {"aria-label": "run"}), place = element("div");
+  const choice = element("select", undefined, {"aria-label": "run", "data-keep": "samples"}), place = element("div");
   choice.append(...having.map(run => element("option", content.names[run], {value: run})));
   choice.onchange = () => place.replaceChildren(...content.samples[choice.value].map(({source, prompt, texts}) => {
     const made = element("details"), body = element("div", undefined, {class: "sample"});
@@ -163,16 +252,17 @@ function showCode(content) {
     made.append(element("summary", `how ${commit.slice(0, 12)} of ${runs[0]} differs from the first`), element("pre", difference));
     return made;
   });
-  section("Code", table([["commit", "changes", "runs"], ...rows]), ...parts);
+  section("Code", table([["commit", "changes", "runs"], ...rows], "Code"), ...parts);
 }
 
 function showTables(content) {
-  section("Runs", table(content.overview));
-  if (content.configs.length) section("What differs in their configs", table(content.configs));
-  if (content.scores.length) section("Benchmarks, newest scores", table(content.scores));
+  const show = (title, rows) => { if (rows.length) section(title, table(rows, title)); };
+  show("Runs", content.overview);
+  show("What differs in their configs", content.configs);
+  show("Benchmarks, newest scores", content.scores);
   const marks = content.marks.map(mark => [content.names[mark.run], mark.x[0].toLocaleString("en"), mark.text]);
-  if (marks.length) section("Stops, resumes and skipped steps", table([["run", "step", "what"], ...marks.slice(0, 200)]));
-  if (content.machines.length) section("Machines and versions, at every start", table(content.machines));
+  show("Stops, resumes and skipped steps", marks.length ? [["run", "step", "what"], ...marks] : []);
+  show("Machines and versions, at every start", content.machines);
   showCode(content);
   showSamples(content);
 }
@@ -189,18 +279,47 @@ function followPage(charts) {
   addEventListener("afterprint", () => draw());
 }
 
+// A page that is written again and again is loaded again and again; what the reader has chosen, and
+// where, stays. Without storage it starts anew.
+function refresh(seconds) {
+  const kept = `lingua ${location.pathname}`, controls = [...document.querySelectorAll("[data-keep]")];
+  const tables = [...document.querySelectorAll("[data-table]")];
+  const remember = () => {
+    const values = Object.fromEntries(controls.map(c => [c.dataset.keep, c.type === "checkbox" ? c.checked : c.value]));
+    const sorted = Object.fromEntries(tables.filter(t => t.dataset.sorted).map(t => [t.dataset.table, JSON.parse(t.dataset.sorted)]));
+    sessionStorage.setItem(kept, JSON.stringify({values, sorted, zoom: state.zoom, top: scrollY}));
+  };
+  const {values, sorted, zoom, top} = JSON.parse(sessionStorage.getItem(kept) ?? '{"values": {}, "sorted": {}, "zoom": null, "top": 0}');
+  for (const control of controls) {
+    const value = values[control.dataset.keep];
+    if (value === undefined || value === (control.type === "checkbox" ? control.checked : control.value)) continue;
+    if (control.type === "checkbox") control.checked = value;
+    else control.value = value;
+    control.dispatchEvent(new Event(control.type === "search" ? "input" : "change"));
+  }
+  for (const each of tables) if (each.dataset.table in sorted) each.sort(...sorted[each.dataset.table]);
+  state.zoom = zoom; // after the axis, which forgets it
+  addEventListener("pagehide", remember);
+  setInterval(() => { if (!document.hidden && !document.querySelector(".chart:hover")) location.reload(); }, 1000 * seconds);
+  return () => scrollTo(0, top);
+}
+
 async function main() {
   const [content, bytes] = await unpack();
   unpackLines(content, bytes);
-  state.names = content.names;
-  state.longest = content.longest;
+  Object.assign(state, {names: content.names, longest: content.longest, arms: content.arms});
+  content.arms.forEach(({runs}, arm) => runs.forEach(run => { state.armOf[run] = arm; }));
   chooseSmoothing();
   showHeader(content);
+  showVerdict(content.verdict);
   const charts = makeCharts(content);
   showLegend(charts);
   showKey(content);
   showTables(content);
+  const scroll = content.refresh_s ? refresh(content.refresh_s) : () => {};
+  state.ready = true;
   charts.forEach(chart => chart.draw());
+  scroll();
   followPage(charts);
   document.documentElement.dataset.ready = "true";
 }
