@@ -26,7 +26,7 @@ class Preferences(Objective):
         return {"reference": self.reference.known_ratios(micro)}
 
     def loss(self, micro: MicroBatch) -> Losses:
-        ratios, is_pair = log_ratios(self.run.model, **micro.inputs())
+        ratios, is_pair = log_ratios(self.run.model, *micro.inputs(), **micro.random())
         margins = self.run.args.dpo.beta * (ratios - micro.fields["reference"])
         loss = torch.where(is_pair, -F.logsigmoid(margins), 0.0).sum()
         return Losses(

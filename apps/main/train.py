@@ -218,7 +218,7 @@ class Objective:
     def loss(self, micro: MicroBatch) -> Losses:
         """Returns the losses of a micro-batch: `sums` are float32 [K], `counts` are not read. All
         tensors are on the device. In a held-out measurement nothing is random."""
-        return Losses(*self.run.model(**micro.inputs()))
+        return Losses(*self.run.model(*micro.inputs(), **micro.random()))
 
     def gradients(self, batch: list[MicroBatch], counts: Tensor) -> tuple[Tensor, Tensor]:
         """Fill `.grad` with the gradient of the sum of (`loss` / `count`) over the global batch,

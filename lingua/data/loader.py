@@ -48,10 +48,14 @@ class MicroBatch:
         documents = None if self.documents is None else to_device(self.documents, device)
         return MicroBatch(row_ids, tokens, targets, documents)
 
-    def inputs(self) -> dict[str, Tensor]:
-        """The arguments of a model's forward: tokens and targets, documents and noise if any."""
-        named = {name: getattr(self, name) for name in ("tokens", "targets", "documents", "noise")}
-        return {name: t for name, t in named.items() if t is not None}
+    def inputs(self) -> list[Tensor]:
+        """The arguments of a model's forward: tokens, targets and documents, if any."""
+        inputs = [self.tokens, self.targets]
+        return inputs if self.documents is None else [*inputs, self.documents]
+
+    def random(self) -> dict[str, Tensor]:
+        """The keyword arguments of a model's forward: `noise` if any."""
+        return {} if self.noise is None else {"noise": self.noise}
 
 
 def micro_steps(

@@ -115,7 +115,7 @@ def test_the_tensors_of_a_step_fill_one_block(sources):
     for marks, n in ((None, 6), (DocumentMarks(5, 6, True), 8)):
         loader = Loader(make_stream(sources, n_views=3), 7, 0, 2, 2, 2, marks=marks)
         step = next(loader.steps(0))
-        tensors = [t for m in step for t in (m.row_ids, *m.inputs().values())]
+        tensors = [t for m in step for t in (m.row_ids, *m.inputs())]
         [block] = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values()
         filled = sum(t.nbytes for t in tensors)  # with room for as many documents as positions
         assert len(tensors) == n

@@ -30,8 +30,8 @@ class Distillation(Objective):
         self.teacher = teacher.load(run.args.distributed, run.mesh).requires_grad_(False)
 
     def log_p(self, model: torch.nn.Module, micro: MicroBatch) -> Tensor:  # B S vocabulary
-        inputs = {k: t for k, t in micro.inputs().items() if k != "targets"}
-        return whole(model(**inputs)).float().log_softmax(-1)
+        logits = model(micro.tokens, None, *micro.inputs()[2:], **micro.random())
+        return whole(logits).float().log_softmax(-1)
 
     def loss(self, micro: MicroBatch) -> Losses:
         if not self.run.model.training:  # held out, the loss of the text is measured

@@ -34,7 +34,7 @@ class SimPO(Objective):
 
     def loss(self, micro: MicroBatch) -> Losses:
         answer, is_pair = answers(micro.targets, micro.documents)  # B K//2 2 S
-        [losses] = self.run.model(**micro.inputs(), per_token=True)
+        [losses] = self.run.model(*micro.inputs(), **micro.random(), per_token=True)
         means = torch.where(answer, -losses[:, None, None], 0.0).sum(-1) / answer.sum(-1).clamp(1)
         args, margins = self.run.args.simpo, means[..., 0] - means[..., 1]
         sums = torch.where(is_pair, -F.logsigmoid(args.beta * margins - args.gamma), 0.0).sum()

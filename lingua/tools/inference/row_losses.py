@@ -60,7 +60,7 @@ def row_losses(
     for micro in next(islice(loader.steps(position), 1)):
         micro = micro.to(device)
         micro.noise = None if noise is None else hash_bits(noise, micro.row_ids)
-        sums = Losses(*model(**micro.inputs())).sums
+        sums = Losses(*model(*micro.inputs(), **micro.random())).sums
         losses.append(torch.stack((sums.double(), (micro.targets != IGNORE).sum((1, 2)))))
     sums, counts = torch.stack(losses).cpu().numpy().swapaxes(0, 1)
     return RowLosses(sums, counts)
