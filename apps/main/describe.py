@@ -25,8 +25,6 @@ from lingua.checkpoint.state import versions
 from lingua.config.load import to_yaml
 from lingua.model.head import chunk_note
 from lingua.optim.schedule import schedule_warnings
-from lingua.parallel.gradients import grad_sync_note, replicas_note
-from lingua.parallel.launch import detect_launch
 from lingua.parallel.mesh import AXES, dp_degree, on_rank_0
 
 logger = logging.getLogger(__name__)
@@ -57,9 +55,10 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
         f"{counted(degree, 'data-parallel rank')}"
     )
     yield "attention: {}, {}".format(*resolve_attention(args, mesh.device_type))
-    yield from grad_sync_note(model, mesh, args.distributed.grad_sync, n_micro)
-    node = detect_launch().local_world_size
-    yield from replicas_note(model, mesh, args.distributed, n_micro, node)
+    if n > 1:
+        from lingua.parallel.traffic import traffic_notes
+
+        yield from traffic_notes(model, mesh, args.distributed, n_micro)
     yield from chunk_note(model, rows * args.data.seq_len, mesh["tp"].size())
     yield from schedule_warnings(args.optim, args.steps)
 

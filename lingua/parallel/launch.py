@@ -1,7 +1,6 @@
 """Processes: the device of this process and its process group."""
 
 import os
-import re
 import socket
 import time
 from collections.abc import Iterator
@@ -18,20 +17,6 @@ from lingua.parallel.environment import Launch
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
 from lingua.parallel.mesh import AXES, DistributedArgs, all_call, mesh_sizes
 from lingua.parallel.torch_private import set_group_timeout
-
-
-def _slurm_rendezvous(env: dict[str, str]) -> None:
-    """Set the rendezvous address to the first host of the step, and a port that differs from job to
-    job and is below the ephemeral ports."""
-    from lingua.parallel.slurm import run_slurm
-
-    names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
-    first = run_slurm("scontrol", "show", "hostnames", names).split()[0]
-    node = run_slurm("scontrol", "show", "node", "--oneliner", first)
-    address = re.search(r"\bNodeAddr=(\S+)", node)  # may differ from the node's name in Slurm
-    job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
-    os.environ.setdefault("MASTER_ADDR", address[1] if address else first)
-    os.environ.setdefault("MASTER_PORT", str(20000 + (job + 997 * step) % 12000))
 
 
 def pick_device(name: str, launch: Launch) -> torch.device:
@@ -118,7 +103,9 @@ def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
     if they do not."""
     try:
         if launch.by == "slurm":
-            _slurm_rendezvous(dict(os.environ))
+            from lingua.parallel.slurm import set_rendezvous
+
+            set_rendezvous(dict(os.environ))
         if launch.rank:
             _wait_for_rank_0(patience_s)
         patience = timedelta(seconds=patience_s)

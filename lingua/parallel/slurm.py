@@ -6,6 +6,7 @@ which then resumes from the checkpoint.
 
 import logging
 import os
+import re
 import subprocess
 
 from lingua.base.errors import UserError
@@ -30,6 +31,18 @@ def run_slurm(*command: str, stdin: str | None = None) -> str:
         message = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise UserError(f"{command[0]}: {'; '.join(message.splitlines())}")
     return done.stdout
+
+
+def set_rendezvous(env: dict[str, str]) -> None:
+    """Set the rendezvous address to the first host of the step, and a port that differs from job to
+    job and is below the ephemeral ports."""
+    names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
+    first = run_slurm("scontrol", "show", "hostnames", names).split()[0]
+    node = run_slurm("scontrol", "show", "node", "--oneliner", first)
+    address = re.search(r"\bNodeAddr=(\S+)", node)  # may differ from the node's name in Slurm
+    job, step = int(env["SLURM_JOB_ID"]), int(env["SLURM_STEP_ID"])
+    os.environ.setdefault("MASTER_ADDR", address[1] if address else first)
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job + 997 * step) % 12000))
 
 
 def requeue(signals: list[str]) -> None:

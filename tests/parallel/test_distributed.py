@@ -18,9 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.base.errors import UserError
 from lingua.parallel.gradients import clip_divisor, grad_norm
-from lingua.parallel.launch import Launch, _slurm_rendezvous, detect_launch, pick_device, start
+from lingua.parallel.launch import Launch, detect_launch, pick_device, start
 from lingua.parallel.mesh import AXES, DistributedArgs, dp_degree, dp_rank, mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.slurm import set_rendezvous
 
 CPU = torch.device("cpu")
 
@@ -71,7 +72,7 @@ def test_slurm_tasks_meet_at_their_first_host_on_a_port_of_their_step(tmp_path, 
         for key in ("MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(key, "")
             monkeypatch.delenv(key)
-        _slurm_rendezvous(SLURM | {"SLURM_STEP_ID": step})
+        set_rendezvous(SLURM | {"SLURM_STEP_ID": step})
         assert os.environ["MASTER_ADDR"] == "10.0.0.7"
         ports.add(int(os.environ["MASTER_PORT"]))
     assert len(ports) == 2 and all(1024 < port < 2**16 for port in ports)

@@ -1,0 +1,62 @@
+"""Notes about the traffic of a run on several ranks, and what it could be."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lingua.base.format import human_bytes
+from lingua.parallel.environment import detect_launch
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.tensors import local
+
+
+def traffic_notes(
+    model: nn.Module, mesh: DeviceMesh, args: DistributedArgs, n_micro: int
+) -> Iterator[str]:
+    """Lines about a model that is laid out on the mesh, with `n_micro` micro-steps a step."""
+    yield from grad_sync_note(model, mesh, args.grad_sync, n_micro)
+    yield from replicas_note(model, mesh, args, n_micro, detect_launch().local_world_size)
+
+
+def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) -> Iterator[str]:
+    """The memory that `grad_sync` costs and the traffic that it saves, on each rank."""
+    replicas, shards, _ = mesh.shape
+    if n_micro == 1 or shards * replicas == 1:
+        return
+    # Bytes of this rank's float32 gradients, after and before they are split over dp_shard.
+    shard_bytes = sum(local(p).numel() for p in model.parameters()) * 4
+    whole_bytes = shard_bytes * shards
+    reduces = shard_bytes if replicas > 1 and mode != "every" else 0
+    kept = whole_bytes if mode == "last" else reduces
+    scatters = whole_bytes if shards > 1 and mode == "last" else 0
+    yield (
+        f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "
+        f"micro-steps and saves {human_bytes((n_micro - 1) * (scatters + reduces))} of gradient "
+        "traffic a step"
+    )
+
+
+def replicas_note(
+    model: nn.Module, mesh: DeviceMesh, args: DistributedArgs, n_micro: int, node: int
+) -> Iterator[str]:
+    """The traffic that a copy of the model on each node (`node` ranks) would save, where
+    `dp_shard` is null and takes more than 64 ranks."""
+    replicas, shards, tp = mesh.shape
+    inside = node // tp  # ranks of a node that share one copy
+    if args.dp_shard is not None or shards <= 64 or inside < 2 or shards % inside:
+        return
+    whole = sum(local(p).numel() for p in model.parameters()) * shards * tp
+    others = 1 - inside / shards  # share of a copy on other nodes
+    # Weights are gathered in forward and backward, gradients are float32; an all-reduce moves twice
+    # what it reduces.
+    scatters = 1 if args.grad_sync == "last" else n_micro
+    moved = others * whole * (2 * n_micro * args.dtype.itemsize + 4 * scatters)
+    kept = 16 * whole * (1 / inside - 1 / shards) / tp  # weights, gradients and two moments
+    yield (
+        f"distributed.dp_shard = null: one copy is shared by {shards} ranks, and about "
+        f"{human_bytes(int(moved))} of weights and gradients enter each node in a step. "
+        f"distributed.dp_replicate = {replicas * shards // inside}, a copy on each node, makes it "
+        f"{human_bytes(int(others * whole * 8))}, gathers weights within the node, and takes "
+        f"{human_bytes(int(kept))} more memory on each rank"
+    )
