@@ -10,8 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lingua.parallel.torch_private import OpOverload, schema
 
-# Who runs a kernel: FSDP, a block, which may be compiled, or what is outside of these; attention's
-# are their own.
+# What a kernel is of: FSDP, attention, the rest of a block, which may be compiled, or neither.
 Place = Literal["fsdp", "block", "attention", "outside"]
 
 
