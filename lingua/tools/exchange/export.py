@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,9 +212,10 @@ def end_tokens(data: Any, tokenizer: Tokenizer, base_ends: Any) -> int | list[in
     """
     ends: list[Any] = [tokenizer.eos_id]
     if data.chat is not None:
-        from lingua.tools.prepare.chat_template import open_chat
+        from lingua.tools.prepare.chat_template import ChatError, open_chat
 
-        ends.append(open_chat(data.tokenizer, tokenizer, data.chat.template).turn_end[0])
+        with suppress(ChatError):  # it renders no conversation of one question
+            ends.append(open_chat(data.tokenizer, tokenizer, data.chat.template).turn_end[0])
     ends += base_ends if isinstance(base_ends, list) else [base_ends]
     ids = list(dict.fromkeys(i for i in ends if type(i) is int))
     return ids if len(ids) > 1 else ids[0] if ids else None

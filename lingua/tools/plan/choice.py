@@ -164,11 +164,11 @@ def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
     def part(p: StepPart) -> StepPart:
         updates = p is first.update
         kernels: Counter[Kernel] = Counter()
-        for (flops, size, n_bytes, is_fsdp), n in p.kernels.items():
+        for (flops, size, n_bytes, place), n in p.kernels.items():
             by = shrink if updates else grow
-            if is_fsdp or (updates and flops):  # Muon multiplies whole matrices
+            if place == "fsdp" or (updates and flops):  # Muon multiplies whole matrices
                 by = 1
-            kernels[flops * by, size, n_bytes * by, is_fsdp] += n
+            kernels[Kernel(flops * by, size, n_bytes * by, place)] += n
         alone = [axis for axis, n in zip(AXES, sizes, strict=True) if n == 1]
         sent = []
         for t in p.collectives:

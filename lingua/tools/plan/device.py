@@ -18,8 +18,11 @@ from lingua.tools.plan.trace import StepPart, Trace
 from lingua.tools.plan.work import Kernel
 
 TABLE = Path(__file__).with_name("devices.yaml")
-# Compiled blocks have this share of the memory traffic of kernels without matrix products.
-FUSED_TRAFFIC_SHARE = 0.5
+# Compiled blocks have this share of the memory traffic of kernels without matrix products, and of
+# the launches.
+FUSED_SHARE = 0.5
+# Published runs take from so many to so many times the planned step (docs/planning.md).
+STEP_RANGE = 0.9, 1.25
 
 
 @dataclass
@@ -38,9 +41,13 @@ class Device:
     node_gb_per_s: Free[float] = 0.0  # between devices of a node, each direction
     network_gb_per_s: Free[float] = 0.0  # between nodes, of each device and direction
     host_gb_per_s: Free[float] = 20.0  # copies from a device to pinned memory
-    matmul_share: Free[float] = 0.7  # share of the peak that matrix products reach
+    # Shares of the peak that matrix products and attention reach. On an H100 FlashAttention-2
+    # reaches 35 % (Shah et al., 2024, arXiv 2407.08608).
+    matmul_share: Free[float] = 0.55
+    attention_share: Free[float] = 0.35
     memory_share: Free[float] = 0.8  # share of the bandwidth that other kernels reach
     link_share: Free[float] = 0.75  # share of the bandwidth that large collectives reach
+    launch_us: Free[float] = 10.0  # time of the host for an operator
     latency_us: Free[float] = 15.0  # latency of a collective for each doubling of its ranks
     reserve_gib: Free[float] = 2.0  # CUDA's context and NCCL
     fragmentation: Free[float] = 0.12  # memory lost by the allocator, a share of what it allocates
@@ -48,12 +55,12 @@ class Device:
     def validate(self) -> Iterator[tuple[str, str]]:
         positive = ("memory_gib", "memory_gb_per_s", "fp32_tflops", "node_size", "host_gb_per_s")
         links = ("node_gb_per_s", "network_gb_per_s", "tf32_tflops")
-        shares = ("matmul_share", "memory_share", "link_share")
+        shares = ("matmul_share", "attention_share", "memory_share", "link_share")
         yield from require(
             self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive, *links
         )
         yield from require(self, "above 0 and at most 1", lambda v: 0 < v <= 1, *shares)
-        rest = ("latency_us", "reserve_gib", "fragmentation")
+        rest = ("launch_us", "latency_us", "reserve_gib", "fragmentation")
         yield from require(self, "at least 0 and finite", lambda v: 0 <= v < math.inf, *rest)
         if self.bf16_tflops is None and peak_flops(self.name, torch.bfloat16) is None:
             yield "bf16_tflops", "must be given: no device of this name is known"
@@ -94,50 +101,66 @@ class Times:
     micro: float  # each micro-step but the last
     last: float  # the last, with the reductions of gradients
     update: float  # clipping and optimizer
-    compute: float  # time of the step if nothing had to be sent
+    compute: float  # time of the step's kernels
+    host: float  # time in which the host launches them
     hidden: float  # time of sending while the device computes
     exposed: float  # time of sending while the device waits
     step: float
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """What the step takes if it is as far from its plan as published runs are."""
+        return self.step * STEP_RANGE[0], self.step * STEP_RANGE[1]
+
 
 def step_times(trace: Trace, device: Device, tf32: bool, compiled: bool) -> Times:
     """The roofline of a step: a kernel takes the longer of its arithmetic and its memory traffic.
-    What FSDP sends is hidden behind a micro-step's own kernels, tensor parallelism's is not."""
+    What FSDP sends is hidden behind a micro-step's own kernels, tensor parallelism's is not. The
+    host launches kernels ahead of the device, which waits where that takes longer."""
 
     def computed(part: StepPart) -> float:
         return sum(
             n * _kernel_s(kernel, device, tf32, compiled) for kernel, n in part.kernels.items()
         )
 
+    def launched(part: StepPart) -> float:
+        launches = [(kernel.place, n) for kernel, n in part.kernels.items() if not kernel.size]
+        fused = FUSED_SHARE if compiled else 1
+        n_launches = sum(n * (fused if place == "block" else 1) for place, n in launches)
+        return n_launches * device.launch_us * 1e-6
+
     def sent(part: StepPart, is_tp: bool) -> float:
         chosen = (t for t in part.collectives if (t["axis"] == "tp") == is_tp)
         return sum(_sent_s(t, trace.sizes, device) for t in chosen)
 
     repeats = trace.n_micro - 1
-    compute, hidden, exposed = computed(trace.update), 0.0, sent(trace.update, False)
-    exposed += sent(trace.update, True)
+    compute, host, hidden = computed(trace.update), launched(trace.update), 0.0
+    exposed = sent(trace.update, False) + sent(trace.update, True)
+    update = max(compute, host) + exposed
     durations = []
     for part, n in ((trace.micro, repeats), (trace.last, 1)):
         kernels_s, fsdp, tp = computed(part), sent(part, False), sent(part, True)
-        durations.append(max(kernels_s + tp, fsdp))
+        launches_s = launched(part)
+        durations.append(max(kernels_s + tp, fsdp, launches_s))
         compute += n * kernels_s
+        host += n * launches_s
         hidden += n * min(kernels_s + tp, fsdp)
         exposed += n * (tp + max(0.0, fsdp - kernels_s - tp))
-    update = computed(trace.update) + sent(trace.update, False) + sent(trace.update, True)
     step = repeats * durations[0] + durations[1] + update
-    return Times(durations[0], durations[1], update, compute, hidden, exposed, step)
+    return Times(durations[0], durations[1], update, compute, host, hidden, exposed, step)
 
 
 def _kernel_s(kernel: Kernel, device: Device, tf32: bool, compiled: bool) -> float:
-    flops, size, n_bytes, _ = kernel
     peak = (
         device.bf16_flops
-        if size == 2
+        if kernel.size == 2
         else 1e12 * getattr(device, "tf32_tflops" if tf32 else "fp32_tflops")
     )
-    fused = FUSED_TRAFFIC_SHARE if compiled and not flops else 1
-    traffic = fused * n_bytes / (device.memory_gb_per_s * 1e9 * device.memory_share)
-    return max(flops / (peak * device.matmul_share), traffic)
+    is_attention = kernel.place == "attention"
+    share = device.attention_share if is_attention else device.matmul_share
+    fused = FUSED_SHARE if compiled and kernel.place == "block" and not kernel.flops else 1
+    traffic = fused * kernel.n_bytes / (device.memory_gb_per_s * 1e9 * device.memory_share)
+    return max(kernel.flops / (peak * share), traffic)
 
 
 def _sent_s(total: dict[str, Any], sizes: tuple[int, int, int], device: Device) -> float:

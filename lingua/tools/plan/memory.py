@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from lingua.model.head import Head
 from lingua.parallel.tensors import local
 from lingua.parallel.torch_private import graph_task_id
-from lingua.tools.plan.work import tensors_in
+from lingua.tools.plan.work import Place, tensors_in
 from lingua.tools.torch_private import resizes_observed
 
 BLOCK_BYTES = 512  # CUDA's caching allocator rounds an allocation up to a multiple
@@ -47,15 +48,20 @@ class LiveMemory:
         self.kept: list[int] = []  # bytes of gradients as each forward of the model begins
         self._fsdp: list[str] = []  # names of nested regions
         self._forward: list[str] = []
+        self._n_blocks = 0  # blocks whose forward pass runs now
 
-    def watch(self, model: nn.Module) -> None:
-        """Tell the forward passes of a model from other work, and the head from the rest."""
+    def watch(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+        """Tell the forward passes of a model from other work, the head from the rest, and the
+        blocks from what is outside."""
         model.register_forward_pre_hook(lambda m, x: self._begin())
         for module in model.modules():
             if module is model or isinstance(module, Head):
                 kind = "head" if isinstance(module, Head) else "activations"
                 module.register_forward_pre_hook(lambda m, x, kind=kind: self._forward.append(kind))
                 module.register_forward_hook(lambda m, x, y: self._forward.pop() and None)
+        for block in blocks:
+            block.register_forward_pre_hook(lambda m, x: self._enter_block(1))
+            block.register_forward_hook(lambda m, x, y: self._enter_block(-1))
 
     def register(self, kind: str, tensors: Any) -> None:
         """Let these tensors be of this kind, whatever made them."""
@@ -79,9 +85,15 @@ class LiveMemory:
             self._follow(t.untyped_storage(), kind)
 
     @property
-    def in_fsdp(self) -> bool:
-        """Whether FSDP runs now, not the model."""
-        return any(name.startswith("FSDP::") for name in self._fsdp)
+    def place(self) -> Place:
+        """What runs now. Of a backward pass all is taken to be the blocks': what the head needs is
+        computed in its forward pass."""
+        if any(name.startswith("FSDP::") for name in self._fsdp):
+            return "fsdp"
+        return "block" if self._n_blocks or graph_task_id() != -1 else "outside"
+
+    def _enter_block(self, n: int) -> None:
+        self._n_blocks += n
 
     def _begin(self) -> None:
         for key, (kind, _) in list(self._sizes.items()):

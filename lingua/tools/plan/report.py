@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 from typing import Any
 
 from lingua.base.format import align, counted, human_bytes, short_count, short_time
@@ -83,7 +84,7 @@ class Plan:
             "needs_gib": self.needs_gib,
             "fits": self.fits,
             "collectives": traced.collectives,
-            "times": None if times is None else asdict(times),
+            "times": None if times is None else asdict(times) | {"range": times.range},
             "tokens_per_day": None if times is None else self.step_tokens / times.step * DAY_S,
             "checkpoint": {"bytes": self.checkpoint_bytes, **self.save()},
         }
@@ -150,35 +151,39 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _time(plan: Plan, device: Device, times: Times) -> Iterator[str]:
     traced, rate = plan.trace, plan.step_tokens / times.step
-    ranks = math.prod(traced.sizes)
+    ranks, (low, high) = math.prod(traced.sizes), times.range
     mfu = 100 * traced.flops_per_token * rate / ranks / device.bf16_flops
-    yield f"a step takes {seconds_text(times.step)} ({mfu:.0f} % MFU):"
+    slow, fast = mfu * times.step / high, mfu * times.step / low
+    step = f"{seconds_text(times.step)}, from {seconds_text(low)} to {seconds_text(high)}"
+    yield f"a step takes {step} ({mfu:.0f} % MFU, from {slow:.0f} to {fast:.0f}):"
     others = f"{traced.n_micro - 1} x {seconds_text(times.micro)} + " if traced.n_micro > 1 else ""
     yield (
         f"  micro-steps {others}{seconds_text(times.last)} for the last, and "
         f"{seconds_text(times.update)} for the update"
     )
     yield (
-        f"  computing {seconds_text(times.compute)}; sending {seconds_text(times.hidden)} "
-        f"meanwhile, and {seconds_text(times.exposed)} while it waits"
+        f"  computing {seconds_text(times.compute)}, launched by the host in "
+        f"{seconds_text(times.host)}; sending {seconds_text(times.hidden)}"
     )
+    yield f"  meanwhile, and {seconds_text(times.exposed)} while it waits"
     yield (
         f"  {short_count(rate)} tokens/s, {short_count(rate * DAY_S)} a day; "
         f"{short_count(plan.tokens)} tokens take {short_time(plan.tokens / rate)}"
     )
-    yield (
-        f"assumed: matrix products reach {100 * device.matmul_share:.0f} % of "
-        f"{device.bf16_flops / 1e12:g} TFLOP/s (bf16), other kernels"
-    )
-    yield (
-        f"  {100 * device.memory_share:.0f} % of {device.memory_gb_per_s:g} GB/s, links "
-        f"{100 * device.link_share:.0f} % of {device.node_gb_per_s:g} GB/s in a node of "
-        f"{device.node_size},"
-    )
-    yield (
-        f"  {device.network_gb_per_s:g} outside; compiled kernels move half the bytes; "
-        "data never waits"
-    )
+    facts = [
+        f"matrix products reach {100 * device.matmul_share:.0f} % of {device.bf16_flops / 1e12:g} "
+        f"TFLOP/s (bf16), attention {100 * device.attention_share:.0f} %",
+        f"other kernels {100 * device.memory_share:.0f} % of {device.memory_gb_per_s:g} GB/s",
+        f"links {100 * device.link_share:.0f} % of {device.node_gb_per_s:g} GB/s in a node of "
+        f"{device.node_size} and of {device.network_gb_per_s:g} outside",
+        f"the host takes {device.launch_us:g} us for an operator",
+        "data never waits",
+    ]
+    if plan.compiled:
+        facts.append("compiled blocks move half the bytes in half the launches")
+    if plan.args.data.document_mask != "none":
+        facts.append("documents are as long as the rows")
+    yield from wrap("assumed: " + "; ".join(facts), 80, subsequent_indent="  ")
 
 
 def _checkpoint(plan: Plan) -> Iterator[str]:

@@ -21,7 +21,7 @@ from lingua.model import transformer
 from lingua.model.attention import choose_attention
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
-from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.parallelize import ParallelPlan, blocks_of, parallelize_model
 from lingua.parallel.tensors import as_shard, local
 from lingua.parallel.torch_private import is_traceable_wrapper_subclass_type, schema
 from lingua.tools.plan.memory import BLOCK_BYTES, LiveMemory
@@ -174,7 +174,7 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
         model = parallelize_model(built.module, mesh, built.plan, args.distributed)
         modes.enter_context(_kernels_of(device))
         memory = LiveMemory(BLOCK_BYTES if device == "cuda" else 1)
-        memory.watch(model)
+        memory.watch(model, blocks_of(model, built.plan or ParallelPlan()))
         modes.enter_context(training_on_meta())
         modes.enter_context(memory.resizes())
         operators = modes.enter_context(_Operators(mesh, memory))
@@ -218,7 +218,7 @@ class _Operators(OperatorMode):
             kwargs = kwargs | {"device": META}
         result = func(*args, **kwargs)
         if not func.is_view:
-            self.kernels.count(func, args, kwargs, result, self.memory.in_fsdp)
+            self.kernels.count(func, args, kwargs, result, self.memory.place)
             self.collectives.count(func, args, kwargs, result)
             self.memory.see(func, args, kwargs, result)
         return result

@@ -3,16 +3,26 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lingua.parallel.torch_private import OpOverload, schema
 
-# FLOPs, bytes of an element of the result, bytes read and written, whether it is FSDP's. Those of
-# operators without FLOPs are one for each byte: their time is that of all their bytes.
-Kernel = tuple[float, int, float, bool]
+# What a kernel is of: FSDP, attention, the rest of a block, which may be compiled, or neither.
+Place = Literal["fsdp", "block", "attention", "outside"]
+
+
+class Kernel(NamedTuple):
+    """What kernels of one kind cost. Those without FLOPs are one for each byte: their time is that
+    of all their bytes. One without either is the launch of an operator by the host."""
+
+    flops: float
+    size: int  # bytes of an element of the result
+    n_bytes: float  # read and written
+    place: Place
+
 
 # Collectives, marks of the profiler, and questions about a tensor.
 _NO_KERNEL = ("c10d", "_c10d_functional", "_dtensor", "profiler", "prim")
@@ -25,7 +35,7 @@ class KernelCounter:
         self.kernels: Counter[Kernel] = Counter()
 
     def count(
-        self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any, is_fsdp: bool
+        self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any, place: Place
     ) -> None:
         if not _is_kernel(func):
             return
@@ -36,10 +46,12 @@ class KernelCounter:
             size = outputs[0].element_size() if outputs else 4
             tensors = {id(t): t for t in tensors_in((args, kwargs, outputs))}
             n_bytes = sum(t.nbytes for t in tensors.values())
+            self.kernels[Kernel(0, 0, 0, place)] += 1
             if flops:
-                self.kernels[flops, size, n_bytes, is_fsdp] += 1
+                place = "attention" if "attention" in str(func) or is_varlen(func) else place
+                self.kernels[Kernel(flops, size, n_bytes, place)] += 1
             else:
-                self.kernels[0, size, 1, is_fsdp] += n_bytes
+                self.kernels[Kernel(0, size, 1, place)] += n_bytes
 
 
 @cache
@@ -49,12 +61,37 @@ def _is_kernel(func: OpOverload) -> bool:
 
 
 @cache
-def _formula(func: OpOverload) -> Callable[..., int] | None:
+def _formula(func: OpOverload) -> Callable[..., float] | None:
     """The FLOPs of an operator from its arguments and its result."""
+    if is_varlen(func):
+        return _varlen_formula(func)
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None and "attention" in str(func):
         return lambda *args, **kwargs: formula(*args, **kwargs) // 2  # it is causal
     return formula
+
+
+def is_varlen(func: OpOverload) -> bool:
+    """Whether it is attention to packed rows, of which torch's own formula takes each token to see
+    all tokens of the batch."""
+    return "_varlen_attn" in str(func)
+
+
+def _varlen_formula(func: OpOverload) -> Callable[..., float]:
+    """Two matrix products of tokens x mean visible keys, in the backward pass five. Documents are
+    as long as the rows: how long they are is not known."""
+    names = [argument.name for argument in schema(func).arguments]
+    products = 5 if "backward" in str(func) else 2
+
+    def flops(*args: Any, out_val: Any, **kwargs: Any) -> float:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        (tokens, heads, features), longest = given["query"].shape, given["max_q"]
+        left, _ = given.get("window_size") or (-1, 0)
+        window = longest if left < 0 else min(left + 1, longest)
+        visible = window * (1 - window / (2 * longest))  # a mean over the positions of a row
+        return 2 * products * tokens * heads * features * visible
+
+    return flops
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -47,7 +47,8 @@ def check_formula(variant: str, layouts: list[tuple[Sizes, int]]) -> None:
         assert formula.allocated == pytest.approx(whole.allocated, rel=0.05), (sizes, rows)
         assert formula.parameters == whole.parameters
         times = [step_times(t, find_device("h100"), False, False) for t in (formula, whole)]
-        share = 0.15 if variant == "replica_last" else 0.1
+        # The host is what this small model waits for, and FSDP launches more where it shards not.
+        share = 0.15 if variant == "replica_last" or sizes[1] == 1 else 0.1
         assert times[0].step == pytest.approx(times[1].step, rel=share), (sizes, rows)
         bytes_sent, expected = sent(formula), sent(whole)
         if variant == "muon":  # tensor parallelism pads what it gathers for it

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from lingua.tools.plan.device import Device, step_times
+from lingua.config.values import plain, read_file
+from lingua.tools.plan.device import TABLE, Device, step_times
 from lingua.tools.plan.make import make_plan
 from lingua.tools.plan.report import Plan
 from lingua.tools.plan.trace import StepPart, Trace
+from lingua.tools.plan.work import Kernel
 
 pytestmark = pytest.mark.quick
 
@@ -56,24 +59,108 @@ def device(**values: Any) -> Device:
     """One that takes a second for 1e12 FLOPs, for 1e9 bytes of memory, and of a link."""
     peaks = {"memory_gb_per_s": 1, "bf16_tflops": 1, "tf32_tflops": 1, "fp32_tflops": 1}
     links = {"node_gb_per_s": 1, "network_gb_per_s": 0.25, "node_size": 4, "latency_us": 0}
-    shares = {"matmul_share": 1, "memory_share": 1, "link_share": 1}
+    shares = {"matmul_share": 1, "attention_share": 0.5, "memory_share": 1, "link_share": 1}
+    links["launch_us"] = 1
     return Device(**{"memory_gib": 10} | peaks | links | shares | values)
 
 
 def traced(sizes: tuple[int, int, int], micro: StepPart, last: StepPart, n_micro: int) -> Trace:
     memory = {"parameters": 2**30, "optimizer": 2**31}
-    update = StepPart(Counter({(0, 4, 1, False): 5 * 10**8}), [])
+    update = StepPart(Counter({Kernel(0, 4, 1, "outside"): 5 * 10**8}), [])
     return Trace(sizes, 10, n_micro, 1, 1.0, memory, memory, 0, micro, last, update)
 
 
 def test_a_kernel_takes_the_longer_of_arithmetic_and_memory_and_sending_hides_behind_it():
-    two_s = Counter({(10**12, 2, 10, False): 1, (10**6, 2, 10**9, False): 1})
+    product, other = Kernel(10**12, 2, 10, "block"), Kernel(10**6, 2, 10**9, "block")
+    two_s = Counter({product: 1, other: 1})
     gather = {**GATHER, "bytes": 4 * 10**9}  # 3 s of a ring of 4
     trace = traced((1, 4, 1), StepPart(two_s, []), StepPart(two_s, [gather]), 3)
     times = step_times(trace, device(), False, compiled=False)
     assert (times.micro, times.last, times.update) == pytest.approx((2, 3, 0.5))
     assert (times.compute, times.hidden, times.exposed) == pytest.approx((6.5, 2, 1))
     assert times.step == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "n", "plain_s", "compiled_s"),
+    [
+        (Kernel(10**12, 2, 0, "block"), 1, 1, 1),
+        (Kernel(10**12, 2, 0, "attention"), 1, 2, 2),  # half the peak
+        (Kernel(0, 2, 1, "block"), 10**9, 1, 0.5),
+        (Kernel(0, 2, 1, "outside"), 10**9, 1, 1),  # which is not compiled
+        (Kernel(0, 2, 1, "fsdp"), 10**9, 1, 1),
+        (Kernel(0, 0, 0, "block"), 10**6, 1, 0.5),  # launches of a microsecond
+        (Kernel(0, 0, 0, "outside"), 10**6, 1, 1),
+    ],
+)
+def test_only_blocks_are_compiled_and_the_host_needs_its_time(kernel, n, plain_s, compiled_s):
+    part = StepPart(Counter({kernel: n}), [])
+    for compiled, seconds in ((False, plain_s), (True, compiled_s)):
+        times = step_times(traced((1, 1, 1), part, part, 2), device(), False, compiled)
+        assert (times.micro, times.last) == pytest.approx((seconds, seconds))
+        assert times.step == pytest.approx(2 * seconds + 0.5)
+
+
+LLAMA = ["config=apps/main/configs/llama_1B.yaml", "model.vocab_size=1000", "model.n_layers=2"]
+LLAMA += ["model.dim=256", "model.n_heads=4", "data.seq_len=2048", "data.global_batch_size=32"]
+
+
+def test_what_hides_keys_takes_no_longer_and_attention_counts_the_visible_ones():
+    steps, arithmetic = {}, {}
+    for case, words in {
+        "plain": [],
+        "documents": ["data.document_mask=ignore"],
+        "window": ["model.sliding_window=300"],
+    }.items():
+        plan, _ = make_plan([*LLAMA, *words, "ngpu=2", "gpu=h100"])
+        assert plan.times is not None
+        steps[case] = plan.times.compute
+        kernels = plan.trace.last.plus(plan.trace.micro, plan.trace.n_micro - 1).kernels
+        arithmetic[case] = sum(k.flops * n for k, n in kernels.items() if k.place == "attention")
+    # Angles are those of each row then, and 1.2 % of this small model's time.
+    assert steps["window"] < steps["documents"] <= 1.02 * steps["plain"]
+    for case, window in {"plain": 2048, "documents": 2048, "window": 300}.items():
+        keys = sum(min(i + 1, window) for i in range(2048))  # of a row
+        # two products forward and five backward, of 2 FLOPs, in 2 layers of 256, for 16 rows a rank
+        assert arithmetic[case] == pytest.approx(7 * 2 * 2 * 256 * 16 * keys, rel=0.005)
+
+
+# On eight H100 of DGX nodes: tokens a second of each, seq_len, the model and how it was trained.
+LLAMA_8B = ["model.n_kv_heads=8", "model.ffn_dim_multiplier=1.3", "model.multiple_of=1024"]
+LLAMA_8B += ["model.vocab_size=128256", "data.seq_len=8192", "data.global_batch_size=16"]
+LLAMA_8B += ["distributed.activation_checkpointing=selective"]
+OLMO = ["model.vocab_size=100352", "data.global_batch_size=1024"]
+SEVEN_B = ["model.dim=4096", "model.n_layers=32", "model.n_heads=32", "data.batch_size=2"]
+PUBLISHED: dict[str, tuple[float, list[str]]] = {
+    # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1: memory of 2.4 TB/s
+    "torchtitan 8B, compiled": (6_667, [*SEVEN_B, *LLAMA_8B]),
+    "torchtitan 8B": (5_762, [*SEVEN_B, *LLAMA_8B, "distributed.compile=false"]),
+    # OLMo-core 1.2.0, README and src/scripts/train: 9.7k to 10k, and 45k to 47k
+    "OLMo-core 7B": (9_850, [*SEVEN_B, *OLMO]),
+    "OLMo-core 1B": (46_000, [*OLMO, "model.n_layers=18"]),
+}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "torchtitan 8B, compiled",
+        pytest.param("torchtitan 8B", marks=pytest.mark.soak),
+        "OLMo-core 7B",
+        pytest.param("OLMo-core 1B", marks=pytest.mark.soak),
+    ],
+)
+def test_a_plan_is_as_near_to_published_runs_as_its_range(tmp_path, run):
+    rate, words = PUBLISHED[run]
+    h100 = plain(read_file(TABLE, str(TABLE)))["h100"]
+    if "torchtitan" in run:
+        h100["memory_gb_per_s"] = 2400
+    OmegaConf.save(h100, tmp_path / "h100.yaml")
+    gpu = f"gpu={tmp_path / 'h100.yaml'}"
+    plan, _ = make_plan([LLAMA[0], *words, "ngpu=8", gpu], quick=True)
+    assert plan.times is not None
+    low, high = plan.times.range
+    assert low < plan.step_tokens / (8 * rate) < high
 
 
 @pytest.mark.parametrize(
