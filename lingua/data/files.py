@@ -21,12 +21,10 @@ import xxhash
 from lingua.base.errors import UserError, nearest
 
 STDLIB = "stdlib"
-# What a source's name may leave out.
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")  # that names may leave out
 READ_BYTES = 2**22  # bytes of one read
 _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _NOT_TEXT = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".arrow", ".bin", ".idx", ".npy", ".npz"}
-_NOT_TEXT |= {".pt", ".pth", ".safetensors", ".pkl", ".h5"}
 _DESCRIPTION = r"(readme|licen[cs]e|dataset_?card)(\.(md|txt|rst))?|dataset_infos?\.json"
 
 
@@ -140,9 +138,8 @@ def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[File
             continue
         visited.add(real)
         folders[:] = [f for f in folders if f[0] != "." and f not in ("__pycache__", *without)]
-        inside = [Path(parent, name) for name in names if name[0] != "."]
-        texts = [full for full in inside if not is_description(full)]
-        files += [_whole_file(full, path / full.relative_to(place)) for full in texts]
+        inside = [Path(parent, n) for n in names if n[0] != "." and not is_description(n)]
+        files += [_whole_file(full, path / full.relative_to(place)) for full in inside]
     return files
 
 
