@@ -48,9 +48,9 @@ class ChatArgs:
 class DataArgs:
     root_dir: Free[str] = "data"  # folder of the sources' text
     cache_dir: Free[str | None] = None  # folder of the token shards; null: <root_dir>/.tokens
-    # {name: weight}: a file or folder of root_dir with .jsonl, .parquet or text files, which may be
-    # compressed as .gz or .zst, or stdlib, the modules of the running Python; weights are shares of
-    # rows
+    # {name: weight}: a file or folder of root_dir with .jsonl, .json, .csv, .tsv, .parquet or text
+    # files, which may be compressed as .gz or .zst, or stdlib, the modules of the running Python;
+    # weights are shares of rows
     sources: Guarded[dict[SourceName, float]] = field(default_factory=dict)
     # {name: {files: [patterns], text_key: key}} for sources in other places (files such as
     # web/**/*.jsonl.zst) or with another key for the text than text or content

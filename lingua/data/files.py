@@ -2,13 +2,14 @@
 
 A source `name` is `<root_dir>/<name>`, a folder or a file, or `<name>` with one of SUFFIXES; or the
 files that the patterns of `data.source_files` match. Of a folder every file counts, at any depth;
-names that begin with a dot and __pycache__ do not. The order is that of the paths' bytes. `stdlib`
-is the running Python's standard library: every .py file that is not empty, except tests and
-installed packages.
+names that begin with a dot, __pycache__ and descriptions of the data such as README.md do not. The
+order is that of the paths' bytes. `stdlib` is the running Python's standard library: every .py file
+that is not empty, except tests and installed packages.
 """
 
 import glob
 import os
+import re
 import stat
 import sysconfig
 from collections.abc import Iterable
@@ -20,11 +21,11 @@ import xxhash
 from lingua.base.errors import UserError, nearest
 
 STDLIB = "stdlib"
-# What a source's name may leave out. Files with other names are text, one document each.
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")  # that names may leave out
 READ_BYTES = 2**22  # bytes of one read
 _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_NOT_TEXT = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".arrow"}
+_NOT_TEXT = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".arrow", ".bin", ".idx", ".npy", ".npz"}
+_DESCRIPTION = r"(readme|licen[cs]e|dataset_?card)(\.(md|txt|rst))?|dataset_infos?\.json"
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,15 @@ def find_files(
     for file in files:
         if Path(file.path).suffix.lower() in _NOT_TEXT:
             raise UserError(
-                f"{key}: {file.full} cannot be read; must be .jsonl, .parquet or "
-                "text, which may be compressed as .gz or .zst"
+                f"{key}: {file.full} cannot be read; must be .jsonl, .json, .csv, .tsv, .parquet "
+                "or text, all but .parquet also as .gz or .zst; tokens are no text"
             )
     return sorted(files, key=lambda file: os.fsencode(file.path))
+
+
+def is_description(path: Path | str) -> bool:
+    """Whether a file describes a data set, by its name. It is read only where it is named."""
+    return re.fullmatch(_DESCRIPTION, Path(path).name, re.IGNORECASE) is not None
 
 
 def hash_part(part: FilePart) -> str:
@@ -90,6 +96,8 @@ def _match(name: str, root_dir: Path, patterns: Iterable[str]) -> list[FilePart]
     for pattern in patterns:
         matches = glob.glob(pattern, root_dir=root_dir, recursive=True)
         paths = [Path(os.path.normpath(match)) for match in matches]
+        if not is_description(pattern):
+            paths = [path for path in paths if not is_description(path)]
         matched = [file for path in paths for file in _files_at(root_dir / path, path)]
         if not matched:
             raise UserError(
@@ -130,7 +138,7 @@ def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[File
             continue
         visited.add(real)
         folders[:] = [f for f in folders if f[0] != "." and f not in ("__pycache__", *without)]
-        inside = [Path(parent, name) for name in names if name[0] != "."]
+        inside = [Path(parent, n) for n in names if n[0] != "." and not is_description(n)]
         files += [_whole_file(full, path / full.relative_to(place)) for full in inside]
     return files
 

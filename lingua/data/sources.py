@@ -25,7 +25,7 @@ from lingua.base.files import file_size, load_json, write_atomically
 from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs, SourceFiles
-from lingua.data.files import STDLIB, FilePart, find_files, hash_part
+from lingua.data.files import STDLIB, FilePart, find_files, hash_part, is_description
 from lingua.data.rows import CONTENT, HeldOut, OpenData
 from lingua.data.shards import FORMAT_VERSION, N_KINDS, SHARDS_MANIFEST, SPLITS, Manifest, Source
 from lingua.tokenizer import Tokenizer
@@ -267,10 +267,12 @@ def why_stale(manifest: Manifest, files: Iterable[FilePart], spec: ShardSpec) ->
                     continue
             return f"{name} is missing or not complete"
     by_path = {file.path: file for file in files}
-    sizes = {(part.path, part.size) for part in manifest.parts}
+    # Earlier versions read descriptions of the data too: what is gone of them is no change.
+    parts = [p for p in manifest.parts if p.path in by_path or not is_description(p.path)]
+    sizes = {(part.path, part.size) for part in parts}
     if changed := sizes ^ {(file.path, file.size) for file in by_path.values()}:
         return f"{min(changed)[0]} was added, removed or changed"
-    touched = [part for part in manifest.parts if part.mtime_ns != by_path[part.path].mtime_ns]
+    touched = [part for part in parts if part.mtime_ns != by_path[part.path].mtime_ns]
     now = [replace(by_path[part.path], begin=part.begin, end=part.end) for part in touched]
     with ThreadPoolExecutor(IO_THREADS) as threads:
         for part, content in zip(touched, threads.map(hash_part, now), strict=True):

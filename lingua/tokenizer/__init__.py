@@ -136,8 +136,7 @@ class Tokenizer:
         try:
             return [np.asarray(ids, self.dtype) for ids in self.encode_texts(texts)]
         except BaseException as error:
-            # The libraries raise any type, also one that is no Exception where Rust panics.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not is_library_error(error):
                 raise
             for text in texts:
                 text.encode("utf-8")  # each library fails in its own way at a lone surrogate
@@ -167,6 +166,11 @@ class Tokenizer:
             f"{f' (looked for {names})' if names else ''}; name one in data.tokenizer.{key}, "
             f"or set data.add_{key}=false"
         )
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Whether a library may have raised it: any type, and no Exception where Rust panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def build_tokenizer(args: TokenizerArgs) -> Tokenizer:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from lingua.tokenizer import Tokenizer, TokenizerArgs
+from lingua.tokenizer import Tokenizer, TokenizerArgs, is_library_error
 
 # The usual names of the first and last token, for a tokenizer without tokenizer_config.json.
 BOS_NAMES: Sequence[str] = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
@@ -16,7 +16,9 @@ def build_hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
     try:
         _check_prefix(content)
         tokenizer = library.Tokenizer.from_buffer(content)
-    except Exception as e:  # the library raises no narrower type
+    except BaseException as e:
+        if not is_library_error(e):
+            raise
         raise args.wrong_file(f": {e}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()

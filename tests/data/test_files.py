@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lingua.data.files import find_files
-from tests.data.prepared import Prepared, expected_tokens, make_args, train_tokens
+from tests.data.prepared import Prepared, expected_tokens, make_args, train_tokens, write_jsonl
 from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
@@ -94,6 +94,22 @@ def test_a_folder_of_source_files_is_read_in_byte_order(tmp_path):
     assert found == sorted(texts, key=lambda path: path.encode())
     tokens = train_tokens(Prepared(make_args(tmp_path)).source)
     assert tokens == expected_tokens([texts[path] for path in found])
+
+
+def test_a_description_is_no_text_and_shards_that_have_one_stay(tmp_path):
+    write_jsonl(tmp_path / "a" / "x.jsonl", ["x"])
+    for name in ("README.md", "readme", "LICENSE", "in/README.txt", "dataset_infos.json"):
+        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "a" / name).write_text("about the data")
+    first = Prepared(make_args(tmp_path)).source
+    assert train_tokens(first) == expected_tokens(["x"])
+    manifest = first.folder / "manifest.json"  # as an earlier version wrote it
+    fields = json.loads(manifest.read_text())
+    fields["parts"].append(fields["parts"][0] | {"path": "README.md"})
+    fields["shards"][0]["parts"] += 1
+    manifest.write_text(json.dumps(fields))
+    assert not Prepared(make_args(tmp_path)).built
+    assert [file.path for file in find_files("README.md", tmp_path / "a")] == ["README.md"]
 
 
 def test_linked_folders_and_files_are_followed(tmp_path):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +25,7 @@ from tests.data.prepared import (
     train_tokens,
     write_jsonl,
 )
+from tests.mistakes import refused
 
 ODD = ["\x00 nul", 'quo"te \\ back', "\u2028 line\r\nends\n", "\U0001f600" * 50, "x" * 5000]
 
@@ -42,11 +44,19 @@ def write_form(folder: Path, form: str, texts: list[str], key: str = "text") -> 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"f.{form}"
     half = len(texts) // 2  # compressed files may consist of several
-    lines = [json.dumps({"n": None, key: text}).encode() + b"\n" for text in texts]
+    records = [{"n": None, key: text} for text in texts]
+    lines = [json.dumps(record).encode() + b"\n" for record in records]
     halves = b"".join(lines[:half]), b"".join(lines[half:])
     if form == "parquet":
         table = pa.table({"n": list(range(len(texts))), key: texts})
         pq.write_table(table, path, row_group_size=100, compression="zstd")
+    elif form == "json":
+        path.write_text(json.dumps(records, indent=2), encoding="utf-8-sig")
+    elif form in ("csv", "csv.gz", "tsv"):
+        separator = "\t" if form == "tsv" else ","
+        pd.DataFrame(records).to_csv(path, index=False, sep=separator)
+    elif form == "json.zst":
+        path.write_bytes(zstd(json.dumps(records).encode()))
     elif form.endswith(".gz"):
         path.write_bytes(b"".join(map(gzip.compress, halves)))
     elif form.endswith(".zst"):
@@ -57,6 +67,7 @@ def write_form(folder: Path, form: str, texts: list[str], key: str = "text") -> 
 
 
 LINE_FORMS = ["jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst", "parquet"]
+LINE_FORMS += ["json", "csv", "csv.gz", "tsv"]
 
 
 @pytest.mark.parametrize("form", LINE_FORMS)
@@ -124,7 +135,8 @@ def test_patterns_say_which_files_a_source_has(tmp_path):
         "web/1/x.jsonl",
         "web/2/x.jsonl",
     ]
-    assert found("web/2") == ["web/2/README.md", "web/2/x.jsonl"]
+    assert found("web/2") == found("web/2/*") == ["web/2/x.jsonl"]
+    assert found("web/2", "web/2/README.md") == ["web/2/README.md", "web/2/x.jsonl"]
     assert found(f"{elsewhere}/*.jsonl") == [f"{elsewhere}/far.jsonl"]
     with pytest.raises(UserError, match=r"source_files\.a\.files: web/\*\.parquet matches no file"):
         found("books", "web/*.parquet")
@@ -202,8 +214,41 @@ def test_a_source_without_any_text_is_refused_before_all_of_it_is_read(tmp_path)
         message = error_of(args)
         assert detail in message and message.endswith(advice)
         assert not (tmp_path / ".tokens").exists()
+    folder = tmp_path / "few"
+    write_form(folder, "csv", ["x"], key="body")
+    (folder / "0.jsonl").touch()
+    message = error_of(args, "few")
+    assert "f.csv:1: no text (neither key text nor content, but n, body); name the one" in message
+    (folder / "f.csv").unlink()
+    assert error_of(args, "few") == f"data.sources.few: has no documents: {folder}/0.jsonl is empty"
+    assert not (tmp_path / ".tokens").exists()
     (tmp_path / "a.jsonl").write_bytes(b"\n" * 999 + b'{"text": "x"}\n')
     assert Prepared(args).source.manifest.skipped == {"blank line": 999}
+
+
+@pytest.mark.parametrize(
+    "name, data, need",
+    [
+        ("a.json", b'[{"text": "x"}, {"tex', ":1: not JSON (Unterminated string"),
+        ("a.json", b'[{"text": "x"}, "y"]', ":2: no text (a str, not an object with a text)"),
+        ("a.json", b'{\n "data": [{"text": "x"}]}', ":1: no text (neither key text nor content, b"),
+        ("a.json", b'{"text": "x"}\n{"text": "y"\n', ":2: not JSON"),
+        ("a.csv", b"text,n\nx,1\ny\n", ":2: wrong number of columns (1, and 2 names)"),
+        ("a.csv", b'text,n\nx,1\n"y,2\nz,3\n', ":2: damaged file (as csv: unexpected end of data)"),
+        ("a.csv", b"text\nx\ncaf\xe9\n", ":2: not UTF-8"),
+        ("a.tsv", b"text\ttext\nx\ty\n", ":1: damaged file (as tsv: two columns have one name)"),
+        (
+            "a.md",
+            "tokens".encode("utf-16-le"),
+            ":1: binary file (byte 2 is NUL, which no text has)",
+        ),
+        ("a.npy", b"\x93NUMPY", "a.npy cannot be read; must be .jsonl, .json, .csv"),
+        ("a.idx", b"", "a.idx cannot be read; must be .jsonl, .json, .csv"),
+    ],
+)
+def test_what_is_no_list_no_table_and_no_text_is_refused(tmp_path, name, data, need):
+    (tmp_path / name).write_bytes(data)
+    refused(lambda: Prepared(make_args(tmp_path, sources={name: 1.0}), name), str(tmp_path), need)
 
 
 def test_two_columns_of_one_name_are_no_text(tmp_path):
@@ -243,7 +288,8 @@ def test_a_damaged_file_is_named_with_line_or_row(tmp_path, form, how):
     else:
         path = write_form(tmp_path, form, texts)
     path.write_bytes(damaged(path.read_bytes(), how))
-    files = {"a": SourceFiles([path.name])}
+    write_jsonl(tmp_path / "good.jsonl", ["good"])
+    files = {"a": SourceFiles([path.name, "good.jsonl"])}
     message = error_of(make_args(tmp_path, source_files=files))
     where = re.escape(str(path))
     line = re.search(rf"{where}:(\d+): damaged file \(as (gzip|zstd|parquet): .+\)", message)
@@ -251,8 +297,9 @@ def test_a_damaged_file_is_named_with_line_or_row(tmp_path, form, how):
     skipping = Prepared(make_args(tmp_path, source_files=files, on_bad_record="skip"))
     assert skipping.source.manifest.skipped == {"damaged file": 1}
     n_good = sum(skipping.source.manifest.total(s, "documents") for s in ("train", "heldout"))
-    assert n_good == int(line[1]) - 1 < len(texts)
-    assert train_tokens(skipping.source) == expected_tokens(texts[:n_good])
+    n_read = int(line[1]) - 1
+    assert n_good == n_read + 1 <= len(texts)
+    assert train_tokens(skipping.source) == expected_tokens([*texts[:n_read], "good"])
 
 
 @pytest.mark.parametrize(

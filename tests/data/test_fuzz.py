@@ -36,6 +36,8 @@ def test_any_change_to_a_file_of_text_gives_tokens_or_a_named_error(tmp_path):
         "jsonl.gz": gzip.compress(lines),
         "jsonl.zst": pa.compress(lines, codec="zstd", asbytes=True),
         "parquet": (tmp_path / "p").read_bytes(),
+        "json": json.dumps([{"text": text} for text in TEXTS[:200]], indent=1).encode(),
+        "csv": table.to_pandas().to_csv().encode(),
         "txt": "".join(TEXTS).encode(),
         "txt.gz": gzip.compress("".join(TEXTS).encode()),
     }

@@ -306,6 +306,7 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
     far["model"]["vocab"]["far"] = 2**32 - 1
     aborts = json.loads(Path(paths["hf-byte-level"].path).read_text())
     aborts["model"]["continuing_subword_prefix"] = "x"  # the library would abort the process
+    panics = good | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
     ranks = Path(paths["tiktoken"].path).read_bytes()
     no_a = ranks.replace(base64.b64encode(b"A") + b" ", b"QUJD ")
     model = Path(paths["sp-bpe"].path).read_bytes()
@@ -322,6 +323,7 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
         ("hf", words({}, "x"), {}, "-1"),
         ("hf", words({"x": 0}, "[UNK]"), {}, "UNK"),
         ("hf", aborts, {}, "continuing_subword_prefix"),
+        ("hf", panics, {}, "precompiled_charsmap"),
         *(("hf", good, {beside: {"bos_token": token}}, beside, "bos_token") for token in odd),
         ("hf", good, {beside: b"[" * 10_000}, beside),
         ("hf", good, {beside: b'{"bos_token": ' + b"1" * 5000 + b"}"}, beside),

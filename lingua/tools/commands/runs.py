@@ -91,8 +91,12 @@ def report_problems(records: "Iterable[Record]") -> None:
 
 
 def print_csv(lines: Sequence[Mapping[str, Any]]) -> None:
+    def encodable(cell: Any) -> Any:  # half a surrogate pair, which UTF-8 lacks, as \ud800
+        text = show(cell) if isinstance(cell, list | dict) else cell
+        return text.encode(errors="backslashreplace").decode() if isinstance(text, str) else text
+
     names = dict.fromkeys(name for line in lines for name in line)
-    writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
-    writer.writeheader()
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(map(encodable, names))
     for line in lines:
-        writer.writerow({k: show(v) if isinstance(v, list | dict) else v for k, v in line.items()})
+        writer.writerow([encodable(line.get(name, "")) for name in names])

@@ -19,11 +19,13 @@ import jinja2
 import jinja2.ext
 import numpy as np
 from jinja2 import nodes
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lingua.base.errors import UserError
+from lingua.config.values import NO_TEXT, is_text
 from lingua.data.chat import find_template, special_names
-from lingua.tokenizer import Tokenizer, TokenizerArgs
+from lingua.tokenizer import Tokenizer, TokenizerArgs, is_library_error
 
 Message = Mapping[str, Any]  # role, content, and what else the template reads
 # The day that templates are given which write one: rows must not depend on when they were made. It
@@ -62,10 +64,7 @@ class Chat:
         # As transformers' filter: Jinja's own writes HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {"raise_exception": _raise, "strftime_now": DAY.strftime}
-        try:
-            self._template = environment.from_string(template, globals=names)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"{where}:{error.lineno}: is no chat template ({error})") from None
+        self._template = _compile(template, where, environment, names)
         self._library = type(tokenizer.library).from_buffer(tokenizer.content)
         self._library.no_padding()
         self._library.no_truncation()
@@ -92,11 +91,13 @@ class Chat:
                 raise ChatError(f"message {number} has a noncharacter of Unicode, U+FDD0 or U+FDD1")
         plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=plain, tools=tools, documents=None, add_generation_prompt=prompt
             )
+            text.encode()  # raises at half a surrogate pair
         except Exception as error:  # a template is a program: its faults have any type
             raise ChatError(f"the chat template fails: {error}") from None
+        return text
 
     def examples(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -130,13 +131,22 @@ class Chat:
         return examples
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a rendered text, int64 [n]: what it has of special tokens becomes these."""
-        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
+        """Ids of a rendered text, int64 [n]: what it has of special tokens becomes these. Raises
+        ChatError."""
+        return np.array(self._encode(text).ids, np.int64)
+
+    def _encode(self, text: str) -> Any:
+        try:
+            return self._library.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise ChatError(f"the tokenizer's library fails at its text: {error}") from None
 
     def encode_example(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [n], whether they carry loss bool [n]): a token does that has a character of
-        an answer."""
-        encoded = self._library.encode(example.text, add_special_tokens=False)
+        an answer. Raises ChatError."""
+        encoded = self._encode(example.text)
         begins, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
         is_answer = np.zeros(len(begins), bool)
         for begin, end in example.spans:
@@ -153,6 +163,47 @@ class Chat:
         end = text.rpartition(content)[2]
         first = next(iter(self.encode(end).tolist()), None)
         return (first, "") if first in self._special.values() else (None, end)
+
+
+def _compile(
+    template: str, where: str, environment: jinja2.Environment, names: dict[str, str]
+) -> jinja2.Template:
+    """Raises UserError, which names the line of the template: where Jinja, or Python with what
+    Jinja makes of it, refuses it or gives up."""
+
+    def refusal(line: int, why: object) -> UserError:
+        return UserError(f"{where}:{line}: is no chat template ({why})")
+
+    try:
+        parser = Parser(environment, template)
+        try:
+            tree = parser.parse()
+        except RecursionError:
+            raise refusal(parser.stream.current.lineno, "too many levels") from None
+        for constant in tree.find_all(nodes.Const):
+            if isinstance(constant.value, str) and not is_text(constant.value):
+                raise refusal(constant.lineno, f"{constant.value!a}: {NO_TEXT}")
+        return environment.from_string(tree, globals=names)
+    except jinja2.TemplateSyntaxError as error:
+        raise refusal(error.lineno, error) from None
+    except SyntaxError as error:
+        python: str = environment.compile(tree, raw=True)
+        raise refusal(_template_line(python, error.lineno or 1), error.msg) from None
+    except (RecursionError, MemoryError):
+        raise refusal(_deepest(tree).lineno, "too many levels") from None
+
+
+def _template_line(python: str, line: int) -> int:
+    """The line of a template that a line of Jinja's code for it is about."""
+    lines = re.findall(r"(\d+)=(\d+)", python.rpartition("debug_info = ")[2])
+    return max((int(mine) for mine, of_code in lines if int(of_code) <= line), default=1)
+
+
+def _deepest(tree: nodes.Node) -> nodes.Node:
+    level = [tree]
+    while inner := [child for node in level for child in node.iter_child_nodes()]:
+        level = inner
+    return level[0]
 
 
 def open_chat(args: TokenizerArgs, tokenizer: Tokenizer, template: str | None = None) -> Chat:

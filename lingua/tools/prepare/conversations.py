@@ -108,7 +108,10 @@ class _Conversations:
     def _tokens(self, examples: Sequence[Example]) -> tuple[np.ndarray, bool]:
         """(stored numbers [n] of examples that stay together, whether they are cut, all to the same
         length)."""
-        encoded = [self.chat.encode_example(example) for example in examples]
+        try:
+            encoded = [self.chat.encode_example(example) for example in examples]
+        except ChatError as error:
+            raise Wrong("cannot be tokenized", str(error)) from None
         n = sum(len(ids) for ids, _ in encoded)
         is_long = n > self.row_tokens
         if is_long and not self.cut:

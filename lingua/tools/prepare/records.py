@@ -1,19 +1,21 @@
 """The documents in a file, whatever its form.
 
-JSON lines (.jsonl) give a document per line, .parquet files one per row, every other file is one
-document. .gz and .zst are decompressed; a compressed .json is JSON lines, as C4 and Dolma name
-them. A large file is read in parts: byte ranges that begin where a line or row group does.
+JSON lines (.jsonl) give a document per line, .parquet, .csv and .tsv files one per row. A .json
+file is a list of records, one record, or JSON lines, as C4 and Dolma name them. Every other file is
+one document. .gz and .zst are decompressed. A large .jsonl or .parquet file is read in parts: byte
+ranges that begin where a line or row group does.
 
 Documents are UTF-8 and taken as they are, carriage returns included; only a byte order mark, at the
-start of a file, is left out. One document is in memory at a time.
+start of a file, is left out. One document is in memory at a time, or one list of records.
 """
 
+import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -28,7 +30,9 @@ from lingua.tools.prepare.pieces import WORD_OR_LINE
 
 READ_BYTES = 2**18  # bytes read at once
 MAX_ROWS = 1024  # parquet rows read at once
+MAX_LIST_BYTES = 2**30  # of a .json file that is one list, and of a value in a table
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
+_FORMS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 _BOM = b"\xef\xbb\xbf"
 HELD_OUT = 50  # one document in 50 is held out; of a source of one document, its last 50th
 HELD_OUT_BELOW = 2**64 // HELD_OUT  # documents with a lower 64-bit hash are held out
@@ -63,13 +67,12 @@ Examples = Callable[[int, dict[str, Any]], list[SourceRecord]]
 
 
 def _form(file: FilePart) -> tuple[str, str | None]:
-    """("json", "parquet" or "text", codec) of a file by its name."""
+    """(one of _FORMS, else "text"; codec) of a file by its name."""
     name = Path(file.path.lower())
     codec = _CODECS.get(name.suffix)
     suffix = name.with_suffix("").suffix if codec else name.suffix
-    if suffix == ".jsonl" or (suffix == ".json" and codec):
-        return "json", codec
-    return ("parquet" if suffix == ".parquet" and not codec else "text"), codec
+    form = _FORMS.get(suffix, "text")
+    return ("text" if codec and form == "parquet" else form), codec
 
 
 # ---- parts
@@ -79,7 +82,7 @@ def split_file(file: FilePart, max_bytes: int) -> list[FilePart]:
     """The parts of a whole file, each of about `max_bytes` bytes of text where its form allows."""
     form, codec = _form(file)
     cuts = {0, file.size}
-    if file.size > max_bytes and form == "json" and not codec:
+    if file.size > max_bytes and form == "jsonl" and not codec:
         with open(file.full, "rb") as handle:
             for at in range(max_bytes, file.size, max_bytes):
                 handle.seek(at - 1)
@@ -117,7 +120,7 @@ def records_before(part: FilePart) -> int:
     """The number of lines or rows of the file before the part."""
     if not part.begin:
         return 0
-    if _form(part)[0] == "json":
+    if _form(part)[0] == "jsonl":
         with _open_part(replace(part, begin=0, end=part.begin)) as file:
             return sum(1 for _ in file)
     groups = _row_groups(pq.read_metadata(part.full))
@@ -165,13 +168,17 @@ def read_records(
             values: Iterable[bytes | Wrong | dict[str, Any]] = stream
             if form == "text":
                 values = [stream.read()]
+            elif form == "json":
+                values = _json_values(stream)
+            elif form in ("csv", "tsv"):
+                values = _table_values(stream, "," if form == "csv" else "\t")
             elif form == "parquet":
                 values = _parquet_values(part, keys) if examples is None else _parquet_rows(part)
                 if on_read is not None:
                     on_read(part.end - part.begin)
             for number, value in enumerate(values, start=1):
                 yield from _records(number, value, form, keys, examples)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, csv.Error) as error:
         if isinstance(error, OSError) and error.errno is not None:  # not raised by pyarrow
             raise
         yield SourceRecord(number + 1, wrong=Wrong("damaged file", f"as {codec or form}: {error}"))
@@ -206,14 +213,18 @@ def _records(
         return [SourceRecord(number, wrong=value)]
     text = ""
     try:
-        if isinstance(value, bytes) and form == "json":
-            value = _json_object(value.removeprefix(_BOM).removesuffix(b"\n"))
+        if isinstance(value, bytes) and form in ("json", "jsonl"):
+            value = _parse_json(value.removeprefix(_BOM).removesuffix(b"\n"))
+        if not isinstance(value, bytes | dict):
+            raise Wrong("no text", f"a {type(value).__name__}, not an object with a text")
         if examples is not None:
             if isinstance(value, bytes):
-                raise Wrong("not a conversation", "must be in a .jsonl or .parquet file")
+                raise Wrong("not a conversation", "must be in a .jsonl, .json or .parquet file")
             return examples(number, value)
         if isinstance(value, bytes):
             text = value.decode("utf-8-sig" if form == "text" else "utf-8")
+            if form == "text" and "\0" in text:
+                raise Wrong("binary file", f"byte {value.index(0) + 1} is NUL, which no text has")
         else:
             text = _text_of(value, keys)
         if text:
@@ -233,18 +244,50 @@ def _records(
     return [SourceRecord(number, wrong=wrong)]
 
 
-def _json_object(line: bytes) -> dict[str, Any]:
+def _parse_json(line: bytes) -> Any:
     try:
-        record = orjson.loads(line)
+        return orjson.loads(line)
     except orjson.JSONDecodeError:
         decoded = line.decode()
         if not decoded.strip():
             raise Wrong("blank line") from None
         # May be valid for Python: NaN, a lone surrogate in another key. Its errors name the place.
-        record = json.loads(decoded)
-    if not isinstance(record, dict):
-        raise Wrong("no text", f"a {type(record).__name__}, not an object with a text")
-    return record
+        return json.loads(decoded)
+
+
+def _json_values(stream: BinaryIO) -> Iterable[Any]:
+    """The records of a .json file: what its list has, its only record, or its lines."""
+    first = stream.readline()
+    with suppress(ValueError, RecursionError, Wrong):
+        if isinstance(_parse_json(first.removeprefix(_BOM)), dict):
+            return chain([first], stream)
+    data = first + stream.read(MAX_LIST_BYTES)
+    if stream.read(1):
+        limit = f"a list of more than {MAX_LIST_BYTES:,} bytes is not read"
+        return [Wrong("too long", f"{limit}; write it as .jsonl, a record on each line")]
+    try:
+        whole = _parse_json(data.removeprefix(_BOM))
+    except (ValueError, RecursionError, Wrong) as error:
+        is_list = data.removeprefix(_BOM).lstrip().startswith(b"[")
+        return [Wrong("not JSON", str(error))] if is_list else io.BytesIO(data)
+    return whole if isinstance(whole, list) else [whole]
+
+
+def _table_values(stream: BinaryIO, delimiter: str) -> Iterator[dict[str, Any] | Wrong]:
+    """Each row as an object, by the names in the first one. A value in double quotes may have the
+    delimiter, line ends, and quotes that are doubled (RFC 4180)."""
+    csv.field_size_limit(MAX_LIST_BYTES)
+    # What is not UTF-8 becomes a lone surrogate, which is refused with its record.
+    lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    names = next(rows, [])
+    if len(set(names)) < len(names):
+        raise csv.Error("two columns have one name")
+    for row in filter(None, rows):  # without blank lines
+        if len(row) == len(names):
+            yield dict(zip(names, row, strict=True))
+        else:
+            yield Wrong("wrong number of columns", f"{len(row)}, and {len(names)} names")
 
 
 def _text_of(record: dict[str, Any], keys: tuple[str, ...]) -> str:

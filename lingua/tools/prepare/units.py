@@ -320,18 +320,22 @@ def _good_records(
 
 
 def check_sample(files: list[FilePart], spec: ShardSpec, tokenizer: Tokenizer) -> None:
-    """Raise UserError where a sample has SAMPLE bad records and no good one: to find that out by
-    reading everything may take hours."""
-    bad = []
+    """Raise UserError where the source has no good record, or a sample of it MAX_SAMPLE bad ones
+    and no good one: to find that out by reading everything may take hours."""
+    bad: list[tuple[FilePart, SourceRecord]] = []
     keys = spec.args.text_keys(spec.manifest.source)
     examples = open_conversations(spec.args, tokenizer, spec.manifest.source)
-    for file in files[:: -(-len(files) // 10)]:
-        for record in islice(read_records(file, keys, examples=examples), MAX_SAMPLE):
+    apart = -(-len(files) // 10)
+    for i in sorted(range(len(files)), key=lambda i: i % apart > 0):  # ten files first
+        if i % apart and len(bad) >= MAX_SAMPLE:
+            break
+        for record in islice(read_records(files[i], keys, examples=examples), MAX_SAMPLE):
             if record.wrong is None:
                 return
-            bad.append((file, record))
-    if len(bad) >= MAX_SAMPLE:
+            bad.append((files[i], record))
+    if bad:
         raise bad_record(*bad[0], spec.args, spec.manifest.source)
+    raise UserError(f"{spec.key}: has no documents: {files[0].full} is empty")
 
 
 def bad_record(

@@ -126,6 +126,12 @@ def test_what_is_no_template_is_an_error_that_names_its_file(tmp_path):
     for template, *names in (
         (None, "data.chat.template"),
         ("a\n{% if %}", f"chat_template of {file}:2"),
+        ("a\n{% if b %}\n{{ b }}\n{% break %}{% endif %}", f"{file}:4", "outside loop"),
+        ("{% for a in b %}\n" * 30 + "{% endfor %}" * 30, f"{file}:21", "nested blocks"),
+        ("{% if a %}\n" * 99 + "{% endif %}" * 99, f"{file}:99", "levels of indentation"),
+        ("a\n\n{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", f"{file}:3", "too many levels"),
+        ("a\n{{ 1" + "+1" * 5000 + " }}\n\n", f"{file}:2", "too many levels"),
+        ("a\n{{ 'b\\ud800' }}", f"{file}:2", r"b\ud800"),
         ([{"name": "tool_use", "template": "x"}], "no chat template"),
         (3, "no chat template"),
     ):
@@ -143,6 +149,7 @@ def test_what_is_no_template_is_an_error_that_names_its_file(tmp_path):
         ("{{ 1 / 0 }}", "the chat template fails: division by zero"),
         ("{{ ''.__class__.__mro__ }}", "the chat template fails: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "the chat template fails: access to attribute 'append'"),
+        ("{{ '%c' | format(55296) }}", "the chat template fails: 'utf-8' codec"),
         ("{{ messages | length }}", "the answer cannot be found"),
         ("the same", "the answer cannot be found"),
         ("{% generation %}{% endgeneration %}", "marks no answer"),
@@ -151,6 +158,17 @@ def test_what_is_no_template_is_an_error_that_names_its_file(tmp_path):
 def test_a_template_that_cannot_be_used_says_why(tmp_path, template, message):
     with pytest.raises(ChatError, match=message):
         chat_of(tmp_path, template).examples(TURNS)
+
+
+def test_a_text_at_which_the_library_panics_is_an_error(tmp_path):
+    folder = write_tokenizer(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    args = TokenizerArgs(name="hf", path=str(folder))
+    chat = open_chat(args, build_tokenizer(args))
+    with pytest.raises(ChatError, match="the tokenizer's library fails"):
+        chat.encode_example(chat.examples(TURNS)[0])
 
 
 def test_a_message_cannot_write_special_tokens(tmp_path):

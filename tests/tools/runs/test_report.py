@@ -219,9 +219,10 @@ def test_runs_with_nothing_to_show_are_listed_and_what_cannot_be_read_is_reporte
     a_run(tmp_path / "torn", metrics=json.dumps(line(1)) + '\n{"step": 2, "lo')
     a_run(tmp_path / "strange", metrics='[]\n{"step": "x"}\n{"loss": 1}\n')
     a_run(tmp_path / "one", metrics=[line(1)], metrics_eval=[{"step": 1, "task": 3}])
+    a_run(tmp_path / "tiny", metrics=[line(1, loss=1e-304), line(2, loss=5e-324)])
     page = page_of(tmp_path)
     out, problems = capsys.readouterr()
-    assert "shows 4 runs" in out and page.stat().st_size < 200_000
+    assert "shows 5 runs" in out and page.stat().st_size < 200_000
     assert "torn/metrics.jsonl:2" in problems and problems.count("strange/metrics.jsonl") == 3
 
 

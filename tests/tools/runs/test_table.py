@@ -138,3 +138,7 @@ def test_programs_read_csv_and_json(sweep, capsys):
         assert (a["name"], a["heldout"]) == (b["name"], float(b["heldout"]))
         assert a["heldout.b"] == float(b["heldout.b"]) and a["folder"] == b["folder"]
         assert a["config.optim.lr"] == float(b["config.optim.lr"]) and b["left_s"] == ""
+    metrics = sweep / "lr=0.01/seed=1/metrics.validation.jsonl"
+    metrics.write_text(metrics.read_text().replace('"a"', '"\\ud800"'))  # JSON, but no UTF-8
+    main([str(sweep), "--csv"])
+    assert "heldout.\\ud800" in capsys.readouterr().out.splitlines()[0].split(",")

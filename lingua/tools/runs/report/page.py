@@ -14,6 +14,7 @@ import numpy as np
 
 DIGITS = 6  # significant ones
 MISSING_CODE = -(2**31)
+MAX_EXACT = 22  # up to this power of ten, float64 has them exactly, and so is a quotient by one
 
 
 class Arrays:
@@ -40,9 +41,9 @@ class Arrays:
             exponent = int(np.floor(np.log10(sizes.min()))) + 1 - DIGITS if len(sizes) else 0
         known = ~np.isnan(values)
         with np.errstate(over="ignore", invalid="ignore"):
-            steps = np.diff(np.round(values[known] * 10.0**-exponent), prepend=0.0)
-        # Up to 10**22 a power of ten is exact, and so is the quotient.
-        if exponent >= -22 and np.abs(steps).max(initial=0) < -MISSING_CODE:
+            scale = 10.0 ** min(-exponent, MAX_EXACT)
+            steps = np.diff(np.round(values[known] * scale), prepend=0.0)
+        if -exponent <= MAX_EXACT and np.abs(steps).max(initial=0) < -MISSING_CODE:
             packed = np.full(len(values), MISSING_CODE, "<i4")
             packed[known] = steps
         elif given:
