@@ -22,7 +22,7 @@ __all__ = ["__version__", "load", "train"]
 
 def load(
     path: str | Path,
-    app: str | None = None,
+    app: "str | ModuleType | App | None" = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["bf16", "fp32"] | None = None,
     tokenizer_path: str | None = None,
@@ -32,8 +32,8 @@ def load(
     Args:
         path: a run's dump dir (its newest checkpoint), a checkpoint, a folder of transformers, a
             checkpoint of Meta Lingua's, or a file of torch.save that has the config.
-        app: import path of the model's app; None: the one that the checkpoint names, else
-            apps.main.
+        app: the model's app: an import path, its module, or the App; None: the one that the
+            checkpoint names, else apps.main.
         dtype: that the model computes in; None: bf16 on CUDA, fp32 on the CPU.
         tokenizer_path: the tokenizer's file now; None: where it was in training, or in the folder.
 

@@ -18,6 +18,7 @@ from lingua.app import App, Built, choose_app
 from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
 from lingua.base.errors import UserError, import_tool
 from lingua.base.format import counted
+from lingua.checkpoint.folder import check_run_id
 from lingua.checkpoint.resume import Change, Saved, check_config, find_start, flat_config
 from lingua.checkpoint.run_config import load_run
 from lingua.config.load import flatten, resume_classes
@@ -79,6 +80,7 @@ def check_run(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) ->
     on_rank_0(lambda: data.check(args, tokenizer))
 
     classes, allowed = resume_classes(type(args)), args.checkpoint.allow_change
+    on_rank_0(partial(check_run_id, args.checkpoint_folder, args.folder))
     saved, origin = find_start(args.checkpoint_folder, args.checkpoint, classes, app)
     resolve(args, replicas * shards, tokenizer, saved)
     config = flatten(args)

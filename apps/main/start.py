@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.main.check import Checked, check_dump_dir, check_run
 from apps.main.config import TrainArgs
 from lingua.app import App
+from lingua.checkpoint.folder import write_run_id
 from lingua.checkpoint.resume import TOKENIZER, Change, check_data, log_resume
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
@@ -55,7 +56,9 @@ def start_run(app: App, args: TrainArgs, stop: StopRequest, open_parts: ExitStac
     init_logger(args.folder, dist.get_rank(), app.path)
     saver = open_parts.enter_context(Saver(args.checkpoint_folder, args.checkpoint))
     run_interruptibly(partial(saver.claim, args.folder), stop, "another run had its folder")
-    return Started(mesh, device, saver, check_run(app, args, mesh.shape, device.type))
+    checked = check_run(app, args, mesh.shape, device.type)
+    on_rank_0(partial(write_run_id, args.checkpoint_folder, args.folder))
+    return Started(mesh, device, saver, checked)
 
 
 def is_finished(started: Started, args: TrainArgs) -> bool:

@@ -20,6 +20,7 @@ PROFILING = "profiling"  # traces, memory snapshots, COLLECTIVES
 FOLDERS = (CHECKPOINTS, EVALS, PROFILING, "wandb")
 
 LOCK = "run.lock"  # held while the run trains
+RUN_ID = "run.id"  # random text; equal in a folder of checkpoints outside of the dump dir
 RESULTS = "results_*.json"  # an evaluation's results; the star stands for its time
 COLLECTIVES = "collectives_step*.json"  # the star stands for the counted step
 

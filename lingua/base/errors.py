@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
+from lingua.base.format import printable
+
 MAX_SHOWN = 50  # mistakes listed in one message
 
 
@@ -20,6 +22,10 @@ class UserError(Exception):
     def __init__(self, message: str, local: bool = False) -> None:
         super().__init__(message)
         self.local = local
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython, and so a notebook, shows in place of a traceback."""
+        return [f"error: {printable(str(self))}"]
 
 
 def all_of(mistakes: Sequence[str]) -> UserError:

@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from lingua.base.dump_dir import CONFIG, MANIFEST, STATE, STEP_FOLDER
+from lingua.base.dump_dir import CONFIG, MANIFEST, RUN_ID, STATE, STEP_FOLDER
 from lingua.base.errors import UserError
-from lingua.base.files import file_size, load_json, read_json
+from lingua.base.files import file_size, load_json, read_bytes, read_json
 from lingua.checkpoint.state import TrainState
 from lingua.config.load import from_values
 from lingua.parallel.mesh import on_rank_0
@@ -99,6 +99,43 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
         else:
             checkpoints.append(checkpoint)
     return sorted(checkpoints, key=lambda c: c.serial, reverse=True)
+
+
+def check_run_id(root: Path, dump_dir: Path) -> None:
+    """Raise UserError where the checkpoints in `root` are those of another run than `dump_dir`'s.
+    Checkpoints without an id, as of an earlier version, are any run's."""
+    where = root.resolve()
+    marked = next(filter(_run_id, (where, where.parent)), dump_dir)
+    steps = any(STEP_FOLDER.fullmatch(path.name) for path in where.glob("*"))
+    if steps and _run_id(marked) != _run_id(dump_dir):
+        raise UserError(
+            f"{root}: has checkpoints of another run, as {marked / RUN_ID} shows; choose another "
+            "dump_dir or checkpoint.path, start from them with checkpoint.init_from, or, to go on "
+            f"with them here, copy that file to {dump_dir}"
+        )
+
+
+def write_run_id(root: Path, dump_dir: Path) -> None:
+    """Mark `dump_dir`, and `root` where it lies elsewhere, as one run's. The caller holds their
+    locks. Raises UserError where a file cannot be written."""
+    run_id = _run_id(dump_dir) or uuid.uuid4().hex
+    inside = root.resolve().parent == dump_dir.resolve()
+    for folder in (dump_dir,) if inside else (dump_dir, root):
+        try:
+            if _run_id(folder) != run_id:
+                (folder / RUN_ID).write_text(run_id)
+        except OSError as error:
+            raise UserError(f"{folder / RUN_ID}: cannot be written: {error}") from None
+
+
+def _run_id(folder: Path) -> str:
+    """The id in a folder, empty where there is none."""
+    try:
+        return read_bytes(folder / RUN_ID).decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        raise UserError(f"{folder / RUN_ID}: cannot be read: {error}") from None
 
 
 def find_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:

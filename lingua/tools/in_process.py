@@ -39,10 +39,7 @@ def train_here(app: str | ModuleType | App, config: Config) -> Record:
     if (world_size := detect_launch().world_size) > 1:
         advice = "python -m apps.main.train is the program for them"
         raise UserError(f"lingua.train: is one process, and here are {world_size}; {advice}")
-    chosen: Any = import_app(app, "lingua.train") if isinstance(app, str) else app
-    chosen = getattr(chosen, "app", None) if isinstance(chosen, ModuleType) else chosen
-    if not isinstance(chosen, App):
-        raise UserError(f"lingua.train: app = {app}: has no lingua.app.App named app")
+    chosen = app_of(app, "lingua.train")
     program = import_module(main_program("train"))
     args, notices = load_run(chosen, words(config))
     for line in notices:
@@ -56,6 +53,15 @@ def train_here(app: str | ModuleType | App, config: Config) -> Record:
     if stopped_by is not None:
         signal.raise_signal(signal.Signals[stopped_by])  # the caller's handler receives it
     return Record(args.folder)
+
+
+def app_of(app: str | ModuleType | App, function: str) -> App:
+    """The app that a `function` of lingua is given. Raises UserError where it is none."""
+    chosen: Any = import_app(app, function) if isinstance(app, str) else app
+    chosen = getattr(chosen, "app", None) if isinstance(chosen, ModuleType) else chosen
+    if not isinstance(chosen, App):
+        raise UserError(f"{function}: app = {app}: has no lingua.app.App named app")
+    return chosen
 
 
 def words(config: Config) -> list[str]:

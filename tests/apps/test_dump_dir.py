@@ -1,6 +1,7 @@
 """The folder of a run: no other run has it, and a run refuses one that it cannot use."""
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -161,6 +162,38 @@ def test_a_run_that_waits_for_a_lock_can_be_stopped(runs: Runs, tmp_path: Path) 
     log = text_of(tmp_path / "train.log")
     assert "stopped by SIGTERM while another run had its folder. The same command" in log
     assert not (tmp_path / "config.yaml").exists()
+
+
+def test_checkpoints_are_one_runs(runs: Runs, tmp_path: Path) -> None:
+    shared, first, second = (tmp_path / name for name in ("shared", "first", "second"))
+    where = {"checkpoint.path": shared, "stop_at": 2}
+
+    def refused(folder: Path, mark: Path) -> None:
+        settings = where | {"checkpoint.path": folder}
+        run = runs.train((1, 2, 1), settings, dump_dir=second, refused=True)
+        assert run.error.startswith(f"{folder}: has checkpoints of another run, as {mark} shows; ")
+        assert run.error.endswith(f"copy that file to {second}") and not run.lines
+
+    runs.train((1, 1, 1), where, dump_dir=first)
+    refused(shared, shared / "run.id")
+    # The run itself goes on, also in a folder of another name.
+    moved = first.rename(tmp_path / "moved")
+    run = runs.train((1, 2, 1), where | {"stop_at": 3}, dump_dir=moved)
+    assert run.column("step") == [1, 2, 3]
+    # What an earlier version left has no mark, and gets one.
+    for folder in (moved, shared):
+        (folder / "run.id").unlink()
+    run = runs.train((1, 1, 1), where | {"stop_at": 4}, dump_dir=moved)
+    assert run.column("step") == [1, 2, 3, 4]
+    refused(shared, shared / "run.id")
+    plain = runs.train((1, 1, 1), {"stop_at": 2})  # whose checkpoints lie in its dump dir
+    refused(plain.checkpoint(2).parent, plain.dump_dir / "run.id")
+    # As the message says; and a folder without checkpoints is nobody's.
+    shutil.copy(shared / "run.id", second)
+    assert runs.train((1, 1, 1), where | {"stop_at": 5}, dump_dir=second).column("step") == [5]
+    for path in shared.glob("0*"):
+        shutil.rmtree(path)
+    assert runs.train((1, 1, 1), where, dump_dir=tmp_path / "third").column("step") == [1, 2]
 
 
 # ---- folders that a run cannot use

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lingua
+from lingua.base.errors import UserError
 from lingua.parallel.launch import one_process
 from lingua.tools.runs.records import Record
 from tests.mistakes import refused
@@ -105,6 +106,18 @@ def test_a_run_in_python_is_that_of_the_command_and_leaves_its_process_as_it_was
 )  # fmt: skip
 def test_mistakes_are_exceptions(app, config, said):
     refused(lambda: lingua.train(app, config), said)
+
+
+CELL = "import lingua; lingua.train('apps.main', {'optim': {'lrr': '\x1b[31m'}})"
+
+
+def test_a_notebook_shows_the_message_of_a_mistake_alone(capsys):
+    assert UserError("a\x1b\nb")._render_traceback_() == ["error: a\\x1b\nb"]  # IPython's hook
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    assert shell.run_cell(CELL).error_in_exec
+    shown = capsys.readouterr().out
+    assert shown.startswith("error: 3 mistakes in the configuration:\n  optim.lrr: unknown key")
+    assert "Traceback" not in shown and "\x1b" not in shown and len(shown.splitlines()) == 4
 
 
 def test_it_needs_a_process_of_its_own(tmp_path):

@@ -7,6 +7,7 @@ below take, last as long as a call.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -14,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lingua.app import import_app
+from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.config.load import from_values
 from lingua.parallel.launch import Launch, one_process, pick_device
 from lingua.parallel.mesh import AXES, DistributedArgs
 from lingua.parallel.parallelize import blocks_of
 from lingua.tokenizer import Tokenizer
-from lingua.tools.in_process import temporary_process_group
+from lingua.tools.in_process import app_of, temporary_process_group
 from lingua.tools.inference.generate import Request, evaluating, fit_prompts, generate
 from lingua.tools.inference.sampling import SamplingArgs
 from lingua.tools.inference.trained import open_trained
@@ -107,13 +108,13 @@ class LM:
 
 def open_lm(
     path: str,
-    app: str | None,
+    app: str | ModuleType | App | None,
     device: Literal["auto", "cpu", "cuda"],
     dtype: Literal["bf16", "fp32"] | None,
     tokenizer_path: str | None,
 ) -> LM:
     """See lingua.load."""
-    chosen = None if app is None else import_app(app, "lingua.load")
+    chosen = None if app is None else app_of(app, "lingua.load")
     on = pick_device(device, Launch())
     settings = DistributedArgs(model_dtype=dtype or ("bf16" if on.type == "cuda" else "fp32"))
     with mesh_of_one(on) as mesh:

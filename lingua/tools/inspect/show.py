@@ -64,7 +64,7 @@ def describe_worst(
     size = config.data.step_rows
     folder = Path(config.checkpoint.path or run / CHECKPOINTS)
     checkpoints, metrics = find(folder, report), Record(run).metrics
-    logged = dict(zip(metrics.step.tolist(), metrics["loss"].tolist(), strict=True))
+    logged = dict(zip(metrics.step.tolist(), metrics.numbers("loss").tolist(), strict=True))
     check_step(step, config.steps, max([*logged, *(c.step for c in checkpoints)], default=0))
     if not checkpoints:
         raise UserError(f"{folder}: has no whole checkpoint, on whose weights the losses depend")

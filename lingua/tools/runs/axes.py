@@ -19,7 +19,7 @@ class Axes:
     def of(metrics: Columns) -> "Axes":
         """Both are 0 at step 0, and NaN in a run that has not written them."""
         step = metrics.step.astype(np.float64)
-        tokens, seconds = metrics["tokens"], metrics["step_time_s"]
+        tokens, seconds = metrics.numbers("tokens"), metrics.numbers("step_time_s")
         time = np.cumsum(np.nan_to_num(seconds) * np.diff(step, prepend=0.0))
         time = np.round(time, 3) if np.isfinite(seconds).any() else np.full(len(step), np.nan)
         return Axes(np.append(0.0, step), np.append(0.0, tokens), np.append(0.0, time))

@@ -31,6 +31,7 @@ from lingua.base.dump_dir import (
 )
 from lingua.base.errors import UserError
 from lingua.base.files import file_size, read_bytes
+from lingua.base.format import counted
 from lingua.base.lock import LIFETIME_S, read_lock, runs_here
 from lingua.config.values import plain, read_file
 
@@ -116,43 +117,42 @@ def _is_left(name: str, is_launch: bool) -> bool:
 # ---- one run
 
 
-class Columns:
-    """Lines about steps, by column: `columns["loss"]` is float64 [lines], NaN where a line has
-    null, no finite number, or no such column; `step` is int64 [lines], increasing.
-    `pandas.DataFrame(dict(columns))` has them all."""
+class Columns(dict[str, np.ndarray]):
+    """Lines about steps, by column: `columns["loss"]` is float64 [lines], NaN where a line has null
+    or no finite number; `step` is int64 [lines], increasing. The columns are those with a number in
+    some line, in the order of the file, after `step`; another name is a KeyError.
+
+    It is a dict, since `pandas.DataFrame(columns)` takes columns of no other Mapping.
+    """
 
     def __init__(self, lines: Sequence[dict[str, Any]]) -> None:
         """Every line has a valid `step`. One that is not below the step of every later line is
         left out: the run was resumed before it."""
         steps = np.array([line["step"] for line in lines], np.int64)
         least_later = np.minimum.accumulate(steps[::-1])[::-1][1:]
-        kept = np.append(steps[:-1] < least_later, [True] * (len(steps) > 0))
-        self.step: np.ndarray = steps[kept.astype(bool)]
+        kept = np.append(steps[:-1] < least_later, [True] * (len(steps) > 0)).astype(bool)
+        self.step: np.ndarray = steps[kept]
         self._lines = [line for line, keep in zip(lines, kept.tolist(), strict=True) if keep]
-        self._arrays: dict[str, np.ndarray] = {}
+        names = dict.fromkeys(key for line in self._lines for key in line)
+        arrays = {name: self.numbers(name) for name in names if name != "step"}
+        numbers = {name: array for name, array in arrays.items() if not np.isnan(array).all()}
+        super().__init__({"step": self.step, **numbers})
 
-    def __len__(self) -> int:
-        return len(self.step)
+    def __missing__(self, name: str) -> np.ndarray:
+        raise KeyError(f"{name}: no line has a number of this name; the columns are {list(self)}")
 
-    @cached_property
-    def names(self) -> list[str]:
-        """The columns with a number in some line, in the order of the file, without `step`."""
-        names = list(dict.fromkeys(key for line in self._lines for key in line))
-        return [name for name in names if name != "step" and not np.isnan(self[name]).all()]
+    def __repr__(self) -> str:
+        return f"<{counted(len(self.step), 'line')}: {', '.join(self)}>"
 
-    def keys(self) -> list[str]:
-        return ["step", *self.names]
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name == "step":
-            return self.step
-        if name not in self._arrays:
-            values = [line.get(name) for line in self._lines]
-            if not set(map(type, values)) <= {int, float, type(None)}:
-                values = [v if type(v) in (int, float) else None for v in values]
-            array = np.array(values, np.float64)
-            self._arrays[name] = np.where(np.isfinite(array), array, np.nan)
-        return self._arrays[name]
+    def numbers(self, name: str) -> np.ndarray:
+        """A column, also one that no line has: all its values are NaN then."""
+        if (known := self.get(name)) is not None:
+            return known
+        values = [line.get(name) for line in self._lines]
+        if not set(map(type, values)) <= {int, float, type(None)}:
+            values = [v if type(v) in (int, float) else None for v in values]
+        array = np.array(values, np.float64)
+        return np.where(np.isfinite(array), array, np.nan)
 
     def has(self, name: str) -> bool:
         """Whether some line has the column, be it without a number."""
@@ -220,7 +220,7 @@ class Record:
     @property
     def has_begun(self) -> bool:
         """Whether it has a result: a step, a held-out loss or a failure."""
-        return bool(len(self.metrics) or self.validation) or self.state == "failed"
+        return bool(len(self.metrics.step) or self.validation) or self.state == "failed"
 
     def lines(self, file: str, tail: int | None = None) -> list[dict[str, Any]]:
         """The lines of a .jsonl file of the dump dir that have a valid `step`, an int."""
@@ -303,8 +303,8 @@ def heldout(record: Record, measure: str = "nats_per_byte") -> tuple[np.ndarray,
     size = "tokens" if measure.endswith("_per_token") else "bytes"
     if not common:
         return np.zeros(0, np.int64), np.zeros(0)
-    values = np.array([c[measure][np.searchsorted(c.step, common)] for c in parts])
-    weights = np.array([c[size][np.searchsorted(c.step, common)] for c in parts])
+    values = np.array([c.numbers(measure)[np.searchsorted(c.step, common)] for c in parts])
+    weights = np.array([c.numbers(size)[np.searchsorted(c.step, common)] for c in parts])
     if not (weights > 0).all():  # NaN included
         weights = np.ones_like(values)
     return np.array(common, np.int64), (values * weights).sum(0) / weights.sum(0)
@@ -326,7 +326,7 @@ def heldout_texts(records: Sequence[Record], measure: str = "nats_per_byte") -> 
     for record in records:
         parts, common = _measured(record, measure)
         at = [(c, c.step.tolist().index(common[-1])) for c in parts if common]
-        texts.append(sorted((c["bytes"][i], c.text("text")[i] or "") for c, i in at))
+        texts.append(sorted((c.numbers("bytes")[i], c.text("text")[i] or "") for c, i in at))
     hashed = all(text for parts in texts for _, text in parts)
     return [
         " and ".join(

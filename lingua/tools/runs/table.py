@@ -51,9 +51,9 @@ def row_of(record: Record) -> Row:
     metrics, newest, steps, state = record.metrics, record.newest, record.end, record.state
     step = newest.get("step", 0)
     measured_at, losses = heldout(record)
-    step_s, speed = (_last(metrics[name]) for name in ("step_time_s", "tokens_per_s"))
+    step_s, speed = (_last(metrics.numbers(name)) for name in ("step_time_s", "tokens_per_s"))
     left = None if step_s is None or steps is None else max(0, steps - step) * step_s
-    measured = [(name, _last(c["nats_per_byte"])) for name, c in record.validation.items()]
+    measured = [(name, _last(c.numbers("nats_per_byte"))) for name, c in record.validation.items()]
     return Row(
         name=record.name,
         folder=record.folder,
@@ -63,7 +63,7 @@ def row_of(record: Record) -> Row:
         steps=steps,
         heldout=_last(losses),
         heldout_step=int(measured_at[-1]) if len(measured_at) else None,
-        loss=_last(smooth(metrics["loss"], metrics.step)),
+        loss=_last(smooth(metrics.numbers("loss"), metrics.step)),
         tokens_per_s=speed,
         left_s=left if state == "running" else None,
         sources={name: value for name, value in measured if value is not None},
@@ -96,7 +96,9 @@ def _mean(records: Sequence[Record], rows: Sequence[Row]) -> Row:
         return rows[0]
     step = min(row.step for row in rows)
     states = {row.state for row in rows}
-    losses = [_at(r.metrics.step, smooth(r.metrics["loss"], r.metrics.step)) for r in records]
+    losses = [
+        _at(r.metrics.step, smooth(r.metrics.numbers("loss"), r.metrics.step)) for r in records
+    ]
     measured = [_at(*heldout(r)) for r in records]
     ages = [row.age_s for row in rows if row.age_s is not None]
     speeds = [row.tokens_per_s for row in rows if row.tokens_per_s is not None]
@@ -142,7 +144,7 @@ def _at(step: np.ndarray, values: np.ndarray) -> dict[int, float]:
 
 def _source(record: Record, name: str) -> dict[int, float]:
     columns = record.validation[name]
-    return _at(columns.step, columns["nats_per_byte"])
+    return _at(columns.step, columns.numbers("nats_per_byte"))
 
 
 # ---- which rows, in which order

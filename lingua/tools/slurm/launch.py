@@ -188,6 +188,11 @@ def _check_sweep(
             configs.append(_check(job, module, [*arguments, *words, *place])[0])
         except UserError as error:
             errors.append(f"{' '.join(words)}: {error}")
+    # A script of another kind than training may have no checkpoints.
+    folders = [str(c.checkpoint_folder) for c in configs if hasattr(c, "checkpoint_folder")]
+    if shared := [folder for folder in folders if folders.count(folder) > 1]:
+        need = "leave it out, or sweep it, so that each run has a folder of its own"
+        errors.append(f"checkpoint.path = {shared[0]}: is that of several runs; {need}")
     if errors:
         raise UserError("\n".join(errors))
     return configs

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+import apps.main
 import lingua
 from lingua.parallel.launch import one_process
 from tests.apps.test_model import initialised, model_args
@@ -84,6 +85,7 @@ def test_mistakes_are_named(folders, tmp_path):
         (lambda: lingua.load(tmp_path), f"path: {tmp_path} has no whole checkpoint: must be"),
         (lambda: lingua.load(folders["theirs"], app="apps.mtp"), "has no form in transformers"),
         (lambda: lingua.load(folders["ours"], app="no.app"), "app = no.app (lingua.load)"),
+        (lambda: lingua.load(folders["ours"], app=sys), "has no lingua.app.App named app"),
         (lambda: lm.logits("word " * 200), "must have at most 64"),
         (lambda: lm.loss(""), "no token that another precedes"),
         (lambda: lm.logits("\ud800"), "half a surrogate pair"),
@@ -92,5 +94,8 @@ def test_mistakes_are_named(folders, tmp_path):
         (lambda: lm.generate(TEXT, max_gen_tokens=64), "leaves no room for a prompt"),
     ):
         refused(call, message)
+    for app in (apps.main, apps.main.app):
+        same = lingua.load(folders["ours"], app=app, device="cpu")
+        assert torch.equal(same.logits(TEXT), lm.logits(TEXT))
     with one_process():
         refused(lambda: lm.generate(TEXT, max_gen_tokens=4), "process group")

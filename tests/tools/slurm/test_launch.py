@@ -164,6 +164,17 @@ def test_the_name_of_a_run_with_long_values_is_cut(arguments, tmp_path):
     assert isinstance(launch(JobArgs(launcher="print"), arguments, long), str)
 
 
+def test_runs_of_a_sweep_that_share_their_checkpoints_are_refused(arguments, tmp_path):
+    words, rates = [*arguments, f"checkpoint.path={tmp_path / 'all'}"], {"optim.lr": ["1", "2"]}
+    need = f"checkpoint.path = {tmp_path / 'all'}: is that of several runs"
+    refused(lambda: launch(JobArgs(launcher="print"), words, rates), need)
+    each = {"checkpoint.path": [str(tmp_path / name) for name in "ab"]}
+    refused(
+        lambda: launch(JobArgs(launcher="print"), arguments, rates | each), "is that of several"
+    )
+    assert launch(JobArgs(launcher="print"), arguments, each)
+
+
 def test_what_cannot_fit_by_the_plan_is_refused(arguments, tmp_path, capsys):
     gpu = tmp_path / "own.yaml"
     speeds = "memory_gb_per_s: 1, bf16_tflops: 1, tf32_tflops: 1, fp32_tflops: 1"

@@ -97,7 +97,7 @@ def _weights(a: Record, b: Record) -> Aspect:
 
 def _numbers(columns: Columns, name: str) -> dict[int, Any]:
     """{step: number}; empty where no line has one."""
-    return _by_step(columns.step, columns[name]) if name in columns.names else {}
+    return _by_step(columns.step, columns[name]) if name in columns else {}
 
 
 def _texts(columns: Columns, name: str) -> dict[int, Any]:

@@ -69,7 +69,7 @@ def page_content(
     content = {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
-        "longest": max((int(r.metrics.step[-1]) for r in drawn if len(r.metrics)), default=1),
+        "longest": max((int(r.metrics.step[-1]) for r in drawn if len(r.metrics.step)), default=1),
         "refresh_s": refresh_s,
         "title": records[0].name if len(records) == 1 else f"{len(records):,} runs",
         "names": [record.name for record in drawn],
@@ -117,11 +117,9 @@ class _Charts:
                 self._add_numbers(run, f"Probe {event}", "", lines, axes)
 
     def _add_metrics(self, run: int, metrics: Columns, axes: Axes) -> None:
-        other_names = [
-            name for name in metrics.names if name not in METRIC_TITLES and name not in NOT_DRAWN
-        ]
-        for name in [*METRIC_TITLES, *other_names]:
-            if name in metrics.names:
+        others = [n for n in metrics if n not in METRIC_TITLES and n not in ("step", *NOT_DRAWN)]
+        for name in [*METRIC_TITLES, *others]:
+            if name in metrics:
                 title, unit, noisy = METRIC_TITLES.get(name, (name, "", True))
                 self.columns.add(name)
                 chart = Chart(title, unit, noisy=noisy)
@@ -136,7 +134,7 @@ class _Charts:
         for source, columns in record.validation.items():
             chart = Chart(f"Held-out loss of {source}", unit)
             place = ("held-out", source)
-            self._add(place, chart, run, axes.at(columns.step), columns["nats_per_byte"])
+            self._add(place, chart, run, axes.at(columns.step), columns.numbers("nats_per_byte"))
 
     def _add_numbers(
         self,
@@ -149,8 +147,8 @@ class _Charts:
     ) -> None:
         """A chart of each number in lines, nested ones included; the page shows one at a time."""
         columns = Columns([{"step": line["step"], **dict(_numbers(line))} for line in lines])
-        for name in columns.names:
-            if name not in without and "stderr" not in name:
+        for name in columns:
+            if name not in ("step", *without) and "stderr" not in name:
                 place, chart = ("numbers", group, prefix + name), Chart(prefix + name, "", group)
                 self._add(place, chart, run, axes.at(columns.step), columns[name])
 
@@ -213,7 +211,7 @@ def _marks(run: int, record: Record) -> Iterator[dict[str, Any]]:
             marks.append((step, "stop", f"stopped ({why})"))
         elif kind == "start" and step > 0:
             marks.append((step, "resume", "resumed"))
-    skipped = np.nan_to_num(record.metrics["skipped_steps"])
+    skipped = np.nan_to_num(record.metrics.numbers("skipped_steps"))
     new = np.diff(skipped, prepend=0.0)
     for i in np.flatnonzero(new > 0).tolist():
         step = int(record.metrics.step[i])
@@ -236,11 +234,11 @@ def _overview(records: Sequence[Record], drawn: Sequence[Record]) -> list[list[s
     rows = []
     for record in records:
         metrics, held_out = record.metrics, heldout(record)[1]
-        loss = smooth(metrics["loss"], metrics.step)
-        speeds = metrics["tokens_per_s"]
+        loss = smooth(metrics.numbers("loss"), metrics.step)
+        speeds = metrics.numbers("tokens_per_s")
         speeds = speeds[np.isfinite(speeds)]
         speed = float(np.median(speeds)) if len(speeds) else math.nan
-        last = [metrics.step[-1:], metrics["tokens"][-1:], held_out[-1:], loss[-1:]]
+        last = [metrics.step[-1:], metrics.numbers("tokens")[-1:], held_out[-1:], loss[-1:]]
         step, tokens, held, trained = (float(v[0]) if len(v) else math.nan for v in last)
         steps = _shown(record, "steps")
         name = record.name if record in drawn else f"{record.name} (no curves)"
