@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -21,6 +22,7 @@ from tests.checkpoints import join
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 22, 4, 2, 6, 2, 259
 STEP = 3  # updates made
+CONFIG = Path(__file__).parent / "apps/meta_lingua/resolved.yaml"
 TOKENS = torch.arange(32).view(2, 16) * 37 % VOCABULARY
 
 
@@ -106,45 +108,6 @@ def save_here(folder: Path, tied: bool, dim: int = DIM) -> Tensor:
 
 def params(tied: bool, dim: int = DIM) -> dict[str, Any]:
     """The whole configuration, resolved, as its config.yaml and params.json have it."""
-    return {
-        "name": "large", "dump_dir": "/nowhere/large", "seed": 42, "grad_acc_steps": 1,
-        "gc_collect_freq": 1000, "probe_freq": None, "steps": 1000,
-        "data": {
-            "root_dir": "data", "sources": {"wiki": 80.0}, "batch_size": 4, "seq_len": 1024,
-            "n_views": 2, "seed": 42, "add_bos": True, "add_eos": True, "load_async": True,
-            "prefetch_size": 64, "tokenizer": {"name": "bytes", "path": None},
-        },
-        "optim": {
-            "lr": 1e-2, "weight_decay": 0.1, "epsilon": 1e-8, "beta1": 0.9, "beta2": 0.95,
-            "clip": 1.0, "scheduler": "cosine", "warmup": 2000, "lr_min_ratio": 0.1,
-            "cycle_length": 1.0, "cosine_theta": 1.0, "annealing_step": 1000,
-            "decay_fraction": 0.1, "exp_factor": 0.5,
-        },
-        "model": {
-            "dim": dim, "n_layers": LAYERS, "head_dim": HEAD_DIM, "n_heads": HEADS,
-            "n_kv_heads": KV_HEADS, "ffn_dim_multiplier": 0.92, "multiple_of": 1,
-            "norm_eps": 1e-5, "rope_theta": 10000.0, "init_base_std": None,
-            "init_std_factor": "disabled", "max_seqlen": 1024, "seed": 42,
-            "vocab_size": VOCABULARY, "weight_tying": tied, "sliding_window": None,
-        },
-        "distributed": {
-            "dp_shard": 2, "dp_replicate": 1, "tp_size": 1, "compile": False,
-            "selective_activation_checkpointing": False, "fsdp_type": "full_shard",
-            "model_dtype": "fp32", "float8_recipe": None, "float8_filter": "layers",
-            "matmul_allow_tf32": False, "detect_anomaly": False,
-            "compile_cache_size_limit": 8, "spawn_method": "forkserver",
-        },
-        "env": {"OMP_NUM_THREADS": "1"},
-        "checkpoint": {
-            "dump": {"every": 1000, "keep": 0}, "eval": {"every": 1000, "keep": 0},
-            "path": "/nowhere/large/checkpoints", "init_ckpt_path": None,
-            "continue_training_from_init": False,
-        },
-        "profiling": {
-            "run": False, "trace_folder": "profiling", "mem_warmup": 100, "mem_steps": 2,
-            "profile_warmup": 102, "profile_steps": 2,
-        },
-        "logging": {"freq": 10, "acc_freq": None, "wandb": None},
-        "async_eval_gpus": None,
-        "eval": {"harness": {"tasks": ["hellaswag"]}, "generator": {"max_tokens": 1024}},
-    }  # fmt: skip
+    config = yaml.safe_load(CONFIG.read_text())
+    config["model"] |= {"dim": dim, "weight_tying": tied}
+    return config

@@ -254,12 +254,10 @@ def parse_program(module: str, argv: list[str]) -> None:
     }
     if module == "lingua" and argv and "--help" not in argv[:1]:
         command, argv = find_command(argv)
-        module = f"lingua {command}"
-        module = {f"lingua {name}": f"apps.main.{name}" for name in PROGRAMS}.get(module, module)
-        module = {"lingua stool": "lingua.stool"}.get(module, module)
+        module = f"apps.main.{command}" if command in PROGRAMS else f"lingua {command}"
     if "--help" in argv:
-        argv = []
-    elif module in ("lingua data show", "lingua data verify") and split_folders(argv)[0]:
+        return
+    if module in ("lingua data show", "lingua data verify") and split_folders(argv)[0]:
         [_], keys = split_folders(argv)
         of_run = ["data.sources={a: 1}", "data.global_batch_size=16"]
         load(classes[module], [*keys, *of_run], meta_lingua, partial=True)
@@ -281,7 +279,7 @@ def parse_program(module: str, argv: list[str]) -> None:
         # An earlier command makes the model that gives its sizes.
         below = {} if origin is None else {"model.n_heads": LocatedValue.of(4, origin)}
         load(config, argv, meta_lingua, below=below)
-    elif module == "lingua.stool" and argv[:1] != ["status"]:
+    elif module in ("lingua stool", "lingua.stool") and argv[:1] != ["status"]:
         job, arguments, sweep = split_arguments(argv)
         swept = [f"{key}={values[0]}" for key, values in sweep.items()]
         parse_program(job.script or "apps.main.train", [*arguments, *swept])

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,12 @@ from lingua.data.args import DataArgs
 from lingua.data.sources import prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.hub_server import TOKEN, Hub
+from tests.programs import python
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [f"Text {i}: Köln, 東京" for i in range(50)]
+# Imported once for all processes; not the client, which reads the address of the hub.
+SHARED = ("lingua.tokenizer.sentencepiece", "lingua.tokenizer.tiktoken", "asyncio", "ssl")
 # Short pauses; otherwise the script as it is.
 RUN = (
     "import sys; sys.path.insert(0, 'setup'); import hub; hub.PAUSES_S = (0.01, 0.01, 0.01)\n"
@@ -46,7 +48,7 @@ def start(
 ) -> subprocess.Popen[str]:
     clean = {key: value for key, value in os.environ.items() if key != "HF_TOKEN"}
     clean |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", before + RUN.format(script=script), *map(str, words)]
+    command = [*python(SHARED), "-c", before + RUN.format(script=script), *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
     return subprocess.Popen(command, cwd=ROOT, env=clean | env, **pipes)
 

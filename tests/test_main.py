@@ -17,7 +17,8 @@ sys.argv = ["lingua", *sys.argv[1:]]
 try:
     runpy.run_module("lingua", run_name="__main__", alter_sys=True)
 finally:
-    print("imported:", *sorted({"torch", "numpy"} & set(sys.modules)), file=sys.stderr)
+    heavy = {"torch", "numpy", "sentencepiece", "tiktoken", "tokenizers"}
+    print("imported:", *sorted(heavy & set(sys.modules)), file=sys.stderr)
 """
 
 

@@ -30,18 +30,18 @@ def test_each_ignored_type_error_has_a_code_and_a_reason():
 # ---- imports
 
 
-def imported(tree: ast.AST, at_import: bool) -> Iterator[str]:
-    """The packages whose modules a source imports: all, or those that importing it imports."""
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The packages whose modules importing a source imports."""
     for node in ast.iter_child_nodes(tree):
         match node:
             case ast.Import(names=names):
                 yield from (alias.name.partition(".")[0] for alias in names)
             case ast.ImportFrom(module=module):
                 yield (module or "").partition(".")[0]
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() if at_import:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                 pass
             case _:
-                yield from imported(node, at_import)
+                yield from imported(node)
 
 
 def required() -> set[str]:
@@ -61,13 +61,8 @@ def test_importing_a_module_imports_only_what_is_required():
     ours = {"lingua", "apps", "setup", "hub"}  # the last is setup/hub.py, beside the scripts
     allowed = sys.stdlib_module_names | required() | ours
     for file in FILES:
-        found = set(imported(ast.parse(file.read_text()), at_import=True))
+        found = set(imported(ast.parse(file.read_text())))
         assert found <= allowed, f"{file} imports {found - allowed} outside of a function"
-
-
-def test_the_library_imports_no_app():
-    for file in (ROOT / "lingua").rglob("*.py"):
-        assert "apps" not in set(imported(ast.parse(file.read_text()), at_import=False)), file
 
 
 def test_an_import_at_the_top_of_any_block_is_found():
@@ -80,11 +75,8 @@ class A:
     from flash_attn.layers import rotary
 def f():
     import wandb
-    from apps.main import app
 """
-    tree = ast.parse(source)
-    assert set(imported(tree, at_import=True)) == {"triton", "flash_attn"}
-    assert set(imported(tree, at_import=False)) == {"triton", "flash_attn", "wandb", "apps"}
+    assert set(imported(ast.parse(source))) == {"triton", "flash_attn"}
 
 
 # ---- commands

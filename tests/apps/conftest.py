@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from apps.dpo import app as dpo
 from apps.sft import app as sft
 from lingua.tokenizer import build_tokenizer
-from tests.apps.runs import Runs, arguments, prepare, write_sources
+from tests.apps.runs import Outcome, Runs, arguments, prepare, write_sources
 from tests.chats import CHATML, write_tokenizer
 from tests.ranks import Ranks
 
@@ -23,6 +23,18 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     text = tmp_path_factory.mktemp("text")
     write_sources(text)
     return Runs(ranks, text, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def through(runs: Runs) -> Outcome:
+    """Seven steps that one process takes without a stop. Tests copy it, or only read."""
+    return runs.train((1, 1, 1), {"stop_at": 7})
+
+
+@pytest.fixture(scope="session")
+def stopped(runs: Runs) -> Outcome:
+    """Four steps that two ranks take, at their end saved. Tests copy it, or only read."""
+    return runs.train((1, 2, 1), {"stop_at": 4})
 
 
 def write_chats(folder: Path, source: str, records: list[Any]) -> dict[str, Any]:

@@ -1,9 +1,17 @@
-"""The meshes on which tests run, and the parameters of a test over them."""
+"""The meshes on which tests run, parameters of a test over them, and a module laid out on one."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lingua.parallel.init import init_parameters
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 
 Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp
 
@@ -42,3 +50,15 @@ def on_meshes(*default: Sizes, soak: Iterable[Sizes] = ()) -> pytest.MarkDecorat
     """Each mesh as a case `sizes` of a test; those of `soak` only in the soak tests."""
     cases = [pytest.param(sizes, marks=pytest.mark.soak) for sizes in soak if sizes not in default]
     return pytest.mark.parametrize("sizes", [*default, *cases], ids=name_of)
+
+
+def on_mesh(
+    module: nn.Module, plan: ParallelPlan, sizes: Sizes, seed: int = 1, **settings: Any
+) -> tuple[nn.Module, DeviceMesh]:
+    """The module on a mesh of these ranks, in float32 unless `settings` have another dtype, with
+    the initial values of `seed`."""
+    args, cpu = DistributedArgs(*sizes, **({"model_dtype": "fp32"} | settings)), torch.device("cpu")
+    mesh = start(cpu, detect_launch(), args)
+    model = parallelize_model(module, mesh, plan, args)
+    init_parameters(model, seed, cpu)
+    return model, mesh

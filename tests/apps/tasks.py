@@ -6,42 +6,8 @@ from pathlib import Path
 WORDS = ["the quick brown fox", "a lazy dog", "it jumps", "over 12 the 日本 fence", "naïve café"]
 
 # What the harness asks of a model, by the task that asks it.
-TASKS = {
-    "choice": """
-task: choice
-output_type: multiple_choice
-doc_to_text: "{{question}}\\nAnswer: "
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-fewshot_split: train
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""",
-    "rolling": """
-task: rolling
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
-""",
-    "reply": """
-task: reply
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{question}}"
-generation_kwargs: {until: ["e", "\\n"], max_gen_toks: 12}
-process_results: !function measure.length
-metric_list: [{metric: length, aggregation: mean, higher_is_better: true}]
-""",
-    "story": """
-task: story
-output_type: generate_until
-doc_to_text: "{{text}}"
-doc_to_target: "{{text}}"
-generation_kwargs: {until: "th", do_sample: false, max_gen_toks: 7}
-process_results: !function measure.length
-metric_list: [{metric: length, aggregation: mean, higher_is_better: true}]
-""",
-}
+NAMES = ("choice", "rolling", "reply", "story")
+TASKS = {n: (Path(__file__).parent / f"harness_tasks/{n}.yaml").read_text() for n in NAMES}
 MEASURE = """
 def length(doc, results):
     return {"length": len(results[0])}

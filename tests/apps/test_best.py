@@ -1,15 +1,12 @@
 """The checkpoint with the lowest held-out loss: marked, and kept when asked."""
 
-from typing import Any
-
 import pytest
 
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
 from lingua.tools.inspect.checkpoint import summary
-from tests.apps.meshes import Sizes
 from tests.apps.plain import build_plain
-from tests.apps.runs import Outcome, Runs, build, digests, relative
+from tests.apps.runs import Outcome, build, digests, relative
 
 # The rate is far too high after its warm-up: the loss falls and then rises.
 RISING = {"optim.lr": 2, "optim.warmup": 8, "optim.clip": 100, "steps": 8, "stop_at": "null"}
@@ -46,9 +43,7 @@ def lowest(losses: dict[int, float]) -> int:
         pytest.param((1, 1, 2), {}, marks=pytest.mark.soak),
     ],
 )
-def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(
-    runs: Runs, sizes: Sizes, more: dict[str, Any]
-) -> None:
+def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(runs, sizes, more):
     begun = runs.train(sizes, BEST | more | {"stop_at": 5})
     losses = held_out(begun)
     assert sorted(losses) == [1, 2, 3, 4, 5]
@@ -64,7 +59,7 @@ def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "without a plan"])
-def test_measuring_before_a_save_changes_nothing_that_is_saved(runs: Runs, tied: bool) -> None:
+def test_measuring_before_a_save_changes_nothing_that_is_saved(runs, tied):
     """A forward without gradients leaves FSDP's root whole, in the dtype of the compute."""
     settings = {"stop_at": 2, "model.weight_tying": tied}
     settings["distributed.model_dtype"] = "bf16" if tied else "fp32"
@@ -80,7 +75,7 @@ def test_measuring_before_a_save_changes_nothing_that_is_saved(runs: Runs, tied:
     }  # fmt: skip
 
 
-def test_a_best_that_is_not_to_be_kept_is_the_best_of_what_is_left(runs: Runs) -> None:
+def test_a_best_that_is_not_to_be_kept_is_the_best_of_what_is_left(runs):
     run = runs.train((1, 1, 1), SAVED | {"validation.every": 1})
     losses = held_out(run)
     assert saved(run) == [7, 8] and lowest(losses) < 7
@@ -88,7 +83,7 @@ def test_a_best_that_is_not_to_be_kept_is_the_best_of_what_is_left(runs: Runs) -
     assert len(list(run.checkpoint(0).parent.glob("*.best"))) == 1
 
 
-def test_steps_that_were_not_measured_are_never_the_best(runs: Runs) -> None:
+def test_steps_that_were_not_measured_are_never_the_best(runs):
     run = runs.train((1, 1, 1), SAVED | {"checkpoint.dump.keep": -1, "validation.every": 5})
     assert sorted(held_out(run)) == [5, 8]
     assert [run.state(step)["held_out"] is None for step in (4, 5, 7, 8)] == [1, 0, 1, 0]

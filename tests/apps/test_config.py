@@ -59,6 +59,7 @@ def test_every_key_has_a_resume_class():
         ("model.vocab_size", -1, "guarded"),
         ("model.attn_impl", "auto", "announced"),
         ("checkpoint.allow_change", [], "free"),
+        ("logging.freq", 10, "free"),
         ("validation.every", 0, "free"),
     ],
 )

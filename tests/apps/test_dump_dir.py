@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 
 from apps.main.check import check_dump_dir
-from lingua.base.errors import UserError
-from tests.apps.runs import SMALL, Outcome, Runs, differs, train_here
+from tests.apps.runs import SMALL, Outcome, differs, train_here
 from tests.apps.test_resume import REPO, start
 from tests.apps.test_saves import set_privileged
 from tests.apps.test_stopping import ENDLESS, n_lines, text_of, wait_for
 from tests.locks import ELSEWHERE, lose
+from tests.mistakes import refused
 from tests.programs import python
 
 
-def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(runs, tmp_path):
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     where = {"data.root_dir": runs.text, "dump_dir": run, "checkpoint.dump.every": 1}
     job = start(1, python(), **where, **ENDLESS)
@@ -38,10 +36,10 @@ def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(
                 ({"dump_dir": run, "checkpoint.path": tmp_path / "other"}, run),
                 ({"dump_dir": tmp_path / "third", "checkpoint.path": checkpoints}, checkpoints),
             ):
-                refused = runs.train((1, 1, 1), folder, refused=True)
+                other = runs.train((1, 1, 1), folder, refused=True)
                 held = f"{lock / 'run.lock'} is held by process {pid} on "
-                assert refused.error.startswith(held)
-                assert refused.error.endswith(", which is running")
+                assert other.error.startswith(held)
+                assert other.error.endswith(", which is running")
             assert text_of(run / "config.yaml") == before[0] and n_lines(run) >= before[1]
         assert n_lines(run) == before[1]  # it is stopped
         lose(run / "run.lock")  # as if it had been stopped for longer than a lock lives
@@ -69,9 +67,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.soak
-def test_a_run_that_another_machine_takes_over_ends_and_the_other_is_the_run(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_a_run_that_another_machine_takes_over_ends_and_the_other_is_the_run(runs, tmp_path):
     run = tmp_path / "run"
     where = {"data.root_dir": runs.text, "dump_dir": run, "checkpoint.dump.every": 1}
     first = start(1, python(), **where, **ENDLESS)
@@ -154,7 +150,7 @@ def terminated_while_it_waits_here(overrides: dict[str, Any]) -> dict[str, Any]:
     return train_here(overrides)
 
 
-def test_a_run_that_waits_for_a_lock_can_be_stopped(runs: Runs, tmp_path: Path) -> None:
+def test_a_run_that_waits_for_a_lock_can_be_stopped(runs, tmp_path):
     (tmp_path / "run.lock").write_text(ELSEWHERE)
     config = runs.config((1, 2, 1), {"dump_dir": tmp_path})
     for seen in runs.ranks.run(2, terminated_while_it_waits_here, config):
@@ -209,44 +205,45 @@ ODD = {
 }
 
 
-def test_what_is_in_the_place_of_a_runs_files_is_named(runs: Runs, tmp_path: Path) -> None:
+def test_what_is_in_the_place_of_a_runs_files_is_named(runs, tmp_path):
     for name, make in ODD.items():
         folder = tmp_path / f"of {name}"
         folder.mkdir()
         make(folder / name)
-        run = runs.train((1, 2, 1), dump_dir=folder, refused=True)
-        assert run.error.startswith(f"{folder / name}: must be a f")
+        refused(lambda folder=folder: check_dump_dir(folder), f"{folder / name}: must be a f")
         assert [path.name for path in folder.iterdir()] == [name]
     (tmp_path / "a file").touch()
     for name in ("a file", "a file/run", "x" * 300):
-        run = runs.train((1, 1, 1), dump_dir=tmp_path / name, refused=True)
-        assert run.error.startswith(f"dump_dir = {tmp_path / name}: cannot be used: ")
+        place = tmp_path / name
+        refused(lambda place=place: check_dump_dir(place), f"dump_dir = {place}: cannot be used: ")
+    run = runs.train((1, 2, 1), dump_dir=folder, refused=True)  # all ranks are told
+    assert run.error.startswith(f"{folder / 'profiling'}: must be a f")
 
 
-def test_files_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+def test_files_that_may_not_be_read_are_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.touch()
     check_dump_dir(tmp_path)
     path.chmod(0o200)
     set_privileged(False)
     try:
-        with pytest.raises(UserError, match=f"{path}: must be a file that can be read and written"):
-            check_dump_dir(tmp_path)
+        need = "must be a file that can be read and written"
+        refused(lambda: check_dump_dir(tmp_path), f"{path}: {need}")
     finally:
         set_privileged(True)
 
 
-def test_a_run_resumes_beside_garbled_files(runs: Runs, tmp_path: Path) -> None:
+def test_a_run_resumes_beside_garbled_files(runs, tmp_path):
     settings = {"stop_at": 2, "data.global_batch_size": "null"}
     config, metrics = tmp_path / "config.yaml", tmp_path / "metrics.jsonl"
     config.write_bytes(b"data: {global_batch_size: [\xff")
-    refused = runs.train((1, 1, 1), settings, dump_dir=tmp_path, refused=True)
-    assert str(config) in refused.error
+    run = runs.train((1, 1, 1), settings, dump_dir=tmp_path, refused=True)
+    assert str(config) in run.error
     for rows in ("few", "-1", "[1]"):
         config.write_text(f"name: x\ndata:\n  global_batch_size: {rows}\n")
-        refused = runs.train((1, 1, 1), settings, dump_dir=tmp_path, refused=True)
-        assert refused.error.startswith("data.global_batch_size = ")
-        assert f"({config})" in refused.error
+        run = runs.train((1, 1, 1), settings, dump_dir=tmp_path, refused=True)
+        assert run.error.startswith("data.global_batch_size = ")
+        assert f"({config})" in run.error
     config.write_text("name: of another version\n")
     runs.train((1, 1, 1), settings, dump_dir=tmp_path)
     with metrics.open("ab") as file:

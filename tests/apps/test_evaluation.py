@@ -114,55 +114,51 @@ def test_an_evaluation_stops_where_a_signal_asks_the_run_to_stop(runs, tmp_path)
     assert "resuming" in run.log and "done: 4 steps" in run.log
 
 
-def test_the_mistakes_of_an_evaluation_are_found_before_training(runs, task_dir):
-    good = TRAINED | {"eval.task_dir": task_dir}
-    slurm = good | {"eval.launcher": "slurm"}
-    for settings, need in (
-        (good | {"eval.task_dir": "/no"}, 'eval.task_dir = "/no": must be a folder'),
-        (good | {"data.seq_len": 12}, "tasks: reply: max_gen_tokens = 12: leaves no room"),
-        (slurm | {"eval.job": "{nods: 2}"}, "nods: unknown key"),
-        (slurm | {"eval.job": "{nodes: 0}"}, "nodes = 0: must be at least 1"),
-        (slurm | {"eval.job": "{launcher: local}"}, "eval.job: must not have the keys"),
-        (slurm | {"eval.job": "{ngpu: 3, distributed.tp_size: 2}"}, "2 does not divide the number"),
-    ):
-        run = runs.train((1, 2, 1), settings, refused=True)
-        assert need in run.error, run.error
-        assert not list((run.dump_dir / "checkpoints").glob("0*"))
-
-
-def checked_here(settings: dict[str, Any], jobs: list[str]) -> list[str]:
-    """The error that a launcher of the run gets for each `eval.job`, or nothing."""
+def checked_here(settings: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
+    """The error that a launcher of the run gets for each case, or nothing."""
     errors = []
-    for job in jobs:
-        words = [f"{key}={value}" for key, value in settings.items()]
+    for case in cases:
         try:
-            check([*words, f"eval.job={job}"], 1)
+            check([f"{key}={value}" for key, value in (settings | case).items()], 2)
             errors.append("")
         except UserError as error:
             errors.append(str(error))
     return errors
 
 
-def test_the_program_of_its_jobs_validates_them_before_the_run_is_launched(
+def test_the_mistakes_of_an_evaluation_and_of_its_jobs_are_found_before_training(
     runs, task_dir, tmp_path
 ):
-    settings = SMALL | runs.config((1, 1, 1), TRAINED | {"dump_dir": tmp_path / "run"})
-    settings |= {"eval.task_dir": task_dir, "eval.launcher": "slurm"}
-    cases = {
+    settings = TRAINED | {"eval.task_dir": task_dir}
+    for wrong, need in (
+        ({"data.seq_len": 12}, "tasks: reply: max_gen_tokens = 12: leaves no room"),
+        ({"eval.task_dir": "/no"}, 'eval.task_dir = "/no": must be a folder'),
+    ):
+        run = runs.train((1, 2, 1), settings | wrong, refused=True)
+        assert need in run.error and not list((run.dump_dir / "checkpoints").glob("0*"))
+
+    jobs = {
         "{ngpu: 2, distributed.tp_size: 2, context: 16, time: 5, signal_s: 60}": "",
         "{ngpu: 4, distributed.tp_size: 4}": "eval.job.script = apps.main.eval would refuse its "
         "job: distributed.tp_size = 4: must divide model.n_kv_heads = 2",
+        "{ngpu: 3, distributed.tp_size: 2}": "2 does not divide the number",
         "{batchsize: 4}": 'batchsize: unknown key (did you mean "batch_size"?)',
+        "{nodes: 0}": "nodes = 0: must be at least 1",
         "{limit: 1.5}": "limit = 1.5: must be a whole number",
         "{script: apps.main.evl}": "No module named 'apps.main.evl'",
         "{script: lingua.stool}": "must have a function check(arguments, world_size)",
         "{time: 2}": "signal_s = 120: must be below time = 2",
         "{sweep.seed: 1}": "eval.job: must not have the keys",
+        "{launcher: local}": "eval.job: must not have the keys",
         "{name: 'a:b'}": "name = 'a:b': must not contain",
     }
-    [found] = runs.ranks.run(1, checked_here, settings, list(cases))
-    for (job, need), error in zip(cases.items(), found, strict=True):
-        assert need in error if need else not error, (job, error)
+    cases = [{"eval.launcher": "slurm", "eval.job": job} for job in jobs]
+    cases.append(wrong)  # a launcher is told what the program is
+    needs = [*jobs.values(), run.error]
+    settings = SMALL | runs.config((1, 2, 1), settings | {"dump_dir": tmp_path / "run"})
+    [found] = runs.ranks.run(1, checked_here, settings, cases)
+    for case, need, error in zip(cases, needs, found, strict=True):
+        assert need in error if need else not error, (case, error)
     assert not (tmp_path / "run").exists()
 
 

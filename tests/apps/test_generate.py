@@ -231,14 +231,8 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         "no token": (b'{"prompt": "a", "stop_tokens": [1, 258]}\n', "jsonl", "258 is no token"),
         "room": (b'{"prompt": "a", "max_gen_tokens": 64}\n', "jsonl", "max_gen_tokens = 64"),
     }
-    cases, expected = {}, {}
     os.mkfifo(tmp_path / "pipe.txt")
-    for name, (content, suffix, need) in bad.items():
-        path = tmp_path / f"{name}.{suffix}"
-        path.write_bytes(content)
-        cases[name], expected[name] = [f"ckpt={ckpt}", f"prompts={path}"], need
-        cases[name].append("max_gen_tokens=8")
-    for name, arguments, need in (
+    cases = [
         ("no ckpt", ["prompt=a"], "ckpt: must be given"),
         ("empty", [f"ckpt={tmp_path}", "prompt=a"], f"ckpt: {tmp_path} has no whole checkpoint"),
         ("absent", [f"ckpt={tmp_path / 'no'}", "prompt=a"], "no: no such file or folder"),
@@ -254,10 +248,14 @@ def test_mistakes_are_reported_by_key_or_line(ranks, ckpt, tmp_path):
         ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "exists already"),
         ("no folder", [f"ckpt={ckpt}", "prompt=a", "out=/no/o.jsonl"], "out = /no/o.jsonl: cannot"),
         ("sizes", [f"ckpt={ckpt}", "prompt=a", "distributed.tp_size=3"], "tp_size = 3"),
-    ):
-        cases[name], expected[name] = [*arguments, "max_gen_tokens=8"], need
-    [found] = ranks.run(1, refusals_here, cases)
-    for name, need in expected.items():
+    ]
+    for name, (content, suffix, need) in bad.items():
+        path = tmp_path / f"{name}.{suffix}"
+        path.write_bytes(content)
+        cases.append((name, [f"ckpt={ckpt}", f"prompts={path}"], need))
+    words = {name: [*arguments, "max_gen_tokens=8"] for name, arguments, _ in cases}
+    [found] = ranks.run(1, refusals_here, words)
+    for name, _, need in cases:
         assert need in found[name], (name, found[name])
     for name in bad:  # the file is named, but where a number alone is wrong
         assert name == "room" or str(tmp_path / name) in found[name]

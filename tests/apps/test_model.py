@@ -12,9 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from apps.main.transformer import ModelArgs, Transformer, build_transformer, parallel_plan
 from lingua.data import IGNORE
 from lingua.parallel.init import init_parameters
-from lingua.parallel.launch import Launch, start
-from lingua.parallel.mesh import DistributedArgs
-from lingua.parallel.parallelize import parallelize_model
+from tests.apps.meshes import on_mesh
 
 CPU = torch.device("cpu")
 SEQ = 17
@@ -268,11 +266,9 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 def parallelised_bf16() -> float:
     """The loss sum under FSDP's mixed precision, on one rank."""
-    settings = DistributedArgs(model_dtype="bf16")
-    mesh = start(CPU, Launch(), settings)
     args = model_args()
-    model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, SEQ), settings)
-    init_parameters(model, 1, CPU)
+    plan = parallel_plan(args, SEQ)
+    model, _ = on_mesh(build_transformer(args), plan, (1, 1, 1), model_dtype="bf16")
     return loss_of(model).item()
 
 

@@ -20,17 +20,7 @@ from apps.main.transformer import Transformer, build
 from lingua.app import Built
 from tests import lingua_checkpoint
 from tests.apps.meshes import mesh
-from tests.apps.runs import (
-    TOLERANCES,
-    Outcome,
-    Runs,
-    arguments,
-    differs,
-    digest,
-    digests,
-    opened,
-    whole,
-)
+from tests.apps.runs import TOLERANCES, Outcome, arguments, differs, digest, digests, opened, whole
 from tests.checkpoint.test_checkpoint_load import Evil
 from tests.lingua_checkpoint import STEP, TOKENS
 from tests.ranks import Ranks
@@ -42,17 +32,6 @@ EVERYTHING = {"checkpoint.continue_training_from_init": True}
 
 def start(path: Path) -> dict[str, Any]:
     return {"checkpoint.init_from": path}
-
-
-@pytest.fixture(scope="module")
-def through(runs: Runs) -> Outcome:
-    """The run that never stopped before END, in one process."""
-    return runs.train((1, 1, 1), {"stop_at": END})
-
-
-@pytest.fixture(scope="module")
-def first(runs: Runs) -> Outcome:
-    return runs.train((1, 2, 1), {"stop_at": K})
 
 
 def only(kind: str, digests_by_name: dict[str, str]) -> dict[str, str]:
@@ -79,9 +58,9 @@ def stopped_at_once(args: TrainArgs) -> Built:
     return built
 
 
-def test_the_model_of_another_run_begins_a_new_one_on_any_topology(runs, first, tmp_path):
-    restored = runs.restore((1, 1, 2), tmp_path / "looked at", start(first.dump_dir))
-    saved = first.tensors(K)
+def test_the_model_of_another_run_begins_a_new_one_on_any_topology(runs, stopped, tmp_path):
+    restored = runs.restore((1, 1, 2), tmp_path / "looked at", start(stopped.dump_dir))
+    saved = stopped.tensors(K)
     assert only("model.", restored["tensors"]) == digests(without("optim.", saved))
     zeros = {name: torch.zeros_like(t) for name, t in without("model.", saved).items()}
     assert only("optim.", restored["tensors"]) == digests(zeros)
@@ -90,33 +69,33 @@ def test_the_model_of_another_run_begins_a_new_one_on_any_topology(runs, first, 
     }  # fmt: skip
 
     other = {"data.seq_len": 8, "data.sources": "{two: 1}", "stop_at": 1, "optim.lr": 1e-3}
-    run = runs.train((1, 1, 2), other | start(first.checkpoint(K)))
+    run = runs.train((1, 1, 2), other | start(stopped.checkpoint(K)))
     assert run.column("step") == [1]
-    assert f"starting from the model of {first.checkpoint(K)} (checkpoint, step {K})" in run.log
+    assert f"starting from the model of {stopped.checkpoint(K)} (checkpoint, step {K})" in run.log
     table = [line.split()[1:] for line in run.log.splitlines()]
     assert ["data.seq_len", "16", "8", "announced"] in table
     assert not any(row[:1] == ["optim.lr"] for row in table)  # nothing of it is taken
 
 
 def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_checkpoints(
-    runs, first, through, tmp_path
+    runs, stopped, through, tmp_path
 ):
-    branch = EVERYTHING | start(first.checkpoint(K).parent)
+    branch = EVERYTHING | start(stopped.checkpoint(K).parent)
     restored = runs.restore((1, 1, 2), tmp_path / "looked at", branch)
-    assert restored["tensors"] == digests(first.tensors(K))
-    assert restored["progress"] == first.state(K)["progress"]
+    assert restored["tensors"] == digests(stopped.tensors(K))
+    assert restored["progress"] == stopped.state(K)["progress"]
 
     run = runs.train((1, 1, 2), branch | {"stop_at": K + 1})
     taken = "model, optimizer, step and position"
-    assert f"branching from another run: {taken} of {first.checkpoint(K)}" in run.log
+    assert f"branching from another run: {taken} of {stopped.checkpoint(K)}" in run.log
     # Stopped before a step of its own, it has what it was given.
     early = runs.train((2, 1, 1), branch, build=stopped_at_once)
     assert f"stopped by SIGUSR2 after step {K}, which is saved" in early.log
-    assert digests(early.tensors(K)) == digests(first.tensors(K))
+    assert digests(early.tensors(K)) == digests(stopped.tensors(K))
     # Requeued with the same command, it resumes what it has itself.
     run = runs.train((2, 1, 1), branch | {"stop_at": END}, dump_dir=run.dump_dir)
     assert f"resuming {run.checkpoint(K + 1)}" in run.log
-    assert f"{first.checkpoint(K).parent} is not read" in run.log
+    assert f"{stopped.checkpoint(K).parent} is not read" in run.log
     assert run.column("step") == list(range(K + 1, END + 1))
 
     whole_run = Outcome(tmp_path / "tail", [])
@@ -124,28 +103,28 @@ def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_che
     lines = [json.dumps(line) + "\n" for line in through.lines[K:]]
     (whole_run.dump_dir / "metrics.jsonl").write_text("".join(lines))
     assert differs(run, whole_run) == []
-    alone = runs.train((1, 1, 1), start(first.dump_dir) | {"stop_at": END - K})
+    alone = runs.train((1, 1, 1), start(stopped.dump_dir) | {"stop_at": END - K})
     assert set(differs(alone, whole_run)) == {"batch_hash", *TOLERANCES}
 
     seed = runs.train((1, 1, 1), branch | {"seed": 1}, refused=True).error
     assert "seed: 42 in the checkpoint, 1 now" in seed  # as on resume
 
 
-def test_what_cannot_be_started_from_is_refused_by_name(runs, first, tmp_path):
+def test_what_cannot_be_started_from_is_refused_by_name(runs, stopped, tmp_path):
     def refused(path: Path, **changed: Any) -> str:
         settings = {key.replace("__", "."): value for key, value in changed.items()}
         return runs.train((1, 1, 1), start(path) | settings, refused=True).error
 
-    said = refused(first.dump_dir, model__vocab_size=300, model__rope_theta=1e6)
+    said = refused(stopped.dump_dir, model__vocab_size=300, model__rope_theta=1e6)
     assert "model.vocab_size: 259 in the checkpoint, 300 now" in said
     assert "model.rope_theta: 10000.0 in the checkpoint, 1000000.0 now" in said
     allow = {"checkpoint__allow_change": "[model.vocab_size]", "model__vocab_size": 300}
-    said = refused(first.dump_dir, **allow)
+    said = refused(stopped.dump_dir, **allow)
     assert "model.tok_embeddings.weight: (300, 22) here, (259, 22) in the checkpoint" in said
 
     assert "no such file or folder" in refused(tmp_path / "nowhere")
     assert f"checkpoint.init_from: {tmp_path} has no whole checkpoint" in refused(tmp_path)
-    damaged = shutil.copytree(first.checkpoint(K), tmp_path / "damaged")
+    damaged = shutil.copytree(stopped.checkpoint(K), tmp_path / "damaged")
     shard = next(damaged.glob("__1_*"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -251,7 +230,7 @@ def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_
 # ------------------------------------------------------------------------------------- and files
 
 
-def test_a_model_alone_is_no_run_to_go_on_with(runs, ranks, first, tmp_path):
+def test_a_model_alone_is_no_run_to_go_on_with(runs, ranks, tmp_path):
     """Nor is a state dict of torch's, which has tied weights twice and no name for them all."""
     file, dump_dir = tmp_path / "model.pth", tmp_path / "run"
     tied = Transformer(arguments({"model.weight_tying": True}).model)

@@ -113,9 +113,7 @@ def steps_saved(run: Outcome) -> list[int]:
     ("kind", "rank", "settings"),
     [("full", 0, {}), ("full", 1, BACKGROUND), ("read-only", 0, {})],
 )  # fmt: skip
-def test_a_run_goes_on_over_a_save_that_fails(
-    runs: Runs, through: Outcome, kind: str, rank: int, settings: dict[str, Any]
-) -> None:
+def test_a_run_goes_on_over_a_save_that_fails(runs, through, kind, rank, settings):
     run = train_with(Fault(kind, rank, begin=4, end=6), runs, OFTEN | settings)
     assert run.error is None
     assert steps_saved(run) == [2, 6, 7]
@@ -133,8 +131,8 @@ def test_a_run_goes_on_over_a_save_that_fails(
     ids=["the last, in the background", "stop", "stop, in the background"],
 )  # fmt: skip
 def test_a_run_ends_with_an_error_where_its_last_save_fails_or_it_is_told_to(
-    runs: Runs, through: Outcome, settings: dict[str, Any], step: int
-) -> None:
+    runs, through, settings, step
+):
     run = train_with(Fault("full", 1, begin=4, end=99), runs, OFTEN | settings)
     assert f"step {step} could not be saved into {run.checkpoint(0).parent}: " in run.error
     assert "File too large" in run.error
@@ -144,9 +142,7 @@ def test_a_run_ends_with_an_error_where_its_last_save_fails_or_it_is_told_to(
     assert differs(again, through) == [] and steps_saved(again) == [2, 4, 6, 7]
 
 
-def test_what_is_written_in_the_background_is_what_is_written_at_once(
-    runs: Runs, through: Outcome
-) -> None:
+def test_what_is_written_in_the_background_is_what_is_written_at_once(runs, through):
     run = runs.train((1, 2, 1), OFTEN | BACKGROUND)
     for step in (2, 4, 6, 7):
         assert digests(run.tensors(step)) == digests(through.tensors(step))

@@ -3,7 +3,6 @@
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 
 
 @on_meshes((2, 1, 2), soak=SEVERAL_RANKS)  # others: test_pairs.py
-def test_every_topology_trains_the_same_run(runs: Runs, alone: Outcome, sizes: Sizes) -> None:
+def test_every_topology_trains_the_same_run(runs, alone, sizes):
     run = runs.train(sizes, on_its_own(sizes) | MEASURED)
     assert run.weights == alone.weights
     assert len(run.lines) == STEPS
@@ -63,14 +62,12 @@ def test_every_topology_trains_the_same_run(runs: Runs, alone: Outcome, sizes: S
         assert found["tokens"] == expected["tokens"]
 
 
-def test_micro_batches_do_not_change_the_run(runs: Runs, alone: Outcome) -> None:
+def test_micro_batches_do_not_change_the_run(runs, alone):
     for other in ({"data.batch_size": 2}, {"grad_acc_steps": 7, "data.workers": 0}):
         assert differs(runs.train((1, 1, 1), other | {"stop_at": STEPS}), alone) == []
 
 
-def test_a_step_with_document_masks_is_that_of_each_document_alone(
-    runs: Runs, alone: Outcome
-) -> None:
+def test_a_step_with_document_masks_is_that_of_each_document_alone(runs, alone):
     apart = {"data.document_mask": "ignore", "stop_at": 1}
     args = arguments(apart)
     model = Transformer(args.model)
@@ -105,18 +102,18 @@ def build_watched(args: TrainArgs) -> Built:
     return built
 
 
-def test_no_rank_ever_holds_an_unsharded_model(runs: Runs) -> None:
+def test_no_rank_ever_holds_an_unsharded_model(runs):
     runs.train((1, 2, 2), {"stop_at": 1}, build=build_watched)
     run = runs.train((1, 1, 1), {"stop_at": 1}, build=build_watched, refused=True)
     assert run.error == "this rank has more than its part"
 
 
-def test_views_that_the_model_does_not_predict_are_refused(runs: Runs) -> None:
+def test_views_that_the_model_does_not_predict_are_refused(runs):
     run = runs.train((1, 1, 2), {"data.n_views": 3}, refused=True)
     assert run.error.startswith("data.n_views = 3: the model predicts 1 of the 2 views")
 
 
-def test_more_ranks_than_rows_train_the_same_run(runs: Runs) -> None:
+def test_more_ranks_than_rows_train_the_same_run(runs):
     two_rows = {"data.global_batch_size": 2, "stop_at": 3}
     assert differs(runs.train((3, 1, 1), two_rows), runs.train((1, 1, 1), two_rows)) == []
 
@@ -135,9 +132,7 @@ def test_more_ranks_than_rows_train_the_same_run(runs: Runs) -> None:
     ],
     ids=["nothing", "rows shifted by one", "a wrong row", "a wrong divisor"],
 )
-def test_a_run_that_differs_is_seen_to_differ(
-    runs: Runs, alone: Outcome, twist: Twist, seen: list[str]
-) -> None:
+def test_a_run_that_differs_is_seen_to_differ(runs, alone, twist, seen):
     run = runs.train((1, 2, 1), {"stop_at": STEPS}, twist=twist)
     assert differs(run, alone) == seen
     assert differs(run, alone, margin=100) == seen  # a tolerance that is too wide would hide them
@@ -146,9 +141,7 @@ def test_a_run_that_differs_is_seen_to_differ(
 @pytest.mark.parametrize(
     ("sizes", "rank"), [((1, 1, 2), 1), pytest.param((1, 2, 2), 3, marks=pytest.mark.soak)]
 )
-def test_one_wrong_row_on_any_rank_changes_the_hash_of_its_step(
-    runs: Runs, alone: Outcome, sizes: Sizes, rank: int
-) -> None:
+def test_one_wrong_row_on_any_rank_changes_the_hash_of_its_step(runs, alone, sizes, rank):
     run = runs.train(sizes, {"stop_at": 4}, twist=Twist(wrong_token_on=rank))
     pairs = zip(run.column("batch_hash"), alone.column("batch_hash")[:4], strict=True)
     assert [found == expected for found, expected in pairs] == [True, True, False, True]
@@ -201,15 +194,13 @@ CLOSE = 1e-5  # of gradients, as `worst` measures
         *(pytest.param((2, 2, 2), mode, marks=pytest.mark.soak) for mode in MODES),
     ],
 )
-def test_the_gradient_of_uneven_masks_is_that_of_plain_torch(
-    runs: Runs, plain_gradients: dict[str, Tensor], sizes: Sizes, mode: str
-) -> None:
+def test_the_gradient_of_uneven_masks_is_that_of_plain_torch(runs, plain_gradients, sizes, mode):
     settings = ONE_STEP | {"data.batch_size": 1, "distributed.grad_sync": mode}
     run = runs.train(sizes, settings, twist=Twist(some_targets=True))
     assert worst(first_gradients(run), plain_gradients) < CLOSE
 
 
-def test_a_global_batch_without_a_valid_target_is_an_error(runs: Runs) -> None:
+def test_a_global_batch_without_a_valid_target_is_an_error(runs):
     two_rows = {"data.global_batch_size": 2}
     run = runs.train((1, 2, 1), two_rows, twist=Twist(some_targets=True), refused=True)
     assert run.error == "step 1: all targets are ignored in its global batch (rows 0 to 1)"
@@ -217,17 +208,13 @@ def test_a_global_batch_without_a_valid_target_is_an_error(runs: Runs) -> None:
     assert (stop["event"], stop["step"], stop["error"]) == ("stop", 0, f"UserError: {run.error}")
 
 
-def test_a_gradient_with_a_wrong_divisor_is_seen(
-    runs: Runs, plain_gradients: dict[str, Tensor]
-) -> None:
+def test_a_gradient_with_a_wrong_divisor_is_seen(runs, plain_gradients):
     twist = Twist(some_targets=True, own_divisor=True)
     run = runs.train((1, 2, 1), ONE_STEP, twist=twist)
     assert worst(first_gradients(run), plain_gradients) > 10_000 * CLOSE
 
 
-def test_the_factor_of_the_gradient_does_not_depend_on_precision(
-    runs: Runs, plain_gradients: dict[str, Tensor]
-) -> None:
+def test_the_factor_of_the_gradient_does_not_depend_on_precision(runs, plain_gradients):
     settings = ONE_STEP | {"data.batch_size": 1, "distributed.model_dtype": "bf16"}
     run = runs.train((2, 2, 1), settings, twist=Twist(some_targets=True))
     assert worst(first_gradients(run), plain_gradients) < 0.05
@@ -245,7 +232,7 @@ def counted(runs: Runs, sizes: Sizes, **settings: Any) -> tuple[Outcome, list[di
 
 
 @on_meshes((2, 2, 1), soak=[(1, 2, 2)])
-def test_gradients_travel_once_a_step_or_with_every_micro_step(runs: Runs, sizes: Sizes) -> None:
+def test_gradients_travel_once_a_step_or_with_every_micro_step(runs, sizes):
     degree = sizes[0] * sizes[1]
     n_bytes: dict[str, int] = {}
 
@@ -293,7 +280,7 @@ def of_log(log: str) -> tuple[float, float]:
 CHECKPOINTING = "distributed.activation_checkpointing"
 
 
-def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs: Runs) -> None:
+def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):
     alone = runs.train((1, 1, 1), {"stop_at": 2})
     counts = {}
     for kind in ("none", "full", "selective"):
@@ -324,7 +311,7 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs: Runs) -> Non
     ],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
-def test_compiled_blocks_train_the_same_run(runs: Runs, sizes: Sizes, kind: str) -> None:
+def test_compiled_blocks_train_the_same_run(runs, sizes, kind):
     settings = {"stop_at": 3, "data.sources": "{two: 1}"}  # of which nothing is held out
     alone = runs.train((1, 1, 1), settings)
     settings |= {"data.batch_size": 4, "distributed.compile": True, CHECKPOINTING: kind}
@@ -334,7 +321,7 @@ def test_compiled_blocks_train_the_same_run(runs: Runs, sizes: Sizes, kind: str)
     assert differs(run, alone) == []
 
 
-def test_the_log_ends_with_the_plan_and_what_was_sent(runs: Runs, tmp_path: Path) -> None:
+def test_the_log_ends_with_the_plan_and_what_was_sent(runs, tmp_path):
     sizes, once = (1, 2, 1), {"profiling.run": True, "profiling.profile_warmup": 2, "stop_at": 2}
     words = (SMALL | runs.config(sizes, once)).items()
     plan, _ = make_plan(["ngpu=2", "gpu=h100", *(f"{key}={value}" for key, value in words)])

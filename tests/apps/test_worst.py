@@ -28,6 +28,7 @@ from lingua.tools.commands.data_show import main
 from lingua.tools.inference.row_losses import RowLosses, nearest_checkpoint, row_losses
 from lingua.tools.inference.trained import open_trained
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, prepare
+from tests.mistakes import refused
 from tests.programs import python
 from tests.ranks import Ranks
 
@@ -166,9 +167,7 @@ def test_what_cannot_be_shown_is_refused_with_what_to_do(run, tmp_path):
         'wurst: unknown key (did you mean "worst"?)': (run.dump_dir, "step=7", "wurst=1"),
     }
     for message, words in cases.items():
-        with pytest.raises(UserError) as refused:
-            main([str(word) for word in words])
-        assert message in str(refused.value)
+        refused(lambda words=words: main([str(word) for word in words]), message)
 
 
 def test_shards_that_the_run_did_not_read_are_refused(run, tmp_path):

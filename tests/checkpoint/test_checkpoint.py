@@ -25,16 +25,7 @@ from lingua.checkpoint.tensors import tensors_of
 from lingua.optim.args import OptimArgs
 from lingua.optim.optimizer import build_optimizer
 from lingua.parallel.mesh import on_rank_0
-from tests.checkpoints import (
-    ANY,
-    CONFIG,
-    STATE,
-    join,
-    load_here,
-    refusal,
-    save_here,
-    tensors_on,
-)
+from tests.checkpoints import ANY, CONFIG, STATE, join, load_here, refusal, save_here, tensors_on
 from tests.disk import full_disk
 from tests.ranks import Ranks
 

@@ -26,17 +26,8 @@ from tests.checkpoints import (
     whole,
     whole_values,
 )
-from tests.ranks import Ranks
 
 TOPOLOGIES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (1, 2, 2)]
-
-
-@pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory) -> Path:
-    """Steps 1 and 2, saved by two ranks. Tests copy it, or only read."""
-    root = tmp_path_factory.mktemp("saved")
-    ranks.run(2, save_here, root, [1, 2])
-    return root
 
 
 def test_what_one_topology_saves_another_loads_bit_for_bit(ranks, tmp_path):

@@ -57,9 +57,7 @@ def test_comments_beside_and_above_a_field_are_found():
     @dataclass
     class Odd(Optim):
         tag: Free[str] = "# no comment"
-        long: Free[dict[str, float]] = field(
-            default_factory=dict,
-        )  # behind the bracket
+        long: Free[dict[str, float]] = field(default_factory=dict)  # behind the bracket
         # of two lines
 
         # not this one: a blank line is between

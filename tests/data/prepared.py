@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import xxhash
 
-from lingua.base.errors import UserError
 from lingua.data.args import DataArgs
 from lingua.data.shards import Source
 from lingua.data.sources import prepare_source
 from lingua.tokenizer import build_tokenizer
+from tests.mistakes import refused
 
 BOS, EOS = 256, 257
 TEXTS = [f"Dokument {i}: größer, 東京 {'x' * (i % 37)}\n" for i in range(700)]
@@ -65,6 +64,4 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def error_of(args: DataArgs, name: str = "a") -> str:
-    with pytest.raises(UserError) as error:
-        Prepared(args, name)
-    return str(error.value)
+    return refused(lambda: Prepared(args, name))

@@ -16,7 +16,7 @@ import pytest
 from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.data import IGNORE
-from lingua.data.args import ChatArgs, DataArgs
+from lingua.data.args import ChatArgs, DataArgs, SourceFiles
 from lingua.data.chat import ChatRows, held_out_answers
 from lingua.data.loader import Loader
 from lingua.data.rows import document_marks
@@ -139,19 +139,15 @@ def test_forms_of_records_give_the_same_shards(tmp_path):
     (tmp_path / "parquet/a.jsonl").unlink()
     pq.write_table(pa.Table.from_pylist(messages), tmp_path / "parquet/a.parquet")
     keyed = [{"chat": c} for c in single]
-    made["key"] = make_args(tmp_path / "key", keyed, source_files={"a": _files("a.jsonl", "chat")})
+    made["key"] = make_args(
+        tmp_path / "key", keyed, source_files={"a": SourceFiles(["a.jsonl"], "chat")}
+    )
     prints = {name: prepared(args)[0].fingerprint for name, args in made.items()}
     assert len(set(prints.values())) == 1, prints
     other = make_args(
         tmp_path / "other", [{"messages": [*c[:1], c[1] | {"content": "?"}]} for c in single]
     )
     assert prepared(other)[0].fingerprint not in prints.values()
-
-
-def _files(pattern: str, key: str) -> Any:
-    from lingua.data.args import SourceFiles
-
-    return SourceFiles([pattern], key)
 
 
 def test_the_mask_the_template_and_the_row_are_part_of_the_shards(tmp_path):

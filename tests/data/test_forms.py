@@ -326,27 +326,3 @@ def test_a_wrong_column_or_value_of_parquet_is_named(tmp_path, column, kind):
     skipping = Prepared(make_args(tmp_path, on_bad_record="skip")).source
     assert skipping.manifest.skipped == {kind.split(" (")[0]: 2}
     assert train_tokens(skipping) == expected_tokens(["good"])
-
-
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst"])
-@pytest.mark.parametrize("seed", range(5))
-def test_any_mixture_of_bad_lines_is_counted_by_kind_and_the_rest_kept(tmp_path, form, seed):
-    from tests.data.test_files import BAD_RECORDS
-
-    rng = random.Random(seed)
-    lines, good, expected = [], [], {}
-    for i in range(300):
-        if rng.random() < 0.3:
-            record, kind = rng.choice(BAD_RECORDS)
-            lines.append(record)
-            expected[kind] = expected.get(kind, 0) + 1
-        else:
-            good.append(f"{i} {TEXTS[i]}")
-            lines.append(json_lines([good[-1]]))
-    data = b"".join(lines)
-    compress = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstd}[form]
-    (tmp_path / f"a.{form}").write_bytes(compress(data))
-    args = make_args(tmp_path, on_bad_record="skip")
-    source = Prepared(args, processes=1, unit_bytes=5000).source
-    assert train_tokens(source) == expected_tokens(good)
-    assert source.manifest.skipped == dict(sorted(expected.items()))

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +10,9 @@ import xxhash
 
 from lingua.data import IGNORE
 from lingua.data.args import SourceFiles, ValidationArgs
-from lingua.data.sources import TextData, check_sources, held_out_windows, shard_folder
+from lingua.data.sources import TextData, check_sources, held_out_windows
 from lingua.tokenizer import build_tokenizer
+from lingua.tools.prepare import records
 from tests.data.prepared import (
     BOS,
     EOS,
@@ -127,50 +127,18 @@ def test_a_document_that_is_joined_by_others_is_held_out_or_not_by_its_hash(tmp_
     assert not held_out_tokens(both) and not both.manifest.heldout_tail
 
 
-def write_shards_of_earlier_version(folder: Path, path: Path) -> list[int]:
-    """Token shards of a source that is one text file, as lingua 0.1.0 wrote them; its tokens."""
-    text = path.read_bytes()
-    tokens = np.array([BOS, *text, EOS], "<u2")
-    table = np.array([[len(tokens), len(text), xxhash.xxh3_64_intdigest(text)]], np.uint64)
-    folder.mkdir(parents=True)
-    for split, n in (("train", 1), ("heldout", 0)):
-        (folder / f"unit.{split}.tokens").write_bytes(tokens.tobytes() * n)
-        (folder / f"unit.{split}.documents").write_bytes(table.tobytes() * n)
-    hashes = [xxhash.xxh3_128_hexdigest(tokens.tobytes()), xxhash.xxh3_128_hexdigest(b"")]
-    train = {"tokens": len(tokens), "documents": 1, "bytes": len(text), "hash": hashes[0]}
-    heldout = {"tokens": 0, "documents": 0, "bytes": 0, "hash": hashes[1]}
-    part = {"path": path.name, "begin": 0, "end": len(text), "size": len(text)}
-    part |= {"mtime_ns": path.stat().st_mtime_ns, "hash": xxhash.xxh3_128_hexdigest(text)}
-    tokenizer = build_tokenizer(make_args(folder).tokenizer)
-    manifest = {
-        "totals": {},
-        "version": 2,
-        "source": "a",
-        "tokenizer": {
-            "name": "bytes",
-            "fingerprint": tokenizer.fingerprint(),
-            "vocab_size": 258,
-            "bos_id": BOS,
-            "eos_id": EOS,
-        },
-        "add_bos": True,
-        "add_eos": True,
-        "dtype": "<u2",
-        "parts": [part],
-        "shards": [{"name": "unit", "parts": 1, "train": train, "heldout": heldout}],
-        "skipped": {},
-        "rough_cuts": 0,
-        "fingerprint": "of then",
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    return tokens.tolist()
-
-
-def test_shards_of_an_earlier_version_keep_the_end_of_their_document(tmp_path):
+def test_shards_of_an_earlier_version_keep_the_end_of_their_document(tmp_path, monkeypatch):
+    """As lingua 0.1.0 wrote them: of one document it held out nothing, and recorded nothing."""
     (tmp_path / "a.txt").write_text(BOOK, encoding="utf-8")
-    args = make_args(tmp_path)
-    folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
-    tokens = write_shards_of_earlier_version(folder, tmp_path / "a.txt")
+    args, tokens = make_args(tmp_path), [BOS, *BOOK.encode(), EOS]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(records, "MIN_TAIL", len(BOOK))
+        folder = Prepared(args).source.folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert not manifest.pop("heldout_tail")
+    for path in (folder.with_name(f"{folder.name}.verified"), *folder.glob("*.json")):
+        path.unlink()
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"fingerprint": "of then"}))
     before = contents(folder)
     prepared = Prepared(args)
     assert not prepared.built and prepared.source.fingerprint == "of then"

@@ -204,8 +204,7 @@ def test_a_run_in_progress_never_reads_tokens_of_changed_text(corpus):
     running = Prepared(make_args(corpus), unit_bytes=27_000).source
     write_jsonl(corpus / "a" / "a.jsonl", ["other"] * 300)
     Prepared(make_args(corpus), unit_bytes=27_000)
-    with pytest.raises(UserError, match=r"\.tokens: cannot be read: No such file.* start again"):
-        train_tokens(running)
+    refused(lambda: train_tokens(running), ".tokens: cannot be read: No such file", " start again")
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(corpus):
@@ -245,9 +244,8 @@ def test_a_tokenizer_without_bos_and_eos_is_refused_with_the_names_looked_for(tm
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = TokenizerArgs("hf", str(tmp_path))
     args = make_args(tmp_path, tokenizer=tokenizer, sources={"a": 1.0, "b": 1.0})
-    with pytest.raises(UserError) as error:
-        prepare_sources(args, build_tokenizer(tokenizer), print)
-    heading, bos, eos, source = str(error.value).splitlines()
+    message = refused(lambda: prepare_sources(args, build_tokenizer(tokenizer), print))
+    heading, bos, eos, source = message.splitlines()
     assert heading == "3 mistakes in the configuration:"
     assert "data.add_bos = true: the hf tokenizer has no bos token (looked for <|begin" in bos
     assert "</s>, " in eos and "name one in data.tokenizer.eos, or set data.add_eos=false" in eos

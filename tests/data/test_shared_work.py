@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import lingua.base.lock
-from lingua.base.errors import UserError
 from lingua.data.args import DataArgs
 from lingua.data.sources import shard_folder, source_files
 from lingua.tokenizer import build_tokenizer
@@ -28,6 +27,7 @@ from tests.data.prepared import (
     write_jsonl,
 )
 from tests.locks import ELSEWHERE, hold_lock
+from tests.mistakes import refused
 from tests.programs import python
 
 BUILD = """
@@ -208,5 +208,4 @@ def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, cap
     data_prepare.main([config])
     again = capsys.readouterr()
     assert lines[0] in again.out and "tokenizing" not in again.out + again.err
-    with pytest.raises(UserError, match=r"data\.sources\.b: there is no"):
-        data_prepare.main([config, "data.sources.b=1"])
+    refused(lambda: data_prepare.main([config, "data.sources.b=1"]), "data.sources.b: there is no")

@@ -15,6 +15,7 @@ from apps.mtp.model import build_multi_token
 from lingua.base.hashing import hash_bits, key_of
 from lingua.model.transformer import Context, Dropout, TransformerArgs, kept_elements
 from lingua.parallel.init import init_parameters
+from tests.base.test_hashing import split_mix
 
 CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8, dropout=0.25)
@@ -40,23 +41,15 @@ def kept(
 # ------------------------------------------------------------------------------- the formula
 
 
-def mixed(key: int, index: int) -> int:
-    """SplitMix64 as published, on unsigned numbers of any size."""
-    x = (key + index * 0x9E3779B97F4A7C15) % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return x ^ (x >> 31)
-
-
 def test_an_element_is_kept_by_the_hash_of_where_it_is():
     found = kept(p=0.25, rows=torch.tensor([5, 2**40, -1]))
     for b, row in enumerate((5, 2**40, -1)):
         for s in (0, 1, SEQ - 1):
-            key = mixed(mixed(key_of(7, "noise", 1), row), s)
-            key = mixed(key_of("attention"), mixed(key_of("layers.0"), key))
+            key = split_mix(split_mix(key_of(7, "noise", 1), row), s)
+            key = split_mix(key_of("attention"), split_mix(key_of("layers.0"), key))
             for e in range(DIM):
                 # signed, the lowest quarter of all 64-bit numbers begins at -2^63
-                assert found[b, s, e] == (not 2**63 <= mixed(key, e) < 2**63 + 2**62)
+                assert found[b, s, e] == (not 2**63 <= split_mix(key, e) < 2**63 + 2**62)
 
 
 def test_what_is_kept_is_scaled_so_that_the_mean_stays():

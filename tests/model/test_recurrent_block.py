@@ -13,11 +13,10 @@ from apps.main.transformer import ModelArgs, Transformer, build_transformer, par
 from lingua.data import IGNORE
 from lingua.model.transformer import Attention, Context, TransformerBlock
 from lingua.parallel.init import canonical_name, init_parameters
-from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
-from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.parallel.parallelize import ParallelPlan
 from lingua.parallel.tensors import whole
 from lingua.tools.inference.generate import Request, generate
+from tests.apps.meshes import on_mesh
 from tests.forks.mingru import MinGRU
 from tests.tools.inference.test_generation import BYTES, GREEDY, PROMPTS, step_by_step
 
@@ -53,12 +52,7 @@ def plain_model(n_loops: int = 1) -> Transformer:
 
 
 def model_on_mesh(sizes: Sizes) -> tuple[nn.Module, DeviceMesh]:
-    parallel = DistributedArgs(*sizes, model_dtype="fp32")
-    mesh = start(CPU, detect_launch(), parallel)
-    plan = plan_of(ARGS, 20)
-    model = parallelize_model(build_transformer(ARGS, hybrid), mesh, plan, parallel)
-    init_parameters(model, 1, CPU)
-    return model, mesh
+    return on_mesh(build_transformer(ARGS, hybrid), plan_of(ARGS, 20), sizes)
 
 
 # --------------------------------------------------------------------------------------- training

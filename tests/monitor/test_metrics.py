@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -16,22 +15,15 @@ import torch
 
 from lingua.base.errors import UserError
 from lingua.base.format import short_count, short_time
-from lingua.config.load import load, resume_classes
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.monitor.logger import init_logger, progress_line
-from lingua.monitor.metrics import (
-    LoggingArgs,
-    WandbArgs,
-    append_line,
-    cut_back,
-    mfu,
-    peak_mem_gib,
-)
+from lingua.monitor.metrics import WandbArgs, append_line, cut_back, mfu, peak_mem_gib
 from lingua.monitor.peaks import peak_flops
 from lingua.monitor.reporter import mean_parts, means
 from lingua.monitor.wandb import start_wandb
 from tests.disk import full_disk
+from tests.mistakes import refused
 from tests.programs import python
 
 
@@ -138,19 +130,10 @@ def test_peaks_are_of_the_very_device_or_not_known():
     for name, peak in known.items():
         assert peak_flops(name, torch.bfloat16) == pytest.approx(peak), name
         assert peak_flops(name, torch.float32) is None
-    for name in (
-        "",
-        "cpu",
-        "NVIDIA A10G",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "Tesla V100-SXM2-32GB",
-    ):
-        assert peak_flops(name, torch.bfloat16) is None, name
-
-
-def test_mfu_is_in_percent_and_not_known_where_the_peak_is_not():
+    others = ["", "cpu", "NVIDIA A10G", "Tesla V100-SXM2-32GB", "NVIDIA GeForce RTX 4090 D"]
+    others += ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+    assert [peak_flops(name, torch.bfloat16) for name in others] == [None] * len(others)
+    # In percent, and not known where the peak is not.
     assert mfu(6e9, 20_000, 312e12) == pytest.approx(100 * 6e9 * 20_000 / 312e12)
     assert mfu(6e9, 20_000, None) is None
 
@@ -209,15 +192,8 @@ def test_a_log_that_cannot_be_written_is_the_users_error(tmp_path, restored_logg
         init_logger(tmp_path / "file" / "run", rank=0)
 
 
-LINE = {
-    "loss": 2.13449,
-    "grad_norm": 0.8123,
-    "lr": 3e-4,
-    "tokens_per_s": 31_234.0,
-    "mfu": 41.23,
-    "peak_mem_gib": 1.23,
-    "skipped_steps": 0,
-}
+LINE = {"loss": 2.13449, "grad_norm": 0.8123, "lr": 3e-4, "tokens_per_s": 31_234.0, "mfu": 41.23}
+LINE |= {"peak_mem_gib": 1.23, "skipped_steps": 0}
 
 
 def test_the_progress_line_shows_the_step_loss_rate_speed_and_time_left():
@@ -268,19 +244,7 @@ def test_a_log_that_cannot_be_written_is_reported_once(tmp_path):
         assert "Logging error" not in closed.stderr.read()
 
 
-# ---- configuration and wandb
-
-
-@dataclass
-class RunArgs:
-    logging: LoggingArgs = field(default_factory=LoggingArgs)
-
-
-def test_logging_is_configured_as_documented_and_may_change_freely():
-    assert set(resume_classes(RunArgs).values()) == {"free"}
-    assert load(RunArgs, [])[0].logging.wandb is None
-    args, _ = load(RunArgs, ["logging.wandb.project=p", "logging.wandb.tags=[a,b]"])
-    assert args.logging.wandb == WandbArgs(project="p", tags=["a", "b"])
+# ---- wandb
 
 
 def test_wandb_resumes_the_run_of_the_dump_dir(tmp_path, monkeypatch):
@@ -307,8 +271,7 @@ def test_wandb_resumes_the_run_of_the_dump_dir(tmp_path, monkeypatch):
 
 def test_wandb_that_is_not_installed_is_the_users_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks an absent package
-    with pytest.raises(UserError, match="wandb, which is not installed"):
-        start_wandb(WandbArgs(), "name", {}, tmp_path)
+    refused(lambda: start_wandb(WandbArgs(), "name", {}, tmp_path), "wandb, which is not installed")
 
 
 def test_the_mean_of_a_metric_leaves_out_padding_and_ignored_targets():

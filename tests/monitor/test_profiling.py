@@ -15,44 +15,40 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from torch.utils.checkpoint import checkpoint
 
+from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.monitor.profiling import ProfilingArgs, open_profiler
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from tests.apps.meshes import on_mesh
 from tests.ranks import Ranks
 
+CPU = torch.device("cpu")
 WORLD = 4
-VOCAB, DIM, HIDDEN, LAYERS = 32, 16, 64, 2
+ARGS = ModelArgs(dim=16, n_layers=1, n_heads=4, vocab_size=32, multiple_of=16)
 ROWS, SEQ = 2, 8  # a micro-batch of one rank
-MICRO = 3  # micro-steps, of which the last reduces gradients
+MICRO = 2  # micro-steps, of which the last reduces gradients
 FLOAT = 4  # bytes
-BLOCK = DIM + 2 * DIM * HIDDEN  # parameters: norm, w1, w2
-ROOT = 2 * VOCAB * DIM + DIM  # embedding, head, norm
-AXES = ("dp_replicate", "dp_shard", "tp")
-# case: mesh sizes, option
-CASES = {
-    "fsdp": ((1, 4, 1), ""),
-    "bf16": ((1, 4, 1), "bf16"),
-    "hsdp": ((2, 2, 1), ""),
-    "tp": ((1, 2, 2), ""),
-    "tp checkpoint": ((1, 2, 2), "checkpoint"),
-    "tp compile": ((1, 2, 2), "compile"),
+EMBEDDING = ARGS.vocab_size * ARGS.dim  # parameters
+HEAD = EMBEDDING + ARGS.dim  # with the norm
+BLOCKS = ARGS.n_layers * (4 * ARGS.dim**2 + 3 * ARGS.dim * ARGS.hidden_dim() + 2 * ARGS.dim)
+WHOLE = BLOCKS + EMBEDDING + HEAD
+UNITS = ARGS.n_layers + 2
+# case: mesh sizes, settings
+CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "fsdp": ((1, 4, 1), {}),
+    "bf16": ((1, 4, 1), {"model_dtype": "bf16"}),
+    "hsdp": ((2, 2, 1), {}),
+    "tp": ((1, 2, 2), {}),
+    "tp checkpoint": ((1, 2, 2), {"activation_checkpointing": "full"}),
+    "tp compile": ((1, 2, 2), {"compile": True}),
 }
 # Their names in a torch.profiler trace: an independent answer.
 PROFILER_NAMES = {
     "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
@@ -63,85 +59,18 @@ PROFILER_NAMES = {
 # ------------------------------------------------------------------------- in each of the processes
 
 
-class Block(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.norm = nn.RMSNorm(DIM)
-        self.w1 = nn.Linear(DIM, HIDDEN, bias=False)
-        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
-
-    def forward(self, x):
-        def body(x):
-            return x + self.w2(F.silu(self.w1(self.norm(x))))
-
-        return checkpoint(body, x, use_reentrant=False) if self.checkpointed else body(x)
-
-
-class Model(nn.Module):
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.embeddings = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block(checkpointed) for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(DIM)
-        self.output = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens):
-        h = self.embeddings(tokens).clone()
-        for layer in self.layers:
-            h = layer(h)
-        return self.output(self.norm(h))
-
-
-def split_over_tp(model: Model, mesh: DeviceMesh) -> None:
-    plan = {
-        "embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-    }
-    for i in range(LAYERS):
-        plan[f"layers.{i}.norm"] = SequenceParallel()
-        plan[f"layers.{i}.w1"] = ColwiseParallel(input_layouts=Shard(1))
-        plan[f"layers.{i}.w2"] = RowwiseParallel(output_layouts=Shard(1))
-    parallelize_module(model, mesh, plan)
-
-
-def build(mesh: DeviceMesh, option: str) -> Model:
-    model = Model(option == "checkpoint")
-    if mesh["tp"].size() > 1:
-        split_over_tp(model, mesh["tp"])
-    if option == "compile":
-        for layer in model.layers:
-            layer.compile(backend="aot_eager")
-    shards = mesh["dp_shard"]
-    if mesh["dp_replicate"].size() > 1:
-        shards = mesh["dp_replicate", "dp_shard"]
-    policy = MixedPrecisionPolicy()
-    if option == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=shards, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return model
-
-
-def run_step(model: Model, n_micro: int = MICRO) -> None:
+def run_step(model: nn.Module, n_micro: int = MICRO) -> None:
     for i in range(n_micro):
         model.set_requires_gradient_sync(i == n_micro - 1)
-        tokens = torch.randint(0, VOCAB, (ROWS, SEQ))
-        logits = model(tokens).flatten(0, 1)
-        with loss_parallel():
-            F.cross_entropy(logits.float(), tokens.flatten(), reduction="sum").backward()
+        tokens = torch.randint(0, ARGS.vocab_size, (ROWS, SEQ))
+        model(tokens, tokens[None]).sums.sum().backward()
 
 
 def measure(case: str) -> dict:
-    shape, option = CASES[case]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
-    model = build(mesh, option)
-    run_step(model)  # the one that compiles
+    sizes, settings = CASES[case]
+    model, mesh = on_mesh(build_transformer(ARGS), parallel_plan(ARGS, SEQ), sizes, **settings)
+    if "compile" in settings:
+        run_step(model)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         run_step(model)
     names = (event.name for event in profiler.events() if event.name.startswith("c10d::"))
@@ -152,7 +81,7 @@ def measure(case: str) -> dict:
 
 
 def measure_axes() -> dict:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=AXES)
+    mesh = start(CPU, detect_launch(), DistributedArgs(2, 2, 1))
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     diagonal = dist.new_group([0, 3])
     dist.barrier()
@@ -171,8 +100,7 @@ def measure_axes() -> dict:
 
 def measure_profiler(folder: Path) -> dict[str, list[str]]:
     """What is logged by a profiler of each kind."""
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=AXES)
-    model = build(mesh, "")
+    model, mesh = on_mesh(build_transformer(ARGS), parallel_plan(ARGS, SEQ), (2, 2, 1))
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
@@ -199,8 +127,6 @@ def measure_profiler(folder: Path) -> dict[str, list[str]]:
 
 
 def measure_here(case: str, folder: Path) -> dict[str, Any]:
-    dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())
     if case == "axes":
         return measure_axes()
     return measure_profiler(folder) if case == "profiler" else measure(case)
@@ -220,8 +146,8 @@ def results(ranks: Ranks, folder: Path) -> Callable[[str], list[dict[str, Any]]]
     return cache(lambda case: ranks.run(WORLD, measure_here, case, folder))
 
 
-compiled = pytest.mark.soak  # compiling in four ranks takes half a minute
-EACH = [pytest.param(c, marks=compiled if c == "tp compile" else ()) for c in CASES]
+SOAK = ("tp", "tp compile")  # of which the checkpointed one has all, and that takes a minute
+EACH = [pytest.param(c, marks=[pytest.mark.soak] * (c in SOAK)) for c in CASES]
 
 
 def summary(result: dict) -> dict[tuple, tuple[int, int]]:
@@ -231,20 +157,17 @@ def summary(result: dict) -> dict[tuple, tuple[int, int]]:
     return {(t["kind"], t["axis"], t["backward"]): (t["count"], t["bytes"]) for t in totals}
 
 
-def gathered(itemsize: int = FLOAT) -> dict:
-    """Every unit is gathered for the forward; for the backward all but the root, which stays."""
-    forward = (3 * MICRO, MICRO * (LAYERS * BLOCK + ROOT) * itemsize)
-    backward = (2 * MICRO, MICRO * LAYERS * BLOCK * itemsize)
-    return {("all_gather", "dp_shard", False): forward, ("all_gather", "dp_shard", True): backward}
-
-
 @pytest.mark.parametrize("case", ["fsdp", "bf16", "hsdp"])
 def test_gradients_are_reduced_once_and_bytes_are_those_of_the_dtype_sent(results, case):
-    whole = (LAYERS * BLOCK + ROOT) * FLOAT
-    expected = gathered(itemsize=2 if case == "bf16" else FLOAT)
-    expected["reduce_scatter", "dp_shard", True] = (3, whole)
+    """Every unit is gathered for the forward; for the backward all but the head, which stays."""
+    itemsize = 2 if case == "bf16" else FLOAT
+    expected = {
+        ("all_gather", "dp_shard", False): (UNITS * MICRO, MICRO * WHOLE * itemsize),
+        ("all_gather", "dp_shard", True): ((UNITS - 1) * MICRO, MICRO * (WHOLE - HEAD) * itemsize),
+        ("reduce_scatter", "dp_shard", True): (UNITS, WHOLE * FLOAT),
+    }
     if case == "hsdp":  # replicas reduce their shards
-        expected["all_reduce", "dp_replicate", True] = (3, whole // 2)
+        expected["all_reduce", "dp_replicate", True] = (UNITS, WHOLE * FLOAT // 2)
     for result in results(case):
         assert summary(result) == expected
 
@@ -291,7 +214,7 @@ def test_every_rank_traces_the_chosen_steps(folder, results):
             names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
         steps = {name for name in names if name and name.startswith("step ")}
         assert steps == {"step 13", "step 14"}
-        assert names["c10d::_reduce_scatter_base_"] == 2 * 3
+        assert names["c10d::_reduce_scatter_base_"] == 2 * UNITS
 
 
 def test_the_collectives_of_one_step_are_logged_and_saved_by_rank_0(folder, results):
@@ -307,8 +230,8 @@ def test_the_collectives_of_one_step_are_logged_and_saved_by_rank_0(folder, resu
         "kind": "all_reduce",
         "axis": "dp_replicate",
         "backward": True,
-        "count": 3,
-        "bytes": (LAYERS * BLOCK + ROOT) * FLOAT // 2,
+        "count": UNITS,
+        "bytes": WHOLE * FLOAT // 2,
     }
 
 

@@ -1,4 +1,4 @@
-"""Other optimizers in the loop: each against torch's own on one process, past gradients that are
+"""Optimizers in the loop, each against torch's own on one process, past gradients that are
 not finite and a resume, and what is refused. Sharded ones: tests/apps/test_matrix.py."""
 
 import json
@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from lingua.base.errors import UserError
 from lingua.checkpoint.tensors import settings_of, tensors_of
 from lingua.optim.adapter import adapt, on_shards
-from lingua.optim.optimizer import split_by_decay, update
+from lingua.optim.args import OptimArgs
+from lingua.optim.optimizer import build_optimizer, split_by_decay, update
 from tests.forks.whole_tensors import Normalised
 
 Build = Callable[[Any], Optimizer]
@@ -133,6 +134,33 @@ def test_every_bit_is_that_of_torchs_own_past_bad_gradients_and_a_resume(kind, s
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         if p.requires_grad:
             assert equal(optimizer.state.get(p, {}), theirs.state.get(q, {}))
+
+
+@pytest.mark.parametrize(("decay", "same"), [(0.2, True), (0.19, False)])
+def test_adamw_is_torchs_own_bit_for_bit_past_bad_gradients(decay, same):
+    """What build_optimizer promises, written down once more without it."""
+    model, expected = Given(), Given()
+    args = OptimArgs(weight_decay=0.2, beta1=0.8, beta2=0.9, epsilon=1e-6)
+    optimizer = build_optimizer(model, args)
+    groups = [{"params": [expected.matrix, expected.late], "weight_decay": decay}]
+    groups.append({"params": [expected.vector], "weight_decay": 0.0})
+    theirs = O.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, fused=True)
+    for step in range(END):
+        bad = step in BAD
+        give_gradients(model, step, math.inf if bad else 0.0)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad *= 4
+        before = everything(model, optimizer)
+        update(optimizer, rate(step), torch.tensor(not bad), 4 * ONE)
+        assert equal(before, everything(model, optimizer)) == bad
+        if not bad:
+            give_gradients(expected, step)
+            for group in theirs.param_groups:
+                group["lr"] = rate(step)
+            theirs.step()
+    assert equal(model.state_dict(), expected.state_dict()) == same
+    assert {group["lr"] for group in optimizer.param_groups} == {rate(END - 1)}
 
 
 def test_a_checkpoint_from_before_the_first_update_resumes_as_a_new_optimizer():

@@ -170,17 +170,6 @@ def test_the_dp_rank_of_every_coordinate(sizes):
             dist.destroy_process_group()
 
 
-def place() -> tuple[int, int, list[int]]:
-    mesh = start(CPU, detect_launch(), DistributedArgs(dp_replicate=2, dp_shard=1, tp_size=2))
-    same = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(same, torch.tensor(dp_rank(mesh)), group=mesh.get_group("tp"))
-    return dp_rank(mesh), dp_degree(mesh), [int(rank) for rank in same]
-
-
-def test_real_ranks_have_their_dp_rank_in_common_with_their_tp_group(ranks):
-    assert ranks.run(4, place) == [(r // 2, 2, [r // 2] * 2) for r in range(4)]
-
-
 # ---------------------------------------------------------------------------------- refusals
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lingua.base.errors import UserError
 from lingua.parallel import init
@@ -15,6 +16,8 @@ from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from tests.apps.meshes import on_mesh
+from tests.mistakes import refused
 
 CPU = torch.device("cpu")
 
@@ -147,11 +150,6 @@ class Odd(nn.Module):
 
 
 def odd_values(sizes: tuple[int, int, int]) -> dict[str, Tensor]:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    replicate, shard, tp = sizes
-    args = DistributedArgs(dp_replicate=replicate, dp_shard=shard, tp_size=tp, model_dtype="fp32")
-    mesh = start(CPU, detect_launch(), args)
     with torch.device("meta"):
         model = Odd()
     plan = ParallelPlan(
@@ -159,8 +157,7 @@ def odd_values(sizes: tuple[int, int, int]) -> dict[str, Tensor]:
         tp={"first": ColwiseParallel(), "second": RowwiseParallel()},
         tp_equal=("weights",),
     )
-    parallelize_model(model, mesh, plan, args)
-    init_parameters(model, 5, CPU)
+    on_mesh(model, plan, sizes, seed=5)
     named = [*model.named_parameters(), *model.named_buffers()]
     whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in named}
     return {name: t.detach().numpy() for name, t in whole.items()}
@@ -241,5 +238,4 @@ def test_filling_a_part_with_the_whole_is_refused(ranks):
     ids=["randn", "bernoulli_", "exponential_", "sparse_", "dropout"],
 )
 def test_a_draw_that_would_depend_on_the_topology_is_refused(fill):
-    with pytest.raises(UserError, match="initial values can only be drawn"):
-        initialised(Filled((4, 4), fill))
+    refused(lambda: initialised(Filled((4, 4), fill)), "initial values can only be drawn")

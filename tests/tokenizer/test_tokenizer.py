@@ -5,7 +5,6 @@ import io
 import json
 import os
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -346,26 +345,11 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
         refused(partial(use, TokenizerArgs(name, str(path))), "data.tokenizer.", *named)
 
 
-def test_libraries_are_imported_where_used_and_their_absence_is_explained(paths):
-    script = """
-import sys
-for name in ("sentencepiece", "tiktoken", "tokenizers"):
-    sys.modules[name] = None  # what an import then finds is that there is none
-from lingua.base.errors import UserError
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
-assert build_tokenizer(TokenizerArgs()).decode([104, 105]) == "hi"
-print(*sorted(name for name in sys.modules if name.startswith("lingua.tokenizer.")))
-for name, path in zip(("sp", "tiktoken", "hf"), sys.argv[1:]):
-    try:
-        build_tokenizer(TokenizerArgs(name, path))
-    except UserError as e:
-        print(e)
-"""
-    files = [paths[kind].path for kind in ("sp-bpe", "tiktoken", "hf-byte-level")]
-    command = [sys.executable, "-c", script, *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    loaded, *lines = done.stdout.splitlines()
-    assert loaded == "lingua.tokenizer.bytes"
-    assert len(lines) == 3
-    for line, library in zip(lines, ("sentencepiece", "tiktoken", "tokenizers"), strict=True):
-        assert f"needs the Python package {library}, which is not installed" in line
+def test_the_absence_of_a_library_is_explained(paths, monkeypatch):
+    """That each is imported where it is used: tests/test_main.py."""
+    libraries = {"sp-bpe": "sentencepiece", "tiktoken": "tiktoken", "hf-byte-level": "tokenizers"}
+    for kind, library in libraries.items():
+        monkeypatch.setitem(sys.modules, library, None)  # as Python marks an absent package
+        needs = f"needs the Python package {library}, which is not installed"
+        refused(lambda kind=kind: build_tokenizer(paths[kind]), needs)
+    assert build_tokenizer(paths["bytes"]).decode([104, 105]) == "hi"

@@ -1,5 +1,5 @@
-"""Generation against transformers and against recomputing every token, alone, in batches, on any
-topology; where it stops, and its text."""
+"""Generation against recomputing every token with the plain model, which tests/apps/test_model.py
+compares with transformers; alone, in batches, on any topology; where it stops, and its text."""
 
 import math
 from collections.abc import Callable
@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
-from lingua.base.errors import UserError
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
-from lingua.parallel.parallelize import parallelize_model
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.tools.inference.sampling import SamplingArgs
-from tests.apps.test_model import reference
+from tests.apps.meshes import on_mesh
+from tests.mistakes import refused
 from tests.ranks import Ranks
 from tests.tokenizer.test_tokenizer import write_sentencepiece
 
@@ -67,14 +65,9 @@ def generate_here(
     dtype: str = "fp32",
 ) -> list[list[Completion]]:
     """Completions of the requests of each case."""
-    replicate, shard, tp = sizes
-    parallel = DistributedArgs(replicate, shard, tp, model_dtype=dtype)
-    mesh = start(CPU, detect_launch(), parallel)
-    plan = parallel_plan(args, 16 * tp)
-    model = parallelize_model(build_transformer(args), mesh, plan, parallel)
-    init_parameters(model, 1, CPU)
-    model = wrap(model)
-    return [generate(model, given, BYTES, mesh, batch_size) for given, batch_size in cases]
+    plan = parallel_plan(args, 16 * sizes[2])
+    model, mesh = on_mesh(build_transformer(args), plan, sizes, model_dtype=dtype)
+    return [generate(wrap(model), given, BYTES, mesh, batch_size) for given, batch_size in cases]
 
 
 @pytest.fixture
@@ -126,20 +119,6 @@ def test_greedy_tokens_are_those_of_recomputing_every_one_alone_and_in_a_batch(r
         assert step_by_step(windowed, PROMPTS[2], 12)[0] != expected[2][0]
 
 
-def test_greedy_tokens_are_those_that_transformers_generates(run):
-    model = plain_model(ARGS)
-    llama = reference(model)
-    assert type(llama) is LlamaForCausalLM
-    [found] = run(ARGS, SINGLE, (requests(), 8))
-    for prompt, completion in zip(PROMPTS, found, strict=True):
-        ids = torch.tensor([prompt])
-        text = llama.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
-            eos_token_id=None, pad_token_id=0, suppress_tokens=[258, 259, 260],
-        )  # fmt: skip
-        assert completion.tokens == text[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize(
     ("sizes", "wrap"),
     [
@@ -184,13 +163,14 @@ def test_a_prompt_draws_with_its_own_seed_and_settings_whatever_is_beside_it(run
         Request(PROMPTS[1], hot, 3),
         Request(PROMPTS[2], GREEDY, 3),
         Request(PROMPTS[1], replace(hot, top_k=3, max_gen_tokens=7), 3),
+        Request(PROMPTS[1], replace(hot, top_p=0.5), 3),
         Request(PROMPTS[1], hot, 4),
         Request(PROMPTS[1], hot, 3),
     ]
     together, *alone = run(ARGS, SINGLE, (given, 8), *(([request], 8) for request in given))
     assert [c.tokens for c in together] == [c.tokens for [c] in alone]
-    assert together[0].tokens == together[4].tokens
-    assert len({tuple(c.tokens) for c in together}) == 4
+    assert together[0].tokens == together[5].tokens
+    assert len({tuple(c.tokens) for c in together}) == 5
 
 
 # --------------------------------------------------------------------------------------- the end
@@ -274,5 +254,4 @@ def test_prompts_without_room_for_their_tokens_are_cut_on_the_left_and_counted(c
     cut = replace(requests[0], prompt=list(range(9, 20)))
     assert fit_prompts(requests, 15) == [cut, requests[1]]
     assert "1 of 2 prompts cut on the left" in caplog.text
-    with pytest.raises(UserError, match="max_gen_tokens = 4: leaves no room"):
-        fit_prompts(requests, 4)
+    refused(lambda: fit_prompts(requests, 4), "max_gen_tokens = 4: leaves no room")

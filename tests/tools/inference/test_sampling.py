@@ -1,4 +1,5 @@
-"""Tokens drawn with the probabilities that the settings give, each row as if it were alone."""
+"""Tokens drawn with the probabilities that the settings give. That each row is drawn as if it were
+alone: test_generation.py."""
 
 import math
 from collections import Counter
@@ -63,30 +64,3 @@ def test_the_steps_of_a_row_are_drawn_independently():
         first, second = (sampler(torch.zeros(50, 2), s) for s in (2 * step, 2 * step + 1))
         pairs.update(zip(first.tolist(), second.tolist(), strict=True))
     assert all(abs(n - 5000) < 5 * math.sqrt(5000) for n in pairs.values()) and len(pairs) == 4
-
-
-def test_a_row_draws_what_it_draws_alone_whatever_else_is_in_the_batch():
-    kinds = [
-        SamplingArgs(temperature=0.0),
-        SamplingArgs(),
-        SamplingArgs(top_k=2),
-        SamplingArgs(temperature=0.5, top_p=0.9),
-    ]
-    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1))
-    together = Sampler(kinds, [5, 6, 7, 8], CPU)
-    for step in range(20):
-        alone = [
-            Sampler([kind], [5 + i], CPU)(logits[i : i + 1], step).item()
-            for i, kind in enumerate(kinds)
-        ]
-        assert together(logits, step).tolist() == alone
-        assert alone[0] == logits[0].argmax()
-
-
-def test_another_seed_draws_other_tokens():
-    def text(seed: int) -> list[int]:
-        sampler = Sampler([SamplingArgs()], [seed], CPU)
-        return [sampler(torch.zeros(1, 100), step).item() for step in range(30)]
-
-    assert text(1) == text(1)
-    assert text(1) != text(2)

@@ -10,11 +10,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
 from apps.main.transformer import build_transformer, parallel_plan
-from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
-from lingua.parallel.parallelize import parallelize_model
 from lingua.tools.inference.score import score, windows
+from tests.apps.meshes import on_mesh
 from tests.apps.test_model import model_args
 from tests.tools.inference.test_generation import plain_model
 
@@ -83,11 +82,7 @@ def score_bigrams_here(given: Pairs) -> list[tuple[float, bool]]:
 
 
 def score_here(given: Pairs, sizes: tuple[int, int, int]) -> list[tuple[float, bool]]:
-    args = DistributedArgs(*sizes, model_dtype="fp32")
-    mesh = start(CPU, detect_launch(), args)
-    model = build_transformer(MODEL)
-    model = parallelize_model(model, mesh, parallel_plan(MODEL, seq_len=0), args)
-    init_parameters(model, 1, CPU)
+    model, mesh = on_mesh(build_transformer(MODEL), parallel_plan(MODEL, seq_len=0), sizes)
     return score(model, given, mesh, 3, LENGTH)
 
 

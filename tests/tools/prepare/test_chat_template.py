@@ -70,10 +70,7 @@ def test_the_loss_is_on_the_answers_and_what_ends_them(tmp_path):
         "plain": [[f" {think} \n", " The other.\n"]],
         "marked": [[f"{think} <|im_end|>", "The other.<|im_end|>"]],
         # Each answer is an example, behind what generation would put before it.
-        "qwen3": [
-            [f"{think} <|im_end|>\n"],
-            ["<think>\n\n</think>\n\nThe other.<|im_end|>\n"],
-        ],
+        "qwen3": [[f"{think} <|im_end|>\n"], ["<think>\n\n</think>\n\nThe other.<|im_end|>\n"]],
     }
     for name, template in TEMPLATES.items():
         chat = chat_of(tmp_path / name, template)

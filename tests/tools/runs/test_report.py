@@ -90,9 +90,7 @@ BLUE, ORANGE = (0x42, 0x69, 0xD0), (0xE0, 0x93, 0x1F)  # of the first two runs
 
 
 @needs_chromium
-def test_numbers_under_the_pointer_are_those_of_the_files(
-    tmp_path: Path, chromium: Browser
-) -> None:
+def test_numbers_under_the_pointer_are_those_of_the_files(tmp_path, chromium):
     # Unequal steps, and numbers from 1e-290 to 1e290 of both signs in a fork's own column.
     own = {s: (-1) ** s * 10.0 ** (29 * (s % 21) - 290) / 3 for s in range(1, 400)}
     a_run(tmp_path / "a", metrics=[line(s, own=own[s]) for s in range(1, 400)])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lingua.base.errors import UserError
 from lingua.base.version import code_version
 from lingua.tools.slurm.freeze import freeze_code
+from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
 
@@ -34,8 +34,7 @@ def test_a_checkout_without_a_commit_is_refused_and_nothing_is_written(tmp_path)
     checkout.mkdir()
     (checkout / "train.py").write_text("1\n")
     subprocess.run(["git", "init", "--quiet", checkout], check=True)
-    with pytest.raises(UserError, match="at least one commit"):
-        freeze_code(checkout / "train.py", dump_dir, print)
+    refused(lambda: freeze_code(checkout / "train.py", dump_dir, print), "at least one commit")
     assert not dump_dir.parent.exists()
 
 

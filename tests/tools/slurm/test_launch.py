@@ -21,6 +21,7 @@ from tests.mistakes import refused
 from tests.programs import python
 
 REPO = Path(__file__).parents[3]
+HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
 
 
 @pytest.fixture
@@ -201,12 +202,20 @@ def test_without_submitit_the_message_names_the_package(arguments, tmp_path, mon
     refused(lambda: launch(JobArgs(launcher="print"), arguments), "launcher = print", "submitit")
 
 
-def test_a_line_of_setup_that_fails_ends_the_job(arguments, tmp_path):
-    job = JobArgs(launcher="print", setup=["false", "echo after"])
-    script = launch(job, arguments)
-    assert isinstance(script, str)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
+@pytest.mark.parametrize(("line", "code"), [("true", 0), ("false", 1)])
+def test_the_script_runs_in_a_folder_of_any_name_and_a_failing_line_of_setup_ends_it(
+    arguments, tmp_path, line, code
+):
+    srun, dump_dir = tmp_path / "srun", tmp_path / HOSTILE
+    srun.write_text('#!/bin/sh\nprintf %s "$PYTHONPATH"\n')
+    srun.chmod(0o700)
+    job = JobArgs(launcher="print", setup=[line])
+    script = launch(job, [*arguments, f"dump_dir={dump_dir}"])
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    command = ["bash", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "" if code else f"{dump_dir}/code"), done
+    assert (dump_dir / "logs" / "7").is_dir() and not list(tmp_path.rglob("pwned"))
 
 
 def test_status_does_not_obey_what_a_foreign_log_contains(tmp_path, monkeypatch):
