@@ -120,6 +120,8 @@ def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | N
                 f"{key} = {previous}, as this run was started with; null would give {rows} now"
             )
             args.grad_acc_steps = None
+    if saved is not None and args.validation.tokens is None:  # a run keeps its held-out text
+        args.validation.tokens = saved.config.get("validation.tokens")
     if args.model.vocab_size == -1:
         args.model.vocab_size = tokenizer.vocab_size
     if args.model.vocab_size < tokenizer.vocab_size:

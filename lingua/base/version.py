@@ -30,22 +30,20 @@ def code_version(file: Path) -> str | None:
 
 
 def code_hash(*modules: str) -> str:
-    """A hash of the source files of imported modules, of their names and content. A package counts
-    with all files in its folder, lingua without its tools; another module counts with the modules
-    beside it that are imported."""
+    """A hash of the names and content of source files: of a package all in its folder, lingua.tools
+    left out, of another module the imported ones beside it."""
+    imported = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
     hashed = hashlib.blake2b(digest_size=6)
     for module in dict.fromkeys(modules):
         file = Path(str(sys.modules[module].__file__))
+        files = {path for path in map(Path, imported) if path.parent == file.parent}
         if file.name == "__init__.py":
             files = {path for path in file.parent.rglob("*") if path.suffix in SOURCES}
-            files -= set((file.parent / "tools").rglob("*")) if module == "lingua" else set()
-        else:
-            paths = (getattr(other, "__file__", None) for other in list(sys.modules.values()))
-            files = {Path(path) for path in paths if path and Path(path).parent == file.parent}
         for path in sorted(files):
             name = f"{module}/{path.relative_to(file.parent).as_posix()}"
-            hashed.update(hashlib.blake2b(name.encode()).digest())
-            hashed.update(hashlib.blake2b(path.read_bytes()).digest())
+            if not name.startswith("lingua/tools/"):
+                hashed.update(hashlib.blake2b(name.encode()).digest())
+                hashed.update(hashlib.blake2b(path.read_bytes()).digest())
     return hashed.hexdigest()
 
 

@@ -137,19 +137,27 @@ class DataArgs:
 @dataclass
 class ValidationArgs:
     every: Free[int] = 0  # steps between two measurements; 0: at the end of the run only
-    tokens: Free[int] = 200_000  # held-out tokens of each source that are measured, at least
+    # held-out text of each source that is measured, at least: the same for every tokenizer
+    bytes: Free[int] = 500_000
+    # as tokens, in place of `bytes`; so began the runs of earlier versions
+    tokens: Free[int | None] = None
     # names of further sources, as in data.sources, whose loss is measured and that are never
     # trained on
     sources: Free[list[str]] = field(default_factory=list)
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 0, "every")
-        yield from bounds(self, 1, "tokens")
+        yield from bounds(self, 1, "bytes", "tokens")
         for i, name in enumerate(self.sources):
             if not _is_name(name):
                 yield f"sources[{i}]", SOURCE_NAME
             if name in self.sources[:i]:
                 yield f"sources[{i}]", "is given twice"
+
+    @property
+    def budget(self) -> tuple[int, str]:
+        """How much of each source is measured at least, and its unit: bytes or tokens."""
+        return (self.bytes, "bytes") if self.tokens is None else (self.tokens, "tokens")
 
 
 SOURCE_NAME = "the name must be that of a file or folder in data.root_dir, without a path"

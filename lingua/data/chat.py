@@ -98,16 +98,16 @@ def padding(n: int, vocab_size: int) -> np.ndarray:
 
 
 def held_out_answers(
-    source: Source, seq_len: int, max_tokens: int, splits: Sequence[str] = ("heldout",)
+    source: Source, seq_len: int, budget: tuple[int, str], splits: Sequence[str] = ("heldout",)
 ) -> HeldOut:
-    """The held-out examples of `source` until `max_tokens` tokens are reached, in the order of
-    held_out_windows (lingua.data.sources). Targets are the answers' tokens, bytes those of their
+    """The held-out examples of `source` until `budget` is reached, as held_out_windows
+    (lingua.data.sources), in its order. Targets are the answers' tokens, bytes those of their
     text."""
-    documents = source.documents_by_hash(splits, max_tokens)
+    documents = source.documents_by_hash(splits, *budget)
     vocab_size = source.manifest.tokenizer["vocab_size"]
     examples = []
-    for split, *where, _ in documents.tolist():
-        stored = source.document(splits[split], *where).astype(np.int64)
+    for i, *where, _, _ in documents.tolist():
+        stored = source.document(splits[i], *where).astype(np.int64)
         kinds = stored // vocab_size
         last = np.flatnonzero(kinds == ANSWER)[-1]
         behind = np.flatnonzero(kinds[last:] == FIRST)[:1]  # padding
@@ -121,8 +121,9 @@ def held_out_answers(
     stored = np.stack(rows) if rows else np.zeros((0, length), np.int64)
     kinds, ids = np.divmod(stored, vocab_size)
     targets = np.where(kinds == ANSWER, ids, IGNORE)[:, 1:]
-    n_bytes = int(documents[:, 4].sum())
-    return HeldOut(ids[:, :-1], targets, n_bytes, documents=_index(kinds)[:, :-1])
+    return HeldOut(
+        ids[:, :-1], targets, *source.text_of(documents), documents=_index(kinds)[:, :-1]
+    )
 
 
 # ---- the template that the shards of conversations depend on

@@ -40,6 +40,7 @@ class HeldOut:
     tokens: np.ndarray  # int64 [windows, S]
     targets: np.ndarray  # int64 [windows, S], IGNORE after the last token
     n_bytes: int  # UTF-8 bytes of the documents' text
+    text: str = ""  # hash of that text; empty: of an app that gives none
     # int64 [windows, S], which document of its window each token belongs to, counted from 0; None:
     # the tokens that begin or end documents show it
     documents: np.ndarray | None = None

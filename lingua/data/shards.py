@@ -6,6 +6,7 @@ A shard is two files for each of its splits, `train` and `heldout`:
 """
 
 import functools
+import hashlib
 import io
 import json
 import os
@@ -235,10 +236,11 @@ class Source:
             raise self._lost(name, "does not have the counts of its manifest")
         return table
 
-    def documents_by_hash(self, splits: Sequence[str], max_tokens: int) -> np.ndarray:
-        """int64 [documents, 5]: number of the split in `splits`, shard, first token in the file,
-        tokens, bytes of text; in the order of the text's hash, which depends on nothing but the
-        documents themselves. One at least, and no more once they have `max_tokens`."""
+    def documents_by_hash(self, splits: Sequence[str], budget: int, unit: str) -> np.ndarray:
+        """int64 [documents, 6]: number of the split in `splits`, shard, first token in the file,
+        tokens, bytes and hash of the text; in the order of that hash, which depends on nothing but
+        the documents themselves. One at least, and no more once they have `budget` of the `unit`,
+        tokens or bytes."""
         tables = [np.empty((0, 3 + DOCUMENT_COLUMNS), np.int64)]
         for i, split in enumerate(splits):
             for shard in range(len(self.manifest.shards)):
@@ -247,11 +249,17 @@ class Source:
                 file = np.full((len(table), 2), (i, shard))
                 tables.append(np.column_stack([file, first, table]))
         documents = np.concatenate(tables)
-        documents = documents[np.argsort(documents[:, 5], kind="stable")][:, :5]
-        before = np.cumsum(documents[:, 3]) - documents[:, 3]
-        return documents[: max(1, int((before < max_tokens).sum()))]
+        documents = documents[np.argsort(documents[:, 5], kind="stable")]
+        sizes = documents[:, ("tokens", "bytes").index(unit) + 3]
+        return documents[: max(1, int((np.cumsum(sizes) - sizes < budget).sum()))]
 
     def document(self, split: str, shard: int, first: int, n: int) -> np.ndarray:
         """Tokens [n] of one document, as `documents_by_hash` locates it."""
         name = f"{self.manifest.shards[shard].name}.{split}.tokens"
         return self._read(name, self.dtype, first, n)
+
+    @staticmethod
+    def text_of(documents: np.ndarray) -> tuple[int, str]:
+        """The bytes of documents, as `documents_by_hash` lists them, and a hash of their text."""
+        hashes = np.ascontiguousarray(documents[:, 5], "<i8").tobytes()
+        return int(documents[:, 4].sum()), hashlib.blake2b(hashes, digest_size=6).hexdigest()

@@ -62,7 +62,7 @@ class TextData:
 
     def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
         sources = open_sources(args.data, tokenizer)
-        window = args.data.seq_len, args.validation.tokens
+        window = args.data.seq_len, args.validation.budget
         is_text = args.data.chat is None
         if is_text:
             windows_of = held_out_windows
@@ -319,20 +319,20 @@ def _summary(manifest: Manifest, trained_on: bool) -> Iterator[str]:
 
 
 def held_out_windows(
-    source: Source, seq_len: int, max_tokens: int, splits: Sequence[str] = ("heldout",)
+    source: Source, seq_len: int, budget: tuple[int, str], splits: Sequence[str] = ("heldout",)
 ) -> HeldOut:
-    """The held-out documents of `source` until `max_tokens` tokens are reached, at least one
-    document if it has any. With SPLITS as `splits`, of all documents.
+    """The held-out documents of `source` until `budget` is reached, (number, "tokens" or "bytes"),
+    at least one document if it has any. With SPLITS as `splits`, of all documents.
 
     They are in the order of the hash of their text: a random one, the same for every layout of the
     shards. Every token is a target, the ends of documents included. The first input is the token
     that ends a document, which precedes documents in training too, or else the token that begins
     one; a tokenizer with neither makes the first token an input only.
     """
-    documents = source.documents_by_hash(splits, max_tokens)
+    documents = source.documents_by_hash(splits, *budget)
     special, add_eos = source.manifest.tokenizer, source.manifest.add_eos
     first = special["eos_id"] if add_eos else special["bos_id"]
-    parts = [source.document(splits[split], *where) for split, *where, _ in documents.tolist()]
+    parts = [source.document(splits[i], *where) for i, *where, _, _ in documents.tolist()]
     if first is not None:
         parts.insert(0, np.array([first]))
     stream = np.concatenate(parts or [np.empty(0)]).astype(np.int64)
@@ -341,4 +341,4 @@ def held_out_windows(
     targets = np.full_like(tokens, IGNORE)
     tokens.flat[:n_targets] = stream[:-1]
     targets.flat[:n_targets] = stream[1:]
-    return HeldOut(tokens, targets, n_bytes=int(documents[:, 4].sum()))
+    return HeldOut(tokens, targets, *source.text_of(documents))

@@ -38,7 +38,7 @@ def measure_sources(
     nats = n_bytes = 0.0
     for name, windows in held_out.items():
         result = validate(model, loss, windows, rows, n_targets, mesh, marks)
-        report.validation(step, name, result)
+        report.validation(step, name, result | {"text": windows.text})
         nats += result["nats_per_byte"] * result["bytes"]
         n_bytes += result["bytes"]
     if len(held_out) > 1:

@@ -173,13 +173,15 @@ class Reporter:
         logger.info(progress_line(step, self.args.end, line, eta_s))
         self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0
 
-    def validation(self, step: int, source: str, result: dict[str, float]) -> None:
-        """Write the results of the held-out part of one source: numbers by name."""
+    def validation(self, step: int, source: str, result: dict[str, Any]) -> None:
+        """Write the results of the held-out part of one source: numbers by name, and `text`, the
+        hash of what was measured."""
         self._write(VALIDATION, {"step": step, "source": source, **result})
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in result.items())
         if "nats_per_byte" in result:
             per_byte, per_token = result["nats_per_byte"], result["nats_per_token"]
             shown = f"{per_byte:.4f} nats/byte, {per_token:.4f} nats/token"
+        else:
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in result.items())
         logger.info(f"step {step} held-out {source}: {shown}")
 
     def evaluation(self, lines: Iterable[dict[str, Any]]) -> None:

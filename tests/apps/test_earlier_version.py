@@ -10,6 +10,7 @@ import pytest
 
 from apps.bench.promise import compare, steps_of
 from apps.main import train as program
+from lingua.tools.runs.records import Record
 from tests.apps.meshes import on_meshes
 
 CLOSE = 1e-5  # of losses, relative
@@ -22,7 +23,9 @@ def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(ranks, tmp_path, ve
     sample = shutil.copytree(SAMPLES / version, tmp_path / "sample")
     shards = {path: path.read_bytes() for path in sample.glob("text/.tokens/*/*.tokens")}
     inodes = {path: path.stat().st_ino for path in shards}
-    argv = [f"config={sample}/config.yaml", f"dump_dir={sample}/run"]
+    config = sample / "config.yaml"  # without the key: a run keeps its held-out text
+    config.write_text(config.read_text().replace("tokens: 200, ", ""))
+    argv = [f"config={config}", f"dump_dir={sample}/run"]
     keys = ("dp_replicate", "dp_shard", "tp_size")
     argv += [f"distributed.{key}={n}" for key, n in zip(keys, sizes, strict=True)]
     argv += [f"data.root_dir={sample}/text", "data.workers=0"]
@@ -38,6 +41,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(ranks, tmp_path, ve
     a_step_off = [abs(b["loss"] / a["loss"] - 1) for a, b in pairwise(found)]
     assert min(a_step_off) > CLOSE and max(a_step_off) > 100 * CLOSE  # is seen
     assert [line["lr"] for line in found] == [line["lr"] for line in whole]
+    assert Record(sample / "run").config["validation.tokens"] == 200
     # Its shards are used as they are, and no others are built.
     assert shards and set(sample.glob("text/.tokens/*/*.tokens")) == shards.keys()
     assert {path: path.stat().st_ino for path in shards} == inodes

@@ -99,7 +99,7 @@ def test_every_example_is_whole_in_one_row_with_the_targets_of_its_answers(tmp_p
     assert padded < 0.2 * source.n_tokens
 
     # The loss is measured on the others, each once.
-    windows = held_out_answers(source, S, 10**6)
+    windows = held_out_answers(source, S, (10**6, "tokens"))
     answers = [w[w != IGNORE].tolist() for w in windows.targets]
     others = [d for d in expected if d not in trained]
     assert len(others) == n_held_out
@@ -257,7 +257,7 @@ def test_forms_of_pairs_give_the_same_rows_which_hold_both_answers(tmp_path):
     args, source = made["texts"], sources["texts"]
     rows, every = rows_of(args, source), np.arange(source.n_tokens // args.row_tokens)
     found = documents_of(rows.rows(every), rows.documents(every), rows.is_target(every))
-    windows = held_out_answers(source, S, 10**6)
+    windows = held_out_answers(source, S, (10**6, "tokens"))
     has = np.pad(windows.targets != IGNORE, ((0, 0), (1, 0)))[:, :-1]
     found += documents_of(windows.tokens, windows.documents, has)
     answers = [d for d in found if any(d[1])]

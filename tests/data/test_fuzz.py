@@ -71,7 +71,10 @@ def test_any_change_to_a_shard_is_named_by_a_run_and_built_again_by_the_next(tmp
 
         def read_and_build_again():
             errors = []
-            for read in (train_tokens, lambda source: held_out_windows(source, 64, 10**6)):
+            for read in (
+                train_tokens,
+                lambda source: held_out_windows(source, 64, (10**6, "tokens")),
+            ):
                 try:
                     read(source)  # as a run that has them open
                 except UserError as error:

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import xxhash
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models
 
 from lingua.data import IGNORE
 from lingua.data.args import SourceFiles, ValidationArgs
 from lingua.data.sources import TextData, check_sources, held_out_windows
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.prepare import records
 from tests.data.prepared import (
     BOS,
@@ -50,7 +52,7 @@ def held_out_in_order():
 def test_every_token_of_the_documents_is_a_target_once(corpus, seq_len, bos, eos, first):
     args = make_args(corpus, add_bos=bos, add_eos=eos)
     source = Prepared(args, processes=1, unit_bytes=50_000).source
-    windows = held_out_windows(source, seq_len, max_tokens=10**9)
+    windows = held_out_windows(source, seq_len, (10**9, "tokens"))
     texts = held_out_in_order()
     stream = [t for s in texts for t in [*[BOS] * bos, *s.encode(), *[EOS] * eos]]
     flat = windows.targets.reshape(-1)
@@ -67,13 +69,13 @@ def test_the_budget_takes_whole_documents_in_an_order_of_their_own(corpus, tmp_p
     texts = held_out_in_order()
     lengths = np.cumsum([len(text.encode()) + 2 for text in texts])
     for budget, documents in ((1, 1), (lengths[3], 4), (lengths[3] + 1, 5)):
-        windows = held_out_windows(source, 32, int(budget))
+        windows = held_out_windows(source, 32, (int(budget), "tokens"))
         assert (windows.targets != IGNORE).sum() == lengths[documents - 1]
     # Other files, other shards: the same documents.
     other = tmp_path_factory.mktemp("other")
     write_jsonl(other / "a.jsonl", TEXTS[::-1])
-    rearranged = held_out_windows(Prepared(make_args(other)).source, 32, 500)
-    windows = held_out_windows(source, 32, 500)
+    rearranged = held_out_windows(Prepared(make_args(other)).source, 32, (500, "tokens"))
+    windows = held_out_windows(source, 32, (500, "tokens"))
     assert np.array_equal(rearranged.tokens, windows.tokens)
     assert np.array_equal(rearranged.targets, windows.targets)
 
@@ -84,7 +86,7 @@ BOOK = "".join(random.Random(0).choices(["word ", "line\n", "größe "], k=20_00
 
 
 def held_out_tokens(source) -> list[int]:
-    windows = held_out_windows(source, 64, max_tokens=1)
+    windows = held_out_windows(source, 64, (1, "tokens"))
     flat = windows.targets.reshape(-1)
     return flat[flat != IGNORE].tolist()
 
@@ -101,7 +103,7 @@ def test_the_end_of_a_source_that_is_one_long_document_is_held_out(tmp_path, nam
     assert [train[0], train[-1], held_out[0], held_out[-1]] == [BOS, EOS, BOS, EOS]
     assert head + tail == BOOK  # each token is in one of them
     assert 0.015 < len(tail) / len(BOOK) < 0.021 and tail[0] in " wlg"  # where a word begins
-    assert held_out_windows(prepared.source, 64, 1).n_bytes == len(tail.encode())
+    assert held_out_windows(prepared.source, 64, (1, "tokens")).n_bytes == len(tail.encode())
     assert prepared.source.manifest.heldout_tail
     line = f"1 document, {len(train) + len(held_out):,} tokens (1.00 bytes a token); held out the "
     assert line + f"end of it, {len(held_out):,} tokens" in prepared.lines[-1]
@@ -148,6 +150,24 @@ def test_shards_of_an_earlier_version_keep_the_end_of_their_document(tmp_path, m
     assert train_tokens(Prepared(args).source) != tokens
 
 
+def test_a_budget_of_bytes_is_the_same_text_under_every_tokenizer(corpus):
+    vocabulary = {"[UNK]": 0} | {chr(c): c for c in range(32, 127)}
+    made = HfTokenizer(models.BPE(vocabulary, merges=[], unk_token="[UNK]"))  # a token a character
+    made.save(str(corpus / "tokenizer.json"))
+    other = TokenizerArgs("hf", str(corpus))
+    sources = [
+        Prepared(make_args(corpus, **keys)).source
+        for keys in ({}, {"tokenizer": other, "add_bos": False, "add_eos": False})
+    ]
+    sizes = np.cumsum([len(text.encode()) for text in held_out_in_order()])
+    for budget, documents in ((1, 1), (sizes[5], 6), (sizes[5] + 1, 7)):
+        windows = [held_out_windows(s, 32, (int(budget), "bytes")) for s in sources]
+        assert [w.n_bytes for w in windows] == [sizes[documents - 1]] * 2
+        assert windows[0].text == windows[1].text
+    by_tokens = [held_out_windows(s, 32, (int(sizes[5]), "tokens")) for s in sources]
+    assert by_tokens[0].n_bytes != by_tokens[1].n_bytes and by_tokens[0].text != by_tokens[1].text
+
+
 # ---- validation.sources
 
 
@@ -155,7 +175,7 @@ def test_validation_sources_are_measured_whole_and_never_trained_on(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:500])
     write_jsonl(tmp_path / "v" / "1.jsonl", TEXTS[500:600])
     data = make_args(tmp_path, seq_len=32, global_batch_size=4)
-    args = SimpleNamespace(data=data, seed=1, validation=ValidationArgs(0, 10**6, ["v"]))
+    args = SimpleNamespace(data=data, seed=1, validation=ValidationArgs(bytes=10**6, sources=["v"]))
     tokenizer, lines = build_tokenizer(data.tokenizer), []
     TextData().check(args, tokenizer)
     TextData().prepare(args, tokenizer, lines.append)

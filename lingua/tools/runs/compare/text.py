@@ -63,7 +63,8 @@ def _outcomes(c: Comparison) -> list[str]:
              "diverged": any(outcome.diverged for outcome in c.outcomes)}  # fmt: skip
     verb = f" {' or '.join(kind for kind, happened in kinds.items() if happened)}"
     parts = []
-    for outcome, end in zip(c.outcomes, (verb, ""), strict=True):
+    worst_first = sorted(c.outcomes, key=lambda outcome: -len(outcome.bad))
+    for outcome, end in zip(worst_first, (verb, ""), strict=True):
         part = f"{outcome.label}{end} in {len(outcome.bad)} of {counted(outcome.runs, 'run')}"
         if outcome.bad:
             low, high = proportion(len(outcome.bad), outcome.runs, c.level)
