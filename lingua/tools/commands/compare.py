@@ -3,6 +3,7 @@
     python -m lingua compare A... --against B...
     python -m lingua compare runs/lr-* --against runs/base-*
     python -m lingua compare runs/sweep effect=0.005 --json
+    python -m lingua compare plan --help    how many seeds it takes
 
 A and B are dump dirs, folders of them, or patterns. An arm is the runs of one code whose configs
 differ in nothing but the seed and operational keys, such as logging.freq; runs of two arms with one
@@ -72,6 +73,10 @@ def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], CompareArgs, b
 
 
 def main(argv: Sequence[str]) -> None:
+    if argv[:1] == ["plan"]:
+        from lingua.tools.commands import compare_plan
+
+        return compare_plan.main(argv[1:])
     before, after, args, as_numbers = arguments(argv)
     # Imported here, since --help needs no numpy.
     from lingua.tools.runs.compare.arms import check_text, choose_arms, measure_runs, open_all

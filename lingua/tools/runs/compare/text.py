@@ -49,6 +49,11 @@ def heading(
         yield from wrapped(f"note: {text}")
 
 
+def about(by: By, value: float) -> str:
+    """The last sentence of a verdict."""
+    return f"This is about {_place(by, value)}; it says nothing about {_place(by, 10 * value)}."
+
+
 def _place(by: By, value: float) -> str:
     """`step 150`, `20,480 tokens`, `1.2e+15 FLOPs` or `63 s of training`."""
     amount = _amount(by, value)
@@ -92,10 +97,8 @@ def _outcomes(c: Comparison) -> list[str]:
 def _statement(c: Comparison, unit: str, effect: float | None) -> str:
     """What the numbers of a comparison mean."""
     survived = c.survivors and c.arm_losses and c.base_losses
-    at, later = (_place(c.by, times * c.steps[-1]) for times in (1, 10))
-    about = f"This is about {at}; it says nothing about {later}."
     text = f"{'Of the runs that survived: ' if survived else ''}{_meaning(c, unit)}"
-    return " ".join([text, *_needed(c, effect), about])
+    return " ".join([text, *_needed(c, effect), about(c.by, c.steps[-1])])
 
 
 def _meaning(c: Comparison, unit: str) -> str:
