@@ -221,6 +221,11 @@ TABLE = r"""
     compare a-0 --against b-0 level=95  level  95  0.5  0.9999
     compare a-0 --against b-0 measure=nats_per_tokn  did you mean "nats_per_token"?
     compare empty --against b-0        empty
+    compare a-0 --against b-0 step=3 by=tokens  step  3  null  tokens
+    compare plan                       pilot  effect
+    compare plan effect=0 pilot=a-0    effect  0
+    compare plan effect=0.1 pilot=a-0  pilot  two seeds
+    compare plan effect=0.1 pilot=none  none
 
     stool script=..                    script  ..  apps.main
     stool script=.x                    script  .x  apps.main

@@ -73,7 +73,7 @@ def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], CompareArgs, b
 
 
 def main(argv: Sequence[str]) -> None:
-    if argv[:1] == ["plan"]:
+    if argv and argv[0] == "plan":
         from lingua.tools.commands import compare_plan
 
         return compare_plan.main(argv[1:])

@@ -144,6 +144,31 @@ def test_pairs_decide_where_they_are_two_and_half_of_the_smaller_arm_and_the_rul
     assert "Welch's interval of 2 against 5 runs is refused" in text and "% interval" not in text
 
 
+def test_the_seeds_and_hours_of_a_difference_are_planned_from_a_pilot(out):
+    """By the tables of the power of a t test: 34 pairs for half a deviation, 10 for one."""
+    losses = {"a": (2.0, 2.1, 2.3, 2.0), "b": (2.5, 2.4, 2.9, 2.6)}
+    for name, values in losses.items():
+        arm(name, ord(name), {s: [3.0, x] for s, x in enumerate(values)})
+    deviation = np.subtract(losses["a"], losses["b"]).std(ddof=1)
+    found = json.loads(out("plan", f"effect={deviation / 2}", "pilot=.", "--json"))
+    measured, most = found["needs"]
+    assert (measured["pairs"], measured["runs"]) == (34, 68) and most["pairs"] > 100
+    assert measured["deviation"] == pytest.approx(deviation)
+    for name in losses:
+        for seed in range(4):  # a step takes 90 s in the mean of the runs
+            path = Path(f"{name}-{seed}/metrics.jsonl")
+            seconds = f'"step_time_s": {60 if name == "a" else 120}, "loss"'
+            path.write_text(path.read_text().replace('"loss"', seconds))
+    text = out("plan", f"effect={deviation / 2}", "pilot=.")
+    assert "seeds runs training measured" in text and " 34 68 1.4d" in text  # 68 runs of 20 steps
+    assert "deviation: of 4 pairs" in text and "30m each in the pilot" in text
+    assert "This is about step 20; it says nothing about step 200." in text
+    # Without pairs, differences have the variance of both arms.
+    alone = np.sqrt(2) * np.std(losses["a"], ddof=1)
+    found = json.loads(out("plan", f"effect={alone}", "pilot=a-*", "--json"))
+    assert found["needs"][0]["pairs"] == 10 and "without pairs" in found["measured_by"]
+
+
 def test_a_pair_far_from_the_rest_is_named_with_the_result_without_it(out):
     rng = np.random.default_rng(1)
     noise = 0.01 * rng.normal(size=10)
