@@ -272,10 +272,10 @@ def _numbers(c: Comparison, unit: str, number: Callable[..., str]) -> Iterator[s
         ("unpaired", c.unpaired if c.welch_holds else None, runs),
     ):
         if e is not None:
-            decides = ", decides" if e is c.estimate else ""
+            mark = ">" if e is c.estimate else " "  # it decides
             level = f"{100 * e.level:.4g} %"
-            rows.append([name, number(e.mean, "+"), _interval(e, number), level,
-                         number(e.deviation), n + decides])  # fmt: skip
+            rows.append([f"{mark} {name}", number(e.mean, "+"), _interval(e, number), level,
+                         number(e.deviation), n])  # fmt: skip
     if len(rows) > 1:
         yield ""
         yield from align(rows, left=1)
