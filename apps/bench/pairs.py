@@ -76,9 +76,9 @@ def measure_arms(
     root = [f"data.root_dir={sysconfig.get_path('stdlib')}", f"data.cache_dir={FOLDER}/tokens"]
     steps: list[int] = []
     for seed in range(repeats):
-        for name, change in arms.items():
+        for i, (name, change) in enumerate(arms.items()):
             folder = FOLDER / f"{prefix}{name.replace(' ', '-')}-{seed}"
-            print(f"{folder}: run {seed * len(arms) + len(runs[name]) + 1}", file=sys.stderr)
+            print(f"{folder}: run {seed * len(arms) + i + 1}", file=sys.stderr)
             named = [f"name={folder.name}", f"dump_dir={folder}", f"seed={seed}"]
             run("apps.main.train", [*with_defaults([*TINY, *root, *change], keys), *named])
             lines = read_lines(folder / "metrics.validation.jsonl")  # of one source

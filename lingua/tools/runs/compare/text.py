@@ -146,7 +146,7 @@ def _without_interval(c: Comparison, unit: str) -> str:
     n, m = len(c.arm_losses), len(c.base_losses)
     if not (n and m):
         return "Nothing is left to compare."
-    if c.constant:
+    if len(c.constant) == 2 or (c.constant and min(n, m) == 1):
         which = " and of ".join(c.constant)
         arm, base = (np.mean(list(losses.values())) for losses in (c.arm_losses, c.base_losses))
         return (
