@@ -34,6 +34,7 @@ from lingua.config.load import draft, load, meta_lingua
 from lingua.config.values import LocatedValue
 from lingua.tools.commands.arguments import split_folders
 from lingua.tools.commands.compare import arguments as arguments_of_compare
+from lingua.tools.commands.compare_plan import PilotArgs
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.commands.data_verify import VerifyArgs
@@ -267,6 +268,8 @@ def parse_program(module: str, argv: list[str]) -> None:
         arguments_of_runs(argv)
     elif module == "lingua report":
         load(ReportArgs, split_folders(argv)[1])
+    elif module == "lingua compare" and argv[:1] == ["plan"]:
+        load(PilotArgs, argv[1:])
     elif module == "lingua compare":
         arguments_of_compare(argv)
     elif module == "lingua plan":

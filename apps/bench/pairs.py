@@ -33,34 +33,55 @@ CHANGES = {
     "optimizer": ["optim.name=muon"],
     "micro-batch": ["data.batch_size=3"],
 }
+# A change without a mathematical effect: the backward recomputes the forward.
+SAME = {"recomputation": ["distributed.activation_checkpointing=full"]}
+# Half as many pairs of longer runs.
+LONG_STEPS, LONG = 600, {"learning rate": CHANGES["learning rate"]}
 BASE = ["data.sources={text: 1.0}", f"data.source_files={{text: {{{FILES}}}}}"]
 
 
 def measure(keys: list[str], repeats: int) -> Report:
     given = [key for key in keys if not key.startswith(("config=", "app="))]
-    arms = {"base": BASE} | {name: [*BASE, *change] for name, change in CHANGES.items()}
+    steps, runs = measure_arms(CHANGES | SAME, keys, repeats)
+    long = [f"steps={LONG_STEPS}", f"validation.every={LONG_STEPS // 6}"]
+    long_steps, long_runs = measure_arms(LONG, [*long, *keys], (repeats + 1) // 2, "long-")
+    rows = [("change", "step", "mean difference", "deviation: paired", "unpaired", "variances")]
+    for at, some in ((steps, runs), (long_steps, long_runs)):
+        base = np.array(some["base"])
+        for name in list(some)[1:]:
+            arm = np.array(some[name])
+            paired = (arm - base).var(0, ddof=1)
+            unpaired = arm.var(0, ddof=1) + base.var(0, ddof=1)
+            for i, step in enumerate(at):
+                ratio = unpaired[i] / paired[i] if paired[i] else np.inf
+                rows.append((
+                    name, f"{step}", f"{(arm - base).mean(0)[i]:+.5f}", f"{paired[i] ** 0.5:.2g}",
+                    f"{unpaired[i] ** 0.5:.2g}", f"{ratio:.2g}",
+                ))  # fmt: skip
+    same = {name: runs.pop(name) for name in SAME}
+    results = {
+        "base": [*TINY, *BASE, *given], "changes": CHANGES, "steps": steps, "runs": runs,
+        "same": {"changes": SAME, "steps": steps, "runs": {"base": runs["base"], **same}},
+        "long": {"changes": LONG, "steps": long_steps, "runs": long_runs},
+    }  # fmt: skip
+    return Report(align(rows, left=1), results)
+
+
+def measure_arms(
+    changes: dict[str, list[str]], keys: list[str], repeats: int, prefix: str = ""
+) -> tuple[list[int], dict[str, list[list[float]]]]:
+    """(steps, losses at them of each seed, by arm) of BASE and of each change to it."""
+    arms = {"base": BASE} | {name: [*BASE, *change] for name, change in changes.items()}
     runs: dict[str, list[list[float]]] = {name: [] for name in arms}
     root = [f"data.root_dir={sysconfig.get_path('stdlib')}", f"data.cache_dir={FOLDER}/tokens"]
     steps: list[int] = []
     for seed in range(repeats):
-        for name, change in arms.items():
-            folder = FOLDER / f"{name.replace(' ', '-')}-{seed}"
-            print(f"{folder}: run {seed * len(arms) + len(runs[name]) + 1}", file=sys.stderr)
+        for i, (name, change) in enumerate(arms.items()):
+            folder = FOLDER / f"{prefix}{name.replace(' ', '-')}-{seed}"
+            print(f"{folder}: run {seed * len(arms) + i + 1}", file=sys.stderr)
             named = [f"name={folder.name}", f"dump_dir={folder}", f"seed={seed}"]
             run("apps.main.train", [*with_defaults([*TINY, *root, *change], keys), *named])
             lines = read_lines(folder / "metrics.validation.jsonl")  # of one source
             steps = [line["step"] for line in lines]
             runs[name].append([line["nats_per_byte"] for line in lines])
-    rows = [("change", "step", "mean difference", "deviation: paired", "unpaired", "variances")]
-    base = np.array(runs["base"])
-    for name in CHANGES:
-        arm = np.array(runs[name])
-        paired = (arm - base).var(0, ddof=1)
-        unpaired = arm.var(0, ddof=1) + base.var(0, ddof=1)
-        for i, step in enumerate(steps):
-            rows.append((
-                name, f"{step}", f"{(arm - base).mean(0)[i]:+.5f}", f"{paired[i] ** 0.5:.2g}",
-                f"{unpaired[i] ** 0.5:.2g}", f"{unpaired[i] / paired[i]:.2g}",
-            ))  # fmt: skip
-    results = {"base": [*TINY, *BASE, *given], "changes": CHANGES, "steps": steps, "runs": runs}
-    return Report(align(rows, left=1), results)
+    return steps, runs

@@ -70,6 +70,7 @@ def machine(run: Run) -> dict[str, Any]:
     dist.all_gather_object(hosts, socket.gethostname())
     return {
         "device": run.report.device_name,
+        "flops_per_token": run.report.flops_per_token,
         "hosts": list(dict.fromkeys(hosts)),
         "commit": on_rank_0(partial(code_version, Path(__file__))),
         "code": on_rank_0(partial(code_hash, "lingua", str(__package__), run.app.path)),

@@ -78,6 +78,11 @@ def check_pairs(results: dict[str, Any]) -> None:
     # Rows in other micro-batches are the same mathematics; everything else is another run.
     apart = {name: float((arm / base - 1).abs().max()) for name, arm in losses.items()}
     assert apart.pop("micro-batch") < 1e-6 and min(apart.values()) > 1e-4, apart
+    same = results["same"]["runs"]
+    torch.testing.assert_close(*map(torch.tensor, same.values()), rtol=1e-6, atol=0)
+    assert {name: len(runs) for name, runs in results["long"]["runs"].items()} == {
+        "base": 1, "learning rate": 1
+    }  # fmt: skip
 
 
 CHECKS = {"sync": check_sync, "promise": check_promise, "pairs": check_pairs}

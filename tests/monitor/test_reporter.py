@@ -82,7 +82,7 @@ def test_the_held_out_loss_of_several_sources_is_logged_as_their_mean_over_bytes
     assert (start["event"], start["topology"], start["device"]) == ("start", [1, 1, 1], "cpu")
     assert (start["step"], start["hosts"]) == (0, [socket.gethostname()])
     assert start["torch"] == torch.__version__ and len(start["commit"].partition("-")[0]) == 40
-    assert start["code"] == code_hash("lingua", "apps.main")
+    assert start["code"] == code_hash("lingua", "apps.main") and start["flops_per_token"] > 1000
     assert (stop["event"], stop["step"], stop["reason"]) == ("stop", 1, "stop_at")
     losses = [line["nats_per_byte"] for line in run.held_out]
     sizes = [line["bytes"] for line in run.held_out]

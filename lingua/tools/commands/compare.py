@@ -3,6 +3,7 @@
     python -m lingua compare A... --against B...
     python -m lingua compare runs/lr-* --against runs/base-*
     python -m lingua compare runs/sweep effect=0.005 --json
+    python -m lingua compare plan --help    how many seeds it takes
 
 A and B are dump dirs, folders of them, or patterns. An arm is the runs of one code whose configs
 differ in nothing but the seed and operational keys, such as logging.freq; runs of two arms with one
@@ -30,11 +31,19 @@ class CompareArgs:
     # compare after this step, without the runs that were not measured there; null: the last step
     # at which all runs were
     step: Free[int | None] = None
-    # the difference for which the number of pairs is computed; null: the measured one
+    # what is equal where runs are compared: the largest that all have; but for steps, losses are
+    # interpolated between measurements
+    by: Free[Literal["step", "tokens", "flops", "time"]] = "step"
+    # a difference that would matter: how many pairs would show it is printed
     effect: Free[float | None] = None
     # probability that the true differences are in their intervals: in all of them together where
     # several arms are compared
     level: Free[float] = 0.95
+    # the intervals hold for those who look after each pair; null: where a run was started after an
+    # earlier pair had ended
+    anytime: Free[bool | None] = None
+    # of three arms and more: one variance of all, or one for each difference
+    variance: Free[Literal["pooled", "separate"]] = "pooled"
     measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
 
     # ignore: runs of different code are in one arm, and a line states it
@@ -44,6 +53,8 @@ class CompareArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 0, "step", maximum=MAX_STEPS)
+        if self.step is not None and self.by != "step":
+            yield "step", f"is {self.step}; must be null where runs are compared by {self.by}"
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, "effect")
         yield from require(self, "from 0.5 to 0.9999", lambda v: 0.5 <= v <= 0.9999, "level")
 
@@ -62,25 +73,34 @@ def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], CompareArgs, b
 
 
 def main(argv: Sequence[str]) -> None:
+    if argv and argv[0] == "plan":
+        from lingua.tools.commands import compare_plan
+
+        return compare_plan.main(argv[1:])
     before, after, args, as_numbers = arguments(argv)
     # Imported here, since --help needs no numpy.
     from lingua.tools.runs.compare.arms import check_text, choose_arms, measure_runs, open_all
+    from lingua.tools.runs.compare.axis import measure_by
     from lingua.tools.runs.compare.comparison import compare_all
-    from lingua.tools.runs.compare.text import UNITS, as_json, heading, lines, plain
+    from lingua.tools.runs.compare.text import UNITS, as_json, heading, lines, plain, rule, wrapped
 
     against = open_all(after) if after else []
     arms, base, problems = choose_arms(open_all(before), against, args.code == "compare")
     everything = [run for arm in [*arms, base] for run in arm.runs]
-    measured = measure_runs(everything, args.measure, args.step)
+    if args.by == "step":
+        measured = measure_runs(everything, args.measure, args.step)
+    else:
+        measured = measure_by(everything, args.measure, args.by)
     if args.text == "compare":
         check_text(everything, measured)
-    comparisons = compare_all(arms, base, measured, args.level)
+    rules = args.level, args.anytime, args.variance
+    comparisons = compare_all(arms, base, measured, *rules)
     problems += [text for run in everything for text in run.problems]
     unit = UNITS[args.measure]
     if as_numbers:
         content = {
             "measure": args.measure,
-            "step": measured.steps[-1],
+            args.by: measured.steps[-1],
             "left_out": measured.left_out,
             "problems": problems,
             "comparisons": [as_json(c, unit, args.effect) for c in comparisons],
@@ -94,4 +114,7 @@ def main(argv: Sequence[str]) -> None:
         for line in lines(c, unit, args.effect, brief=len(comparisons) > 1):
             print(printable(line))
     if len(comparisons) > 1:
-        print("\nOne arm alone: its differences along training, and where its runs first differ")
+        print()
+        for line in wrapped(rule(comparisons[0])):
+            print(printable(line))
+        print("One arm alone: its differences along training, and where its runs first differ")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,6 +31,8 @@ SEED = "seed"
 MAX_LABEL = 60  # characters of an arm's label
 MAX_NAMED = 10  # runs, in a message
 MAX_ARMS = 100
+
+By = Literal["step", "tokens", "flops", "time"]  # what is equal where runs are compared
 
 
 @dataclass
@@ -95,13 +97,15 @@ def choose_base(arms: Sequence[Arm]) -> Arm:
 
 @dataclass
 class HeldOutLosses:
-    """Held-out losses of runs at the steps that all those have which did not fail."""
+    """Held-out losses of runs at the steps that all those have which did not fail, or at equal
+    amounts of what `by` names."""
 
-    steps: list[int]  # increasing
+    steps: Sequence[float]  # increasing; whole numbers where they are steps
     # {id(record): float64 [steps]}; NaN: diverged, or a failed run was not measured there
     losses: dict[int, np.ndarray]
     left_out: list[str]  # messages about runs without a loss
     shortest: list[Record]  # the runs that have nothing after the last of `steps`, where others do
+    by: By = "step"
 
 
 def measure_runs(records: Sequence[Record], name: str, step: int | None) -> HeldOutLosses:

@@ -1,24 +1,35 @@
-"""One arm against another: the difference of their held-out losses, and what it means in words."""
+"""Arms against one other: the differences of their held-out losses, and what decides on them."""
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
 
 import numpy as np
 
-from lingua.tools.runs.compare.arms import SEED, Arm, HeldOutLosses, label
+from lingua.tools.runs.compare.arms import SEED, Arm, By, HeldOutLosses, label
 from lingua.tools.runs.compare.differences import only_rounding, same_run, unlike, unlike_rows
 from lingua.tools.runs.compare.statistics import (
+    UNEQUAL,
     Estimate,
+    anytime_interval,
+    deviation_bound,
+    far_pair,
+    is_normal,
     paired,
     pairs_for,
-    smallest_shown,
+    pooled,
+    sign_flip,
+    smallest_effect,
     unpaired,
+    welch_holds,
 )
 from lingua.tools.runs.records import Record, heldout
 
 ROUNDING = 1e-4  # differences of losses that may be rounding, relative
+NO_SPREAD = 1e-12  # deviations that are none, relative to the loss
 
 
 @dataclass
@@ -33,6 +44,14 @@ class Pair:
     @property
     def differences(self) -> np.ndarray:
         return self.arm_losses - self.base_losses
+
+    @property
+    def times(self) -> tuple[datetime, datetime] | None:
+        """When its first run started and its last one wrote its last line; None: not recorded."""
+        times = [_times(self.arm), _times(self.base)]
+        if times[0] is None or times[1] is None:
+            return None
+        return min(times[0][0], times[1][0]), max(times[0][1], times[1][1])
 
 
 @dataclass
@@ -57,19 +76,24 @@ class Comparison:
 
     arm: Arm
     base: Arm
-    steps: list[int]  # at which both were measured; the numbers are of the last one
-    level: float  # probability of the intervals
-    arm_losses: list[float]  # after the last step
-    base_losses: list[float]
-    pairs: list[Pair]
+    steps: Sequence[float]  # at which both were measured; the numbers are of the last one
+    by: By  # what `steps` are
+    level: float  # probability of the intervals, but for that of `pooled`, which is of all arms
+    arm_losses: dict[str, float]  # after the last step, by seed
+    base_losses: dict[str, float]
+    pairs: list[Pair]  # in the order of their start
     paired: Estimate | None  # None for fewer than two pairs
     unpaired: Estimate | None  # None where an arm has fewer than two runs
-    along: list[tuple[int, int, float, Estimate | None]]  # step, pairs, mean, interval
+    along: list[tuple[float, int, float, Estimate | None]]  # step, pairs, mean, interval
     outcomes: tuple[Outcome, Outcome]  # of the arm and of the base
     unlike: list[str]  # what is not the same in all runs besides the keys that name the arms
     identical: list[Pair]  # pairs of which both are the same run
     rounding: bool  # all pairs are the same mathematics, in another order of additions
     notes: list[str]  # what a reader must know besides
+    anytime: Estimate | None = None  # the interval that decides where pairs were added on the way
+    pooled: Estimate | None = None  # the interval that decides where arms have one variance
+    is_unequal: bool = False  # a test refutes that they have
+    added: str = ""  # why `anytime` decides; empty: it does not
 
     @property
     def one_on_one(self) -> tuple[Record, Record] | None:
@@ -93,21 +117,83 @@ class Comparison:
         return any(outcome.lost for outcome in self.outcomes)
 
     @property
+    def smaller(self) -> int:
+        """Runs of the smaller arm."""
+        return min(len(self.arm_losses), len(self.base_losses))
+
+    @property
+    def is_paired(self) -> bool:
+        """By the number of runs alone: choosing by the result, such as the narrower interval, would
+        be wrong more often than the level says."""
+        return len(self.pairs) >= max(2, self.smaller / 2)
+
+    @property
     def estimate(self) -> Estimate | None:
-        """The interval that decides: that of the pairs where there are two or more. It is not the
-        narrower one, since choosing by the result would be wrong more often than the level says."""
-        return self.paired or self.unpaired
+        """The interval that decides; None where none does."""
+        if self.added:
+            e = self.anytime if self.is_paired else None
+        elif self.pooled is not None:
+            e = self.pooled
+        elif self.is_paired:
+            e = self.paired
+        else:
+            e = self.unpaired if self.welch_holds else None
+        return e if e is None or e.deviation > self._no_spread else None
+
+    @property
+    def welch_holds(self) -> bool:
+        return welch_holds(len(self.arm_losses), len(self.base_losses))
+
+    @property
+    def _no_spread(self) -> float:
+        return NO_SPREAD * max(map(abs, (*self.arm_losses.values(), *self.base_losses.values())))
+
+    @property
+    def constant(self) -> list[str]:
+        """The arms in which runs of several seeds all have the same loss."""
+        arms = {self.arm_label: self.arm_losses, self.base_label: self.base_losses}
+        return [name for name, x in arms.items() if len(x) > 1 == len(set(x.values()))]
 
     @property
     def is_identical(self) -> bool:
         return 0 < len(self.pairs) == len(self.identical)
 
     @property
-    def noise_floor(self) -> float | None:
-        """The smallest true difference that as many pairs would show four times out of five."""
-        if self.paired is None:
+    def differences(self) -> np.ndarray:
+        """Of the pairs, after the last step: float64 [pairs]."""
+        return np.array([pair.differences[-1] for pair in self.pairs])
+
+    @property
+    def sign_flip(self) -> float | None:
+        """p value of the test that needs no normal distribution; None for fewer than two pairs."""
+        return sign_flip(self.differences) if len(self.pairs) > 1 else None
+
+    @property
+    def is_normal(self) -> bool:
+        return is_normal(self.differences)
+
+    @property
+    def far(self) -> tuple[Pair, Estimate] | None:
+        """A pair that is far from the rest, and the interval of the others."""
+        at = far_pair(self.differences)
+        if at is None:
             return None
-        return smallest_shown(self.paired.deviation, len(self.pairs), self.level)
+        interval = anytime_interval if self.added else paired
+        rest = interval(np.delete(self.differences, at), self.level)
+        return None if rest is None else (self.pairs[at], rest)
+
+    @property
+    def _deviation(self) -> Estimate | None:
+        """The estimate whose deviation is that of a pair."""
+        return (self.pooled or self.paired) if self.is_paired and self.estimate else None
+
+    @property
+    def smallest_effect(self) -> float | None:
+        """The true difference that as many new pairs would show four times out of five."""
+        e = self._deviation
+        if e is None:
+            return None
+        return smallest_effect(e.deviation, int(e.freedom), len(self.pairs), self.level)
 
     @property
     def gain(self) -> float | None:
@@ -118,55 +204,94 @@ class Comparison:
         both = [[p.arm_losses[-1], p.base_losses[-1]] for p in self.pairs]
         return float(np.var(both, axis=0, ddof=1).sum() / self.paired.deviation**2)
 
-    def pairs_for(self, effect: float | None) -> tuple[float, int | None] | None:
-        """(a true difference, how many pairs show it); without `effect` that which was measured.
-        None where no deviation is known."""
-        if self.paired is None or self.paired.deviation == 0:
+    def pairs_for(self, effect: float) -> tuple[int | None, int | None] | None:
+        """How many new pairs show a true difference, by the deviation that was measured and by its
+        upper bound; None where no deviation is known."""
+        e = self._deviation
+        if e is None:
             return None
-        effect = abs(self.paired.mean) if effect is None else effect
-        return effect, pairs_for(effect, self.paired.deviation, self.level)
+        bound = deviation_bound(e.deviation, e.freedom)
+        return pairs_for(effect, e.deviation, self.level), pairs_for(effect, bound, self.level)
 
 
 def compare_all(
-    arms: Sequence[Arm], base: Arm, measured: HeldOutLosses, level: float
+    arms: Sequence[Arm],
+    base: Arm,
+    measured: HeldOutLosses,
+    level: float = 0.95,
+    anytime: bool | None = None,
+    variance: Literal["pooled", "separate"] = "pooled",
 ) -> list[Comparison]:
-    """Each arm against `base`; the intervals hold all together with at least `level`, by
-    Bonferroni's correction."""
-    return [compare(arm, base, measured, 1 - (1 - level) / len(arms)) for arm in arms]
+    """Each arm against `base`; the intervals hold all together with at least `level`.
+
+    Args:
+        anytime: whether they hold for those who look after each pair; None: where a run started
+            after an earlier pair had ended.
+        variance: of several arms, one of all, or one for each difference (Bonferroni).
+    """
+    alone = 1 - (1 - level) / len(arms)
+    comparisons = [_alone(arm, base, measured, alone) for arm in arms]
+    added = "it is asked for" if anytime else ""
+    if anytime is None:
+        added = next(filter(None, (_added(c.pairs) for c in comparisons)), "")
+    for c in comparisons if added else ():
+        c.added, c.anytime = added, anytime_interval(c.differences, alone)
+    if len(arms) > 1 and not added and variance == "pooled":
+        _pool(comparisons, level)
+    return comparisons
 
 
-def compare(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Comparison:
+def _pool(comparisons: list[Comparison], level: float) -> None:
+    """Sets the intervals of one variance, with seeds as blocks where all arms are paired."""
+    used = [c for c in comparisons if c.arm_losses and c.base_losses]
+    if len(used) < 2:
+        return
+    arms = [used[0].base_losses, *(c.arm_losses for c in used)]
+    result = pooled(arms, level, blocks=all(c.is_paired for c in used))
+    if result is None:
+        return
+    for c, estimate in zip(used, result.estimates, strict=True):
+        c.pooled, c.is_unequal = estimate, result.unequal < UNEQUAL
+
+
+def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Comparison:
     """The comparison of two arms whose runs were all measured at `measured.steps`, but for those
-    that failed."""
+    that failed, without an interval of several arms."""
     notes: list[str] = []
     runs = [_once(one, measured, notes) for one in (arm, base)]
     finite = [[r for r in some if math.isfinite(measured.losses[id(r)][-1])] for some in runs]
     labels = label(arm, base), label(base, arm)
     outcomes = [_outcome(*of) for of in zip(labels, runs, finite, strict=True)]
-    seeds = [{_seed(r): r for r in those if SEED in r.config} for those in finite]
+    seeds = [{_seed(r): r for r in those} for those in finite]
     pairs = [
         Pair(a, b, measured.losses[id(a)], measured.losses[id(b)])
         for seed, a in seeds[0].items()
         if (b := seeds[1].get(seed)) is not None
     ]
     both = [(pair.arm, pair.base) for pair in pairs]
+    times = {id(pair): pair.times for pair in pairs}
+    if None not in times.values():
+        pairs.sort(key=lambda pair: times[id(pair)] or ())
     differences = np.array([p.differences for p in pairs]).reshape(len(pairs), len(measured.steps))
     along = []
     for step, column in zip(measured.steps, differences.T, strict=True):
         known = column[np.isfinite(column)]
         if len(known):
             along.append((step, len(known), float(known.mean()), paired(known, level)))
-    last, base_last = ([float(measured.losses[id(r)][-1]) for r in some] for some in finite)
+    last, base_last = (
+        {_seed(r): float(measured.losses[id(r)][-1]) for r in some} for some in finite
+    )
     return Comparison(
         arm=arm,
         base=base,
         steps=measured.steps,
+        by=measured.by,
         level=level,
         arm_losses=last,
         base_losses=base_last,
         pairs=pairs,
         paired=paired(differences[:, -1], level),
-        unpaired=unpaired(last, base_last, level),
+        unpaired=unpaired(list(last.values()), list(base_last.values()), level),
         along=along,
         outcomes=(outcomes[0], outcomes[1]),
         unlike=[
@@ -175,7 +300,7 @@ def compare(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compa
         ],
         identical=[pair for pair in pairs if same_run(pair.arm, pair.base)],
         rounding=bool(pairs) and all(map(_is_rounding, pairs)),
-        notes=notes + _cautions(arm, base),
+        notes=notes + _cautions(arm, base, measured.by),
     )
 
 
@@ -191,27 +316,54 @@ def _outcome(name: str, runs: list[Record], finite: list[Record]) -> Outcome:
     return Outcome(name, len(runs), [r.name for r in failed], [r.name for r in diverged], lost)
 
 
+def _added(pairs: Sequence[Pair]) -> str:
+    """Why one may have looked at pairs before others were started; empty where nothing says so."""
+    for pair in pairs:
+        ended = pair.times
+        for other in pairs:
+            for run in (other.arm, other.base):
+                started = _times(run)
+                if ended and started and started[0] > ended[1]:
+                    return (
+                        f"{run.name} started after {pair.arm.name} and {pair.base.name} had ended"
+                    )
+    return ""
+
+
+def _times(record: Record) -> tuple[datetime, datetime] | None:
+    """When a run was first started, and when it wrote its last line; None: not recorded."""
+    starts = [event for event in record.events if event["event"] == "start"]
+    try:
+        first, last = (
+            datetime.fromisoformat(line["created_at"]) for line in (starts[0], record.newest)
+        )
+        return (first, last) if first <= last else None
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
 def _is_rounding(pair: Pair) -> bool:
     largest = np.abs(pair.differences).max()
     return bool(largest < ROUNDING * pair.base_losses[-1]) and only_rounding(pair.arm, pair.base)
 
 
 def _seed(record: Record) -> str:
-    return json.dumps(record.config[SEED], default=str)
+    """The seed of a run; of one without a seed its folder, which no other run has."""
+    seeded = SEED in record.config
+    return json.dumps(record.config[SEED], default=str) if seeded else str(record.folder)
 
 
 def _once(arm: Arm, measured: HeldOutLosses, notes: list[str]) -> list[Record]:
     """The measured runs of an arm, one of each seed: a second one is no further evidence."""
     kept: dict[str, Record] = {}
-    for i, record in enumerate(r for r in arm.runs if id(r) in measured.losses):
-        seed = _seed(record) if SEED in record.config else f"none {i}"
-        first = kept.setdefault(seed, record)
+    for record in (r for r in arm.runs if id(r) in measured.losses):
+        first = kept.setdefault(_seed(record), record)
         if first is not record:
             notes.append(f"{record.name} is left out: {first.name} has its config and seed")
     return list(kept.values())
 
 
-def _cautions(arm: Arm, base: Arm) -> list[str]:
+def _cautions(arm: Arm, base: Arm, by: By) -> list[str]:
     """Where the two arms are not measured alike."""
     a, b = arm.runs[0], base.runs[0]
     cautions = []
@@ -221,6 +373,6 @@ def _cautions(arm: Arm, base: Arm) -> list[str]:
         ("steps", "so this step is at another part of the schedule"),
     ):
         values = [run.config.get(key) for run in (a, b)]
-        if values[0] != values[1]:
+        if values[0] != values[1] and (by == "step" or key == "steps"):
             cautions.append(f"{key} is {values[0]} and {values[1]}, {meaning}")
     return cautions

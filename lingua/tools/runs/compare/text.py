@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from lingua.base.format import align, counted
-from lingua.tools.runs.compare.arms import HeldOutLosses
+from lingua.tools.runs.compare.arms import By, HeldOutLosses
 from lingua.tools.runs.compare.comparison import Comparison, Pair
 from lingua.tools.runs.compare.differences import Aspect, causes, first_differences, only_rounding
-from lingua.tools.runs.compare.statistics import MAX_PAIRS, POWER, proportion
+from lingua.tools.runs.compare.statistics import MAX_PAIRS, POWER, Estimate, proportion
 from lingua.tools.runs.records import Record
 
 WIDTH = 80
@@ -18,33 +20,52 @@ MAX_TABLE_STEPS = 8  # rows of the table along training
 MAX_NAMED = 5  # names of runs in a line
 UNITS = {"nats_per_byte": "nats per byte", "nats_per_token": "nats per token",
          "bits_per_byte": "bits per byte"}  # fmt: skip
+SPENT = {"tokens": "tokens", "flops": "FLOPs", "time": "s of training"}
+# What an anytime interval takes: (true difference in deviations, pairs that show it in half and in
+# 80 % of cases, pairs of a fixed number that show it in 80 %), simulated by tests.
+PRICE = ((1, 12, 18, 10), (2, 6, 8, 5), (3, 5, 6, 4))
 
 
 def heading(
     measured: HeldOutLosses, unit: str, level: float, arms: int, problems: list[str]
 ) -> Iterator[str]:
     """What is compared: the step, and what is left out."""
-    step = measured.steps[-1]
-    yield f"held-out loss after step {step:,} in {unit}; lower is better"
+    place = _place(measured.by, measured.steps[-1])
+    yield f"held-out loss after {place} in {unit}; lower is better"
     if arms > 1:
         yield from wrapped(
             f"{arms} arms are compared with one: their intervals hold all together with "
-            f"{100 * level:.4g} % (Bonferroni), so each is wider"
+            f"{100 * level:.4g} %"
         )
     if measured.shortest:
         names = ", ".join(run.name for run in measured.shortest[:MAX_NAMED])
         more = ", ..." if len(measured.shortest) > MAX_NAMED else ""
+        other = "; step=N chooses another" if measured.by == "step" else ""
         yield from wrapped(
-            f"note: this is the last step that all runs have; {names}{more} "
-            f"{'have' if len(measured.shortest) > 1 else 'has'} no later one, others have; step=N "
-            "chooses another"
+            f"note: this is the last {measured.by} that all runs have; {names}{more} "
+            f"{'have' if len(measured.shortest) > 1 else 'has'} no later one, others have{other}"
         )
     for text in (*measured.left_out, *problems):
         yield from wrapped(f"note: {text}")
 
 
+def about(by: By, value: float) -> str:
+    """The last sentence of a verdict."""
+    return f"This is about {_place(by, value)}; it says nothing about {_place(by, 10 * value)}."
+
+
+def _place(by: By, value: float) -> str:
+    """`step 150`, `20,480 tokens`, `1.2e+15 FLOPs` or `63 s of training`."""
+    amount = _amount(by, value)
+    return f"step {amount}" if by == "step" else f"{amount} {SPENT[by]}"
+
+
+def _amount(by: By, value: float) -> str:
+    return f"{value:.4g}" if by == "flops" else f"{value:,.0f}"
+
+
 def verdict(c: Comparison, unit: str, effect: float | None = None) -> str:
-    """What a comparison means, in a few sentences."""
+    """What a comparison means, in a few sentences, the last of which says of which step."""
     return " ".join([*(f"{text}." for text in first_lines(c)), _statement(c, unit, effect)])
 
 
@@ -76,59 +97,113 @@ def _outcomes(c: Comparison) -> list[str]:
 
 def _statement(c: Comparison, unit: str, effect: float | None) -> str:
     """What the numbers of a comparison mean."""
+    survived = c.survivors and c.arm_losses and c.base_losses
+    text = f"{'Of the runs that survived: ' if survived else ''}{_meaning(c, unit)}"
+    return " ".join([text, *_needed(c, effect), about(c.by, c.steps[-1])])
+
+
+def _meaning(c: Comparison, unit: str) -> str:
     number, e = _format(c), c.estimate
-    text = "Of the runs that survived: " if c.survivors and c.arm_losses and c.base_losses else ""
     if c.is_identical:
         who = [(p.arm.name, p.base.name) for p in c.pairs[:1]]
         a, b = who[0] if len(c.pairs) == 1 else (c.arm_label, c.base_label)
         each = "" if len(c.pairs) == 1 else f" in each of {len(c.pairs)} pairs"
-        return f"{text}{a} and {b} are the same run{each}: all that both recorded is identical."
+        return f"{a} and {b} are the same run{each}: all that both recorded is identical."
     if c.rounding:
         largest = max(abs(pair.differences).max() for pair in c.pairs)
         return (
-            f"{text}{c.arm_label} and {c.base_label} differ by rounding alone: the same rows, and "
+            f"{c.arm_label} and {c.base_label} differ by rounding alone: the same rows, and "
             f"losses at most {largest:.1e} {unit} apart, {counted(len(c.pairs), 'pair')}."
         )
     if e is None:
-        return text + _without_interval(c, unit)
+        return _without_interval(c, unit)
     runs = f"{counted(len(c.arm_losses), 'run')} against {len(c.base_losses)}, not paired"
-    how = counted(len(c.pairs), "pair") if c.paired else runs
-    level = f"{100 * c.level:.4g} % interval"
+    how = counted(len(c.pairs), "pair") if c.is_paired else runs
+    level = f"{100 * e.level:.4g} % {'anytime ' if c.added else ''}interval"
     if e.excludes_zero:
         better = "better" if e.mean < 0 else "worse"
         low, high = sorted((abs(e.low), abs(e.high)))
-        return text + (
+        return (
             f"{c.arm_label} is {better} than {c.base_label} by {number(abs(e.mean))} {unit}, "
             f"{level} {number(low)} to {number(high)}, {how}."
         )
-    text += (
+    return (
         f"{c.arm_label} and {c.base_label} cannot be told apart: difference "
-        f"{number(e.mean, '+')} {unit}, {level} {number(e.low, '+')} to {number(e.high, '+')}, "
-        f"{how}."
+        f"{number(e.mean, '+')} {unit}, {level} {_interval(e, number)}, {how}."
     )
-    needed = c.pairs_for(effect)
+
+
+def _needed(c: Comparison, effect: float | None) -> Iterator[str]:
+    """How many pairs would show `effect`."""
+    needed = None if effect is None or c.rounding or c.is_identical else c.pairs_for(effect)
     if needed is None:
-        return text
-    size, pairs = needed
-    if pairs is None:
-        return f"{text} More than {MAX_PAIRS:,} pairs would be needed to show {number(size)}."
-    return f"{text} About {counted(pairs, 'pair')} would show {number(size)}."
+        return
+    least, most = (f"{MAX_PAIRS:,}+" if n is None else f"{n:,}" for n in needed)
+    pairs = f"About {least}" if least == most else f"About {least} to {most}"
+    yield f"{pairs} new pairs, looked at once, would show {effect:.4g}."
 
 
 def _without_interval(c: Comparison, unit: str) -> str:
-    if len(c.pairs) == 1:
-        [pair] = c.pairs
-        difference = float(pair.differences[-1])
-        better = "better" if difference < 0 else "worse" if difference > 0 else "different"
-        return (
-            f"{pair.arm.name} is {better} than {pair.base.name} by {abs(difference):.4f} {unit}. "
-            "That is one pair, which has no interval: whether it is chance cannot be known. Run "
-            "both with more seeds."
-        )
-    if not (c.arm_losses and c.base_losses):
+    n, m = len(c.arm_losses), len(c.base_losses)
+    if not (n and m):
         return "Nothing is left to compare."
-    runs = f"{counted(len(c.arm_losses), 'run')} and {len(c.base_losses)}, without a common seed"
-    return f"{c.arm_label} and {c.base_label}: {runs}. Run both with the same seeds."
+    if len(c.constant) == 2 or (c.constant and min(n, m) == 1):
+        which = " and of ".join(c.constant)
+        arm, base = (np.mean(list(losses.values())) for losses in (c.arm_losses, c.base_losses))
+        return (
+            f"The seed has no effect: all runs of {which} have one loss, so chance cannot be "
+            f"estimated; {c.arm_label} differs by {arm - base:+.4f} {unit} from {c.base_label}."
+        )
+    if len(c.pairs) == 1 == min(n, m):
+        [pair] = c.pairs
+        return (
+            f"One pair says nothing about chance; {pair.arm.name} differs by "
+            f"{pair.differences[-1]:+.4f} {unit} from {pair.base.name}. Run both with more seeds."
+        )
+    if len(c.pairs) > 1 and not c.added:
+        return f"All {len(c.pairs)} differences are equal: chance cannot be estimated."
+    runs = f"{c.arm_label} and {c.base_label}: {counted(n, 'run')} and {m}, "
+    common = counted(len(c.pairs), "common seed") if c.pairs else "without a common seed"
+    refused = ""
+    if c.added:
+        refused = " An anytime interval needs pairs."
+    elif min(n, m) > 1:
+        refused = (
+            f" Welch's interval of {n} against {m} runs is refused: it would claim more than "
+            "6.5 % of differences that are none."
+        )
+    return f"{runs}{common}.{refused} Run both with the same seeds."
+
+
+def rule(c: Comparison) -> str:
+    """Which interval decides, and by which rule, which looks at no loss."""
+    of = f"{len(c.pairs)} of {counted(c.smaller, 'run')} of the smaller arm"
+    if c.estimate is None or c.rounding or c.is_identical:
+        return ""
+    if c.added:
+        sigmas, half, often, fixed = (", ".join(map(str, row)) for row in zip(*PRICE, strict=True))
+        return (
+            f"rule: anytime, as {c.added}; the interval holds however often one looks. Its price "
+            f"at 95 %: differences of {sigmas} deviations are shown by {half} pairs in half of the "
+            f"cases and by {often} in 80 %, by a fixed number of {fixed} in 80 %. If the number of "
+            "pairs was fixed before the first result: anytime=false"
+        )
+    if c.pooled is not None:
+        blocks = "seeds as blocks" if c.is_paired else "without blocks"
+        unequal = " (warning: one arm varies more or less than the others, F test)"
+        return (
+            f"rule: one variance of all arms{unequal if c.is_unequal else ''}, {blocks}, and "
+            "Dunnett's critical value; variance=separate: each difference has its own"
+        )
+    paired = f"{of} are in pairs" if c.pairs else "no seed is common"
+    which = "paired" if c.is_paired else "Welch"
+    return f"rule: {which}, as {paired}; paired takes two pairs, and half of the smaller arm"
+
+
+def _interval(e: Estimate, number: Callable[..., str]) -> str:
+    if math.isinf(e.high):
+        return "without ends yet"
+    return f"{number(e.low, '+')} to {number(e.high, '+')}"
 
 
 def wrapped(text: str) -> list[str]:
@@ -138,8 +213,9 @@ def wrapped(text: str) -> list[str]:
 
 def _format(c: Comparison) -> Callable[..., str]:
     """A formatter of differences, with two digits of the half width of the narrowest interval."""
-    halves = [(e.high - e.low) / 2 for e in (c.paired, c.unpaired) if e is not None]
-    halves = [half for half in halves if half > 0]
+    estimates = (c.paired, c.unpaired, c.pooled, c.anytime)
+    halves = [(e.high - e.low) / 2 for e in estimates if e is not None]
+    halves = [half for half in halves if 0 < half < math.inf]
     places = min(10, max(4, 1 - math.floor(math.log10(min(halves))))) if halves else 4
     return lambda value, sign="": f"{value:{sign}.{places}f}"
 
@@ -152,10 +228,13 @@ def lines(
     for text in first_lines(c):
         yield from wrapped(text)
     yield from textwrap.wrap(_statement(c, unit, effect), WIDTH, break_on_hyphens=False)
+    yield from wrapped(rule(c)) if not brief else ()
     notes = [*c.notes, *(f"{p.arm.name} and {p.base.name} are the same run" for p in c.identical)]
     for note in c.notes if c.is_identical else notes:
         yield from wrapped(f"note: {note}")
     if not (c.is_identical or c.rounding):  # an interval of rounding would mean nothing
+        for note in _shape(c, number) if c.estimate else ():
+            yield from wrapped(f"note: {note}")
         yield from _numbers(c, unit, number)
         yield from _along(c, number) if not brief else ()
     if not brief and c.one_on_one is not None:
@@ -163,22 +242,53 @@ def lines(
         yield from _first_lines(*c.one_on_one)
 
 
+def _shape(c: Comparison, number: Callable[..., str]) -> Iterator[str]:
+    """What the interval that decides does not fit."""
+    for name in c.constant:
+        yield f"the seed has no effect in {name}: all of its runs have one loss"
+    if not c.is_paired:
+        return
+    if c.far is not None:
+        pair, rest = c.far
+        yield (
+            f"{pair.arm.name} and {pair.base.name} differ by {number(pair.differences[-1], '+')}, "
+            "far from the other pairs (Grubbs' test); without them the difference would be "
+            f"{number(rest.mean, '+')}, interval {_interval(rest, number)}"
+        )
+    if not c.is_normal:
+        yield (
+            "the differences are not normally distributed (test of Shapiro and Wilk), which the "
+            "interval assumes: see the sign-flip test"
+        )
+
+
 def _numbers(c: Comparison, unit: str, number: Callable[..., str]) -> Iterator[str]:
-    rows = [["", "difference", f"{100 * c.level:.4g} % interval", "deviation", ""]]
+    runs = f"{len(c.arm_losses)} and {len(c.base_losses)} runs"
+    pairs = counted(len(c.pairs), "pair")
+    rows = [["", "difference", "interval", "level", "deviation", ""]]
     for name, e, n in (
-        ("paired", c.paired, counted(len(c.pairs), "pair")),
-        ("unpaired", c.unpaired, f"{len(c.arm_losses)} and {len(c.base_losses)} runs"),
+        ("pooled", c.pooled, pairs if c.is_paired else runs),
+        ("anytime", c.anytime, pairs),
+        ("paired", c.paired, pairs),
+        ("unpaired", c.unpaired if c.welch_holds else None, runs),
     ):
         if e is not None:
-            interval = f"{number(e.low, '+')} to {number(e.high, '+')}"
-            rows.append([name, number(e.mean, "+"), interval, number(e.deviation), n])
+            mark = ">" if e is c.estimate else " "  # it decides
+            level = f"{100 * e.level:.4g} %"
+            rows.append([f"{mark} {name}", number(e.mean, "+"), _interval(e, number), level,
+                         number(e.deviation), n])  # fmt: skip
     if len(rows) > 1:
         yield ""
         yield from align(rows, left=1)
-    if c.noise_floor is not None:
+    if c.estimate is None:
+        return
+    if c.sign_flip is not None:
+        few = "; fewer than six pairs never have one below 0.05" if len(c.pairs) < 6 else ""
+        yield from wrapped(f"sign-flip test of the pairs: p = {c.sign_flip:.2g}{few}")
+    if c.smallest_effect is not None:
         yield from wrapped(
-            f"noise floor: {number(c.noise_floor)} {unit}, the smallest true difference that "
-            f"{counted(len(c.pairs), 'pair')} would show in {100 * POWER:.0f} % of cases"
+            f"smallest detectable effect: {number(c.smallest_effect)} {unit}, the true difference "
+            f"that {pairs} more, looked at once, would show in {100 * POWER:.0f} % of cases"
         )
     if c.gain is not None:
         yield from wrapped(
@@ -194,10 +304,10 @@ def _along(c: Comparison, number: Callable[..., str]) -> Iterator[str]:
         return
     chosen = sorted({round(i * (n - 1) / (MAX_TABLE_STEPS - 1)) for i in range(MAX_TABLE_STEPS)})
     yield ""
-    rows = [["step", "difference", "interval, of this step alone", "pairs"]]
+    rows = [[c.by, "difference", f"interval, of this {c.by} alone", "pairs"]]
     for step, pairs, mean, e in (c.along[i] for i in chosen):
         interval = "" if e is None else f"{number(e.low, '+')} to {number(e.high, '+')}"
-        rows.append([f"{step:,}", number(mean, "+"), interval, f"{pairs}"])
+        rows.append([_amount(c.by, step), number(mean, "+"), interval, f"{pairs}"])
     yield from align(rows, left=0)
 
 
@@ -237,36 +347,44 @@ def _values(aspect: Aspect) -> str:
 
 def as_json(c: Comparison, unit: str, effect: float | None = None) -> dict[str, Any]:
     """The whole comparison for programs."""
-    needed = c.pairs_for(effect)
+    estimates = {name: getattr(c, name) for name in ("pooled", "anytime", "paired", "unpaired")}
     return {
         "arm": c.arm_label,
         "base": c.base_label,
-        "step": c.steps[-1],
+        c.by: c.steps[-1],
         "level": c.level,
         "verdict": verdict(c, unit, effect),
-        "paired": c.paired and asdict(c.paired),
-        "unpaired": c.unpaired and asdict(c.unpaired),
-        "noise_floor": c.noise_floor,
+        "rule": rule(c),
+        "decides": next((n for n, e in estimates.items() if e and e is c.estimate), None),
+        **{name: e and asdict(e) for name, e in estimates.items()},
+        "sign_flip": c.sign_flip,
+        "far_pair": c.far and _pair_names(c.far[0]),
+        "is_normal": c.is_normal,
+        "is_unequal": c.is_unequal,
+        "smallest_effect": c.smallest_effect,
         "unpaired_over_paired_variance": c.gain,
-        "effect": needed and needed[0],
-        "pairs_for_effect": needed and needed[1],
+        "effect": effect,
+        "pairs_for_effect": effect and c.pairs_for(effect),
         "outcomes": [asdict(outcome) for outcome in c.outcomes],
         "unlike": c.unlike,
         "only_rounding": c.rounding,
         "notes": c.notes,
-        "losses": {"arm": c.arm_losses, "base": c.base_losses},
+        "losses": {"arm": list(c.arm_losses.values()), "base": list(c.base_losses.values())},
         "along": [
-            {"step": step, "pairs": n, "mean": mean, "interval": e and [e.low, e.high]}
+            {c.by: step, "pairs": n, "mean": mean, "interval": e and [e.low, e.high]}
             for step, n, mean, e in c.along
         ],
         "pairs": [_pair(p, p in c.identical) for p in c.pairs],
     }
 
 
+def _pair_names(pair: Pair) -> dict[str, str]:
+    return {"arm": str(pair.arm.folder), "base": str(pair.base.folder)}
+
+
 def _pair(pair: Pair, identical: bool) -> dict[str, Any]:
     return {
-        "arm": str(pair.arm.folder),
-        "base": str(pair.base.folder),
+        **_pair_names(pair),
         "difference": float(pair.differences[-1]),
         "same_run": identical,
         "first_differences": [asdict(aspect) for aspect in first_differences(pair.arm, pair.base)],

@@ -130,7 +130,7 @@ function showVerdict({heading = [], rows = []}) {
                  drawn("circle", {cx: mean, cy: 12, r: 4, class: "mean"}), drawn("title", {}));
       svg.lastChild.textContent = `difference ${exact(interval[0])}, interval ${exact(interval[1])} to ${exact(interval[2])}; the line is no difference`;
     }
-    words.append(element("p", text), ...notes.map(note => element("p", `note: ${note}`, {class: "key"})));
+    words.append(element("p", text), ...notes.map(note => element("p", note, {class: "key"})));
     row.append(svg, words);
     (i < n ? made : closed).append(row);
   }

@@ -1,5 +1,6 @@
 """The arms on a page: which are drawn, what they are called, and how they compare."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from lingua.tools.runs.compare.arms import (
     measure_runs,
 )
 from lingua.tools.runs.compare.comparison import Comparison, compare_all
-from lingua.tools.runs.compare.text import UNITS, heading, verdict
+from lingua.tools.runs.compare.text import UNITS, heading, rule, verdict
 from lingua.tools.runs.records import Record
 
 MAX_DRAWN = 50  # runs with curves: more colours and dashes cannot be distinguished
@@ -81,5 +82,7 @@ def compare_for_page(records: Sequence[Record]) -> dict[str, Any]:
 
 def _row(c: Comparison) -> dict[str, Any]:
     estimate = None if c.is_identical or c.rounding else c.estimate
-    interval = estimate and [estimate.mean, estimate.low, estimate.high]
-    return {"text": verdict(c, UNITS[MEASURE]), "notes": c.notes, "interval": interval}
+    known = estimate is not None and math.isfinite(estimate.high)  # that of few pairs has no ends
+    interval = [estimate.mean, estimate.low, estimate.high] if estimate and known else None
+    notes = [*filter(None, [rule(c)]), *(f"note: {note}" for note in c.notes)]
+    return {"text": verdict(c, UNITS[MEASURE]), "notes": notes, "interval": interval}

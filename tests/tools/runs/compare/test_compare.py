@@ -53,7 +53,7 @@ def test_the_difference_of_the_pool_is_printed_with_both_intervals(out, tmp_path
     assert f"held-out loss after step {STEPS[-1]} in nats per byte" in text
     best = f"optim.lr=0.005 is better than optim.lr=0.004 by {-difference.mean():.4f} nats per byte"
     assert best in text and f"{SEEDS} pairs." in text
-    assert f"unpaired {difference.mean():+.4f}" in text and "noise floor" in text
+    assert f"unpaired {difference.mean():+.4f}" in text and "smallest detectable effect" in text
     reverse = out("pool/base*", "--against", "pool/learning*")
     assert "optim.lr=0.004 is worse than optim.lr=0.005" in reverse
     found = json.loads(out("pool/learning*", "--against", "pool/base*", "--json"))
@@ -69,8 +69,11 @@ def test_the_difference_of_the_pool_is_printed_with_both_intervals(out, tmp_path
 def test_arms_are_found_by_their_configs_and_all_intervals_hold_together(out, tmp_path):
     write_pool(tmp_path / "pool", ["base", "learning rate", "width", "optimizer"], 4)
     text = out("pool")
-    assert "3 arms are compared with one" in text and "(Bonferroni)" in text
-    assert "98.33 % interval" in text and "95 % interval" not in text
+    assert "3 arms are compared with one: their intervals hold all together with 95 %" in text
+    assert "rule: one variance of all arms" in text and "seeds as blocks, and Dunnett's" in text
+    assert "95 % interval" in text
+    alone = out("pool", "variance=separate")  # Bonferroni's correction
+    assert "98.33 % interval" in alone and "95 % interval" not in alone and "Dunnett" not in alone
     for label in ("optim.lr=0.005", "model.dim=80", "optim.name=muon"):  # each against the base
         assert label in text
     assert "optim.lr=0.004" in text and "model.dim=64" in text
@@ -79,10 +82,11 @@ def test_arms_are_found_by_their_configs_and_all_intervals_hold_together(out, tm
 def test_arms_that_cannot_be_told_apart_say_how_many_pairs_would_show_what(out):
     arm("a", 0.1, {s: [3.0, 2.0 + x] for s, x in enumerate((0.01, -0.01, 0.012, -0.009, 0.0))})
     arm("b", 0.2, {s: [3.0, 2.0] for s in range(5)})
+    assert "cannot be told apart" in out(".") and "pairs would show" not in out(".")
     text = out(".", "effect=0.005")
-    assert "cannot be told apart" in text
-    assert "About 36 pairs would show 0.0050" in text  # the power of 35 is 0.798
-    assert "More than 10,000 pairs" in out(".", "effect=1e-6")
+    # By the deviation 0.0103, of which 35 pairs have a power of 0.798, and by its bound 0.0199.
+    assert "About 36 to 127 new pairs, looked at once, would show 0.005." in text
+    assert "About 10,000+ new pairs" in out(".", "effect=1e-6")
 
 
 def test_the_same_run_is_named_so_without_an_interval_and_one_changed_digit_is_found(out):
@@ -101,12 +105,155 @@ def test_the_same_run_is_named_so_without_an_interval_and_one_changed_digit_is_f
     assert "loss step 20; equal at step 10 2.0000000000000004 and 2" in text
 
 
-def test_one_pair_has_no_interval(out):
+def test_one_pair_says_nothing_about_chance_and_every_verdict_says_of_which_step(out):
     arm("a", 0.1, {7: [3.0, 2.0]})
     arm("b", 0.2, {7: [3.0, 2.5]})
     text = out("a-7", "--against", "b-7")
-    assert "a-7 is better than b-7 by 0.5000" in text and "one pair, which has no interval" in text
-    assert "% interval" not in text and "noise floor" not in text
+    assert "One pair says nothing about chance; a-7 differs by -0.5000 nats per byte" in text
+    assert "better" not in text.partition("where")[0].replace("lower is better", "")
+    assert "% interval" not in text and "smallest detectable effect" not in text
+    assert "This is about step 20; it says nothing about step 200." in text
+
+
+def test_losses_that_do_not_depend_on_the_seed_say_so(out):
+    arm("a", 0.1, {s: [3.0, 2.0] for s in range(3)})
+    arm("b", 0.2, {s: [3.0, 2.5] for s in range(3)})
+    text = out("a-*", "--against", "b-*")
+    assert "The seed has no effect: all runs of optim.lr=0.1 and of optim.lr=0.2 have one" in text
+    assert "optim.lr=0.1 differs by -0.5000" in text and "% interval" not in text
+    arm("c", 0.3, {s: [3.0, 2.5 + s] for s in range(3)})
+    text = out("a-*", "--against", "c-*")
+    assert "note: the seed has no effect in optim.lr=0.1: all of its runs have one loss" in text
+    arm("d", 0.4, {s: [3.0, 3.0 + s] for s in range(3)})
+    assert "All 3 differences are equal" in out("c-*", "--against", "d-*")
+
+
+def test_pairs_decide_where_they_are_two_and_half_of_the_smaller_arm_and_the_rule_is_printed(out):
+    rng = np.random.default_rng(0)
+    arm("a", 0.1, {s: [3.0, 2.0 + x] for s, x in enumerate(rng.normal(size=5))})
+    for name, first in (("b", 2), ("c", 3)):
+        losses = {first + s: [3.0, 2.0 + x] for s, x in enumerate(rng.normal(size=5))}
+        arm(name, first, losses)
+    text = out("b-*", "--against", "a-*")
+    assert "rule: paired, as 3 of 5 runs of the smaller arm are in pairs; paired takes two" in text
+    text = out("c-*", "--against", "a-*")
+    assert "rule: Welch, as 2 of 5 runs of the smaller arm are in pairs" in text
+    decides = json.loads(out("c-*", "--against", "a-*", "--json"))["comparisons"][0]["decides"]
+    assert decides == "unpaired"
+    text = out("c-6", "c-7", "--against", "a-*")
+    assert "Welch's interval of 2 against 5 runs is refused" in text and "% interval" not in text
+
+
+def test_the_seeds_and_hours_of_a_difference_are_planned_from_a_pilot(out):
+    """By the tables of the power of a t test: 34 pairs for half a deviation, 10 for one."""
+    losses = {"a": (2.0, 2.1, 2.3, 2.0), "b": (2.5, 2.4, 2.9, 2.6)}
+    for name, values in losses.items():
+        arm(name, ord(name), {s: [3.0, x] for s, x in enumerate(values)})
+    deviation = np.subtract(losses["a"], losses["b"]).std(ddof=1)
+    found = json.loads(out("plan", f"effect={deviation / 2}", "pilot=.", "--json"))
+    measured, most = found["needs"]
+    assert (measured["pairs"], measured["runs"]) == (34, 68) and most["pairs"] > 100
+    assert measured["deviation"] == pytest.approx(deviation)
+    for name in losses:
+        for seed in range(4):  # a step takes 90 s in the mean of the runs
+            path = Path(f"{name}-{seed}/metrics.jsonl")
+            seconds = f'"step_time_s": {60 if name == "a" else 120}, "loss"'
+            path.write_text(path.read_text().replace('"loss"', seconds))
+    text = out("plan", f"effect={deviation / 2}", "pilot=.")
+    assert "seeds runs training measured" in text and " 34 68 1.4d" in text  # 68 runs of 20 steps
+    assert "deviation: of 4 pairs" in text and "30m each in the pilot" in text
+    assert "This is about step 20; it says nothing about step 200." in text
+    # Without pairs, differences have the variance of both arms.
+    alone = np.sqrt(2) * np.std(losses["a"], ddof=1)
+    found = json.loads(out("plan", f"effect={alone}", "pilot=a-*", "--json"))
+    assert found["needs"][0]["pairs"] == 10 and "without pairs" in found["measured_by"]
+
+
+def test_a_pair_far_from_the_rest_is_named_with_the_result_without_it(out):
+    rng = np.random.default_rng(1)
+    noise = 0.01 * rng.normal(size=10)
+    noise[4] += 1.0
+    arm("a", 0.1, {s: [3.0, 2.0 + x] for s, x in enumerate(noise)})
+    arm("b", 0.2, {s: [3.0, 2.5] for s in range(10)})
+    text = out("a-*", "--against", "b-*")
+    assert "note: a-4 and b-4 differ by +0.5" in text and "far from the other pairs" in text
+    rest = np.delete(noise, 4).mean() - 0.5
+    assert f"without them the difference would be {rest:.4f}, interval" in text
+    assert "the differences are not normally distributed" in text
+    assert "sign-flip test of the pairs: p = 0.0" in text
+    [numbers] = json.loads(out("a-*", "--against", "b-*", "--json"))["comparisons"]
+    assert numbers["far_pair"] == {"arm": "a-4", "base": "b-4"} and not numbers["is_normal"]
+
+
+def started(run: str, first: int, last: int) -> None:
+    """Gives a run the minutes of its start and of its last line."""
+    path = Path(run) / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    lines.insert(0, json.dumps({"event": "start", "step": 0, "flops_per_token": 6.0}))
+    for i, minute in ((0, first), (-1, last)):
+        lines[i] = lines[i][:-1] + f', "created_at": "2026-01-01T00:{minute:02}:00+00:00"}}'
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def test_pairs_that_were_added_after_others_had_ended_have_the_anytime_interval(out):
+    rng = np.random.default_rng(2)
+    for name, mean in (("a", 2.0), ("b", 2.5)):
+        arm(name, mean, {s: [3.0, mean + x] for s, x in enumerate(0.1 * rng.normal(size=6))})
+        for seed in range(6):  # from the last seed on, all at once
+            started(f"{name}-{seed}", 10 - seed, 30)
+    text = out("a-*", "--against", "b-*")
+    assert "rule: paired" in text and "anytime" not in text
+    numbers = json.loads(out("a-*", "--against", "b-*", "anytime=true", "--json"))
+    assert numbers["comparisons"][0]["pairs"][0]["arm"] == "a-5"
+    started("a-0", 40, 50)
+    text = out("a-*", "--against", "b-*")
+    assert "rule: anytime, as a-0 started after a-5 and b-5 had ended" in text
+    assert "95 % anytime interval" in text and "> anytime" in text
+    assert "12, 6, 5 pairs in half of the cases and by 18, 8, 6 in 80 %" in text
+    assert "rule: paired" in out("a-*", "--against", "b-*", "anytime=false")
+    shutil.rmtree("b-0")
+    assert "without ends yet" in out("a-0", "a-1", "a-2", "--against", "b-*", "anytime=true")
+    text = out("a-0", "a-1", "--against", "b-2", "b-3", "anytime=true")
+    assert "An anytime interval needs pairs." in text
+
+
+@pytest.mark.parametrize(
+    ("by", "place", "later"),
+    [("tokens", "1,500 tokens", "15,000 tokens"), ("flops", "9000 FLOPs", "9e+04 FLOPs"),
+     ("time", "3 s of training", "30 s of training")],
+)  # fmt: skip
+def test_runs_are_compared_at_the_largest_amount_that_all_have(out, by, place, later):
+    """Runs of b train twice as many tokens in a step as those of a, in twice the time, and stop at
+    half as many steps and a quarter less of both: a is interpolated, b is as measured."""
+    for name, tokens, steps in (("a", 50, (10, 20, 40)), ("b", 100, (5, 15))):
+        for seed in range(3):
+            losses = [3.0, 2.0 + 0.1 * seed, 1.0 + 0.15 * seed][: len(steps)]
+            run = write_run(Path(f"{name}-{seed}"), [f"optim.lr={tokens}", f"seed={seed}"],
+                            list(steps), losses)  # fmt: skip
+            path = run / "metrics.jsonl"
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            for line in lines:
+                line |= {"tokens": tokens * line["step"], "step_time_s": tokens / 500}
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            started(str(run), 0, 9)
+    text = out("a-*", "--against", "b-*", f"by={by}")
+    assert f"held-out loss after {place} in nats per byte" in text
+    assert f"This is about {place}; it says nothing about {later}." in text
+    [numbers] = json.loads(out("a-*", "--against", "b-*", f"by={by}", "--json"))["comparisons"]
+    # a after 1,500 tokens, step 30 of 20 to 40: half of each loss
+    assert numbers["losses"]["arm"] == pytest.approx([1.5 + 0.125 * s for s in range(3)])
+    assert numbers["losses"]["base"] == pytest.approx([2.0 + 0.1 * s for s in range(3)])
+    started("b-1", 0, 9)
+    path = Path("b-1/metrics.jsonl")
+    path.write_text(
+        path.read_text() + '{"event": "stop", "step": 5, "reason": "error", "error": "x"}\n'
+    )
+    path = Path("b-1/metrics.validation.jsonl")
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert f"held-out loss after {place}" in out("a-*", "--against", "b-*", f"by={by}")
+    Path("a-1/metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=f"by={by}: a-1 has not recorded it"):
+        out("a-*", "--against", "b-*", f"by={by}")
 
 
 def test_runs_without_a_common_seed_are_compared_unpaired(out):
@@ -166,6 +313,18 @@ def test_a_second_run_of_a_seed_is_no_further_evidence(out):
     shutil.copytree("a-0", "a-again")
     text = out("a-*", "--against", "b-*")
     assert "a-again is left out: a-0 has its config and seed" in text and "2 pairs" in text
+
+
+def test_an_arm_that_varies_more_than_the_others_is_a_warning(out):
+    rng = np.random.default_rng(4)
+    for name, spread in (("a", 0.01), ("b", 0.01), ("c", 1.0), ("d", 0.01)):
+        losses = {s: [3.0, 2.0 + x] for s, x in enumerate(spread * rng.normal(size=6))}
+        arm(name, ord(name), losses)
+    text = out(".")
+    assert "rule: one variance of all arms (warning: one arm varies more or less" in text
+    for seed in range(6):
+        shutil.rmtree(f"c-{seed}")
+    assert "rule: one variance of all arms, seeds as blocks" in out(".")
 
 
 def test_why_two_runs_differ_names_config_code_data_and_versions(out):

@@ -1,23 +1,37 @@
 """Intervals, and the numbers of pairs they take: against scipy, and on the recorded pool of real
 pairs, whose labels are swapped so that there is no difference, or to whom one is added."""
 
+from collections.abc import Callable
 from itertools import combinations, product
 
 import numpy as np
 import pytest
-from scipy import integrate, stats
+from scipy import integrate, optimize, stats
 
 from apps.bench.pairs import BASE, TINY
 from apps.bench.pairs import CHANGES as MEASURED
 from lingua.tools.runs.compare.statistics import (
     MAX_PAIRS,
+    MIXTURE,
     POWER,
+    UNEQUAL,
+    Estimate,
+    anytime_interval,
+    deviation_bound,
+    dunnett,
+    far_pair,
+    is_normal,
     paired,
     pairs_for,
+    pooled,
     power,
-    smallest_shown,
+    sign_flip,
+    smallest_effect,
+    unequal_variance,
     unpaired,
+    welch_holds,
 )
+from lingua.tools.runs.compare.text import PRICE
 from tests.tools.runs.compare.pool import LOSSES, POOL, SEEDS
 
 pytestmark = pytest.mark.quick
@@ -67,16 +81,201 @@ def test_power_is_the_integral_over_the_deviation_that_is_measured(pairs, level)
         assert power(effect, 1.0, pairs, level) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_number_of_pairs_and_the_noise_floor_invert_power():
-    for pairs in (2, 3, 5, 17, 400):
-        floor = smallest_shown(2.0, pairs, LEVEL)
-        assert power(floor, 2.0, pairs, LEVEL) == pytest.approx(POWER, abs=1e-6)
-        assert pairs_for(1.001 * floor, 2.0, LEVEL) == pairs
-        assert pairs_for(-0.999 * floor, 2.0, LEVEL) == pairs + 1
+def test_the_number_of_pairs_inverts_power():
+    for effect, count in ((1.0, 10), (2.0, 5), (0.5, 34)):  # as G*Power 3 has them
+        assert pairs_for(2 * effect, 2.0, LEVEL) == pairs_for(-effect, 1.0, LEVEL) == count
+        assert power(effect, 1.0, count, LEVEL) >= POWER > power(effect, 1.0, count - 1, LEVEL)
     assert pairs_for(1e-6, 1.0, LEVEL) is None and pairs_for(0.0, 1.0, LEVEL) is None
     few = pairs_for(0.03, 1.0, LEVEL)
     assert few is not None and 8000 < few < MAX_PAIRS
     assert pairs_for(0.1, 0.0, LEVEL) == 2
+
+
+# ---- simulated claims: float64 [draws, runs] of independent losses
+
+DISTRIBUTIONS = {
+    "normal": lambda rng, *shape: rng.normal(size=shape),
+    "t3": lambda rng, *shape: rng.standard_t(3, size=shape),
+}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_no_number_of_runs_claims_a_difference_that_is_none_in_over_6_5_percent(distribution):
+    """Of pairs, and of each combination of 2 to 10 runs that is not refused; the rates are those of
+    scipy's tests, whose intervals ours are."""
+    rng, refused = np.random.default_rng(3), []
+    arm, base = (DISTRIBUTIONS[distribution](rng, 20_000, 10) for _ in range(2))
+    for n in range(2, 11):
+        assert np.mean(stats.ttest_rel(arm[:, :n], base[:, :n], axis=1).pvalue < 0.05) < 0.055
+        for m in range(n, 11):
+            p = stats.ttest_ind(arm[:, :n], base[:, :m], axis=1, equal_var=False).pvalue
+            if welch_holds(n, m):
+                assert np.mean(p < 0.05) <= 0.065 + 0.003, (n, m)  # two errors of 20,000 draws
+            else:
+                refused.append((n, m, np.mean(p < 0.05)))
+    assert [(n, m) for n, m, _ in refused] == [(2, m) for m in range(3, 11)]
+    assert distribution == "t3" or refused[-1][2] > 0.09  # the others are refused for a reason
+
+
+def shown_after(draws: np.ndarray, interval: Callable[..., Estimate | None]) -> np.ndarray:
+    """After how many pairs one who looks after each has first seen an interval without zero; inf
+    where none was: [draws]. Half widths are multiples of the deviation."""
+    shown = np.zeros(draws.shape, bool)
+    for n in range(2, draws.shape[1] + 1):
+        estimate = interval(draws[0, :n], LEVEL)
+        assert estimate is not None
+        width = (estimate.high - estimate.mean) / estimate.deviation
+        shown[:, n - 1] = abs(draws[:, :n].mean(1)) > width * draws[:, :n].std(1, ddof=1)
+    return np.where(shown.any(1), shown.argmax(1) + 1, np.inf)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_one_who_looks_after_each_of_50_pairs_claims_nothing_in_95_percent(distribution):
+    draws = DISTRIBUTIONS[distribution](np.random.default_rng(4), 10_000, 50)
+    claims, fixed = (
+        np.isfinite(shown_after(draws, of)).mean() for of in (anytime_interval, paired)
+    )
+    assert claims <= 0.05 and fixed > 0.15  # Student's t is not for that
+
+
+def test_the_price_of_looking_is_the_one_that_is_printed():
+    rng = np.random.default_rng(5)
+    for effect, half, often, fixed in PRICE:
+        shown = shown_after(rng.normal(effect, size=(10_000, 50)), anytime_interval)
+        assert np.quantile(shown, (0.5, 0.8)) == pytest.approx((half, often))
+        assert pairs_for(effect, 1.0, LEVEL) == fixed
+
+
+def test_the_anytime_interval_has_the_differences_that_the_e_value_does_not_refute():
+    """By the likelihoods themselves: a normal prior of the effect, 1 / deviation of the deviation,
+    integrated."""
+    x = np.random.default_rng(6).normal(1.0, size=7)
+
+    def likelihood(values: np.ndarray, spread: float) -> float:
+        covariance = np.eye(len(values)) + spread
+        density = stats.multivariate_normal(cov=covariance).pdf
+        n = len(values)
+        return integrate.quad(lambda s: density(values / s) * s ** (-n - 1), 0, np.inf)[0]
+
+    estimate = anytime_interval(x, LEVEL)
+    for end in (estimate.low, estimate.high):
+        e_value = likelihood(x - end, 1 / MIXTURE) / likelihood(x - end, 0.0)
+        assert e_value == pytest.approx(1 / (1 - LEVEL), rel=1e-3)
+    assert np.isinf(anytime_interval(x[:2], LEVEL).high)
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 4, 6, 10])
+def test_the_smallest_effect_is_shown_in_80_percent_over_the_deviations_that_are_measured(pairs):
+    rng = np.random.default_rng(pairs)
+    measured = rng.normal(size=(20_000, pairs)).std(1, ddof=1)
+    effect = smallest_effect(1.0, pairs - 1, pairs, LEVEL) * measured
+    shown = stats.ttest_1samp(rng.normal(size=(pairs, 20_000)) + effect, 0)
+    assert np.mean((shown.pvalue < 0.05) & (shown.statistic > 0)) == pytest.approx(POWER, abs=0.015)
+
+
+def test_the_bound_of_a_deviation_is_above_the_true_one_in_90_percent():
+    rng = np.random.default_rng(7)
+    for n in (2, 5, 10):
+        bounds = rng.normal(size=(20_000, n)).std(1, ddof=1) * deviation_bound(1.0, n - 1)
+        assert np.mean(bounds > 1.0) == pytest.approx(0.9, abs=0.01)
+
+
+def by_seed(*samples: np.ndarray) -> list[dict[str, float]]:
+    return [{str(i): float(x) for i, x in enumerate(sample)} for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("arms", "freedom", "critical"),
+    [(3, 10, 2.57), (5, 20, 2.65), (10, 20, 2.95), (3, 120, 2.24), (5, 5, 3.48)],
+)
+def test_critical_values_are_those_of_the_tables_of_dunnett(arms, freedom, critical):
+    """Dunnett 1964, New tables for multiple comparisons with a control, two-sided 5 %."""
+    correlation = np.full((arms - 1, arms - 1), 0.5) + 0.5 * np.eye(arms - 1)
+    assert dunnett(correlation, freedom, LEVEL) == pytest.approx(critical, abs=0.008)
+
+
+def test_arms_without_common_seeds_have_the_intervals_of_dunnett_in_scipy():
+    rng = np.random.default_rng(8)
+    base, *arms = samples = [rng.normal(i / 2, 1, n) for i, n in enumerate((5, 4, 7))]
+    other = stats.dunnett(*arms, control=base).confidence_interval(LEVEL)
+    ours = pooled(by_seed(*samples), LEVEL, blocks=False)
+    assert ours is not None
+    assert [e.low for e in ours.estimates] == pytest.approx(list(other.low), abs=0.01)
+    assert [e.high for e in ours.estimates] == pytest.approx(list(other.high), abs=0.01)
+
+
+def test_arms_of_common_seeds_have_the_variance_of_the_analysis_in_blocks():
+    """Five arms of two seeds: the residual of the two-way table, and intervals many times narrower
+    than those of each arm alone. A seed that one arm lacks leaves the difference estimable."""
+    rng = np.random.default_rng(9)
+    table = rng.normal(size=(5, 1)) + rng.normal(size=(1, 2)) + 0.1 * rng.normal(size=(5, 2))
+    ours = pooled(by_seed(*table), LEVEL, blocks=True)
+    rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    deviation = np.sqrt(2 * (rest**2).sum() / 4)
+    assert ours is not None and len(ours.estimates) == 4
+    for estimate, row in zip(ours.estimates, table[1:], strict=True):
+        assert estimate.mean == pytest.approx((row - table[0]).mean())
+        assert (estimate.deviation, estimate.freedom) == (pytest.approx(deviation), 4)
+    widths = [stats.t.ppf(1 - 0.025 / 4, 1), dunnett(0.5 + 0.5 * np.eye(4), 4, LEVEL)]
+    assert widths[0] / widths[1] > 13
+    arms = by_seed(*table)
+    del arms[4]["1"]
+    less = pooled(arms, LEVEL, blocks=True)
+    assert less is not None and less.estimates[0].freedom == 3
+    apart = [{"0": 1.0, "1": 2.0}, {"5": 1.0, "6": 3.0}]
+    assert pooled(apart, LEVEL, blocks=True) is None
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+def test_several_arms_claim_a_difference_that_is_none_as_rarely_as_the_level_says(
+    distribution, seeds
+):
+    rng = np.random.default_rng(seeds)
+    tables = DISTRIBUTIONS[distribution](rng, 10_000, 4, seeds)
+    differences = tables[:, 1:].mean(2) - tables[:, :1].mean(2)
+    for blocks in (True, False):
+        rest = tables - tables.mean(2, keepdims=True)
+        rest = rest - rest.mean(1, keepdims=True) if blocks else rest
+        freedom = 3 * (seeds - 1) if blocks else 4 * (seeds - 1)
+        error = np.sqrt((rest**2).sum((1, 2)) / freedom * 2 / seeds)
+        half = dunnett(0.5 + 0.5 * np.eye(3), freedom, LEVEL) * error
+        assert np.mean(abs(differences).max(1) > half) <= 0.055
+        ours = pooled(by_seed(*tables[0]), LEVEL, blocks)
+        assert ours is not None  # that is what the tool computes
+        assert [e.mean for e in ours.estimates] == pytest.approx(differences[0].tolist())
+        assert [e.high - e.mean for e in ours.estimates] == pytest.approx([half[0]] * 3)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_one_arm_that_varies_more_is_noticed_and_equal_ones_are_not(blocks):
+    tables = np.random.default_rng(10).normal(size=(500, 4, 5))
+    wide = np.array([[1.0], [10.0], [1.0], [1.0]])
+    equal, other = (
+        [unequal_variance(by_seed(*table), blocks) < UNEQUAL for table in some]
+        for some in (tables, tables[:100] * wide)
+    )
+    assert np.mean(equal) <= bound(500) and np.mean(other) > 0.9
+
+
+def test_the_sign_flip_test_counts_all_ways_to_flip():
+    x = np.random.default_rng(11).normal(0.5, size=8)
+    means = [abs(np.mean(x * flip)) for flip in product((1, -1), repeat=8)]
+    assert sign_flip(x) == pytest.approx(np.mean(means >= abs(x.mean()) - 1e-12))
+    assert sign_flip(np.ones(5)) == 2 / 2**5
+
+
+def test_a_far_pair_is_one_of_a_hundred_and_rare_failures_are_not_normal():
+    rng = np.random.default_rng(12)
+    for n in (4, 6, 10):  # Grubbs 1969, table 1, two-sided 1 % is 1.496, 1.973, 2.482
+        critical = {4: 1.496, 6: 1.973, 10: 2.482}[n]
+        for x in rng.normal(size=(300, n)) ** 3:
+            distance = abs(x - x.mean()).max() / x.std(ddof=1)
+            if abs(distance - critical) > 0.001:
+                assert (far_pair(x) is not None) == (distance > critical)
+    failed = np.append(0.01 * rng.normal(size=9), 1.0)
+    assert far_pair(failed) == 9 and not is_normal(failed)
+    assert far_pair(failed[:9]) is None and is_normal(failed[:9])
 
 
 # ---- on the pool
@@ -151,13 +350,18 @@ def test_runs_of_disjoint_seeds_are_claimed_to_differ_as_rarely_as_the_level_say
     assert np.mean(narrow) > bound(DRAWS)
 
 
+def shown_by(pairs: int) -> float:
+    """The effect, in known deviations, that so many pairs show with probability POWER."""
+    return float(optimize.brentq(lambda effect: power(effect, 1.0, pairs, LEVEL) - POWER, 0.1, 9))
+
+
 def test_planted_differences_are_found_as_often_as_predicted():
     """To the noise of pairs of the pool with random signs a difference is added: the one that so
     many pairs are predicted to show, by the deviation of that noise."""
     rng = np.random.default_rng(2)
     found: dict[tuple[str, int], float] = {}
     for arm, pairs in product(CHANGES, (4, 6, 8)):
-        planted = smallest_shown(float(NOISE[arm].std()), pairs, LEVEL)
+        planted = float(NOISE[arm].std()) * shown_by(pairs)
         hits = 0
         for _ in range(DRAWS // 10):
             drawn = rng.choice(NOISE[arm], pairs, replace=False) * signs(rng, pairs)
