@@ -31,7 +31,7 @@ class ReportArgs:
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.out.endswith(".html"):
             yield "out", "must end with .html"
-        yield from bounds(self, 1, "watch", most=86_400)
+        yield from bounds(self, 1, "watch", maximum=86_400)
 
 
 def main(argv: list[str]) -> None:

@@ -50,7 +50,7 @@ class RunsArgs:
     watch: Free[int | None] = None  # seconds after which the table is printed again; null: once
 
     def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "watch", most=86_400)
+        yield from bounds(self, 1, "watch", maximum=86_400)
 
 
 def arguments(argv: Sequence[str]) -> tuple[list[str], RunsArgs, str]:

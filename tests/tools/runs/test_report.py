@@ -309,7 +309,8 @@ RECORD = """
     canvas.fillText = function(text, x, y) {
         const {width} = this.measureText(text), turned = this.getTransform().b !== 0;
         const left = x - {left: 0, center: width / 2, right: width}[this.textAlign];
-        window.written.push([text, turned ? 0 : left, turned ? 0 : left + width, this.canvas.width]);
+        const ends = turned ? [0, 0] : [left, left + width];
+        window.written.push([text, ...ends, this.canvas.width]);
         return fillText.call(this, text, x, y);
     };"""
 

@@ -143,6 +143,7 @@ def test_a_watched_table_is_printed_again_in_place_until_ctrl_c(tmp_path):
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     command = [sys.executable, "-m", "lingua", "runs", str(tmp_path), "watch=1"]
     with subprocess.Popen(command, stdout=inside, stderr=inside) as process:
+        os.close(inside)  # reading fails where the process has ended
         shown = ""
         while " 4/10 " not in shown:
             shown += os.read(terminal, 4096).decode()
