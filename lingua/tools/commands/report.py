@@ -2,32 +2,36 @@
 
     python -m lingua report runs/debug
     python -m lingua report runs/rates runs/other out=rates.html
+    python -m lingua report runs/rates watch=30
 
 A folder is a run, or is searched for runs. The page has the curves of all of them, their events,
-held-out losses, benchmark scores, samples, and what differs in their configs and code. --help lists
-the keys.
+held-out losses, benchmark scores, samples, and what differs in their configs and code. With watch
+it is written again and again until Ctrl-C, and an open page follows. --help lists the keys.
 """
 
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lingua.base.errors import UserError
 from lingua.base.files import write_atomically
 from lingua.base.format import counted, human_bytes, printable
 from lingua.config.load import load
-from lingua.config.schema import Free
+from lingua.config.schema import Free, bounds
 from lingua.tools.commands.arguments import split_folders
 
 
 @dataclass
 class ReportArgs:
     out: Free[str] = "report.html"  # the file that is written
+    watch: Free[int | None] = None  # seconds after which it is written again; null: once
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.out.endswith(".html"):
             yield "out", "must end with .html"
+        yield from bounds(self, 1, "watch", maximum=86_400)
 
 
 def main(argv: list[str]) -> None:
@@ -35,6 +39,22 @@ def main(argv: list[str]) -> None:
     args, _ = load(ReportArgs, words, program_doc=__doc__)
     if not folders:
         raise UserError("no folder is given; `python -m lingua report runs` shows all runs in runs")
+    reported = _write(folders, args)
+    runs = f"{args.out} shows {reported}"
+    if args.watch is None:
+        print(printable(f"{runs}; open it in a browser"))
+        return
+    print(printable(f"{runs}, again every {args.watch} s; open it in a browser, Ctrl-C ends"))
+    try:
+        while True:
+            time.sleep(args.watch)
+            _write(folders, args)
+    except KeyboardInterrupt:
+        _write(folders, replace(args, watch=None))  # the last page does not wait for another
+
+
+def _write(folders: list[str], args: ReportArgs) -> str:
+    """Write the page, and return how much is in it."""
     # Imported here, since --help needs no numpy.
     from lingua.tools.runs.records import open_runs
     from lingua.tools.runs.report.content import page_content
@@ -42,7 +62,7 @@ def main(argv: list[str]) -> None:
 
     records = open_runs(folders)
     arrays = Arrays()
-    content = page_content(records, arrays)
+    content = page_content(records, arrays, args.watch)
     page, out = build_page(content, arrays), Path(args.out)
     try:
         write_atomically(out, page)
@@ -50,5 +70,4 @@ def main(argv: list[str]) -> None:
         raise UserError(f"out = {out}: cannot be written: {error.strerror}") from None
     for problem in content["problems"]:
         print(printable(f"warning: {problem}"), file=sys.stderr)
-    runs = counted(len(records), "run")
-    print(printable(f"{out} shows {runs} ({human_bytes(len(page))}); open it in a browser"))
+    return f"{counted(len(records), 'run')} ({human_bytes(len(page))})"

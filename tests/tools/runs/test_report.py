@@ -6,13 +6,19 @@ import gzip
 import json
 import math
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
+from selenium.webdriver.support.wait import WebDriverWait
 
+from lingua.tools.commands.compare import main as compare
 from lingua.tools.commands.report import main
 from lingua.tools.runs.records import Record, smooth
 from tests.browser import Browser, browser, needs_chromium
@@ -207,6 +213,193 @@ def test_a_phone_never_scrolls_sideways_and_nothing_is_loaded(tmp_path, chromium
     assert len(pdf) > 10_000
     assert chromium.run("return performance.getEntriesByType('resource').length") == 0
     assert chromium.messages() == []
+
+
+def seeds_of(folder: Path, arms: dict[float, list[list[float]]]) -> None:
+    """A run for each list of losses, at steps 1, 2, ...; held out are a tenth of the last."""
+    for lr, runs in arms.items():
+        for seed, losses in enumerate(runs):
+            held = [{"step": 9, "source": "a", "nats_per_byte": losses[-1] / 10, "bytes": 1}]
+            a_run(folder / f"{lr}" / f"{seed}", f"steps: 9\nseed: {seed}\noptim:\n  lr: {lr}\n",
+                  metrics=[line(s, loss=x) for s, x in enumerate(losses, 1)],
+                  metrics_validation=held)  # fmt: skip
+
+
+@needs_chromium
+def test_an_arm_is_the_mean_of_its_seeds_with_their_range_and_never_one_of_survivors(
+    tmp_path: Path, chromium: Browser
+) -> None:
+    random = np.random.default_rng(1)
+    arms = {lr: (3 + lr + random.random((3, 100)) / 4).round(4) for lr in (1.0, 2.0)}
+    losses = {lr: values.tolist() for lr, values in arms.items()}
+    losses[2.0][1] = losses[2.0][1][:50]  # failed
+    seeds_of(tmp_path, losses)
+    chromium.open(page_of(tmp_path))
+    choose(chromium, "smoothing", 0)
+    (area,) = chromium.all(f"{FIRST} .u-over")
+    names = [f"optim.lr={lr} (3 seeds), mean" for lr in arms]
+    for x in (70, 160, 400):
+        chromium.point_at(area, x)
+        place, numbers = under_the_pointer(chromium)
+        step = int(place.removeprefix("step "))
+        assert (step > 50) == (names[1] not in numbers) == ("2.0/2" in numbers) and names[
+            0
+        ] in numbers
+        for lr, name in zip(arms, names, strict=True):
+            if name in numbers:
+                mean, low, high = map(float, re.findall(r"[\d.]+", numbers[name][0]))
+                column = arms[lr][:, step - 1]
+                assert mean == pytest.approx(column.mean(), rel=1e-5)
+                assert (low, high) == pytest.approx((column.min(), column.max()), rel=1e-5)
+    chromium.all("#seeds")[0].click()
+    chromium.point_at(area := chromium.all(f"{FIRST} .u-over")[0], 70)
+    place, numbers = under_the_pointer(chromium)
+    step = int(place.removeprefix("step "))
+    for lr, values in losses.items():
+        for seed, of_seed in enumerate(values):
+            assert float(numbers[f"{lr}/{seed}"][0]) == pytest.approx(of_seed[step - 1])
+    assert chromium.messages() == []
+
+
+@needs_chromium
+def test_the_page_has_the_verdict_of_compare_with_its_interval(tmp_path, chromium, capsys):
+    seeds_of(tmp_path, {1.0: [[3.1], [3.25], [3.3], [3.4]], 2.0: [[3.0], [3.2], [3.1], [3.2]]})
+    chromium.open(page_of(tmp_path))
+    shown = chromium.all("#verdict")[0].text
+    capsys.readouterr()
+    compare([str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["comparisons"][0]["verdict"] in shown
+    title = chromium.run("return document.querySelector('#verdict title').textContent")
+    paired = stats.ttest_rel([0.30, 0.32, 0.31, 0.32], [0.31, 0.325, 0.33, 0.34])
+    interval = paired.confidence_interval(0.95)
+    mean, low, high = map(float, re.findall(r"-?\d[\d.]*", title)[:3])
+    assert (low, high) == pytest.approx((interval.low, interval.high), rel=1e-4)
+    bar, dot = chromium.all("#verdict .interval")[0], chromium.all("#verdict .mean")[0]
+    ends = [float(bar.get_attribute(name)) for name in ("x1", "x2")]
+    assert float(dot.get_attribute("cx")) == pytest.approx(sum(ends) / 2) and mean < 0
+    assert chromium.messages() == []
+
+
+@needs_chromium
+def test_a_dot_is_on_the_point_under_the_pointer(tmp_path, chromium):
+    a_run(tmp_path / "a", metrics=[line(s, loss=2.0 + (s > 50)) for s in range(1, 101)])
+    chromium.open(page_of(tmp_path))
+    choose(chromium, "smoothing", 0)
+    (area,) = chromium.all(f"{FIRST} .u-over")
+    places = []
+    for x in (100, 400):
+        chromium.point_at(area, x)
+        [dot] = chromium.all(f"{FIRST} .dot")
+        style = dot.get_attribute("style")
+        places.append([float(n) for n in re.findall(r"(?:left|top): ([\d.]+)px", style)])
+        assert abs(places[-1][0] - x) < area.size["width"] / 99
+    assert places[0][1] - places[1][1] > 0.8 * area.size["height"]  # from 2 up to 3
+    chromium.point_at(chromium.all("h1")[0], 5)
+    assert not chromium.all(f"{FIRST} .dot")
+
+
+# Makes `window.written` what is drawn as text, with the ends in pixels and those of the canvas, and
+# `window.strokes` a count.
+RECORD = """
+    const canvas = CanvasRenderingContext2D.prototype, {fillText, stroke} = canvas;
+    window.written = []; window.strokes = 0;
+    canvas.stroke = function(...words) { window.strokes++; return stroke.apply(this, words); };
+    canvas.fillText = function(text, x, y) {
+        const {width} = this.measureText(text), turned = this.getTransform().b !== 0;
+        const left = x - {left: 0, center: width / 2, right: width}[this.textAlign];
+        const ends = turned ? [0, 0] : [left, left + width];
+        window.written.push([text, ...ends, this.canvas.width]);
+        return fillText.call(this, text, x, y);
+    };"""
+
+
+def drawn_texts(chromium: Browser) -> list[tuple[str, float, float, float]]:
+    """What the first chart draws when it is drawn anew."""
+    chromium.run("window.written.length = 0; state.charts[0].draw()")
+    WebDriverWait(chromium.driver, 10).until(lambda driver: chromium.run("return written.length"))
+    return [tuple(text) for text in chromium.run("return written")]
+
+
+@needs_chromium
+def test_ticks_differ_and_are_not_cut_and_outliers_do_not_set_the_range(tmp_path, chromium):
+    for name, loss in (
+        ("near", lambda s: 1.2345 + s * 1e-5),
+        ("far", lambda s: 1e6 * (s == 40) + 2 + s / 99),
+    ):
+        a_run(
+            tmp_path / name / "run", metrics=[line(s * 12_345, loss=loss(s)) for s in range(1, 100)]
+        )
+        chromium.open(page_of(tmp_path / name))
+        choose(chromium, "smoothing", 0)
+        chromium.run(RECORD)
+        texts = drawn_texts(chromium)
+        assert all(0 <= left < right <= width for _, left, right, width in texts if right)
+        ticks = [text for text, *_ in texts if text[:1].isdigit()]
+        assert len(set(ticks)) == len(ticks) >= 6, ticks
+    numbers = [float(tick) for tick in ticks if tick[-1:].isdigit()]
+    assert max(numbers) < 4 and "1 outlier not in the picture" in chromium.all(FIRST)[0].text
+    chromium.all("#outliers")[0].click()
+    assert "1M" in [text for text, *_ in drawn_texts(chromium)]
+    assert "outlier" not in chromium.all(FIRST)[0].text and chromium.messages() == []
+
+
+@needs_chromium
+def test_the_legend_is_searched_and_hides_nothing_and_tables_are_sorted(tmp_path, chromium):
+    for i in range(40):
+        a_run(tmp_path / f"run{i}", metrics=[line(s + i) for s in range(1, 9)])
+    chromium.open(page_of(tmp_path))
+    chromium.all("#search")[0].send_keys("run3")
+    labels = chromium.all("#legend label")
+    assert len(labels) == 40 and all(label.is_displayed() for label in labels)
+    legend = "const l = document.getElementById('legend'); return l.scrollHeight <= l.clientHeight"
+    assert chromium.run(legend) and chromium.all("#matches")[0].text == "11 of 40"
+    assert len(chromium.all("#legend .other")) == 29
+    assert len(chromium.all("#legend input:checked")) == 40
+    chromium.all("#only")[0].click()
+    assert len(chromium.all("#legend input:checked")) == 11
+    column = (
+        "[...document.querySelectorAll('[data-table=Runs] td:nth-child(%d)')].map(c => c.innerText)"
+    )
+    steps = [str(i + 8) for i in range(40)]
+    for press, expected in ((2, steps), (2, steps[::-1]), (1, [f"run{i}" for i in range(40)])):
+        chromium.all("[data-table=Runs] th button")[press - 1].click()
+        assert chromium.run("return " + column % press) == expected
+    assert chromium.messages() == []
+
+
+@needs_chromium
+def test_four_thousand_events_are_drawn_once_a_pixel_and_all_listed(tmp_path, chromium):
+    events = [{"event": "start", "step": s} for s in range(1, 4001)]
+    a_run(tmp_path / "run", metrics=[x for s, e in enumerate(events, 1) for x in (e, line(s))])
+    chromium.open(page_of(tmp_path))
+    chromium.run(RECORD)
+    drawn_texts(chromium)
+    assert chromium.run("return strokes") < 2 * chromium.all(f"{FIRST} .u-over")[0].size["width"]
+    assert len(chromium.all("[data-table^=Stops] tbody tr")) == 4000
+
+
+@needs_chromium
+def test_a_watched_page_follows_the_runs_and_keeps_what_the_reader_chose(tmp_path, chromium):
+    for run in "ab":
+        a_run(tmp_path / run, metrics=[line(s) for s in range(1, 9)])
+    out = tmp_path / "page.html"
+    command = [sys.executable, "-m", "lingua", "report", str(tmp_path), f"out={out}", "watch=1"]
+    with subprocess.Popen(command) as process:
+        try:
+            wait = WebDriverWait(chromium.driver, 60)
+            wait.until(lambda driver: out.exists())
+            chromium.open(out)
+            choose(chromium, "axis", 1)
+            chromium.all("#legend input")[1].click()
+            chromium.all("[data-table=Runs] th button")[1].click()
+            with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line(1234)) + "\n")
+            wait.until(lambda driver: "1,234" in chromium.run("return document.body.innerText"))
+        finally:
+            process.send_signal(signal.SIGINT)
+    chosen = "return [state.axis, [...state.hidden], document.querySelector('td').innerText]"
+    assert chromium.run(chosen) == [1, [1], "b"]
+    assert process.returncode == 0 and payload_of(out)["refresh_s"] is None
 
 
 # ------------------------------------------------------------------------------- without a browser

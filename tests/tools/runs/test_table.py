@@ -1,8 +1,15 @@
 """The table of runs: states, columns, filters, seeds, and what programs read of it."""
 
 import csv
+import fcntl
 import io
 import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import mean, stdev
@@ -12,6 +19,7 @@ import pytest
 
 from lingua.tools.commands.runs import main
 from tests.locks import ELSEWHERE, hold_lock
+from tests.mistakes import refused
 from tests.tools.runs.test_records import a_run
 
 pytestmark = pytest.mark.quick
@@ -127,6 +135,27 @@ def test_runs_are_filtered_and_sorted_by_columns_and_config_keys(sweep, capsys):
     assert names("sort=-loss")[0] == "lr=0.02/seed=3" and names("sort=-loss")[-1] == by_loss[-1]
     assert names("sort=-name") == sorted(names(), reverse=True)
     assert "nan" in next(line for line in shown(capsys, sweep) if "11/10" in line)
+
+
+def test_a_watched_table_is_printed_again_in_place_until_ctrl_c(tmp_path):
+    run = trained(tmp_path / "run", 0.01, 1, n=4)
+    terminal, inside = os.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    command = [sys.executable, "-m", "lingua", "runs", str(tmp_path), "watch=1"]
+    with subprocess.Popen(command, stdout=inside, stderr=inside) as process:
+        os.close(inside)  # reading fails where the process has ended
+        shown = ""
+        while " 4/10 " not in shown:
+            shown += os.read(terminal, 4096).decode()
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 7}\n')
+        while " 7/10 " not in shown:
+            shown += os.read(terminal, 4096).decode()
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
+    *_, screen = shown.split("\x1b[H\x1b[J")
+    assert screen.count("held-out") == 1 and "again every 1 s; Ctrl-C ends" in screen
+    refused(lambda: main([str(tmp_path), "watch=1", "--csv"]), "watch = 1", "--csv")
 
 
 def test_programs_read_csv_and_json(sweep, capsys):

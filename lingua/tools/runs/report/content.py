@@ -23,7 +23,7 @@ from lingua.tools.runs.records import (
 )
 from lingua.tools.runs.report.code import code_differences
 from lingua.tools.runs.report.page import Arrays
-from lingua.tools.runs.report.verdict import arm_name, arms_to_draw, compare_for_page, has_begun
+from lingua.tools.runs.report.verdict import arm_name, arms_to_draw, compare_for_page, has_results
 
 MAX_CHARTS = 60  # charts of one group, such as sources, tasks or the numbers of a probe
 MAX_SAMPLES = 200  # samples of a run
@@ -86,11 +86,11 @@ def page_content(
         "samples": [_samples(record) for record in drawn],
     }
     notes = charts.notes
-    begun = [record for record in records if has_begun(record)]
-    if len(drawn) < len(begun):
+    n_results = sum(map(has_results, records))
+    if len(drawn) < n_results:
         how = "arms at equal distances in the order of their names, whatever their losses are"
         hint = "name fewer runs on the command line to see others"
-        notes = [f"Curves are of {len(drawn)} of the {len(begun):,} runs: {how}; {hint}.", *notes]
+        notes = [f"Curves are of {len(drawn)} of the {n_results:,} runs: {how}; {hint}.", *notes]
     content["notes"] = notes
     content["problems"] = [problem for record in records for problem in record.problems]
     return content

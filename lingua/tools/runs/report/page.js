@@ -56,7 +56,7 @@ function section(title, ...children) {
   find("rest").append(made);
 }
 
-const texts = new Intl.Collator("en", {numeric: true});
+const collator = new Intl.Collator("en", {numeric: true});
 
 // What a cell is sorted by: [kind, number or text]; a cell without a value is behind all others.
 function sortKey(cell) {
@@ -76,7 +76,7 @@ function table([header, ...rows], title) {
     const way = descending ? -1 : 1;
     const compare = ([a], [b]) => {
       const [[kind, x], [other, y]] = [sortKey(a[column]), sortKey(b[column])];
-      return kind - other || way * (kind ? texts.compare(x, y) : x - y);
+      return kind - other || way * (kind ? collator.compare(x, y) : x - y);
     };
     body.append(...[...lines].sort(compare).map(([, line]) => line));
     heads.forEach((head, i) => head.setAttribute("aria-sort", i !== column ? "none" : descending ? "descending" : "ascending"));
@@ -312,7 +312,7 @@ async function main() {
   chooseSmoothing();
   showHeader(content);
   showVerdict(content.verdict);
-  const charts = makeCharts(content);
+  const charts = state.charts = makeCharts(content);
   showLegend(charts);
   showKey(content);
   showTables(content);

@@ -27,9 +27,9 @@ LEVEL = 0.95  # probability with which all intervals hold together
 
 
 def arms_to_draw(records: Sequence[Record]) -> list[Arm]:
-    """The arms of the runs that have begun. Of more than MAX_DRAWN runs: whole arms at equal
+    """The arms of the runs that have results. Of more than MAX_DRAWN runs: whole arms at equal
     distances in their order, whatever their losses are."""
-    arms = [one for arm in find_arms([r for r in records if has_begun(r)]) for one in _split(arm)]
+    arms = [one for arm in find_arms([r for r in records if has_results(r)]) for one in _split(arm)]
     for n in range(len(arms), 0, -1):
         chosen = [arms[i] for i in np.linspace(0, len(arms) - 1, n).astype(int)]
         if sum(len(arm.runs) for arm in chosen) <= MAX_DRAWN:
@@ -37,8 +37,9 @@ def arms_to_draw(records: Sequence[Record]) -> list[Arm]:
     return [replace(arm, runs=arm.runs[:MAX_DRAWN]) for arm in arms[:1]]
 
 
-def has_begun(record: Record) -> bool:
-    return any((record.newest, record.validation, record.evaluation, record.samples))
+def has_results(record: Record) -> bool:
+    """Whether it has begun, or was only evaluated."""
+    return record.has_begun or bool(record.evaluation)
 
 
 def _split(arm: Arm) -> list[Arm]:
