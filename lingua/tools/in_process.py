@@ -77,7 +77,7 @@ def words(config: Config) -> list[str]:
 
 @contextmanager
 def logging_restored(packages: set[str]) -> Iterator[None]:
-    """What lingua.monitor.logger.init_logger does inside is undone."""
+    """A context that undoes what lingua.monitor.logger.init_logger does inside."""
     root = logging.getLogger()
     loggers = [root, *map(logging.getLogger, {"lingua", "apps", "__main__", *packages})]
     levels, handlers = [logger.level for logger in loggers], root.handlers[:]
@@ -94,7 +94,7 @@ def logging_restored(packages: set[str]) -> Iterator[None]:
 
 @contextmanager
 def torch_restored() -> Iterator[None]:
-    """What lingua.parallel.launch.start sets for the whole process is undone."""
+    """A context that undoes what lingua.parallel.launch.start sets for the whole process."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32

@@ -47,8 +47,8 @@ def main(argv: list[str]) -> None:
 
 
 def verify_source(name: str, args: DataArgs, tokenizer: "Tokenizer") -> str:
-    """What the shards of a source hold. Raises UserError: they are missing, damaged, or those of
-    another text."""
+    """Returns a summary of the shards of a source. Raises UserError where they are missing,
+    damaged, or those of another text."""
     from lingua.data.shards import SPLITS, Manifest, Source
     from lingua.data.sources import shard_spec, source_files, why_stale
     from lingua.data.verify import damaged_shards

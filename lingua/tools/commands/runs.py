@@ -127,7 +127,7 @@ def print_runs(folders: Sequence[str], args: RunsArgs, form: str) -> None:
 
 
 def report_problems(records: "Iterable[Record]") -> None:
-    """On stderr, what could not be read."""
+    """Print to stderr what could not be read."""
     problems = [problem for record in records for problem in record.problems]
     for problem in problems[:MAX_PROBLEMS]:
         print(f"warning: {printable(problem)}", file=sys.stderr)

@@ -30,7 +30,7 @@ MIN_VOCAB_SIZE = 256 + 2  # every byte is a token, so that all text can be encod
 
 @dataclass
 class AnyTokenizer(TokenizerArgs):
-    """That of the config, which may be the one that is made here."""
+    """Configuration of a tokenizer that this command may be about to make."""
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from ()

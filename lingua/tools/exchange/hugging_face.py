@@ -54,7 +54,8 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """How transformers keeps the models of an app. `model` is the `model` group of its config."""
+    """Describes how transformers stores the models of an app. `model` is the `model` group of its
+    config."""
 
     # (model, seq_len) -> content of config.json. UserError names what it cannot express.
     to_config: Callable[[Any, int], dict[str, Any]]
@@ -154,7 +155,7 @@ def open_folder(form: HuggingFace, folder: Path) -> tuple[TensorSource, Any, int
 
 
 class StoredTensor(NamedTuple):
-    """Where a safetensors file has a tensor, whose elements are in row-major order."""
+    """The place of a tensor in a safetensors file; its elements are in row-major order."""
 
     file: Path
     begin: int  # byte of the file

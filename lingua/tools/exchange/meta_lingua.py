@@ -30,7 +30,7 @@ TIED = ("tok_embeddings.weight", "output.tied_module.weight")
 
 
 def open_meta_lingua(path: Path) -> TensorSource:
-    """What Meta Lingua or torch.save wrote: a file, the folder of a checkpoint, or its folder
+    """Open what Meta Lingua or torch.save wrote: a file, the folder of a checkpoint, or its folder
     `consolidated`. Raises UserError, or what reading a damaged file raises."""
     path = path / CONSOLIDATED if (path / CONSOLIDATED).exists() else path
     return _open_file(path) if path.is_file() else _open_folder(path)
@@ -80,8 +80,9 @@ def _open_file(path: Path) -> TensorSource:
 
 
 def _our_config(folder: Path) -> str:
-    """Of Meta Lingua's parameters in a folder, what describes a model and how it was trained, as a
-    config of ours: text of YAML. Its keys that mean the same have the same name here."""
+    """Returns, as the YAML text of a config of ours, those of Meta Lingua's parameters in a folder
+    that describe a model and how it was trained. Its keys that mean the same have the same name
+    here."""
     if not (params := folder / PARAMS).exists():
         return "{}"
     content, foreign = read_json(params), {*META_LINGUA.ignored, *META_LINGUA.same_as}

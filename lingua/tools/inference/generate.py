@@ -43,7 +43,7 @@ class Request:
 
 @dataclass
 class Completion:
-    """What a model generated for a request."""
+    """The text that a model generated for a request."""
 
     text: str = ""  # without the stop string or token
     tokens: list[int] = field(default_factory=list)  # all that were generated

@@ -16,7 +16,7 @@ from lingua.model import Losses
 
 
 class RowLosses(NamedTuple):
-    """Of the G rows of a step, for each of the V-1 views that the model predicts."""
+    """The losses of the G rows of a step, for each of the V-1 views that the model predicts."""
 
     sums: np.ndarray  # float64 [G, V-1]: token losses in nats
     counts: np.ndarray  # float64 [G, V-1]: the targets that these cover

@@ -35,8 +35,8 @@ def score(
     batch_size: int,
     length: int,
 ) -> list[tuple[float, bool]]:
-    """For each (context, continuation): nats of the continuation's log-probability, from float32
-    logits, and whether each of its tokens is the most likely.
+    """Returns, for each (context, continuation), the continuation's log-probability in nats, from
+    float32 logits, and whether each of its tokens is the most likely.
 
     Every rank calls it with the same texts, which the data-parallel ranks divide among themselves,
     and has all results: the same on every topology.

@@ -43,7 +43,7 @@ def show_command(folder: str) -> None:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint contains, without reading a tensor."""
+    """Describe a checkpoint without reading a tensor."""
     path = checkpoint.path
     state = read_json(path / STATE)
     if groups := read_state(checkpoint).param_groups:

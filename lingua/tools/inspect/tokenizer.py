@@ -77,8 +77,9 @@ def source_texts(name: str, files: list[FilePart], args: DataArgs, n_bytes: int)
 
 
 def good_records(file: FilePart, name: str, args: DataArgs, is_all: bool) -> Iterator[SourceRecord]:
-    """Those of a file. `is_all`: it is the whole source, of which one long document may have a part
-    that is held out. Raises UserError at a bad one, unless the config skips them."""
+    """Yields the good records of a file. `is_all`: it is the whole source, of which one long
+    document may have a part that is held out. Raises UserError at a bad one, unless the config
+    skips them."""
     records = read_records(file, args.text_keys(name))
     for record in hold_out_tail(records)[0] if is_all else records:
         if record.wrong is None:

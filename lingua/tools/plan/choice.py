@@ -39,14 +39,15 @@ class Choice:
 
     @property
     def order(self) -> tuple[bool, float, int]:
-        """Those that fit first, then the fastest, then those that take the least memory."""
+        """The key to sort by: layouts that fit first, then the fastest, then those with the least
+        memory."""
         times = self.plan.times
         assert times is not None
         return not self.plan.fits, times.step, self.plan.trace.allocated
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Of the run's config."""
+        """The keys of the run's config."""
         args, (replicas, shards, tp) = self.plan.args, self.plan.trace.sizes
         return {
             "distributed.dp_replicate": replicas,
@@ -90,8 +91,8 @@ def by_formula(app: App, plan: Plan, device: str) -> Iterator[Choice]:
 
 
 def meshes(app: App, args: Any, ranks: int, node: int) -> Iterator[tuple[int, list[Sizes]]]:
-    """Each tp within a node that the model allows, with the meshes of this many ranks that have
-    it; none on which ranks would be without rows."""
+    """Returns, for each tp within a node that the model allows, the meshes of this many ranks that
+    have it; none on which a rank would have no rows."""
     for tp in _divisors(node):
         built = program().build(app, deepcopy(args), 1)
         try:
@@ -108,12 +109,12 @@ def _divisors(n: int) -> list[int]:
 
 
 def estimate(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
-    """What `trace` gives, by the formula. Raises UserError."""
+    """Estimate by the formula what `trace` returns. Raises UserError."""
     return scaled_trace(small_trace(app, args, sizes[2], device), args, sizes)
 
 
 def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
-    """Of two micro-batches on few ranks."""
+    """Trace two micro-batches on few ranks."""
     args_of_trace = deepcopy(args)
     args_of_trace.grad_acc_steps, args_of_trace.data.batch_size = None, ROWS
     args_of_trace.data.global_batch_size = 2 * REPLICAS * SHARDS * ROWS
@@ -121,7 +122,7 @@ def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
 
 
 def few_layers(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
-    """What `trace` gives, from traces of fewer layers. Raises UserError."""
+    """Compute what `trace` returns from traces of fewer layers. Raises UserError."""
     layers: int = args.model.n_layers
     traces = []
     few = [n for n in TRACED_LAYERS if layers > TRACED_LAYERS[1]] or [layers]
@@ -133,7 +134,8 @@ def few_layers(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
 
 
 def extrapolated(first: Trace, second: Trace, n: int) -> Trace:
-    """Of a model with `n` layers more than `first`, from those of a model with one more."""
+    """Returns the trace of a model with `n` layers more than `first`, from that of a model with one
+    more."""
 
     def line(name: str) -> Any:
         a, b = getattr(first, name), getattr(second, name)
@@ -148,7 +150,8 @@ def extrapolated(first: Trace, second: Trace, n: int) -> Trace:
 
 
 def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
-    """On a mesh of these sizes with the micro-batch of `args`, from `small_trace`."""
+    """Returns the trace on a mesh of these sizes with the micro-batch of `args`, from
+    `small_trace`."""
     n_micro, rows = args.micro_steps(sizes[0] * sizes[1])
     grow, shrink = rows / ROWS, SHARDS / sizes[1]
 
@@ -200,7 +203,7 @@ def choice_as_json(choice: Choice) -> dict[str, Any]:
 
 
 def why_not(choice: Choice) -> str | None:
-    """What takes the most memory where it does not fit."""
+    """Name what takes the most memory where a layout does not fit."""
     peak = choice.plan.trace.peak
     return None if choice.plan.fits else max(peak, key=lambda kind: peak[kind])
 

@@ -79,7 +79,7 @@ class Device:
 
 
 def unknown_device(given: str) -> str | None:
-    """What must be given instead, unless `find_device` can look for it."""
+    """Returns the message about a device that `find_device` does not know: what to give instead."""
     table = read_file(TABLE, str(TABLE))
     if Path(given).suffix in (".yaml", ".yml") or given.lower() in table:
         return None
@@ -164,8 +164,8 @@ def _kernel_s(kernel: Kernel, device: Device, tf32: bool, compiled: bool) -> flo
 
 
 def _sent_s(total: dict[str, Any], sizes: tuple[int, int, int], device: Device) -> float:
-    """Of collectives as rings: each rank sends (n - 1) / n of the larger side, an all-reduce twice
-    that (Thakur et al., 2005)."""
+    """Seconds of collectives as rings: each rank sends (n - 1) / n of the larger side, an
+    all-reduce twice that (Thakur et al., 2005)."""
     stride, ranks = 1, math.prod(sizes)
     for axis, size in zip(reversed(AXES), reversed(sizes), strict=True):
         if axis == total["axis"]:

@@ -64,12 +64,12 @@ class LiveMemory:
             block.register_forward_hook(lambda m, x, y: self._enter_block(-1))
 
     def register(self, kind: str, tensors: Any) -> None:
-        """Let these tensors be of this kind, whatever made them."""
+        """Count these tensors as this kind, whatever made them."""
         for t in tensors_in(tensors):
             self._follow(local(t).untyped_storage(), kind, again=True)
 
     def restart(self) -> None:
-        """Let `peak` and `kept` be of what follows."""
+        """Measure `peak` and `kept` anew from here on."""
         self.peak, self._max_total, self.kept = self.now.copy(), self._total, []
 
     def resizes(self) -> AbstractContextManager[None]:

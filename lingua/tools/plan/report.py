@@ -27,7 +27,7 @@ class Plan:
 
     @property
     def needs_gib(self) -> float | None:
-        """Of a device, for one rank."""
+        """Memory of a device that one rank needs, in GiB."""
         return None if self.device is None else self.device.needs(self.trace.allocated)
 
     @property
@@ -53,13 +53,14 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of parameters and optimizer, all ranks together; each replica has the same."""
+        """Bytes of parameters and optimizer state of all ranks together; each replica has the
+        same."""
         _, shards, tp = self.trace.sizes
         return self.trace.own_bytes * shards * tp
 
     def save(self) -> dict[str, float]:
-        """How long a save holds up the run, and how many seconds between two saves lose least:
-        sqrt(2 * save * time between failures) (Young, 1974)."""
+        """Returns the seconds that a save holds up the run, and the seconds between two saves that
+        lose least: sqrt(2 * save * time between failures) (Young, 1974)."""
         options, device = self.options, self.device
         held_s = self.checkpoint_bytes / (options.storage_gb_per_s * 1e9)
         if self.args.checkpoint.async_save and device is not None:

@@ -42,13 +42,13 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a rank runs and sends in a part of a step."""
+    """The kernels and collectives of a rank in a part of a step."""
 
     kernels: Counter[Kernel]
     collectives: list[dict[str, Any]]  # CollectiveCounter.totals
 
     def plus(self, other: "StepPart", times: int) -> "StepPart":
-        """With `times` that of another; what becomes nothing is left out."""
+        """Add `times` another part; entries that become zero are left out."""
         kernels = self.kernels.copy()
         for kernel, n in other.kernels.items():
             kernels[kernel] += times * n
@@ -83,17 +83,17 @@ class Trace:
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
-        """Of the step, as CollectiveCounter.totals."""
+        """The collectives of the step, as CollectiveCounter.totals."""
         return self.last.plus(self.micro, self.n_micro - 1).plus(self.update, 1).collectives
 
     @property
     def own_bytes(self) -> int:
-        """Of parameters and optimizer."""
+        """Bytes of parameters and optimizer state."""
         return self.start["parameters"] + self.start["optimizer"]
 
     @property
     def allocated(self) -> int:
-        """At the peak."""
+        """Bytes allocated at the peak."""
         return sum(self.peak.values())
 
 
@@ -224,7 +224,7 @@ class _Operators(OperatorMode):
         return result
 
     def part(self) -> StepPart:
-        """What was counted since the last call."""
+        """Returns what was counted since the last call."""
         part = StepPart(self.kernels.kernels, self.collectives.totals)
         self.kernels, self.collectives = KernelCounter(), CollectiveCounter(self.mesh)
         return part

@@ -95,7 +95,7 @@ def _varlen_formula(func: OpOverload) -> Callable[..., float]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in nested lists, tuples and dicts."""
+    """Returns the tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

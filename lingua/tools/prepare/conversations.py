@@ -32,8 +32,8 @@ NEXT: dict[str | None, tuple[str, ...]] = {
 
 
 def open_conversations(args: DataArgs, tokenizer: Tokenizer, source: str) -> Examples | None:
-    """What makes the examples of a record of `source`; None where sources are text. Raises
-    UserError."""
+    """Returns the function that makes the examples of a record of `source`; None where sources are
+    text. Raises UserError."""
     if args.chat is None:
         return None
     chat = open_chat(args.tokenizer, tokenizer, args.chat.template)
@@ -52,8 +52,8 @@ class _Conversations:
     cut: bool  # cut a longer example, in place of an error
 
     def examples(self, number: int, record: dict[str, Any]) -> list[SourceRecord]:
-        """Each example as a record with its tokens. All have the hash of the conversation, so all
-        are held out or none."""
+        """Returns each example as a record with its tokens. All have the hash of the conversation,
+        so all are held out or none."""
         messages, tools = self._messages(record), _tools(record)
         _check_messages(messages)
         hashed = _hash([messages, tools])
@@ -204,8 +204,8 @@ def _answer_bytes(message: dict[str, Any]) -> int:
 def packed(
     records: Iterator[SourceRecord], row_tokens: int, vocab_size: int
 ) -> Iterator[tuple[SourceRecord, list[np.ndarray]]]:
-    """Each example with its stored numbers, in the order in which they are written: held-out ones
-    as they come, those to train on in rows, with the padding of a row behind its last one."""
+    """Yields each example with its stored numbers, in the order in which they are written: held-out
+    ones as they come, those to train on in rows, with the padding of a row behind its last one."""
 
     def tokens(record: SourceRecord) -> np.ndarray:
         assert record.tokens is not None

@@ -42,7 +42,7 @@ OnRead = Callable[[int], Any]  # gets the number of bytes of each read
 
 @dataclass
 class Wrong(Exception):
-    """What is wrong with a record."""
+    """A record that is wrong, and why."""
 
     kind: str
     detail: str = ""
@@ -303,7 +303,7 @@ def _text_of(record: dict[str, Any], keys: tuple[str, ...]) -> str:
 
 
 def _parquet_rows(part: FilePart) -> Iterator[Wrong | dict[str, Any]]:
-    """Each row as an object, or what is wrong with it."""
+    """Yields each row as an object, or what is wrong with it."""
     with pq.ParquetFile(part.full, page_checksum_verification=True) as file:
         groups = _row_groups(file.metadata)
         chosen = [i for i, group in enumerate(groups) if part.begin <= group.begin < part.end]

@@ -341,7 +341,8 @@ def check_sample(files: list[FilePart], spec: ShardSpec, tokenizer: Tokenizer) -
 def bad_record(
     part: FilePart, record: SourceRecord, args: DataArgs, source: str, any_good: bool = False
 ) -> UserError:
-    """Where a record is and what is wrong with it. any_good: whether another one is right."""
+    """Returns the message that says where a record is and what is wrong with it. any_good: whether
+    another one is right."""
     wrong = record.wrong
     assert wrong is not None
     advice = "data.on_bad_record: skip leaves such records out and counts them"

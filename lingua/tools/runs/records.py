@@ -165,7 +165,7 @@ class Columns(dict[str, np.ndarray]):
 
 
 class Record:
-    """What one run has written. A file is read when it is first asked for, and kept."""
+    """The files that one run has written. Each is read when it is first asked for, and kept."""
 
     def __init__(
         self, folder: Path | str, name: str | None = None, tail: int | None = None

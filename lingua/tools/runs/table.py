@@ -23,8 +23,8 @@ MAX_KEYS = 8  # config keys that the table shows unless asked for more
 
 @dataclass(frozen=True)
 class Row:
-    """What the table shows of a run, or of several that differ only in their seed. Losses are None
-    where they were not measured and NaN where they are not finite."""
+    """A row of the table: a run, or several that differ only in their seed. Losses are None where
+    they were not measured and NaN where they are not finite."""
 
     name: str
     folder: Path

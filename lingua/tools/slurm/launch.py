@@ -356,7 +356,7 @@ def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
 
 
 def _submit(executor: Any, root: Path, configs: list[Any], program: list[str]) -> list[Launched]:
-    """Each task of the job starts as submitit's program, which execs the command."""
+    """Submit a job, each task of which starts as submitit's program, which execs the command."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     (root / LOGS).mkdir(exist_ok=True)
@@ -406,7 +406,7 @@ def _run_here(
 
 
 def _shares(job: JobArgs, configs: list[Any]) -> list[dict[str, str]]:
-    """Of this machine, for each of the runs that a sweep runs at once."""
+    """Returns the share of this machine for each of the runs that a sweep runs at once."""
     on_cpu = job.gpus == "none" or getattr(configs[0], "device", "auto") == "cpu"
     at_once = min(job.at_once or 1, len(configs))
     cores = len(os.sched_getaffinity(0))

@@ -70,8 +70,8 @@ def find_arms(records: Sequence[Record], code: bool = True) -> list[Arm]:
 
 
 def label(arm: Arm, other: Arm) -> str:
-    """What to call an arm beside another: by the keys in which they differ, `optim.lr=0.004`, or by
-    its runs where the configs are equal."""
+    """Returns the name of an arm beside another: by the keys in which they differ,
+    `optim.lr=0.004`, or by its runs where the configs are equal."""
     keys = [key for key in arm.values if arm.values[key] != other.values[key]]
     if not keys:
         first, last = arm.runs[0].name, arm.runs[-1].name

@@ -364,7 +364,7 @@ def _once(arm: Arm, measured: HeldOutLosses, notes: list[str]) -> list[Record]:
 
 
 def _cautions(arm: Arm, base: Arm, by: By) -> list[str]:
-    """Where the two arms are not measured alike."""
+    """Returns a line for each way in which the two arms are not measured alike."""
     a, b = arm.runs[0], base.runs[0]
     cautions = []
     for key, meaning in (

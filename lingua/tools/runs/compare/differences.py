@@ -46,8 +46,8 @@ class Aspect:
 
 
 def first_differences(a: Record, b: Record) -> list[Aspect]:
-    """Of rows, rate, gradient norm, loss, weights and held-out loss, where two runs first differ.
-    Numbers are compared exactly."""
+    """Returns where two runs first differ in rows, rate, gradient norm, loss, weights and held-out
+    loss. Numbers are compared exactly."""
     return [
         _rows(a, b),
         _aspect("learning rate", *(_numbers(r.metrics, "lr") for r in (a, b))),
@@ -138,14 +138,14 @@ def _checkpoint_folders(record: Record) -> list[Path]:
 
 @dataclass(frozen=True)
 class Cause:
-    """What may be why: config, data, code, versions or machine; and how two runs differ in it."""
+    """A possible cause (config, data, code, versions or machine), and how two runs differ in it."""
 
     kind: str
     text: str
 
 
 def causes(a: Record, b: Record) -> list[Cause]:
-    """What differs between two runs besides their results, as far as it is recorded."""
+    """Returns what differs between two runs besides their results, as far as it is recorded."""
     causes = []
     for key in _decisive([a, b]):
         values = [setting(run.settings, key) for run in (a, b)]
@@ -257,7 +257,8 @@ def _starts(record: Record, state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _code(a: Record, b: Record) -> list[str]:
-    """Which files differ between the code that two launches copied; nothing where one has none."""
+    """Returns the files that differ between the code that two launches copied; none where one has
+    no copy."""
     one, other = code_place(a), code_place(b)
     if one is None or other is None or one == other:  # a sweep has one copy
         return []

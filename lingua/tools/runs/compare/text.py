@@ -29,7 +29,7 @@ PRICE = ((1, 12, 18, 10), (2, 6, 8, 5), (3, 5, 6, 4))
 def heading(
     measured: HeldOutLosses, unit: str, level: float, arms: int, problems: list[str]
 ) -> Iterator[str]:
-    """What is compared: the step, and what is left out."""
+    """Returns what is compared: the step, and what is left out."""
     place = _place(measured.by, measured.steps[-1])
     yield f"held-out loss after {place} in {unit}; lower is better"
     if arms > 1:
@@ -207,7 +207,7 @@ def _interval(e: Estimate, number: Callable[..., str]) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    """In lines of WIDTH; those after the first are indented."""
+    """Wrap text to lines of WIDTH; those after the first are indented."""
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -312,7 +312,7 @@ def _along(c: Comparison, number: Callable[..., str]) -> Iterator[str]:
 
 
 def _first_lines(a: Record, b: Record) -> Iterator[str]:
-    """Where two runs first differ, and why."""
+    """Returns lines about where two runs first differ, and why."""
     aspects = first_differences(a, b)
     yield f"where {a.name} and {b.name} first differ"
     rows = [[f"  {aspect.name}", _where(aspect), _values(aspect)] for aspect in aspects]

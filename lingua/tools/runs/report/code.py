@@ -48,7 +48,7 @@ def _version(record: Record) -> tuple[str, str]:
 
 
 def code_place(record: Record, name: str = CODE) -> Path | None:
-    """Where the run has its copied code, or another file of it."""
+    """Returns the path of the run's copied code, or of another file of it."""
     places = (record.folder / name, record.folder.absolute().parent / name)
     return next((place for place in places if place.exists()), None)
 

@@ -57,8 +57,8 @@ class Chart:
 def page_content(
     records: Sequence[Record], arrays: Arrays, refresh_s: int | None = None
 ) -> dict[str, Any]:
-    """What the page shows of `records`; columns of numbers are added to `arrays`. With `refresh_s`
-    the page loads its file again after so many seconds."""
+    """Returns the values that the page shows of `records`; columns of numbers are added to
+    `arrays`. With `refresh_s` the page loads its file again after so many seconds."""
     arms = arms_to_draw(records)
     ids = {id(run) for arm in arms for run in arm.runs}
     drawn = [record for record in records if id(record) in ids]
@@ -255,7 +255,7 @@ def _configs(records: Sequence[Record]) -> list[list[str]]:
 
 
 def _machines(records: Sequence[Record]) -> list[list[str]]:
-    """What the starts of the runs have recorded about themselves."""
+    """Returns what the starts of the runs have recorded about their machines."""
     starts = [(r.name, e) for r in records for e in r.events if e["event"] == "start"]
     skip = ("event", "created_at")
     keys = list(dict.fromkeys(k for _, e in starts for k in e if k not in skip))
@@ -265,7 +265,7 @@ def _machines(records: Sequence[Record]) -> list[list[str]]:
 
 
 def _scores(records: Sequence[Record]) -> list[list[str]]:
-    """Of each run the last score of each task and metric, with its standard error."""
+    """Returns each run's last score of each task and metric, with its standard error."""
     scores: dict[str, dict[str, str]] = {}
     names: dict[str, None] = {}
     for record in records:

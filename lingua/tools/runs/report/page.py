@@ -25,9 +25,9 @@ class Arrays:
         self._places: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def add(self, values: np.ndarray, exponent: int | None = None) -> dict[str, Any]:
-        """Where the page finds `values`, float64: {at, n, type, exponent}. They are rounded to six
-        significant digits, with an `exponent` to multiples of its power of ten. NaN and infinity
-        are what is missing.
+        """Store `values`, float64, and return where the page finds them: {at, n, type, exponent}.
+        They are rounded to six significant digits, with an `exponent` to multiples of its power of
+        ten. NaN and infinity are what is missing.
 
         Type i4 is differences between neighbours, int32, of multiples of 10**exponent. Where they
         are too large: f8, and without a given exponent the upper halves of float64, "u4". Their 21
