@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lingua.base.dump_dir import METADATA
 from lingua.base.files import file_size, read_bytes, read_into
 from lingua.checkpoint.tensors import Part
 from lingua.parallel.torch_private import begin_in_file, create_file_view
-
-METADATA = ".metadata"
 
 # Import paths that `.metadata` may name.
 _DCP = "torch.distributed.checkpoint"

@@ -18,10 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lingua.app import App
-from lingua.base.dump_dir import CHECKPOINTS, CONFIG, MANIFEST, STEP_FOLDER
+from lingua.base.dump_dir import CHECKPOINTS, CONFIG, MANIFEST, METADATA, STEP_FOLDER
 from lingua.base.errors import UserError, import_tool
 from lingua.base.files import read_bytes
-from lingua.checkpoint.dcp import METADATA
 from lingua.checkpoint.folder import (
     Checkpoint,
     find,

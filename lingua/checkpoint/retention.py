@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lingua.base.dump_dir import CONFIG, MANIFEST, STATE, STEP_FOLDER
+from lingua.base.dump_dir import CONFIG, MANIFEST, METADATA, STATE, STEP_FOLDER
 from lingua.base.errors import UserError
-from lingua.checkpoint.dcp import METADATA
 from lingua.checkpoint.folder import (
     LEFTOVER,
     Checkpoint,

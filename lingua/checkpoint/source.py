@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lingua.base.dump_dir import CONFIG, STATE
+from lingua.base.dump_dir import CONFIG, METADATA, STATE
 from lingua.base.errors import UserError
-from lingua.checkpoint.dcp import METADATA, DCPFolder
 from lingua.checkpoint.folder import Checkpoint
 from lingua.checkpoint.tensors import Part, local_parts
 from lingua.config.values import show
@@ -141,5 +140,7 @@ def open_checkpoint(checkpoint: Checkpoint, alone: bool = False) -> TensorSource
     path, kind, step = checkpoint.path, "checkpoint", checkpoint.step
     if checkpoint.files.keys() == {STATE, CONFIG}:
         return TensorSource(path, kind, {}, lambda parts: None, step, checkpoint=checkpoint)
+    from lingua.checkpoint.dcp import DCPFolder  # imported for a run that loads tensors
+
     folder = on_every_rank(path / METADATA, lambda: DCPFolder(path), alone)
     return TensorSource(path, kind, folder.tensors, folder.read, step, checkpoint=checkpoint)
