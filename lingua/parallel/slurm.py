@@ -18,10 +18,10 @@ EARLY = ("SIGUSR2", "SIGTERM")
 logger = logging.getLogger(__name__)
 
 
-def run_slurm(*command: str, stdin: str | None = None) -> str:
+def run_slurm(*command: str, stdin: str | None = None, env: dict[str, str] | None = None) -> str:
     """The output of one of Slurm's commands. Raises UserError with its message."""
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, input=stdin, env=env, capture_output=True, text=True)
     except FileNotFoundError:
         raise UserError(
             f"{command[0]}: no such command here; Slurm must be installed and on the PATH "
