@@ -1,4 +1,4 @@
-"""Slurm's commands, as ranks in a job and `lingua.stool` call them.
+"""Slurm's commands, as ranks in a job and `lingua stool` call them.
 
 A run that Slurm stops early (its time limit is near, or another job preempts it) requeues its job,
 which then resumes from the checkpoint.

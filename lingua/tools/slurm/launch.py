@@ -1,4 +1,4 @@
-"""Launching runs, for `lingua.stool` and from Python: a launch validates the whole config, copies
+"""Launching runs, for `lingua stool` and from Python: a launch validates the whole config, copies
 it and the code to the dump dir, and submits a plain batch script that runs from there."""
 
 import json
@@ -47,13 +47,13 @@ BATCH_SCRIPT = """\
 # and resumes the run where it is submitted again. The run's keys are in {base_config}, beside it.
 {options}
 
+set -e  # the first line that fails ends the job
 job="{job}"
 {run}
 logs="$run/{logs}/$job"
 mkdir -p "$logs"
 echo "$job" >"$run/{job_id}"
 
-set -e  # the first line that fails ends the job
 cd {folder}
 {setup}
 export PYTHONUNBUFFERED=1
