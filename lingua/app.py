@@ -94,7 +94,7 @@ def main_program(name: str) -> str:
     main = known_apps().get(MAIN)
     if main is None:
         raise UserError(
-            f"this installation has no app main, whose program is {name}; to lingua.stool another "
+            f"this installation has no app main, whose program is {name}; to lingua stool another "
             "is given as script=MODULE"
         )
     return f"{main}.{name}"

@@ -30,7 +30,7 @@ SHARED = ("torch.distributed.run", "torch._dynamo", "apps.main.train", "apps.mai
 # For programs that import this repository from a copy of it, and have all of it still to import.
 OF_OTHERS = ("torch.distributed.run", "torch._dynamo", "torch.distributed.fsdp")
 OF_OTHERS += ("torch.distributed.checkpoint", "torch.distributed.tensor.parallel")
-OF_OTHERS += ("pyarrow", "submitit.core._submit")
+OF_OTHERS += ("pyarrow",)
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -66,7 +66,7 @@ def start_server(modules: tuple[str, ...]) -> tuple[str, subprocess.Popen[bytes]
 
 
 def ask(address: str, argv: list[str]) -> None:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # by exec_program
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # by a batch script
     with socket.socket(socket.AF_UNIX) as server, server.makefile() as answers:
         server.connect(f"\0{address}")
         socket.send_fds(server, [b"\n"], [0, 1, 2])

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from apps.main import app, samples
-from apps.main.check import check as check  # what lingua.stool calls
+from apps.main.check import check as check  # what lingua stool calls
 from apps.main.config import TrainArgs
 from apps.main.train import train
 from lingua.app import Built

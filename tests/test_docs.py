@@ -317,7 +317,7 @@ def help_of(*program: str) -> str:
     [
         "python -m apps.main.train config=apps/main/configs/debug.yaml stesp=3",
         "torchrun --procs-per-node 2 -m apps.main.train config=apps/main/configs/debug.yaml",
-        "python -m lingua.stool config=apps/main/configs/debug.yaml sweep.optim.rl=1e-3,3e-4",
+        "python -m lingua stool config=apps/main/configs/debug.yaml sweep.optim.rl=1e-3,3e-4",
         "python -m lingua checkpoint shw runs/debug",
         "python -m lingua plan config=apps/main/configs/debug.yaml nodse=2",
         "python -m lingua convert source=runs/debug dest=debug-hf",

@@ -51,8 +51,7 @@ def test_every_command_has_a_line_a_module_and_help():
         assert f"  {name:12}  {line}\n" in listed
     for name in sorted(set(COMMANDS) - set(LIGHT)):
         done = lingua(*name.split(), "--help")
-        usage = {"stool": "lingua.stool"}.get(name, f"lingua {name}")
-        usage = f"apps.main.{name}" if name in PROGRAMS else usage
+        usage = f"apps.main.{name}" if name in PROGRAMS else f"lingua {name}"
         assert done.returncode == 0 and f"python -m {usage} " in done.stdout, name
 
 

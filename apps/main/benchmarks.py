@@ -131,7 +131,7 @@ def results_folder(args: TrainArgs, step: int) -> Path:
 
 
 def job_arguments(args: TrainArgs, checkpoint: Path, step: int) -> list[str]:
-    """The arguments of lingua.stool for the job that evaluates a checkpoint. Keys of `eval.job`
+    """The arguments of lingua stool for the job that evaluates a checkpoint. Keys of `eval.job`
     come last, so they win."""
     assert args.eval is not None
     values = {f.name: getattr(args.eval, f.name) for f in fields(HarnessArgs)}

@@ -1,4 +1,4 @@
-"""What can be wrong with a run, found before it trains, and by lingua.stool before a launch."""
+"""What can be wrong with a run, found before it trains, and by lingua stool before a launch."""
 
 import inspect
 import logging
@@ -50,7 +50,7 @@ class Checked:
 
 def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
     """The configuration of a run to be launched with `world_size` processes, and its notices: what
-    lingua.stool asks for. Raises UserError where the run would refuse it."""
+    lingua stool asks for. Raises UserError where the run would refuse it."""
     app = choose_app(argv)
     args: TrainArgs
     args, notices = load_run(app, argv)

@@ -3,7 +3,7 @@
     python -m apps.main.eval ckpt=runs/debug tasks=[arc_easy,hellaswag] num_fewshot=5
     python -m apps.main.eval ckpt=runs/debug tasks=[mine] task_dir=my_tasks limit=100
     torchrun --nproc-per-node 2 -m apps.main.eval ckpt=runs/debug tasks=[arc_easy]
-    python -m lingua.stool script=apps.main.eval ckpt=runs/debug tasks=[arc_easy] ngpu=8
+    python -m lingua stool script=apps.main.eval ckpt=runs/debug tasks=[arc_easy] ngpu=8
 
 Scores are the same on every topology. Results and samples are written to the run's evals/<step>/, a
 line for each task to its metrics.eval.jsonl. Needs the package lm_eval.
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:
     """The configuration of an evaluation to be launched with `world_size` processes, and its
-    notices, for lingua.stool.
+    notices, for lingua stool.
 
     Raises:
         UserError: `main` would refuse it before it reads data.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apps.main import start
-from apps.main.check import check as check  # lingua.stool calls it before a launch
+from apps.main.check import check as check  # lingua stool calls it before a launch
 from apps.main.config import TrainArgs
 from apps.main.describe import announce, finish
 from apps.main.run import Run

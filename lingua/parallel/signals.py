@@ -102,15 +102,6 @@ class StopRequest:
 
 
 def take_signals() -> None:
-    """Unblock the stop signals, which `exec_program` blocks."""
+    """Unblock the stop signals, which a batch script of `lingua stool` blocks: they would end the
+    program in the seconds that its imports take."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-
-
-def exec_program(argv: list[str]) -> None:
-    """Replace this process by a program, which then receives Slurm's signals itself.
-
-    Stop signals are blocked until the program calls `take_signals` (StopRequest does): they would
-    end it in the seconds that its imports take.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    os.execv(argv[0], argv)

@@ -1,4 +1,4 @@
-"""Slurm's commands, as ranks in a job and `lingua.stool` call them.
+"""Slurm's commands, as ranks in a job and `lingua stool` call them.
 
 A run that Slurm stops early (its time limit is near, or another job preempts it) requeues its job,
 which then resumes from the checkpoint.
@@ -18,10 +18,10 @@ EARLY = ("SIGUSR2", "SIGTERM")
 logger = logging.getLogger(__name__)
 
 
-def run_slurm(*command: str, stdin: str | None = None) -> str:
+def run_slurm(*command: str, stdin: str | None = None, env: dict[str, str] | None = None) -> str:
     """The output of one of Slurm's commands. Raises UserError with its message."""
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, input=stdin, env=env, capture_output=True, text=True)
     except FileNotFoundError:
         raise UserError(
             f"{command[0]}: no such command here; Slurm must be installed and on the PATH "

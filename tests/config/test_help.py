@@ -109,7 +109,6 @@ def test_help_of_groups_and_keys_is_about_them_alone():
 
 PROGRAMS = {f"apps.main.{name}": f"apps.main.{name}" for name in ("train", "eval", "generate")}
 PROGRAMS |= {module: f"lingua {name}" for name, (module, _) in COMMANDS.items() if module}
-PROGRAMS["lingua.tools.commands.stool"] = "lingua.stool"
 del PROGRAMS["lingua.tools.commands.checkpoint"]  # without keys
 
 

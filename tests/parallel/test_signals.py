@@ -45,10 +45,10 @@ def test_the_first_signal_sets_the_flag_and_an_interrupt_exits_two_seconds_after
 
 
 def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals():
-    wrapper = "import sys, lingua.parallel.signals as s; s.exec_program(sys.argv[1:])"
+    hold = ["env", "--block-signal=USR2,TERM,INT,HUP"]  # as in a batch script of lingua stool
     slow = "import time; print('importing', flush=True); time.sleep(1)" + PROGRAM
     with subprocess.Popen(
-        [sys.executable, "-c", wrapper, sys.executable, "-c", slow],
+        [*hold, sys.executable, "-c", slow],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,

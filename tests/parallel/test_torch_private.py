@@ -14,7 +14,6 @@ FILES = [ROOT / f"lingua/{folder}/torch_private.py" for folder in ("parallel", "
 SOURCES = [path for folder in ("lingua", "apps") for path in sorted((ROOT / folder).rglob("*.py"))]
 # Private names of other packages, and of Python, which calls these private itself.
 OTHERS = {"_exit", "_replace", "_inheriting", "_mergeable_ranks"}
-OTHERS |= {"_make_sbatch_string", "_submitit_command_str"}
 
 
 def is_private(name: str) -> bool:

@@ -1,9 +1,9 @@
 """Launch runs on Slurm or on this machine, one or a sweep, and show their status:
 
-    python -m lingua.stool config=apps/main/configs/debug.yaml launcher=local ngpu=2
-    python -m lingua.stool config=my.yaml nodes=2 ngpu=8 time=1-0 optim.lr=1e-3
-    python -m lingua.stool config=my.yaml sweep.optim.lr=1e-3,3e-4 at_once=2
-    python -m lingua.stool status runs/my
+    python -m lingua stool config=apps/main/configs/debug.yaml launcher=local ngpu=2
+    python -m lingua stool config=my.yaml nodes=2 ngpu=8 time=1-0 optim.lr=1e-3
+    python -m lingua stool config=my.yaml sweep.optim.lr=1e-3,3e-4 at_once=2
+    python -m lingua stool status runs/my
 
 A launch validates the whole config, copies it and the code to the dump dir, and submits a job that
 runs from there. Keys that are not listed here are those of the run.
@@ -31,5 +31,5 @@ def show_status(folders: list[str]) -> None:
     from lingua.tools.slurm.status import status, status_table
 
     if len(folders) != 1:
-        raise UserError("usage: python -m lingua.stool status DIR")
+        raise UserError("usage: python -m lingua stool status DIR")
     print(status_table(status(folders[0])))

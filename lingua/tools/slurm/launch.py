@@ -1,5 +1,5 @@
-"""Launching runs, for `lingua.stool` and from Python: a launch validates the whole config, copies
-it and the code to the dump dir, and submits a job that runs from there."""
+"""Launching runs, for `lingua stool` and from Python: a launch validates the whole config, copies
+it and the code to the dump dir, and submits a plain batch script that runs from there."""
 
 import json
 import os
@@ -21,8 +21,6 @@ from lingua.app import import_named, main_program
 from lingua.base.dump_dir import (
     BASE_CONFIG,
     CODE,
-    CODE_COMMIT,
-    CODE_DIFF,
     JOB_ID,
     LOGS,
     PLAN,
@@ -35,7 +33,6 @@ from lingua.config.help import print_help_if_asked
 from lingua.config.load import load, to_yaml
 from lingua.config.schema import bounds
 from lingua.config.values import parse_argument, plain
-from lingua.parallel.signals import exec_program
 from lingua.parallel.slurm import run_slurm
 from lingua.tools.slurm.freeze import freeze_code, move_away
 from lingua.tools.slurm.jobs import ENDED, environment_of_another, job_states
@@ -43,12 +40,46 @@ from lingua.tools.slurm.local import Command, machine_shares, run_one, run_sweep
 
 _LEARNING = re.compile(r"seed=|optim\.(?!name=)")  # words of a sweep that leave its plan as it is
 MAX_SWEEP_RUNS = 1000  # Slurm's default limit of an array
+BATCH_SCRIPT = """\
+#!/bin/bash
+# It is submitted by
+#     sbatch {script}
+# and resumes the run where it is submitted again. The run's keys are in {base_config}, beside it.
+{options}
+
+set -e  # the first line that fails ends the job
+job="{job}"
+{run}
+logs="$run/{logs}/$job"
+mkdir -p "$logs"
+echo "$job" >"$run/{job_id}"
+
+cd {folder}
+{setup}
+export PYTHONUNBUFFERED=1
+
+# What some clusters need; remove the # before a line to set it.
+# export NCCL_DEBUG=INFO  # print the networks and GPUs that NCCL uses
+# export NCCL_SOCKET_IFNAME=eth0  # network interface of NCCL's sockets
+# export GLOO_SOCKET_IFNAME=eth0  # network interface of messages between hosts
+# export NCCL_IB_HCA=mlx5  # InfiniBand adapters
+# export NCCL_IB_DISABLE=1  # use sockets, not InfiniBand
+# export MASTER_PORT=29500  # port at which rank 0 meets the others
+
+# Signals that come while Python starts wait until the run takes them (GNU coreutils from 8.31 on).
+hold=(env --block-signal=USR2,TERM,INT,HUP)
+"${{hold[@]}}" true 2>/dev/null || hold=()
+srun --unbuffered --kill-on-bad-exit=1{cores} \\
+    --output="$logs/${{job}}_%t_log.out" --error="$logs/${{job}}_%t_log.err" \\
+    "${{hold[@]}}" {program} config="$run/{base_config}"
+"""
 
 
 @dataclass
 class JobArgs:
     script: str | None = None  # module to run; its check() validates the config; null: training
-    # slurm submits a job, local runs it on this machine without Slurm, print shows the batch script
+    # slurm submits a job, local runs it on this machine without Slurm, print writes all that a job
+    # needs into the dump dir, prints the batch script, and leaves submitting it to you
     launcher: Literal["slurm", "local", "print"] = "slurm"
     nodes: int = 1  # machines
     ngpu: int = 1  # ranks on each
@@ -67,6 +98,9 @@ class JobArgs:
     # any other option of sbatch by its long name, slurm.reservation=NAME; one without value is true
     slurm: dict[str, Any] = field(default_factory=dict)
     setup: list[str] = field(default_factory=list)  # shell lines before the run: [module load x]
+    # untracked files and folders of the checkout to copy with the code, besides the Python files of
+    # apps, lingua and the app
+    copy: list[str] = field(default_factory=list)
     # of a sweep, how many runs at once; null: all of them as jobs, one on this machine, whose cores
     # and GPUs are divided among those that run
     at_once: int | None = None
@@ -107,7 +141,8 @@ def launch(
     With `sweep`, {key: values}, it launches a run for each combination of values as one job array,
     `job.at_once` at a time. Each has a name and a dump dir of its own, inside that of the sweep.
 
-    Returns the batch script with launcher=print. Raises UserError, and has submitted nothing.
+    With launcher=print it returns the batch script, which is not submitted. Raises UserError, and
+    has submitted nothing.
     """
     for key, need in job.validate():
         raise UserError(f"{key} = {getattr(job, key.partition('[')[0])}: {need}")
@@ -120,20 +155,19 @@ def launch(
     if job.launcher != "print":
         for line in notices:
             print(line)
-        _check_dump_dir(job, root)
+    _check_dump_dir(job, root)
     plans = _plans(job, arguments, sweep or {})
-    if job.launcher == "print":
-        return _batch(job, root, whole.name, len(configs))[1]
     # An app is trusted because the command line names it; the program must not rely on a file.
     program = [module.__name__, *(word for word in arguments if word.startswith("app="))]
     if job.launcher == "local":
         _shares(job, configs)  # refuses an at_once that leaves a run too few GPUs
-        _write_inputs(module, root, configs, plans)
+        _write_inputs(job, module, arguments, root, configs, plans)
         return _run_here(job, root, configs, program, swept=bool(sweep))
-    executor, batch_script = _batch(job, root, whole.name, len(configs))
-    _check_possible(job, batch_script)
-    _write_inputs(module, root, configs, plans, batch_script)
-    return _submit(executor, root, configs, program)
+    script = _batch_script(job, root, whole.name, configs, program)
+    if job.launcher == "slurm":
+        _check_possible(job, script)
+    _write_inputs(job, module, arguments, root, configs, plans, script)
+    return script if job.launcher == "print" else _submit(root, configs)
 
 
 # ---- checks
@@ -262,7 +296,9 @@ def _plans(
 
 
 def _write_inputs(
+    job: JobArgs,
     module: ModuleType,
+    arguments: list[str],
     root: Path,
     configs: list[Any],
     plans: list[dict[str, Any] | None],
@@ -273,9 +309,14 @@ def _write_inputs(
     # stdout is for the job, whose first line a program may read.
     report = partial(print, "code:", file=sys.stderr)
     try:
-        for name in (CODE, CODE_COMMIT, CODE_DIFF, SUBMIT_SCRIPT):
-            move_away(root / name)
-        freeze_code(Path(str(module.__file__)), root, lambda line: report(printable(line)))
+        apps = {str(app) for config in configs if (app := getattr(config, "app", None))}
+        files = [word.removeprefix("config=") for word in arguments if word.startswith("config=")]
+        freeze_code(
+            Path(str(module.__file__)), root, [module.__name__, *sorted(apps)], job.copy, files,
+            lambda line: report(printable(line)),
+        )  # fmt: skip
+        move_away(root / SUBMIT_SCRIPT)
+        (root / LOGS).mkdir(exist_ok=True)
         for config, plan in zip(configs, plans, strict=True):
             dump_dir = Path(config.dump_dir)
             (dump_dir / LOGS).mkdir(parents=True, exist_ok=True)
@@ -292,92 +333,69 @@ def _write_inputs(
 
 
 def _setup(job: JobArgs, root: Path) -> list[str]:
-    """Shell lines: those of the user, of which the first that fails ends the job; then modules are
-    imported from the copy of the code, not from the current folder, which relative paths refer to.
-    """
+    """Shell lines: those of the user; then modules are imported from the copy of the code, not from
+    the current folder, which relative paths refer to."""
     code = shlex.quote(str(root / CODE))
     search = [f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"', "export PYTHONSAFEPATH=1"]
-    return ["set -e", *job.setup, *search]
+    return [*job.setup, *search]
 
 
-def _batch(job: JobArgs, root: Path, name: str, count: int) -> tuple[Any, str]:
-    """submitit's executor for the job, an array where it is more than one run, and the batch script
-    that it will submit."""
-    try:
-        from submitit.slurm import slurm as submitit
-    except ImportError:
-        raise UserError(
-            f"launcher = {job.launcher}: needs the package submitit, which is not installed: "
-            "`pip install submitit`"
-        ) from None
-
-    class Executor(submitit.SlurmExecutor):
-        affinity = classmethod(lambda cls: 2)  # a script can be written where Slurm is not
-
-        def _make_submission_command(self, path: Path) -> list[str]:
-            # One may launch from within a job, whose variables srun would take for options.
-            job_variables = sorted(os.environ.keys() - environment_of_another().keys())
-            return ["env", *(f"--unset={key}" for key in job_variables), "sbatch", str(path)]
-
-    job_id, in_shell = "%j", '"$SLURM_JOB_ID"'
-    if count > 1:
-        job_id, in_shell = "%A_%a", '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-    logs = root / LOGS
+def _batch_script(
+    job: JobArgs, root: Path, name: str, configs: list[Any], program: list[str]
+) -> str:
+    """A batch script that starts the run in each of its tasks; of a sweep, an array of jobs."""
+    n = len(configs)
     same_name = ("time", "mem", "partition", "account", "qos", "constraint", "exclude")
-    options = {name: getattr(job, name) for name in same_name}
-    options |= {"cpus-per-task": job.ncpu, "requeue": True, "output": logs / f"{job_id}.log"}
+    options = {"job-name": name, "nodes": job.nodes, "ntasks-per-node": job.ngpu}
     options |= {"node": {"gpus-per-node": job.ngpu}, "task": {"gpus-per-task": 1}}.get(job.gpus, {})
-    options |= {"error": options["output"]} | job.slurm
+    options |= {"cpus-per-task": job.ncpu} | {name: getattr(job, name) for name in same_name}
+    options |= {"signal": f"USR2@{job.signal_s}", "requeue": True, "open-mode": "append"}
+    options |= {"array": f"0-{n - 1}%{job.at_once or n}"} if n > 1 else {}
+    options |= {"output": root / LOGS / ("%A_%a.log" if n > 1 else "%j.log")} | job.slurm
+    lines = []
     for option, value in options.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or not str(value).isprintable():
             need = "must be the long name of an option, with a value without control characters"
             raise UserError(f"option of sbatch {option} = {value!r}: {need}")
-    executor = Executor(logs / "%j")
-    executor.update_parameters(
-        job_name=name,
-        nodes=job.nodes,
-        ntasks_per_node=job.ngpu,
-        time=None,  # submitit's default is 5 minutes
-        signal_delay_s=job.signal_s,
-        array_parallelism=job.at_once or count,
-        wckey=None,
-        setup=[f"mkdir -p {shlex.quote(str(logs))}/{in_shell}", *_setup(job, root)],
-        # srun takes its own number of cores, not the batch script's (Slurm 22.05)
-        srun_args=["--kill-on-bad-exit=1", *([f"--cpus-per-task={job.ncpu}"] if job.ncpu else [])],
-        additional_parameters={k: v for k, v in options.items() if v not in (None, False)},
+        if value not in (None, False):
+            lines.append(
+                f"#SBATCH --{option}" + f"={shlex.quote(str(value))}" * (value is not True)
+            )
+    folders = [shlex.quote(config.dump_dir) for config in configs]
+    # srun takes its own number of cores, not the batch script's (Slurm 22.05)
+    cores = f" --cpus-per-task={job.ncpu}" if job.ncpu else ""
+    return BATCH_SCRIPT.format(
+        script=shlex.quote(str(root / SUBMIT_SCRIPT)),
+        base_config=BASE_CONFIG,
+        options="\n".join(lines),
+        folder=shlex.quote(os.getcwd()),
+        setup="\n".join(_setup(job, root)),
+        job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if n > 1 else "$SLURM_JOB_ID",
+        run="\n".join(["runs=(", *folders, ")", 'run="${runs[SLURM_ARRAY_TASK_ID]}"'])
+        if n > 1
+        else f"run={folders[0]}",
+        logs=LOGS,
+        job_id=JOB_ID,
+        cores=cores,
+        program=shlex.join([sys.executable, "-m", *program]),
     )
-    script = submitit._make_sbatch_string(
-        executor._submitit_command_str,
-        executor.folder,
-        map_count=count if count > 1 else None,
-        **executor.parameters,
-    )
-    return executor, script
 
 
-def _submit(executor: Any, root: Path, configs: list[Any], program: list[str]) -> list[Launched]:
-    """Submit a job, each task of which starts as submitit's program, which execs the command."""
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-    (root / LOGS).mkdir(exist_ok=True)
-    python = [sys.executable, "-u", "-m", *program]
+def _submit(root: Path, configs: list[Any]) -> list[Launched]:
     try:
-        with executor.batch():
-            jobs = [
-                executor.submit(exec_program, [*python, f"config={c.dump_dir}/{BASE_CONFIG}"])
-                for c in configs
-            ]
-        ids = [job.job_id for job in jobs]
-    except (FailedJobError, FailedSubmissionError) as error:
+        # One may launch from within a job, whose variables srun would take for options.
+        sbatch = ("sbatch", "--parsable", str(root / SUBMIT_SCRIPT))
+        shown = run_slurm(*sbatch, env=environment_of_another())
+    except UserError as error:
         raise UserError(
-            f"sbatch: {error}; nothing was submitted, dirs_exists_ok=true launches it again"
+            f"{error}; nothing was submitted, dirs_exists_ok=true launches it again"
         ) from None
-    (root / JOB_ID).write_text(ids[0].partition("_")[0] + "\n")
+    job_id = shown.partition(";")[0].strip()  # a name of the cluster may follow
+    ids = [f"{job_id}_{i}" for i in range(len(configs))] if len(configs) > 1 else [job_id]
+    (root / JOB_ID).write_text(job_id + "\n")
     launched = [Launched(Path(c.dump_dir), i) for c, i in zip(configs, ids, strict=True)]
-    for run, job_id in zip(launched, ids, strict=True):
-        (run.dump_dir / JOB_ID).write_text(job_id + "\n")
-        if run.dump_dir != root:  # the logs of an array are in one place
-            (run.dump_dir / LOGS / job_id).symlink_to(Path("../..", LOGS, job_id))
+    for run in launched:
+        (run.dump_dir / JOB_ID).write_text(f"{run.job_id}\n")
     return launched
 
 
@@ -388,6 +406,7 @@ def _run_here(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3"]
     torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu)]
     shell = [
+        "set -e",
         *_setup(job, root),
         # What torchrun prints before each line of rank 0; its default names the role.
         "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=' '",
@@ -462,6 +481,7 @@ def launch_command(argv: list[str]) -> None:
     launched = launch(job, arguments, sweep)
     if isinstance(launched, str):
         print(launched, end="")
+        print("it is not submitted; its first lines show how to", file=sys.stderr)
     elif launched[0].job_id is None:
         sys.exit(max(run.exit_code or 0 for run in launched))
     else:
@@ -470,7 +490,7 @@ def launch_command(argv: list[str]) -> None:
         runs = f": {len(launched)} runs" if len(launched) > 1 else ""
         print(f"job {job_id} was submitted{runs}")
         print(f"  folder  {root}")
-        print(f"  watch   python -m lingua.stool status {shlex.quote(str(root))}")
+        print(f"  watch   python -m lingua stool status {shlex.quote(str(root))}")
         if not sweep:
             print(f"          tail -F {shlex.quote(str(root / TRAIN_LOG))}")
         print(f"  cancel  scancel {job_id}")

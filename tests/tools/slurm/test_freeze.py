@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lingua.base.version import code_version
-from lingua.tools.slurm.freeze import freeze_code
+from lingua.tools.slurm.freeze import SECRET, freeze_code
 from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
@@ -22,7 +22,8 @@ def test_a_launch_from_frozen_code_copies_that_code(tmp_path):
     (first / "code" / "apps" / "__pycache__" / "train.pyc").write_text("")
     (first / "code.commit").write_text("abc\n")
     (first / "code.diff").write_text("-2\n+1\n")
-    copy = freeze_code(first / "code" / "apps" / "train.py", second, print)
+    file = first / "code" / "apps" / "train.py"
+    copy = freeze_code(file, second, ["apps.train"], [str(file)], [], print)
     assert copy == second / "code"
     files = {str(p.relative_to(second)) for p in second.rglob("*") if p.is_file()}
     assert files == {"code/apps/train.py", "code.commit", "code.diff"}
@@ -34,7 +35,8 @@ def test_a_checkout_without_a_commit_is_refused_and_nothing_is_written(tmp_path)
     checkout.mkdir()
     (checkout / "train.py").write_text("1\n")
     subprocess.run(["git", "init", "--quiet", checkout], check=True)
-    refused(lambda: freeze_code(checkout / "train.py", dump_dir, print), "at least one commit")
+    file = checkout / "train.py"
+    refused(lambda: freeze_code(file, dump_dir, ["train"], [], [], print), "at least one commit")
     assert not dump_dir.parent.exists()
 
 
@@ -72,41 +74,82 @@ def test_the_hash_of_the_code_is_of_what_trains_in_every_checkout(tmp_path):
         assert first != before
 
 
-def test_untracked_secrets_and_large_files_are_named_and_not_copied(tmp_path):
-    checkout, lines = tmp_path / "checkout", list[str]()
-    files = {"train.py": 0o644, "run.sh": 0o755, "private/notes.py": 0o600, ".env": 0o600}
-    for name, mode in files.items():
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / name).write_text("1\n")
-        (checkout / name).chmod(mode)
-    (checkout / "private").chmod(0o700)
-    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("1\n")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Tracked files, and untracked ones of every kind beside them."""
+    folder = tmp_path / "checkout"
+    tracked = {"app/train.py": 0o644, "run.sh": 0o755, "private/notes.py": 0o600, ".env": 0o600}
+    write(folder, *tracked)
+    for name, mode in tracked.items():
+        (folder / name).chmod(mode)
+    (folder / "private").chmod(0o700)
+    (folder / ".gitignore").write_text("ignored\n")
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
         subprocess.run([*git, *words], check=True)
-    secrets = (".env.local", ".aws/config", ".netrc", "a.pem", "b.KEY", "id_rsa", "x/token")
-    for name in (*secrets, "credentials.json", "private/new.py", "tokens.py", "tokenizer.json"):
-        (checkout / name).parent.mkdir(exist_ok=True)
-        (checkout / name).write_text("secret")
-    (checkout / "data.bin").write_bytes(bytes(3 << 20))
-    copy = freeze_code(checkout / "train.py", tmp_path / "run", lines.append)
+    return folder
 
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
-    commit = head.stdout.strip()
-    for file in (checkout / "train.py", copy / "private" / "notes.py"):
-        assert code_version(file) == commit
-    (checkout / "train.py").write_text("2\n")
-    assert code_version(checkout / "train.py") == f"{commit}-dirty"
-    freeze_code(checkout / "train.py", tmp_path / "later", lines.append)
-    assert code_version(tmp_path / "later" / "code" / "train.py") == f"{commit}-dirty"
-    assert code_version(tmp_path / "run" / "x.py") is None
-    del lines[2:]
 
-    copied = {str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()}
-    untracked = {"private/new.py", "tokens.py", "tokenizer.json"}
-    assert copied == files.keys() | untracked  # a tracked secret is part of the code
-    for name, mode in (files | {"private": 0o700}).items():
-        assert (copy / name).stat().st_mode & 0o777 == mode, name
+SECRETS = """
+    app/.env.local .aws/config .netrc .npmrc a.pem b.KEY id_rsa x/token x/hf_token hf-token.json
+    aws_credentials credentials.json service-account.json gcp_service_account.json kube.config
+    kubeconfig prod.env app/secrets.py app/credentials.py apps/api_key.py passwords.txt tokens.json
+"""
+
+
+def test_of_untracked_files_only_the_jobs_python_and_what_is_named_is_copied(checkout, tmp_path):
+    lines = list[str]()
+    code = {"app/new.py", "app/more/tokens.py", "apps/a/model.py", "lingua/x.py"}
+    named = {"prompts/a.txt", "prompts/ignored", "x/hf_token", "special_tokens_map.json"}
+    others = {"private/new.py", "tool.py", "app/data.json", "lingua.yaml", "big.bin"}
+    secrets = set(SECRETS.split()) | {"prompts/.env"}
+    write(checkout, *code, *named, *others, *secrets, "my.yaml", "app/ignored")
+    (checkout / "app" / "ignored").rename(checkout / "ignored")
+    copy = [str(checkout / name) for name in ("prompts", "x/hf_token", "special_tokens_map.json")]
+    config = [str(checkout / "my.yaml"), str(tmp_path / "elsewhere.yaml")]
+
+    def freeze(name: str, modules: list[str], copy: list[str]) -> Path:
+        file = checkout / "app" / "train.py"
+        return freeze_code(file, tmp_path / name, modules, copy, config, lines.append)
+
+    frozen = freeze("run", ["app.train"], copy)
+    tracked = {"app/train.py", "run.sh", "private/notes.py", ".env", ".gitignore"}
+    copied = {str(p.relative_to(frozen)) for p in frozen.rglob("*") if p.is_file()}
+    assert copied == tracked | code | named | {"my.yaml"}  # a tracked secret is part of the code
+    for name in (*tracked, "private"):
+        assert (frozen / name).stat().st_mode == (checkout / name).stat().st_mode, name
     too, left_out = lines
-    assert all(name in too for name in untracked)
-    assert all(f"{name} (may be a secret)" in left_out for name in secrets)
-    assert "credentials.json (" in left_out and "data.bin (3.00 MiB)" in left_out
+    assert all(name in too for name in code | named) and not any(name in too for name in others)
+    assert left_out.endswith(f" and {len(others | secrets) - 1 - 20} more")
+
+    # The names of secrets, one at a time.
+    missed = [s for s in secrets if not any(SECRET.fullmatch(part) for part in Path(s).parts)]
+    assert missed == [] and not any(SECRET.fullmatch(part) for n in code for part in Path(n).parts)
+
+    # What the copy lacks is known before the job, and nothing is left of the launch.
+    (checkout / "app" / "train.py").write_text("import tool\n")
+    message = refused(
+        lambda: freeze("second", ["app.train"], []), "No module named 'tool'", "copy="
+    )
+    assert "app.train cannot be imported" in message and not (tmp_path / "second").exists()
+    assert (freeze("second", ["app.train"], [str(checkout / "tool.py")]) / "tool.py").exists()
+    refused(lambda: freeze("third", ["app.train"], [str(tmp_path)]), f"copy: {tmp_path}", checkout)
+    assert freeze("second", ["app.train", "tool"], []).name == "code"  # now of the package tool
+    assert (tmp_path / "second" / "code.1" / "tool.py").exists()
+
+
+def test_the_version_of_a_copy_is_that_of_its_checkout(checkout, tmp_path):
+    git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    file = checkout / "app" / "train.py"
+    for name, content, version in (("run", "1\n", commit), ("later", "2\n", f"{commit}-dirty")):
+        file.write_text(content)
+        copy = freeze_code(file, tmp_path / name, ["app.train"], [], [], print)
+        assert code_version(file) == code_version(copy / "private" / "notes.py") == version
+    assert code_version(tmp_path / "run" / "x.py") is None

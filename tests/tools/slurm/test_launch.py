@@ -18,7 +18,7 @@ from lingua.tools.slurm.local import machine_shares, run_sweep
 from lingua.tools.slurm.status import status, status_table
 from tests.apps.runs import SMALL, write_sources
 from tests.mistakes import refused
-from tests.programs import python
+from tests.programs import OF_OTHERS, python
 
 REPO = Path(__file__).parents[3]
 HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
@@ -47,7 +47,7 @@ def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path):
     values = SMALL | {"stop_at": "null", "steps": 200, "data.root_dir": text, "dump_dir": sweep}
     values["sweep.optim.lr"] = "1e-3,3e-4,1e-4"
     words = [*job, *(f"{key}={value}" for key, value in values.items())]
-    command = [sys.executable, "-c", STOOL, *python(), *words]
+    command = [sys.executable, "-c", STOOL, *python(OF_OTHERS), *words]
     env = os.environ | {"A_SECRET": (secret := secrets.token_hex())}
 
     def both_train() -> bool:
@@ -130,7 +130,7 @@ def test_a_run_of_a_sweep_that_is_asked_to_stop_has_not_failed(tmp_path, capsys)
     assert f"{tmp_path.name}  failed  step 2/5" in capsys.readouterr().out
 
 
-def test_print_shows_the_script_and_needs_no_slurm(arguments, tmp_path, monkeypatch, capsys):
+def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, monkeypatch, capsys):
     job = "launcher=print nodes=2 ngpu=16 gpus=task ncpu=4 mem=64G time=1-00 slurm.reservation=r"
     words = [*job.split(), "slurm.exclusive=true", "setup=[module load cuda, 'echo \"a, b\"']"]
     argv = [*words, *arguments]
@@ -153,11 +153,17 @@ def test_print_shows_the_script_and_needs_no_slurm(arguments, tmp_path, monkeypa
     ):
         assert line in script.splitlines()
     assert "--kill-on-bad-exit=1 --cpus-per-task=4" in script
+    folder = tmp_path / "a run"
+    assert (folder / "submit.slurm").read_text() == script
+    for file in ("base_config.yaml", "code/apps/main/train.py", "code.commit", "logs"):
+        assert (folder / file).exists(), file
+    assert ' -m apps.main.train config="$run/base_config.yaml"' in script
+    assert f"sbatch '{folder}/submit.slurm'" in script and "# export NCCL_DEBUG=INFO" in script
     argv.remove("time=1-00")
-    main(argv)
+    refused(lambda: main(argv), "dirs_exists_ok=true")
+    main([*argv, "dirs_exists_ok=true"])
     printed = set(capsys.readouterr().out.splitlines())  # Slurm applies the partition's own limit
     assert set(script.splitlines()) - printed == {"#SBATCH --time=1-00"}
-    assert not (tmp_path / "a run").exists()
 
 
 def test_the_name_of_a_run_with_long_values_is_cut(arguments, tmp_path):
@@ -195,11 +201,6 @@ def test_what_cannot_fit_by_the_plan_is_refused(arguments, tmp_path, capsys):
     small, large = planned(allow_too_large=True)  # of four runs: a plan has no learning rate
     assert small.startswith("model.n_layers=2: plan: fits, about 0.0 of 0.003 GiB; a step takes ")
     assert large == line.removeprefix(f"gpu = {gpu}: ")
-
-
-def test_without_submitit_the_message_names_the_package(arguments, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "submitit.slurm", None)
-    refused(lambda: launch(JobArgs(launcher="print"), arguments), "launcher = print", "submitit")
 
 
 @pytest.mark.parametrize(("line", "code"), [("true", 0), ("false", 1)])

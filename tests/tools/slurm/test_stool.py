@@ -220,6 +220,31 @@ def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(cluste
 
 
 @needs_slurm
+def test_a_printed_script_is_the_same_run_when_it_is_edited_and_submitted_by_hand(
+    cluster, reference, monkeypatch
+):
+    dump_dir = cluster.runs / "by hand"
+    job = "script=tests.slurm_app launcher=print nodes=2 gpus=none time=5 slurm.exclude='n3,n4'"
+    command = [*python(OF_OTHERS), "-m", "lingua", "stool", *job.split()]
+    where = {"env": cluster.env, "capture_output": True, "text": True}
+    arguments = cluster.arguments(dump_dir)
+    done = subprocess.run([*command, *arguments], cwd=cluster.repo, **where)
+    script = dump_dir / "submit.slurm"
+    assert done.returncode == 0 and done.stdout == script.read_text(), done.stderr
+    debug = "export NCCL_DEBUG=INFO"
+    edited = done.stdout.replace(f"# {debug}", f"echo edited; {debug}")
+    script.write_text(edited)
+    sbatch = subprocess.run(["sbatch", "--parsable", script], cwd="/", **where)
+    job_id = sbatch.stdout.strip()
+    assert cluster.ended(job_id)["NumNodes"] == "2"
+    assert same(dump_dir, reference)
+    assert (dump_dir / "logs" / f"{job_id}.log").read_text() == "edited\n"
+    monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    [run] = status(dump_dir)
+    assert (run.state, run.job_id, run.row.step) == ("COMPLETED", job_id, STEPS)
+
+
+@needs_slurm
 def test_the_comparison_of_runs_notices_a_changed_loss(reference, tmp_path):
     lines = [
         line | {"loss": line["loss"] * (1 + (line["step"] == 9) * 1e-4)} for line in reference.lines
@@ -341,7 +366,7 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(cluster, monke
     assert done.returncode == 0, done.stderr
     array = (root / "job_id").read_text().strip()
     assert f"job {array} was submitted: 3 runs" in done.stdout
-    assert f"scancel {array}" in done.stdout and f"lingua.stool status {root}" in done.stdout
+    assert f"scancel {array}" in done.stdout and f"lingua stool status {root}" in done.stdout
 
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     seen = [status(root)]
