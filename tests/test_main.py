@@ -1,5 +1,6 @@
 """The front door: `python -m lingua` lists the commands and runs them; help is light."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,17 @@ def watch(*words: str) -> subprocess.CompletedProcess[str]:
 
 def lingua(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*python(), "-m", "lingua", *words], capture_output=True, text=True)
+
+
+def test_an_interrupt_while_a_program_imports_shows_no_traceback():
+    command = [sys.executable, "-X", "importtime", "-m", "apps.main.train"]
+    with subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True) as program:
+        while not program.stderr.readline().endswith(" apps\n"):
+            assert program.poll() is None
+        program.send_signal(signal.SIGINT)
+        lines = program.stderr.readlines()
+    assert program.returncode == -signal.SIGINT
+    assert all(line.startswith("import time:") for line in lines), lines
 
 
 LIGHT = ["runs", "report", "compare", "tokenizer", "checkpoint"]

@@ -173,6 +173,19 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(big_corpus, tmp_path_fac
     assert "data.sources.a: a process that tokenized it was killed" in errors
 
 
+def test_an_interrupt_while_workers_start_shows_no_traceback_of_them(big_corpus, tmp_path_factory):
+    process = start(tmp_path_factory.mktemp("work") / "build.py", big_corpus, 2)
+
+    def workers() -> list[int]:
+        pids = children_of(process.pid)
+        return [p for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+    for pid in [*wait_for(workers), process.pid]:  # as a terminal sends it
+        os.kill(pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert errors.count("Traceback") == 1 and errors.endswith("\nKeyboardInterrupt\n"), errors
+
+
 # ---- python -m lingua data prepare
 
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from lingua.data.args import DataArgs
 from lingua.data.files import FilePart, hash_part
 from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
 from lingua.data.sources import IO_THREADS, ShardSpec, why_stale
+from lingua.parallel.signals import STOPPING
 from lingua.tokenizer import Tokenizer, build_tokenizer
 from lingua.tools.prepare.conversations import open_conversations, packed
 from lingua.tools.prepare.pieces import PIECE, Pieces
@@ -165,13 +167,20 @@ def _build_in_workers(units: list[Unit], spec: ShardSpec, processes: int, on_rea
     context = multiprocessing.get_context("spawn")  # this process may have threads and use CUDA
     pipe: Any  # multiprocessing's type of what can be waited for is wider
     workers = {}
-    try:
+
+    def start() -> None:
+        resource_tracker.ensure_running()  # its own start unblocks signals
+        # Workers inherit it: a signal would end them with a traceback while they import.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         for _ in range(processes):
             pipe, end = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(units, spec, end), daemon=True)
-            process.start()
+            workers[pipe] = context.Process(target=_work, args=(units, spec, end), daemon=True)
+            workers[pipe].start()
             end.close()
-            workers[pipe] = process
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # a signal interrupts this thread, and no start
+            thread.submit(start).result()
         running = set(workers)
         while running:
             for pipe in wait(running):
@@ -199,7 +208,7 @@ def _build_in_workers(units: list[Unit], spec: ShardSpec, processes: int, on_rea
 def _work(units: list[Unit], spec: ShardSpec, pipe: Connection) -> None:
     """A worker process. It ends at its next message when its parent closes the pipe or dies."""
     # Signals to all, such as Slurm's SIGTERM, are for the parent, which stops its workers.
-    for number in (signal.SIGINT, signal.SIGUSR2, signal.SIGTERM):
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     # There is one process per core already: threads of the tokenizers library would slow it down.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
