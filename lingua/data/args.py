@@ -118,12 +118,6 @@ class DataArgs:
         weights = [self.sources, *(stage.sources for stage in self.stages)]
         return sorted({name for w in weights for name, weight in w.items() if weight > 0})
 
-    def text_keys(self, source: str) -> tuple[str, ...]:
-        """The keys or columns of a source's text: the first that a record has is read."""
-        key = self.source_files.get(source, SourceFiles()).text_key
-        usual = ("text", "content") if self.chat is None else ("messages",)
-        return (key,) if key else usual
-
     def row_stream(self, sources: "dict[str, Source]", seed: int) -> "RowStream":
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""
         from lingua.data.stream import RowStream
@@ -153,11 +147,6 @@ class ValidationArgs:
                 yield f"sources[{i}]", SOURCE_NAME
             if name in self.sources[:i]:
                 yield f"sources[{i}]", "is given twice"
-
-    @property
-    def budget(self) -> tuple[int, str]:
-        """How much of each source is measured at least, and its unit: bytes or tokens."""
-        return (self.bytes, "bytes") if self.tokens is None else (self.tokens, "tokens")
 
 
 SOURCE_NAME = "the name must be that of a file or folder in data.root_dir, without a path"

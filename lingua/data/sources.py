@@ -62,7 +62,8 @@ class TextData:
 
     def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
         sources = open_sources(args.data, tokenizer)
-        window = args.data.seq_len, args.validation.budget
+        size = args.validation
+        budget = (size.bytes, "bytes") if size.tokens is None else (size.tokens, "tokens")
         is_text = args.data.chat is None
         if is_text:
             windows_of = held_out_windows
@@ -70,9 +71,9 @@ class TextData:
             from lingua.data.chat import ChatRows, held_out_answers
 
             windows_of = held_out_answers
-        held_out = {name: windows_of(source, *window) for name, source in sources.items()}
+        held_out = {n: windows_of(s, args.data.seq_len, budget) for n, s in sources.items()}
         for name, source in open_sources(args.data, tokenizer, args.validation.sources).items():
-            held_out[name] = windows_of(source, *window, SPLITS)
+            held_out[name] = windows_of(source, args.data.seq_len, budget, SPLITS)
         for name in [name for name, windows in held_out.items() if not windows.have_text()]:
             del held_out[name]
             logger.info(

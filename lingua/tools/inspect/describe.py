@@ -16,7 +16,7 @@ from lingua.data.sources import source_files
 from lingua.data.stream import RowStream, shares
 from lingua.tokenizer import Tokenizer
 from lingua.tools.prepare.conversations import open_conversations
-from lingua.tools.prepare.records import read_records, records_before
+from lingua.tools.prepare.records import read_records, records_before, text_keys
 
 MARKS = ("\u27e6", "\u27e7")  # begin and end of text that carries loss
 
@@ -124,7 +124,7 @@ def find_record(source: Source, span: DocumentSpan, args: DataArgs, tokenizer: T
         trained = (
             (part, record)
             for part in parts
-            for record in read_records(part, args.text_keys(source.name), examples=examples)
+            for record in read_records(part, text_keys(args, source.name), examples=examples)
             if record.wrong is None and (source.manifest.heldout_tail or not record.is_held_out)
         )
         if examples is not None:  # packed in another order

@@ -12,7 +12,7 @@ from lingua.data.sources import source_files
 from lingua.data.stream import shares
 from lingua.tokenizer import Tokenizer
 from lingua.tokenizer.tiktoken import SPLIT
-from lingua.tools.prepare.records import SourceRecord, read_records
+from lingua.tools.prepare.records import SourceRecord, read_records, text_keys
 from lingua.tools.prepare.units import bad_record, hold_out_tail
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"  # tokens 0 and 1
@@ -80,7 +80,7 @@ def good_records(file: FilePart, name: str, args: DataArgs, is_all: bool) -> Ite
     """Yields the good records of a file. `is_all`: it is the whole source, of which one long
     document may have a part that is held out. Raises UserError at a bad one, unless the config
     skips them."""
-    records = read_records(file, args.text_keys(name))
+    records = read_records(file, text_keys(args, name))
     for record in hold_out_tail(records)[0] if is_all else records:
         if record.wrong is None:
             yield record

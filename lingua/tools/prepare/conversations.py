@@ -18,7 +18,7 @@ from lingua.data.args import DataArgs
 from lingua.data.chat import ANSWER, CONTEXT, FIRST, pack, padding
 from lingua.tokenizer import Tokenizer
 from lingua.tools.prepare.chat_template import Chat, ChatError, Example, open_chat
-from lingua.tools.prepare.records import HELD_OUT_BELOW, Examples, SourceRecord, Wrong
+from lingua.tools.prepare.records import HELD_OUT_BELOW, Examples, SourceRecord, Wrong, text_keys
 
 # The roles that may follow a role; None: at the begin.
 NEXT: dict[str | None, tuple[str, ...]] = {
@@ -37,7 +37,7 @@ def open_conversations(args: DataArgs, tokenizer: Tokenizer, source: str) -> Exa
     if args.chat is None:
         return None
     chat = open_chat(args.tokenizer, tokenizer, args.chat.template)
-    (key,) = args.text_keys(source)
+    (key,) = text_keys(args, source)
     cut = args.chat.on_long_example == "cut"
     made = _Conversations(chat, key, tokenizer.vocab_size, args.row_tokens, cut)
     return made.pair if args.chat.pairs else made.examples

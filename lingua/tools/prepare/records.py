@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.files import FilePart
 from lingua.tools.prepare.pieces import WORD_OR_LINE
 
@@ -151,6 +152,13 @@ class _PartFile(io.FileIO):
 
 
 # ---- records
+
+
+def text_keys(args: DataArgs, source: str) -> tuple[str, ...]:
+    """The keys or columns of a source's text: the first that a record has is read."""
+    key = args.source_files.get(source, SourceFiles()).text_key
+    usual = ("text", "content") if args.chat is None else ("messages",)
+    return (key,) if key else usual
 
 
 def read_records(

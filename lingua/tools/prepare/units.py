@@ -51,6 +51,7 @@ from lingua.tools.prepare.records import (
     records_before,
     split_file,
     split_tail,
+    text_keys,
 )
 
 UNIT_BYTES = 128 * 2**20  # small files are grouped and large ones split by this size
@@ -313,7 +314,7 @@ def _good_records(
     counted in `skipped`."""
     source, any_good = spec.manifest.source, False
     for part in unit.parts:
-        for record in read_records(part, spec.args.text_keys(source), on_read, examples):
+        for record in read_records(part, text_keys(spec.args, source), on_read, examples):
             if record.wrong is None:
                 any_good = True
                 yield record
@@ -332,7 +333,7 @@ def check_sample(files: list[FilePart], spec: ShardSpec, tokenizer: Tokenizer) -
     """Raise UserError where the source has no good record, or a sample of it MAX_SAMPLE bad ones
     and no good one: to find that out by reading everything may take hours."""
     bad: list[tuple[FilePart, SourceRecord]] = []
-    keys = spec.args.text_keys(spec.manifest.source)
+    keys = text_keys(spec.args, spec.manifest.source)
     examples = open_conversations(spec.args, tokenizer, spec.manifest.source)
     apart = -(-len(files) // 10)
     for i in sorted(range(len(files)), key=lambda i: i % apart > 0):  # ten files first
