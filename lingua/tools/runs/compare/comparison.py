@@ -93,6 +93,7 @@ class Comparison:
     anytime: Estimate | None = None  # the interval that decides where pairs were added on the way
     pooled: Estimate | None = None  # the interval that decides where arms have one variance
     is_unequal: bool = False  # a test refutes that they have
+    blocks: bool = False  # `pooled` compares within seeds
     added: str = ""  # why `anytime` decides; empty: it does not
 
     @property
@@ -185,7 +186,9 @@ class Comparison:
     @property
     def _deviation(self) -> Estimate | None:
         """The estimate whose deviation is that of a pair."""
-        return (self.pooled or self.paired) if self.is_paired and self.estimate else None
+        if self.pooled is not None:
+            return self.pooled if self.blocks and self.estimate else None
+        return self.paired if self.is_paired and self.estimate else None
 
     @property
     def smallest_effect(self) -> float | None:
@@ -247,11 +250,12 @@ def _pool(comparisons: list[Comparison], level: float) -> None:
     if len(used) < 2:
         return
     arms = [used[0].base_losses, *(c.arm_losses for c in used)]
-    result = pooled(arms, level, blocks=all(c.is_paired for c in used))
+    blocks = all(c.is_paired for c in used)
+    result = pooled(arms, level, blocks)
     if result is None:
         return
     for c, estimate in zip(used, result.estimates, strict=True):
-        c.pooled, c.is_unequal = estimate, result.unequal < UNEQUAL
+        c.pooled, c.is_unequal, c.blocks = estimate, result.unequal < UNEQUAL, blocks
 
 
 def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Comparison:

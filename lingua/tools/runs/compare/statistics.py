@@ -170,10 +170,13 @@ def dunnett(correlation: np.ndarray, freedom: int, level: float) -> float:
 
 def unequal_variance(arms: Sequence[dict[str, float]], blocks: bool) -> float:
     """The smallest p value of an F test of the deviation of one arm, in what it differs by from the
-    mean of the others, against that of the others; times the number of arms (Bonferroni)."""
+    mean of the others, against that of the others; times the number of arms (Bonferroni). 1 where
+    too few runs are there."""
     if blocks:
         common = [seed for seed in arms[0] if all(seed in arm for arm in arms)]
-        table = np.array([[arm[seed] for seed in common] for arm in arms]).reshape(len(arms), -1)
+        if len(common) < 2:
+            return 1.0
+        table = np.array([[arm[seed] for seed in common] for arm in arms])
         table = table - table.mean(0)
         rows = list(table * math.sqrt(len(arms) / (len(arms) - 1)))
         # The sum of squares of one arm, and that of all others after it.

@@ -118,7 +118,8 @@ def _meaning(c: Comparison, unit: str) -> str:
     if e is None:
         return _without_interval(c, unit)
     runs = f"{counted(len(c.arm_losses), 'run')} against {len(c.base_losses)}, not paired"
-    how = counted(len(c.pairs), "pair") if c.is_paired else runs
+    within = c.is_paired if c.pooled is None else c.blocks
+    how = counted(len(c.pairs), "pair") if within else runs
     level = f"{100 * e.level:.4g} % {'anytime ' if c.added else ''}interval"
     if e.excludes_zero:
         better = "better" if e.mean < 0 else "worse"
@@ -189,7 +190,7 @@ def rule(c: Comparison) -> str:
             "pairs was fixed before the first result: anytime=false"
         )
     if c.pooled is not None:
-        blocks = "seeds as blocks" if c.is_paired else "without blocks"
+        blocks = "seeds as blocks" if c.blocks else "without blocks, as not all arms are paired"
         unequal = " (warning: one arm varies more or less than the others, F test)"
         return (
             f"rule: one variance of all arms{unequal if c.is_unequal else ''}, {blocks}, and "
@@ -267,7 +268,7 @@ def _numbers(c: Comparison, unit: str, number: Callable[..., str]) -> Iterator[s
     pairs = counted(len(c.pairs), "pair")
     rows = [["", "difference", "interval", "level", "deviation", ""]]
     for name, e, n in (
-        ("pooled", c.pooled, pairs if c.is_paired else runs),
+        ("pooled", c.pooled, pairs if c.blocks else runs),
         ("anytime", c.anytime, pairs),
         ("paired", c.paired, pairs),
         ("unpaired", c.unpaired if c.welch_holds else None, runs),

@@ -325,6 +325,11 @@ def test_an_arm_that_varies_more_than_the_others_is_a_warning(out):
     for seed in range(6):
         shutil.rmtree(f"c-{seed}")
     assert "rule: one variance of all arms, seeds as blocks" in out(".")
+    for seed in range(1, 6):
+        shutil.rmtree(f"b-{seed}")
+    text = out(".")
+    assert "without blocks, as not all arms are paired" in text
+    assert "6 runs against 6, not paired" in text and "1 run against 6, not paired" in text
 
 
 def test_why_two_runs_differ_names_config_code_data_and_versions(out):

@@ -222,6 +222,14 @@ def test_arms_of_common_seeds_have_the_variance_of_the_analysis_in_blocks():
     del arms[4]["1"]
     less = pooled(arms, LEVEL, blocks=True)
     assert less is not None and less.estimates[0].freedom == 3
+    base, *others = by_seed(np.arange(4.0), np.arange(4.0) ** 2, np.arange(4.0) ** 3)
+    halves = [
+        {s: x for s, x in arm.items() if s in some}
+        for arm, some in zip(others, ("01", "23"), strict=True)
+    ]
+    no_common = pooled([base, *halves], LEVEL, blocks=True)
+    assert no_common is not None and no_common.unequal == 1.0
+    assert [e.mean for e in no_common.estimates] == pytest.approx([0.0, 15.0])
     apart = [{"0": 1.0, "1": 2.0}, {"5": 1.0, "6": 3.0}]
     assert pooled(apart, LEVEL, blocks=True) is None
 
