@@ -377,7 +377,8 @@ class Chart {
     const at = this.u.posToVal(left, "x");
     const points = this.seen.flatMap(({arm, run, kind, name, x, y, low, high}) => {
       const i = nearest(x, at), joined = state.arms[arm].runs.length > 1;
-      if (joined && (y[i] === null || Math.abs(this.u.valToPos(x[i], "x") - left) > 30)) return []; // its other lines go on there
+      const ended = (at < x[0] || at > x.at(-1)) && Math.abs(this.u.valToPos(x[i], "x") - left) > 30;
+      if (joined && (y[i] === null || ended)) return []; // the arm has another line there
       const down = y[i] === null ? Infinity : this.u.valToPos(y[i], "y");
       const band = low ? ` (${exact(low[i])} to ${exact(high[i])})` : "";
       return [{arm, name, kind, x: x[i], y: y[i], band, down, away: Math.abs(down - top)}];
