@@ -298,7 +298,7 @@ class Chart {
     const add = (values, value) => { if (!this.log || value > 0) values.push(this.log ? Math.log(value) : value); };
     for (const {kind, x, y, low, high} of this.curves.filter(({arm}) => !state.hidden.has(arm)))
       for (let i = 0; i < x.length; i++)
-        if (y[i] !== null && x[i] >= left && x[i] <= right)
+        if (y[i] !== null && (x[i + 1] ?? x[i]) >= left && (x[i - 1] ?? x[i]) <= right) // its line is in the picture
           for (const value of low ? [y[i], low[i], high[i]] : [y[i]]) add(kind === "raw" ? logged : smoothed, value);
     const [least, most] = state.outliers || logged.length === 0 ? [-Infinity, Infinity] : usual(logged);
     let low = Infinity, high = -Infinity, n_outside = 0;
