@@ -251,6 +251,10 @@ def test_an_arm_is_the_mean_of_its_seeds_with_their_range_and_never_one_of_survi
                 column = arms[lr][:, step - 1]
                 assert mean == pytest.approx(column.mean(), rel=1e-5)
                 assert (low, high) == pytest.approx((column.min(), column.max()), rel=1e-5)
+    chromium.run("state.zoom = [20, 22]; state.charts.forEach(chart => chart.follow())")
+    chromium.point_at(area, 70)  # far from the nearest point
+    assert set(under_the_pointer(chromium)[1]) == set(names)
+    chromium.run("state.zoom = null")
     chromium.all("#seeds")[0].click()
     chromium.point_at(area := chromium.all(f"{FIRST} .u-over")[0], 70)
     place, numbers = under_the_pointer(chromium)

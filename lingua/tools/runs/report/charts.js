@@ -298,7 +298,7 @@ class Chart {
     const add = (values, value) => { if (!this.log || value > 0) values.push(this.log ? Math.log(value) : value); };
     for (const {kind, x, y, low, high} of this.curves.filter(({arm}) => !state.hidden.has(arm)))
       for (let i = 0; i < x.length; i++)
-        if (y[i] !== null && x[i] >= left && x[i] <= right)
+        if (y[i] !== null && (x[i + 1] ?? x[i]) >= left && (x[i - 1] ?? x[i]) <= right) // its line is in the picture
           for (const value of low ? [y[i], low[i], high[i]] : [y[i]]) add(kind === "raw" ? logged : smoothed, value);
     const [least, most] = state.outliers || logged.length === 0 ? [-Infinity, Infinity] : usual(logged);
     let low = Infinity, high = -Infinity, n_outside = 0;
@@ -377,7 +377,8 @@ class Chart {
     const at = this.u.posToVal(left, "x");
     const points = this.seen.flatMap(({arm, run, kind, name, x, y, low, high}) => {
       const i = nearest(x, at), joined = state.arms[arm].runs.length > 1;
-      if (joined && (y[i] === null || Math.abs(this.u.valToPos(x[i], "x") - left) > 30)) return []; // its other lines go on there
+      const ended = (at < x[0] || at > x.at(-1)) && Math.abs(this.u.valToPos(x[i], "x") - left) > 30;
+      if (joined && (y[i] === null || ended)) return []; // the arm has another line there
       const down = y[i] === null ? Infinity : this.u.valToPos(y[i], "y");
       const band = low ? ` (${exact(low[i])} to ${exact(high[i])})` : "";
       return [{arm, name, kind, x: x[i], y: y[i], band, down, away: Math.abs(down - top)}];
