@@ -388,7 +388,7 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
         "tensors": "layers.1.attention.wq.weight: in the checkpoint, not in trans",
         "vocabulary": "bytes tokenizer (which has no file) has 258 tokens",
         "model_type": 'model_type = "mixtral": must be "llama" or "mistral" or "qwen2"',
-        "quantization_config": "quantization_config",
+        "quantization_config": 'quantization_config = {"bits": 4}: must be null',
         "vocab_size": "embed_tokens.weight: (260, 48) in config.json, (259, 48) in the",
         "pickled": "only safetensors are read",
         "torn": "model.safetensors: cannot be read as safetensors",
