@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from lingua.tools.commands.runs import main
+from lingua.tools.runs.table import TAIL_BYTES
 from tests.locks import ELSEWHERE, hold_lock
 from tests.mistakes import refused
 from tests.tools.runs.test_records import a_run
@@ -117,6 +118,18 @@ def test_runs_are_averaged_over_seeds_at_their_last_common_step(sweep, capsys):
     )
     [line] = [line for line in shown(capsys, sweep, "seeds=true") if "mixed" in line]
     assert "±0.9682" in line and "at" in line
+
+
+def test_runs_of_other_code_are_no_seeds_of_one_another_however_long_they_are(tmp_path, capsys):
+    for seed, code in enumerate("xxy"):
+        folder = trained(tmp_path / f"{seed}", 0.01, seed)
+        start = {"event": "start", "step": 0, "code": code}
+        steps = [{"step": s, "loss": 1.0, "text": 80 * "x"} for s in range(1, 2000)]
+        text = "".join(json.dumps(line) + "\n" for line in (start, *steps))
+        (folder / "metrics.jsonl").write_text(text)
+        assert len(text) > 2 * TAIL_BYTES  # the start is not in the part that is read
+    rows = read(capsys, tmp_path, "seeds=true")
+    assert [(row["runs"], row["config.code"]) for row in rows] == [(2, "x"), (1, "y")]
 
 
 def test_runs_are_filtered_and_sorted_by_columns_and_config_keys(sweep, capsys):
