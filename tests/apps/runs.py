@@ -228,12 +228,11 @@ class Interrupt:
             return built
         forwards = itertools.count(1)
 
-        def forward_pre(module: Any, inputs: Any, named: dict[str, Any]) -> None:
-            with_targets = len(inputs) > 1 or "targets" in named  # not while text is generated
-            if with_targets and next(forwards) == self.forward:
+        def forward_pre(module: Any, inputs: Any) -> None:
+            if len(inputs) > 1 and next(forwards) == self.forward:  # not while text is generated
                 os.kill(os.getpid(), self.number)
 
-        built.module.register_forward_pre_hook(forward_pre, with_kwargs=True)
+        built.module.register_forward_pre_hook(forward_pre)
         return built
 
     def _in_a_save(self, checkpoints: Path) -> None:
@@ -252,13 +251,13 @@ class NanAt:
         built = build(args)
         row = torch.tensor(self.row)
 
-        def spoil(module: Any, inputs: Any, named: dict[str, Any], output: Any) -> Any:
-            if "targets" not in named:
+        def spoil(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+            if not isinstance(output, tuple):
                 return output
-            bad = (named["tokens"] == row).all(1).any()
+            bad = (inputs[0] == row).all(1).any()
             return output._replace(sums=output.sums * torch.where(bad, float("nan"), 1.0))
 
-        built.module.register_forward_hook(spoil, with_kwargs=True)
+        built.module.register_forward_hook(spoil)
         return built
 
 

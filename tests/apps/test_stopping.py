@@ -142,12 +142,12 @@ class ClockAhead:
         built, forwards = build(args), itertools.count(1)
         clock = time.monotonic
 
-        def forward_pre(module: Any, inputs: Any, named: dict[str, Any]) -> None:
-            if (len(inputs) > 1 or "targets" in named) and next(forwards) == self.forward:
+        def forward_pre(module: Any, inputs: Any) -> None:
+            if len(inputs) > 1 and next(forwards) == self.forward:
                 time.monotonic = lambda: clock() + 7200
 
         if int(os.environ["RANK"]) == self.rank:
-            built.module.register_forward_pre_hook(forward_pre, with_kwargs=True)
+            built.module.register_forward_pre_hook(forward_pre)
         return built
 
 
