@@ -1,16 +1,7 @@
 """What is trained, a package each, and the programs for it in apps.main."""
 
 import sys
-from types import TracebackType
 
-
-def hide_interrupts(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Report an exception that nothing caught, unless it is that of Ctrl-C."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-
-
-if sys.argv[:1] == ["-m"]:  # Python imports the packages of a program, which takes seconds
-    sys.excepthook = hide_interrupts
+if sys.argv[:1] == ["-m"]:  # a program imports its packages: Ctrl-C ends it without a traceback
+    report = sys.__excepthook__
+    sys.excepthook = lambda kind, *error: kind is KeyboardInterrupt or report(kind, *error)
