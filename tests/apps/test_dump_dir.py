@@ -160,7 +160,7 @@ def test_a_run_that_waits_for_a_lock_can_be_stopped(runs, tmp_path):
     assert not (tmp_path / "config.yaml").exists()
 
 
-def test_checkpoints_are_one_runs(runs: Runs, tmp_path: Path) -> None:
+def test_checkpoints_are_one_runs(runs, tmp_path):
     shared, first, second = (tmp_path / name for name in ("shared", "first", "second"))
     where = {"checkpoint.path": shared, "stop_at": 2}
 
