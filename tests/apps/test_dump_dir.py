@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from apps.main.check import check_dump_dir
-from tests.apps.runs import SMALL, Outcome, Runs, differs, train_here
+from tests.apps.runs import SMALL, Outcome, differs, train_here
 from tests.apps.test_resume import REPO, start
 from tests.apps.test_saves import set_privileged
 from tests.apps.test_stopping import ENDLESS, n_lines, text_of, wait_for
