@@ -117,25 +117,21 @@ def check_run_id(root: Path, dump_dir: Path) -> None:
 
 def write_run_id(root: Path, dump_dir: Path) -> None:
     """Mark `dump_dir`, and `root` where it lies elsewhere, as one run's. The caller holds their
-    locks. Raises UserError where a file cannot be written."""
+    locks. Raises OSError where a file cannot be written."""
     run_id = _run_id(dump_dir) or uuid.uuid4().hex
-    inside = root.resolve().parent == dump_dir.resolve()
-    for folder in (dump_dir,) if inside else (dump_dir, root):
-        try:
-            if _run_id(folder) != run_id:
-                (folder / RUN_ID).write_text(run_id)
-        except OSError as error:
-            raise UserError(f"{folder / RUN_ID}: cannot be written: {error}") from None
+    outside = root.resolve().parent != dump_dir.resolve()
+    for folder in (dump_dir, *[root] * outside):
+        if _run_id(folder) != run_id:
+            (folder / RUN_ID).write_text(run_id)
 
 
 def _run_id(folder: Path) -> str:
     """The id in a folder, empty where there is none."""
+    file = folder / RUN_ID
     try:
-        return read_bytes(folder / RUN_ID).decode(errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
+        return read_bytes(file).decode(errors="replace") if file.exists() else ""
     except OSError as error:
-        raise UserError(f"{folder / RUN_ID}: cannot be read: {error}") from None
+        raise UserError(f"{file}: cannot be read: {error}") from None
 
 
 def find_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from apps.main.check import check_dump_dir
-from tests.apps.runs import SMALL, Outcome, Runs, differs, train_here
+from tests.apps.runs import SMALL, Outcome, differs, train_here
 from tests.apps.test_resume import REPO, start
 from tests.apps.test_saves import set_privileged
 from tests.apps.test_stopping import ENDLESS, n_lines, text_of, wait_for
@@ -160,7 +160,7 @@ def test_a_run_that_waits_for_a_lock_can_be_stopped(runs, tmp_path):
     assert not (tmp_path / "config.yaml").exists()
 
 
-def test_checkpoints_are_one_runs(runs: Runs, tmp_path: Path) -> None:
+def test_checkpoints_are_one_runs(runs, tmp_path):
     shared, first, second = (tmp_path / name for name in ("shared", "first", "second"))
     where = {"checkpoint.path": shared, "stop_at": 2}
 

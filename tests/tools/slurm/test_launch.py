@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,7 @@ def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, m
     job = "launcher=print nodes=2 ngpu=16 gpus=task ncpu=4 mem=64G time=1-00 slurm.reservation=r"
     words = [*job.split(), "slurm.exclusive=true", "setup=[module load cuda, 'echo \"a, b\"']"]
     argv = [*words, *arguments]
+    (tmp_path / "git").symlink_to(str(shutil.which("git")))  # of all commands
     monkeypatch.setenv("PATH", str(tmp_path))
     main(argv)
     script = capsys.readouterr().out
