@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import integrate, optimize, stats
 
-from apps.bench.pairs import BASE, TINY
+from apps.bench.pairs import BASE, LONG, LONG_STEPS, SAME, TINY
 from apps.bench.pairs import CHANGES as MEASURED
 from lingua.tools.runs.compare.statistics import (
     MAX_PAIRS,
@@ -292,6 +292,19 @@ def test_a_far_pair_is_one_of_a_hundred_and_rare_failures_are_not_normal():
 def test_the_pool_has_at_least_40_pairs_of_the_changes_of_the_measurement():
     assert POOL["changes"] == MEASURED and POOL["base"] == [*TINY, *BASE]
     assert len(CHANGES) == 5 and SEEDS * len(CHANGES) >= 40
+
+
+def test_the_pool_has_pairs_of_a_change_without_effect_and_pairs_of_600_steps():
+    """Recomputation changes no bit; another start of the base, with other numbers of threads,
+    differs by rounding. The learning rate still makes a difference after 600 steps."""
+    assert (POOL["same"]["changes"], POOL["long"]["changes"]) == (SAME, LONG)
+    same = {arm: np.array(runs) for arm, runs in POOL["same"]["runs"].items()}
+    assert np.array_equal(same["recomputation"], same["base"]) and len(same["base"]) == SEEDS
+    assert abs(same["base"] / LOSSES["base"] - 1).max() < 1e-6
+    long = {arm: np.array(runs)[:, -1] for arm, runs in POOL["long"]["runs"].items()}
+    assert POOL["long"]["steps"][-1] == LONG_STEPS and len(long["base"]) == 5
+    estimate = paired(long["learning rate"] - long["base"], LEVEL)
+    assert estimate is not None and estimate.high < 0
 
 
 def signs(rng: np.random.Generator, *shape: int) -> np.ndarray:
