@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from lingua.base.dump_dir import CODE, CODE_COMMIT, CODE_DIFF
@@ -43,7 +44,8 @@ def code_hash(*modules: str) -> str:
             name = f"{module}/{path.relative_to(file.parent).as_posix()}"
             if not name.startswith("lingua/tools/"):
                 hashed.update(hashlib.blake2b(name.encode()).digest())
-                hashed.update(hashlib.blake2b(path.read_bytes()).digest())
+                with suppress(FileNotFoundError):  # a checkout may change meanwhile
+                    hashed.update(hashlib.blake2b(path.read_bytes()).digest())
     return hashed.hexdigest()
 
 

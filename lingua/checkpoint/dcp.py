@@ -24,7 +24,7 @@ from lingua.parallel.torch_private import begin_in_file, create_file_view
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
     f"{_DCP}.filesystem": ("_StorageInfo",),
-    f"{_DCP}.metadata": (
+    "torch.distributed.checkpoint.metadata": (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING",
         "BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata",
     ),

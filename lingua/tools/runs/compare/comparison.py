@@ -4,11 +4,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal
 
 import numpy as np
 
+from lingua.base.dump_dir import BASE_CONFIG
 from lingua.tools.runs.compare.arms import SEED, Arm, By, HeldOutLosses, label
 from lingua.tools.runs.compare.differences import only_rounding, same_run, unlike, unlike_rows
 from lingua.tools.runs.compare.statistics import (
@@ -321,17 +322,28 @@ def _outcome(name: str, runs: list[Record], finite: list[Record]) -> Outcome:
 
 
 def _added(pairs: Sequence[Pair]) -> str:
-    """Why one may have looked at pairs before others were started; empty where nothing says so."""
+    """Why one may have looked at pairs before others were launched; empty where nothing says so."""
     for pair in pairs:
         ended = pair.times
         for other in pairs:
             for run in (other.arm, other.base):
-                started = _times(run)
-                if ended and started and started[0] > ended[1]:
+                launched = _launched(run)
+                if ended and launched and launched > ended[1]:
                     return (
                         f"{run.name} started after {pair.arm.name} and {pair.base.name} had ended"
                     )
     return ""
+
+
+def _launched(record: Record) -> datetime | None:
+    """When the number of runs was decided: where a launch wrote the run's config, as for a sweep
+    whose runs wait for each other, then; else when the run was first started."""
+    times = _times(record)
+    try:
+        written = (record.folder / BASE_CONFIG).stat().st_mtime
+    except OSError:
+        return times and times[0]
+    return times and min(times[0], datetime.fromtimestamp(written, UTC))
 
 
 def _times(record: Record) -> tuple[datetime, datetime] | None:

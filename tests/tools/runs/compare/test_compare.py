@@ -2,9 +2,11 @@
 compare."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,11 @@ def test_pairs_that_were_added_after_others_had_ended_have_the_anytime_interval(
     text = out("a-*", "--against", "b-*")
     assert "rule: anytime, as a-0 started after a-5 and b-5 had ended" in text
     assert "95 % anytime interval" in text and "> anytime" in text
+    launched = Path("a-0/base_config.yaml")  # a sweep's runs wait for each other
+    launched.touch()
+    os.utime(launched, (datetime(2026, 1, 1, tzinfo=UTC).timestamp(),) * 2)
+    assert "rule: paired" in out("a-*", "--against", "b-*")
+    launched.unlink()
     assert "12, 6, 5 pairs in half of the cases and by 18, 8, 6 in 80 %" in text
     assert "rule: paired" in out("a-*", "--against", "b-*", "anytime=false")
     shutil.rmtree("b-0")
