@@ -23,7 +23,7 @@ from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.signals import StopRequest
 from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
 from lingua.tools.slurm.jobs import environment_of_another
-from lingua.tools.slurm.launch import launch, split_arguments
+from lingua.tools.slurm.launch import check_launch, split_arguments
 from lingua.tools.slurm.status import status
 
 LAUNCH_S = 600.0  # Slurm's commands wait for minutes for a controller that does not answer
@@ -46,7 +46,7 @@ def check_benchmarks(args: TrainArgs) -> None:
         if job.launcher != "slurm" or sweep:
             raise UserError("eval.job: must not have the keys launcher and sweep")
         try:
-            launch(replace(job, launcher="print", time=job.time or "UNLIMITED"), eval_arguments)
+            check_launch(replace(job, time=job.time or "UNLIMITED"), eval_arguments)
         except UserError as error:
             why = str(error).replace(f"{checkpoint}/", "this run's ")
             raise UserError(f"eval.job.script = {job.script} would refuse its job: {why}") from None

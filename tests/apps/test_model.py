@@ -122,7 +122,7 @@ def tokens_and_targets(args: ModelArgs) -> tuple[torch.Tensor, torch.Tensor]:
 def compare(model: Transformer, other: nn.Module) -> dict[str, float]:
     """Largest differences, relative to the largest value: of logits, loss and each gradient."""
     tokens, targets = tokens_and_targets(model.args)
-    sums, counts, _ = model(tokens, targets[None])
+    sums, counts, *_ = model(tokens, targets[None])
     (sums / counts).sum().backward()
     # transformers shifts the labels itself and takes the mean over those that are not -100
     labels = torch.cat((torch.full_like(tokens[:, :1], IGNORE), targets[:, :-1]), 1)

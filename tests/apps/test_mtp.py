@@ -70,13 +70,13 @@ def plain_model_of(model: MultiToken, head: int):
 def test_each_head_is_a_plain_model_trained_on_its_own_tokens(args):
     model = multi_token(args)
     tokens, targets = tokens_and_targets()
-    sums, counts, _ = model(tokens, targets)
+    sums, counts, *_ = model(tokens, targets)
     sums.sum().backward()
     assert counts.tolist() == [21, 22, 21]
     grads = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for head in range(HEADS):
         plain, names = plain_model_of(model, head)
-        expected, count, _ = plain(tokens, targets[head : head + 1])
+        expected, count, *_ = plain(tokens, targets[head : head + 1])
         assert count.item() == counts[head].item()
         torch.testing.assert_close(sums[head], expected[0], rtol=1e-6, atol=0)
         expected.sum().backward()
@@ -93,7 +93,7 @@ def test_with_document_masks_each_head_sees_each_document_alone():
     documents = torch.tensor([[0, 6]]).repeat(ROWS, 1)
     for view in range(HEADS):  # what is not predicted from a document of its own
         targets[view, :, 6 - view - 1 : 6] = IGNORE
-    sums, counts, _ = model(tokens, targets, documents)
+    sums, counts, *_ = model(tokens, targets, documents)
     parts = [model(tokens[:, s], targets[..., s]) for s in (slice(0, 6), slice(6, SEQ))]
     assert counts.tolist() == sum(part.counts for part in parts).tolist()
     torch.testing.assert_close(sums, sum(part.sums for part in parts), rtol=1e-6, atol=0)

@@ -78,7 +78,7 @@ def test_a_step_with_document_masks_is_that_of_each_document_alone(runs, alone):
         begins = [0, *(i for i in range(1, len(row)) if row[i] == BOS), len(row)]
         for begin, end in pairwise(begins):
             document = row[begin:end][None]
-            losses, valid, _ = model(document[:, :-1], document[None, :, 1:])
+            losses, valid, *_ = model(document[:, :-1], document[None, :, 1:])
             total, count = total + losses.item(), count + valid.item()
     [loss] = runs.train((1, 1, 1), apart).column("loss")
     assert count < GLOBAL_BATCH * args.data.seq_len  # some rows hold more than one document

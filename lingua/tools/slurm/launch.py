@@ -144,11 +144,7 @@ def launch(
     With launcher=print it returns the batch script, which is not submitted. Raises UserError, and
     has submitted nothing.
     """
-    for key, need in job.validate():
-        raise UserError(f"{key} = {getattr(job, key.partition('[')[0])}: {need}")
-    module = _import_script(job)
-    first = [f"{key}={values[0]}" for key, values in (sweep or {}).items()]
-    whole, notices = _check(job, module, [*arguments, *first])
+    module, whole, notices = _check_job(job, arguments, sweep or {})
     root = Path(whole.dump_dir)  # a sweep has its code and all its logs here
     configs = _check_sweep(job, module, arguments, sweep, whole) if sweep else [whole]
 
@@ -171,6 +167,24 @@ def launch(
 
 
 # ---- checks
+
+
+def check_launch(job: JobArgs, arguments: list[str]) -> None:
+    """Raise UserError where `launch` would refuse the arguments of a job, whose dump dir, machine
+    and Slurm are not looked at."""
+    module, whole, _ = _check_job(job, arguments, {})
+    _batch_script(job, Path(whole.dump_dir), whole.name, [whole], [module.__name__])
+
+
+def _check_job(
+    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]]
+) -> tuple[ModuleType, Any, list[str]]:
+    """The script, the config of the first run of a sweep, and lines about it. Raises UserError."""
+    for key, need in job.validate():
+        raise UserError(f"{key} = {getattr(job, key.partition('[')[0])}: {need}")
+    module = _import_script(job)
+    first = [f"{key}={values[0]}" for key, values in sweep.items()]
+    return module, *_check(job, module, [*arguments, *first])
 
 
 def _import_script(job: JobArgs) -> ModuleType:
