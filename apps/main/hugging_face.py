@@ -73,7 +73,7 @@ def tensors(args: ModelArgs) -> dict[str, HFTensor]:
     norms = ("input_layernorm", "post_attention_layernorm")
     if args.norm_placement == "output":
         norms = ("post_attention_layernorm", "post_feedforward_layernorm")
-    of_block = {
+    block_tensors = {
         "attention.wq.weight": HFTensor("self_attn.q_proj.weight", (n_q, dim), pairs),
         "attention.wk.weight": HFTensor("self_attn.k_proj.weight", (n_kv, dim), pairs),
         "attention.wv.weight": HFTensor("self_attn.v_proj.weight", (n_kv, dim)),
@@ -85,26 +85,26 @@ def tensors(args: ModelArgs) -> dict[str, HFTensor]:
         "ffn_norm.weight": HFTensor(f"{norms[1]}.weight", (dim,)),
     }
     if args.qkv_bias:
-        of_block |= {
+        block_tensors |= {
             "attention.wq.bias": HFTensor("self_attn.q_proj.bias", (n_q,), pairs),
             "attention.wk.bias": HFTensor("self_attn.k_proj.bias", (n_kv,), pairs),
             "attention.wv.bias": HFTensor("self_attn.v_proj.bias", (n_kv,)),
         }
     if args.qk_norm is not None:
         q, k = (n_q, n_kv) if args.qk_norm == "all_heads" else (head_dim, head_dim)
-        of_block |= {
+        block_tensors |= {
             "attention.q_norm.weight": HFTensor("self_attn.q_norm.weight", (q,), pairs),
             "attention.k_norm.weight": HFTensor("self_attn.k_norm.weight", (k,), pairs),
         }
     vocabulary = (args.vocab_size, dim)
-    found = {"tok_embeddings.weight": HFTensor("model.embed_tokens.weight", vocabulary)}
+    by_name = {"tok_embeddings.weight": HFTensor("model.embed_tokens.weight", vocabulary)}
     for depth in range(args.n_layers):
-        for name, t in of_block.items():
-            found[f"layers.{depth}.{name}"] = replace(t, name=f"model.layers.{depth}.{t.name}")
-    found["norm.weight"] = HFTensor("model.norm.weight", (dim,))
+        for name, t in block_tensors.items():
+            by_name[f"layers.{depth}.{name}"] = replace(t, name=f"model.layers.{depth}.{t.name}")
+    by_name["norm.weight"] = HFTensor("model.norm.weight", (dim,))
     if not args.weight_tying:
-        found["output.weight"] = HFTensor("lm_head.weight", vocabulary)
-    return found
+        by_name["output.weight"] = HFTensor("lm_head.weight", vocabulary)
+    return by_name
 
 
 def unused(args: ModelArgs) -> tuple[str, ...]:

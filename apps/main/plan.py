@@ -1,5 +1,5 @@
 """A step of training on the meta device, as `lingua plan` takes it: the config of a run that need
-not have data or a tokenizer, and the loop's own step."""
+not have data or a tokenizer, and the loop's complete step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,9 +36,9 @@ def read_config(argv: list[str]) -> tuple[App, TrainArgs]:
     args, _ = load_run(app, [*argv, BYTES])
     if args.model.vocab_size == -1:
         try:
-            own: TrainArgs
-            own, _ = load_run(app, argv)
-            args.model.vocab_size = build_tokenizer(own.data.tokenizer).vocab_size
+            complete: TrainArgs
+            complete, _ = load_run(app, argv)
+            args.model.vocab_size = build_tokenizer(complete.data.tokenizer).vocab_size
         except UserError as error:
             hint = "\nWithout the tokenizer, give the size of its vocabulary: model.vocab_size=N"
             raise UserError(f"{error}{hint}") from None

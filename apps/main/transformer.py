@@ -105,7 +105,7 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
     """
     n_heads, n_kv_heads, _ = args.heads()
     colwise, rowwise = ColwiseParallel, RowwiseParallel
-    own_positions = PrepareModuleInput(
+    local_positions = PrepareModuleInput(
         input_layouts=(None, Replicate()),
         desired_input_layouts=(None, Shard(1)),
         use_local_output=True,
@@ -137,8 +137,8 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
             "layers.*.attention.wo": rowwise(output_layouts=Shard(1)),
             # A rank drops from the positions it holds: of their keys, which it has all, it takes
             # its part.
-            "layers.*.attention_dropout": own_positions,
-            "layers.*.ffn_dropout": own_positions,
+            "layers.*.attention_dropout": local_positions,
+            "layers.*.ffn_dropout": local_positions,
             "layers.*.ffn_norm": block_norm,
             "layers.*.feed_forward": PrepareModuleInput(
                 input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)

@@ -166,7 +166,7 @@ class Report:
     program_doc: str = ""  # docstring whose first example is shown, for an empty command line
     mistakes: list[str] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)  # keys without a usable value
-    notices: dict[str, str] = field(default_factory=dict)  # of keys that have no effect
+    notices: dict[str, str] = field(default_factory=dict)  # about keys without effect, by key
     located: Values = field(default_factory=dict)  # every value by path, also of list elements
 
     def add(self, path: str, given: LocatedValue, need: str, usable: bool = False) -> None:
@@ -256,7 +256,7 @@ def _set(merged: Values, path: str, given: LocatedValue, keys: Keys) -> None:
         for other in [other for other in merged if other.startswith(f"{path}.")]:
             del merged[other]
     group = path.rpartition(".")[0]
-    while group:  # which was null below
+    while group:  # a lower layer may have set it to null
         if group in merged and merged[group].value is None:
             del merged[group]
         group = group.rpartition(".")[0]
@@ -284,11 +284,11 @@ def _resolve(cls: type, given: Values, keys: Keys, report: Report) -> None:
     resolver = References(tree)
     for path, value in references.items():
         try:
-            found = resolver.resolve(plain(value), path)
+            resolved = resolver.resolve(plain(value), path)
         except UserError as error:
             report.add(path, value, str(error))
             continue
-        for leaf, v in leaves({path: LocatedValue.of(found, value.where)}, keys).items():
+        for leaf, v in leaves({path: LocatedValue.of(resolved, value.where)}, keys).items():
             given.setdefault(leaf, v)
 
 
@@ -358,7 +358,7 @@ def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: 
         entry = split_optional(inner[1])
         return {k: _convert(f"{path}.{k}", v, *entry, report) for k, v in value.items()}
     elif type(value) is int and abs(value) >= 2**63:
-        need += " of at most 64 bits"  # which tensors and JSON have
+        need += " of at most 64 bits"  # the integers of tensors and JSON
     elif kind is str and given.text is not None and is_text(given.text):
         if value is not None or (given.text == "" and given.where == COMMAND_LINE):
             return given.text
@@ -375,9 +375,9 @@ def _nearest_key(path: str, keys: Keys) -> str:
     """Look for a similar key in the same group, then in other groups, then anywhere."""
     group, _, name = path.rpartition(".")
     siblings = {p.rpartition(".")[2]: p for p in keys if p.rpartition(".")[0] == group}
-    found = [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1)]
-    found += [p for p in keys if p.rpartition(".")[2] == name]
-    found += [] if siblings else difflib.get_close_matches(path, keys, n=1)
-    if found:
-        return f' (did you mean "{found[0]}"?)'
+    similar = [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1)]
+    similar += [p for p in keys if p.rpartition(".")[2] == name]
+    similar += [] if siblings else difflib.get_close_matches(path, keys, n=1)
+    if similar:
+        return f' (did you mean "{similar[0]}"?)'
     return f"; {group} has the keys {', '.join(siblings)}" if group and siblings else ""

@@ -42,12 +42,12 @@ class References:
     def _substitute(self, text: str, path: str) -> Any:
         whole = _REFERENCE.fullmatch(text)
         if whole is not None:
-            found = self._find(whole[1], path)
+            value = self._find(whole[1], path)
         else:
-            found = _REFERENCE.sub(lambda part: str(self._find(part[1], path)), text)
-        if "${" in str(found):  # loading the written config would resolve it once more
+            value = _REFERENCE.sub(lambda part: str(self._find(part[1], path)), text)
+        if "${" in str(value):  # loading the written config would resolve it once more
             raise UserError("must not contain ${ besides the references ${KEY} and ${oc.env:NAME}")
-        return found
+        return value
 
     def _find(self, name: str, path: str) -> Any:
         """Returns the value that `${name}` stands for at `path`."""

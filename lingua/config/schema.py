@@ -18,8 +18,8 @@ Guarded = Annotated[T, "guarded"]  # refused unless allowed by name
 RESUME_CLASSES = ("free", "announced", "guarded")
 
 MAX_STEPS = 9_999_999_999  # the folder of a checkpoint has ten digits
-MAX_TOKENS = 1 << 24  # of a row, a context or a generated text
-MAX_ROWS = 1 << 24  # of a batch
+MAX_TOKENS = 1 << 24  # longest row, context or generated text
+MAX_ROWS = 1 << 24  # largest batch
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Key:
 
     type: Any  # without Annotated and null
     optional: bool  # may be null
-    default: LocatedValue  # of MISSING where a value must be given
+    default: LocatedValue  # holds MISSING where a value must be given
     resume: str | None
     group: type | None
 
@@ -52,7 +52,7 @@ def schema(owner: Any, prefix: str = "") -> Keys:
         located = LocatedValue.of(plain(default), "" if default == MISSING else "the default")
         group: Any = kind if is_dataclass(kind) else None
         if is_dataclass(default):
-            group = type(default)  # which may be a subclass
+            group = type(default)  # perhaps a subclass
         keys[prefix + f.name] = Key(kind, optional, located, resume, group)
         if group is not None:
             keys |= schema(default if is_dataclass(default) else group, f"{prefix}{f.name}.")

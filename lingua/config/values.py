@@ -190,7 +190,7 @@ def scalar(text: str) -> Any:
         return text
     if _INT.fullmatch(lower):
         number = int(lower, 16 if "x" in lower else 10)
-        if -(2**63) <= number < 2**63:  # which tensors and JSON have; others are about that float
+        if -(2**63) <= number < 2**63:  # the integers of tensors and JSON; others become floats
             return number
     if _FLOAT.fullmatch(lower):
         return float(re.sub(r"_|\.(?=[in])", "", lower))  # Python has inf and nan without the point

@@ -21,7 +21,7 @@ import xxhash
 from lingua.base.errors import UserError, nearest
 
 STDLIB = "stdlib"
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")  # that names may leave out
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")  # names may leave them out
 READ_BYTES = 2**22  # bytes of one read
 _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _NOT_TEXT = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".arrow", ".bin", ".idx", ".npy", ".npz"}

@@ -20,7 +20,7 @@ class HarnessArgs:
     limit: Free[float | None] = None
     batch_size: Free[int] = 32  # texts of one forward on each data-parallel rank
     max_gen_tokens: Free[int] = 256  # tokens generated at most, for tasks that set no limit
-    seed: Free[int] = 1234  # of the choice of solved examples, and of sampling
+    seed: Free[int] = 1234  # seeds the choice of solved examples, and sampling
 
     def validate(self) -> Iterator[tuple[str, str]]:
         if not self.tasks:
