@@ -229,6 +229,8 @@ class Reporter:
 def mean_parts(metrics: Metrics, micro: MicroBatch) -> dict[str, Tensor]:
     """The sum and the count of each of `Losses.metrics` over a micro-batch: float32 [2] by name.
     Padding rows and ignored targets are left out. Raises UserError for another shape."""
+    if not metrics:
+        return {}
     is_row, is_target = micro.row_ids >= 0, micro.targets != IGNORE
     masks = {m.shape: m for m in (is_target, is_target[0], is_row)}
     parts = {}
