@@ -35,7 +35,7 @@ from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, set_timeout
 from lingua.parallel.mesh import dp_degree, dp_rank, received_signals
-from lingua.parallel.parallelize import parallelize_model, reshard
+from lingua.parallel.parallelize import forwards_resharded, parallelize_model
 from lingua.parallel.program import collect_garbage, collected_in_steps, exit_stopped, run_program
 from lingua.parallel.signals import Stopped, StopRequest
 
@@ -187,8 +187,9 @@ def train_step(
     run.report.numbers.clear()  # those of the step before
     loss, rows_hash = objective.gradients(batch, run.to_device(counts))
     if run.app.probe is not None:
-        run.app.probe(run)
-    reshard(run.model)  # a forward of the probe leaves parameters gathered
+        run.batch = batch
+        with forwards_resharded(run.model):
+            run.app.probe(run)
     norm = grad_norm(list(run.model.parameters()))
     lr = lr_at(run.progress.step, args.optim, args.steps)
     admitted, divisor = guard.admit(step, norm), clip_divisor(norm, args.optim.clip)

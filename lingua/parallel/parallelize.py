@@ -3,6 +3,7 @@ checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -195,6 +196,17 @@ def reshard(model: nn.Module, interrupted: bool = False) -> None:
             if interrupted:  # inside a forward, `reshard` keeps what a backward would use
                 module.set_reshard_after_forward(True, recurse=False)
             module.reshard()
+
+
+@contextmanager
+def forwards_resharded(model: nn.Module) -> Iterator[None]:
+    """Inside it, each forward of the model frees the parameters that it gathered, so that their
+    gradients can be read, and that the next forward does not take what an update changes."""
+    hook = model.register_forward_hook(lambda module, args, out: reshard(module))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:

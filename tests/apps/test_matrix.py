@@ -55,9 +55,11 @@ class Feature:
 
 
 def run_model(run: Run) -> None:
-    """A probe before the update, which leaves FSDP's root whole."""
-    with torch.no_grad():
-        run.model(torch.zeros(1, run.args.data.seq_len, dtype=torch.int64))
+    """A probe that runs the model before it reads the gradients, and again before the update."""
+    for _ in range(2):
+        with torch.no_grad():
+            run.model(*run.batch[0].to(run.device).inputs())
+        probe.probe(run)
 
 
 STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
@@ -87,7 +89,9 @@ FEATURES = {
     "an optimizer of whole tensors": Feature(TP, REPLICAS, {}, whole_tensors.app),
     "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{copy: 1}"}, synthetic.app),
     "a probe": Feature(SHARDS, TP, {}, probe.app),
-    "a probe that runs the model": Feature(SHARDS, REPLICAS, {}, replace(main, probe=run_model)),
+    "a probe that runs the model": Feature(
+        SHARDS, REPLICAS, {}, replace(probe.app, probe=run_model)
+    ),
 }
 COMPILED = {COMPILE: True, CHECKPOINTING: "selective"}
 SOAK = {name: replace(f, stopped=FOUR[0], resumed=FOUR[1]) for name, f in FEATURES.items()}
