@@ -62,7 +62,7 @@ def test_the_host_waits_once_for_a_line_and_never_for_a_step_or_a_held_out_batch
     # source's sums are read.
     assert len(waits(phases[MEASURE])) == 3
     copies = [e for e in phases[MEASURE]["events"] if "loader.py" in e["line"]]
-    assert sum(e["calls"] for e in copies if "H2D pinned" in e["what"]) >= 12  # of a step and two batches
+    assert sum(e["calls"] for e in copies if "H2D pinned" in e["what"]) >= 12  # a step, two batches
 
     events = [event["what"] for phase in phases for event in phase["events"]]
     assert {what for what in events if "context" in what} == {
