@@ -47,7 +47,7 @@ def measure(keys: list[str], repeats: int) -> Report:
         }
         pairs = (zip(turns["each"].result, turns["mask"].result, strict=True) for turns in rounds)
         apart = (float((a - b).norm() / b.norm()) for pair in pairs for a, b in pair)
-        case["difference"] = max(apart)  # of the gradients, relative
+        case["difference"] = max(apart)  # largest relative difference of a gradient
         cases.append(case | {"masked_s": spread(masked), "each_s": spread(each)})
     rows = [("row, tokens", "documents", "mask, ms", "each, ms", "ratio", "range")]
     for case in cases:

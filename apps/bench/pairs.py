@@ -81,7 +81,7 @@ def measure_arms(
             print(f"{folder}: run {seed * len(arms) + i + 1}", file=sys.stderr)
             named = [f"name={folder.name}", f"dump_dir={folder}", f"seed={seed}"]
             run("apps.main.train", [*with_defaults([*TINY, *root, *change], keys), *named])
-            lines = read_lines(folder / "metrics.validation.jsonl")  # of one source
+            lines = read_lines(folder / "metrics.validation.jsonl")  # from one source
             steps = [line["step"] for line in lines]
             runs[name].append([line["nats_per_byte"] for line in lines])
     return steps, runs

@@ -18,7 +18,7 @@ class Turn:
     """One call of one side."""
 
     seconds: float
-    cpu_seconds: float  # of all threads of this process
+    cpu_seconds: float  # summed over the threads of this process
     result: Any  # what the side returned
 
 

@@ -25,7 +25,7 @@ class EvaluationArgs(HarnessArgs):
     every: Free[int] = 1000  # steps between two evaluations; the last step is evaluated too
     # in the processes of the run, which waits (process), or each as a job of its own (slurm)
     launcher: Free[Literal["process", "slurm"]] = "process"
-    # of such a job: keys of lingua stool and of apps.main.eval, {nodes: 1, ngpu: 8, time: 60}
+    # keys of such a job: those of lingua stool and of apps.main.eval, {nodes: 1, ngpu: 8, time: 60}
     job: Free[dict[str, Any]] = field(default_factory=dict)
 
     def validate(self) -> Iterator[tuple[str, str]]:

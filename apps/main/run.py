@@ -51,7 +51,7 @@ class Run:
     saver: Saver
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
-    batch: list[MicroBatch] = field(default_factory=list)  # of the step, for a probe
+    batch: list[MicroBatch] = field(default_factory=list)  # rows that a probe may look at
     saved_at: float = field(default_factory=time.monotonic)  # end of the last save, or of the start
 
     @property

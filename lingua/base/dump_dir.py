@@ -37,7 +37,7 @@ LOGS = "logs"  # a folder per job
 # ---- in the folder of a checkpoint, beside CONFIG and the tensors
 
 MANIFEST = "manifest.json"  # every file with its size and checksum
-METADATA = ".metadata"  # of torch.distributed.checkpoint: the tensors and their places
+METADATA = ".metadata"  # names and places of the tensors, as DCP writes it
 STATE = "train_state.json"  # everything besides tensors and config
 STEP_FOLDER = re.compile(r"\d{10}")  # name of a checkpoint's folder, see step_folder
 

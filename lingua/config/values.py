@@ -156,7 +156,7 @@ def _located(node: yaml.Node, name: str, level: int = 0, key_at: str = "") -> Lo
         return LocatedValue(MISSING, where, MISSING)
     if node.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "seq", "map"):
         raise UserError(f"{line}: the YAML tag {node.tag} is not supported")
-    if isinstance(node, yaml.ScalarNode):  # whose style is its quotes
+    if isinstance(node, yaml.ScalarNode):  # its style is its quotes
         if not is_text(node.value):
             raise UserError(f"{line}: {shorten(node.value)!a}: {NO_TEXT}")
         return LocatedValue(node.value if node.style else scalar(node.value), where, node.value)

@@ -42,7 +42,7 @@ class CompareArgs:
     # the intervals hold for those who look after each pair; null: where a run was started after an
     # earlier pair had ended
     anytime: Free[bool | None] = None
-    # of three arms and more: one variance of all, or one for each difference
+    # with three arms or more: one variance for all, or one for each difference
     variance: Free[Literal["pooled", "separate"]] = "pooled"
     measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
 

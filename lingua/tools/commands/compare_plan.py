@@ -22,9 +22,9 @@ from lingua.config.schema import MAX_STEPS, Free, bounds, require
 class PilotArgs:
     pilot: Free[str]  # folder of runs whose losses differ by chance as those of the comparison will
     effect: Free[float]  # the smallest difference that would matter
-    # of the losses after this step; null: the last one that all runs of the pilot have
+    # measured by the losses after this step; null: the last one that all runs of the pilot have
     step: Free[int | None] = None
-    level: Free[float] = 0.95  # of the interval that is to exclude zero
+    level: Free[float] = 0.95  # level of the interval that is to exclude zero
     measure: Free[Literal["nats_per_byte", "nats_per_token", "bits_per_byte"]] = "nats_per_byte"
 
     def validate(self) -> Iterator[tuple[str, str]]:

@@ -31,7 +31,7 @@ from lingua.tools.prepare.pieces import WORD_OR_LINE
 
 READ_BYTES = 2**18  # bytes read at once
 MAX_ROWS = 1024  # parquet rows read at once
-MAX_LIST_BYTES = 2**30  # of a .json file that is one list, and of a value in a table
+MAX_LIST_BYTES = 2**30  # largest .json file that is one list, largest value in a table
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _FORMS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 _BOM = b"\xef\xbb\xbf"

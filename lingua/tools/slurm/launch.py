@@ -101,7 +101,7 @@ class JobArgs:
     # untracked files and folders of the checkout to copy with the code, besides the Python files of
     # apps, lingua and the app
     copy: list[str] = field(default_factory=list)
-    # of a sweep, how many runs at once; null: all of them as jobs, one on this machine, whose cores
+    # how many runs of a sweep at once; null: all of them as jobs, one on this machine, whose cores
     # and GPUs are divided among those that run
     at_once: int | None = None
     # device to plan for, as lingua plan knows it: a summary is printed, and what cannot fit is

@@ -86,7 +86,7 @@ class Comparison:
     paired: Estimate | None  # None for fewer than two pairs
     unpaired: Estimate | None  # None where an arm has fewer than two runs
     along: list[tuple[float, int, float, Estimate | None]]  # step, pairs, mean, interval
-    outcomes: tuple[Outcome, Outcome]  # of the arm and of the base
+    outcomes: tuple[Outcome, Outcome]  # the arm's and the base's
     unlike: list[str]  # what is not the same in all runs besides the keys that name the arms
     identical: list[Pair]  # pairs of which both are the same run
     rounding: bool  # all pairs are the same mathematics, in another order of additions

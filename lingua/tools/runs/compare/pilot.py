@@ -34,7 +34,7 @@ class Plan:
 
     needs: list[Need]
     measured_by: str  # the runs that the deviation is of
-    seconds: float | None  # of training of one run, the mean of the pilot; None: not recorded
+    seconds: float | None  # mean training time of a run of the pilot; None: not recorded
 
 
 def plan(records: Sequence[Record], measured: HeldOutLosses, effect: float, level: float) -> Plan:

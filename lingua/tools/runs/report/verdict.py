@@ -83,7 +83,7 @@ def compare_for_page(records: Sequence[Record]) -> dict[str, Any]:
 
 def _row(c: Comparison) -> dict[str, Any]:
     estimate = None if c.is_identical or c.rounding else c.estimate
-    known = estimate is not None and math.isfinite(estimate.high)  # that of few pairs has no ends
+    known = estimate is not None and math.isfinite(estimate.high)
     interval = [estimate.mean, estimate.low, estimate.high] if estimate and known else None
     notes = [*filter(None, [rule(c)]), *(f"note: {note}" for note in c.notes)]
     return {"text": verdict(c, UNITS[MEASURE]), "notes": notes, "interval": interval}
