@@ -10,12 +10,10 @@ import functools
 import gc
 import multiprocessing as mp
 import os
-import signal
 import socket
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -108,24 +106,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, n: int, work: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Raises AssertionError with every rank's traceback when one fails.
-
-        Processes that have served other runs, which no program does, are given one more chance: in
-        some thousand runs torch has crashed once. What crashes in new processes fails; what did not
-        is a warning with the stacks."""
-        served = bool(self.processes)
-        results, failures, crashed = self._run(n, work, args, kwargs)
-        if served and crashed:
-            warnings.warn("again in new processes, after\n" + "\n".join(failures), stacklevel=2)
-            results, failures, _ = self._run(n, work, args, kwargs)
-        if failures:
-            raise AssertionError("\n".join(failures))
-        return results
-
-    def _run(
-        self, n: int, work: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[list[Any], list[str], bool]:
-        """The results, what failed, and whether a process crashed."""
+        """Raises AssertionError with every rank's traceback when one fails."""
         self._grow(n)
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
@@ -134,7 +115,6 @@ class Ranks:
             self.pipes[rank].send((env | place, work, args, kwargs))
         results: list[Any] = [None] * n
         failures: list[str] = []
-        crashed = False
         waiting = dict(zip(self.pipes[:n], range(n), strict=True))
         end = time.monotonic() + ANSWER_S
         while waiting:
@@ -149,14 +129,14 @@ class Ranks:
                 except EOFError:
                     self.processes[rank].join()
                     code, stacks = self.processes[rank].exitcode, self.crashes[rank].read_text()
-                    crashed |= code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
                     fine, results[rank] = False, f"its process ended with code {code}\n{stacks}"
                 if not fine:
                     failures.append(f"rank {rank}: {results[rank]}")
                     end = min(end, time.monotonic() + GRACE_S)
         if failures:
             self.close()  # a rank may still wait inside a collective for one that failed
-        return results, failures, crashed
+            raise AssertionError("\n".join(failures))
+        return results
 
     def close(self) -> None:
         for process in self.processes:
