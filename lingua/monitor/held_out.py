@@ -13,8 +13,8 @@ from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.data.rows import DocumentMarks, HeldOut, document_starts
 from lingua.model import Losses
-from lingua.monitor.reporter import Reporter, mean_parts, means
-from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
+from lingua.monitor.reporter import Reporter, exact_sum, mean_parts, means
+from lingua.parallel.mesh import dp_degree, dp_gather, dp_rank
 from lingua.parallel.tensors import to_host
 
 Loss = Callable[[MicroBatch], Losses]
@@ -71,11 +71,11 @@ def validate(
         of each metric.
     """
     degree, rank, device = dp_degree(mesh), dp_rank(mesh), torch.device(mesh.device_type)
-    n, seq_len = held_out.tokens.shape
-    sums: dict[str, Tensor] = {}  # float64 [2] each: the sum and its count
+    n_windows, seq_len = held_out.tokens.shape
+    parts: dict[str, list[Tensor]] = {}  # float32 [2] each: the sum of a forward and its count
     training = model.training
     model.eval()
-    for start in range(rank * rows, n + rank * rows, rows * degree):
+    for start in range(rank * rows, n_windows + rank * rows, rows * degree):
         window_slice = slice(start, start + rows)
         tokens, targets = map(
             torch.as_tensor, (held_out.tokens[window_slice], held_out.targets[window_slice])
@@ -97,15 +97,17 @@ def validate(
         micro = MicroBatch(row_ids, tokens, targets, starts).to(device)
         losses = loss(micro)
         count = (micro.targets[0] != IGNORE).sum()
-        parts = {"": torch.stack((losses.sums[0], count)), **mean_parts(losses.metrics, micro)}
-        sums = {name: part.double() + sums.get(name, 0) for name, part in parts.items()}
+        pair = torch.stack((losses.sums[0], count))
+        for name, part in {"": pair, **mean_parts(losses.metrics, micro)}.items():
+            parts.setdefault(name, []).append(part)
     model.train(training)
-    [[nats, count], *others] = to_host(dp_sum_(torch.stack(list(sums.values())), mesh))[0]
-    others = means((name, *pair) for name, pair in zip(list(sums)[1:], others, strict=True))
-    return others | {
-        "nats_per_token": nats / count,
+    ranks = dp_gather(torch.stack([torch.stack(pairs) for pairs in parts.values()]), mesh)
+    columns = to_host(ranks.transpose(0, 1).flatten(1, 2).transpose(1, 2))[0]  # by name: two lists
+    [[nats, n], *others] = [list(map(exact_sum, pair)) for pair in columns]
+    return means(list(parts)[1:], others) | {
+        "nats_per_token": nats / n,
         "nats_per_byte": nats / held_out.n_bytes,
         "bits_per_byte": nats / held_out.n_bytes / torch.log(torch.tensor(2.0)).item(),
-        "tokens": int(count),
+        "tokens": int(n),
         "bytes": held_out.n_bytes,
     }

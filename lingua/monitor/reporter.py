@@ -4,10 +4,12 @@ Only rank 0 writes. `log` is called by every rank, since it sums over ranks.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -27,7 +29,7 @@ from lingua.data.loader import MicroBatch
 from lingua.model import Metrics
 from lingua.monitor.logger import progress_line
 from lingua.monitor.metrics import append_line, cut_back, mfu, peak_mem_gib
-from lingua.parallel.mesh import dp_sum_, on_rank_0
+from lingua.parallel.mesh import dp_gather, dp_sum_, on_rank_0
 from lingua.parallel.tensors import to_host
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 class StepResult(NamedTuple):
     """One update, on the device but for the learning rate."""
 
-    loss: Tensor  # float32 scalar, the share of this data-parallel rank in the loss
+    loss: Tensor  # float32 scalar or [n], summed the share of this data-parallel rank in the loss
     rows_hash: Tensor  # int64 scalar, sum of the hashes of the rows of this rank
     grad_norm: Tensor  # float32 scalar, of the global batch
     lr: float
@@ -89,7 +91,8 @@ class Reporter:
         self.trained_s = (
             progress.trained_s
         )  # training time of the whole run, earlier processes included
-        self.numbers: dict[str, Tensor] = {}  # (sum, count) of `average` in the current step
+        # (sum, count) of each `average` in the current step
+        self.numbers: dict[str, list[Tensor]] = {}
         self._logged_step = progress.step
         self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
         self._since = time.perf_counter()
@@ -135,16 +138,21 @@ class Reporter:
         if it has one, contains their means over the global batch. Called by every rank, with the
         same names; does not wait for the device."""
         for name, part in parts.items():
-            self.numbers[name] = self.numbers[name] + part if name in self.numbers else part
+            self.numbers.setdefault(name, []).append(part)
 
     def read(self, step: StepResult, guard: Tensor) -> tuple[Measured, list[int]]:
         """Returns the measurements of the last step, and the values of `guard`, the counts of a
         NonFiniteGuard, int64 [2]. Called by every rank. This is where the host waits for the
         device, once."""
-        sums = dp_sum_(torch.hstack([step.loss, *self.numbers.values()]), self.mesh)
+        pairs = [torch.stack(parts) for parts in self.numbers.values()]  # [n, 2] each
+        sizes = [step.loss.numel(), *(pair.numel() for pair in pairs)]
+        flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs)])
+        parts = dp_gather(flat, self.mesh).split(sizes, dim=1)
         rows_hash = _agreed(dp_sum_(step.rows_hash.clone(), self.mesh), self.mesh)
-        (nats, *rest), norm, bits, counts = to_host(sums, step.grad_norm, rows_hash, guard)
-        numbers = means(zip(self.numbers, rest[::2], rest[1::2], strict=True))
+        norm, bits, counts, losses, *rest = to_host(step.grad_norm, rows_hash, guard, *parts)
+        nats = exact_sum(chain(*losses))
+        sums = [[exact_sum(chain(*(row[i::2] for row in rows))) for i in (0, 1)] for rows in rest]
+        numbers = means(self.numbers, sums)
         return Measured(nats, norm, f"{bits % 2**64:016x}", numbers), counts
 
     def log(self, progress: Progress, measured: Measured, lr: float) -> None:
@@ -244,9 +252,15 @@ def mean_parts(metrics: Metrics, micro: MicroBatch) -> dict[str, Tensor]:
     return parts
 
 
-def means(sums: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Of (name, sum, count); without a number where nothing was counted."""
-    return {name: total / count for name, total, count in sums if count}
+def exact_sum(values: Iterable[float]) -> float:
+    """The sum of numbers, rounded once: it does not depend on their order."""
+    terms = list(values)
+    return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
+
+
+def means(names: Iterable[str], sums: list[list[float]]) -> dict[str, float]:
+    """By name, of [sum, count] each; without a number where nothing was counted."""
+    return {name: pair[0] / pair[1] for name, pair in zip(names, sums, strict=True) if pair[1]}
 
 
 def _agreed(hashed: Tensor, mesh: DeviceMesh) -> Tensor:

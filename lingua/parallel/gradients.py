@@ -10,20 +10,27 @@ from torch.distributed.tensor import DTensor
 from lingua.parallel.tensors import local
 
 
-def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
+def set_gradient_sync(model: nn.Module, mode: str | None, last: bool) -> None:
     """Set, before a micro-step's forward, which reductions its backward runs."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or mode != "last")
+        model.set_requires_gradient_sync(last or mode in ("replica_last", "every"))
         model.set_requires_all_reduce(last or mode == "every")
+    if (sums := getattr(model, "gradient_sums", None)) is not None:
+        sums.start_micro_step(last)
 
 
 @torch.no_grad()
-def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The global norm of the gradients: a float32 scalar on the device, equal on every rank.
+def grad_norm(parameters: list[nn.Parameter], exact: bool = False) -> Tensor:
+    """The global norm of the gradients: a float32 scalar on the device, equal on every rank, and on
+    every data-parallel mesh with `exact`.
 
     Parameters may live on different meshes. Each group of equal layout sums the squares of its
     shards over just the axes that split it, so what an axis replicates counts once.
     """
+    if exact:
+        from lingua.parallel.exact import exact_norm
+
+        return exact_norm(parameters)
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for grad in [p.grad for p in parameters if p.grad is not None]:
         mesh: DeviceMesh | None = None

@@ -19,7 +19,9 @@ def traffic_notes(
     yield from replicas_note(model, mesh, args, n_micro, detect_launch().local_world_size)
 
 
-def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) -> Iterator[str]:
+def grad_sync_note(
+    model: nn.Module, mesh: DeviceMesh, mode: str | None, n_micro: int
+) -> Iterator[str]:
     """The memory that `grad_sync` costs and the traffic that it saves, on each rank."""
     replicas, shards, _ = mesh.shape
     if n_micro == 1 or shards * replicas == 1:

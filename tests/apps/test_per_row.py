@@ -75,8 +75,8 @@ def first_step_here(
     if args.distributed.compile:  # a graph for all blocks and micro-steps, without a break
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    loss = dp_sum_(loss, run.mesh).item()
-    sums = {name: dp_sum_(part, run.mesh) for name, part in run.report.numbers.items()}
+    loss = dp_sum_(loss.sum(), run.mesh).item()
+    sums = {name: dp_sum_(sum(parts), run.mesh) for name, parts in run.report.numbers.items()}
     terms = {name: (total / count).item() for name, (total, count) in sums.items()}
     grads = {canonical_name(name): whole(p.grad) for name, p in run.model.named_parameters()}
     return loss, terms, grads
