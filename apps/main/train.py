@@ -23,7 +23,7 @@ from lingua.app import App, choose_app
 from lingua.base.hashing import batch_hash, hash_bits, key_of
 from lingua.checkpoint.run_config import load_run
 from lingua.data import IGNORE
-from lingua.data.loader import Loader, MicroBatch, n_grains
+from lingua.data.loader import Loader, MicroBatch
 from lingua.data.rows import document_marks
 from lingua.model import Losses
 from lingua.monitor.held_out import measure_sources
@@ -105,9 +105,7 @@ def build_run(
         grains=args.exact,
     )
     if args.exact:
-        from lingua.parallel.exact import GradientSums
-
-        GradientSums(model, mesh, n_grains(args.data.step_rows, rows), args.distributed.dtype)
+        start.add_in_order(model, args, mesh)
     steps = open_parts.enter_context(closing(loader.steps(progress.position, args.data.workers)))
     report = Reporter(args, mesh, progress, built.flops_per_token, started.saver.is_alone)
     open_parts.enter_context(report)

@@ -31,6 +31,8 @@ def grad_sync_note(
     whole_bytes = shard_bytes * shards
     reduces = shard_bytes if replicas > 1 and mode != "every" else 0
     kept = whole_bytes if mode == "last" else reduces
+    if hasattr(model, "gradient_sums"):  # of deterministic: mesh, in float64
+        kept = 2 * whole_bytes // (replicas * shards)
     scatters = whole_bytes if shards > 1 and mode == "last" else 0
     yield (
         f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "
