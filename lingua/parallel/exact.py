@@ -102,9 +102,9 @@ class _Unit:
             return
         total = self.totals.pop(i).float()
         if sums.replicas > 1:
-            whole = total.new_empty(sums.replicas * len(total))
-            dist.all_gather_into_tensor(whole, total, group=sums.replicate_group)
-            total = whole[: len(out)]
+            whole = total.new_empty(sums.replicas, len(total))
+            dist.all_gather(list(whole), total, group=sums.replicate_group)
+            total = whole.flatten()[: len(out)]
         out.copy_(total)
 
     @staticmethod
