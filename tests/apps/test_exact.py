@@ -5,11 +5,13 @@ and in one grain of 7 fewer than all.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -19,8 +21,9 @@ from apps.main.run import Run
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from lingua.app import App
+from lingua.base.errors import UserError
 from lingua.checkpoint.digest import digest
-from lingua.parallel.exact import GradientSums, exact_norm
+from lingua.parallel.exact import GradientSums, check_ranks, exact_norm
 from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
@@ -136,6 +139,25 @@ def test_what_cannot_be_exact_is_refused_by_name(runs):
         ({"distributed.grad_sync": "last"}, "distributed.grad_sync"),
     ):
         refused(lambda s=settings: arguments(EXACT | s), key, "deterministic = mesh")
+
+
+def test_ranks_that_are_not_alike_are_refused_on_all_of_them():
+    def messages(*threads: int) -> list[str]:
+        store, n = dist.HashStore(), len(threads)
+
+        def check(rank: int) -> str:
+            try:
+                check_ranks(store, rank, n, device="cpu", threads=threads[rank])
+            except UserError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(n) as pool:
+            return list(pool.map(check, range(n)))
+
+    assert messages(1, 1, 1) == ["", "", ""]
+    [message] = set(messages(1, 2, 2))
+    assert "threads: 1 on rank 0, 2 on rank 1" in message and "device" not in message
 
 
 # ---------------------------------------------------------------------------------- the sums
