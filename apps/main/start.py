@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.main.check import Checked, check_dump_dir, check_run
 from apps.main.config import TrainArgs
 from lingua.app import App
-from lingua.base.errors import UserError
 from lingua.checkpoint.folder import write_run_id
 from lingua.checkpoint.resume import TOKENIZER, Change, check_data, log_resume
 from lingua.checkpoint.saver import Saver
@@ -112,16 +111,15 @@ def make_optimizer(
 ) -> LoopOptimizer:
     """The app's optimizer, or that of the configuration."""
     if app.optimizer is None:
-        return build_optimizer(model, args.optim, plan.blocks if plan else ())
-    from lingua.optim.adapter import adapt  # imported where a fork has an optimizer of its own
+        optimizer = build_optimizer(model, args.optim, plan.blocks if plan else ())
+    else:
+        from lingua.optim.adapter import adapt  # imported where a fork has an optimizer of its own
 
-    optimizer = adapt(app.optimizer(model, args, plan), model)
-    if args.exact and any(group.get("fused") for group in optimizer.param_groups):
-        # On the CPU they compute the last elements of a shard otherwise than the others.
-        raise UserError(
-            f"deterministic = mesh: the optimizer of {app.path} is one of torch's with fused=True, "
-            "whose rounding depends on the shards; must have foreach=True or neither"
-        )
+        optimizer = adapt(app.optimizer(model, args, plan), model)
+    if args.exact:
+        from lingua.optim.exact import make_exact
+
+        make_exact(optimizer)
     return optimizer
 
 

@@ -93,7 +93,7 @@ def by_formula(app: App, plan: Plan, device: str) -> Iterator[Choice]:
 def meshes(app: App, args: Any, ranks: int, node: int) -> Iterator[tuple[int, list[Sizes]]]:
     """Returns, for each tp within a node that the model allows, the meshes of this many ranks that
     have it; none on which a rank would have no rows."""
-    for tp in _divisors(node):
+    for tp in [1] if args.exact else _divisors(node):
         built = program().build(app, deepcopy(args), 1)
         try:
             check_layout(built.module, built.plan, tp)
@@ -110,6 +110,7 @@ def _divisors(n: int) -> list[int]:
 
 def estimate(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
     """Estimate by the formula what `trace` returns. Raises UserError."""
+    args.distributed.resolve(args.exact)
     return scaled_trace(small_trace(app, args, sizes[2], device), args, sizes)
 
 
@@ -183,7 +184,7 @@ def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
         return StepPart(kernels, sent)
 
     peak, kept = memory(first.peak), first.kept
-    if args.distributed.grad_sync != "last":
+    if args.distributed.grad_sync in ("replica_last", "every"):
         kept = round(kept * shrink)
     # Between micro-steps they are kept, and with one micro-step there is nothing between.
     peak["gradients"] = max(0, peak["gradients"] - first.kept) + (kept if n_micro > 1 else 0)
