@@ -51,7 +51,9 @@ class Run:
     saver: Saver
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
-    batch: list[MicroBatch] = field(default_factory=list)  # rows that a probe may look at
+    batch: list[MicroBatch] = field(default_factory=list)  # this rank's rows of the newest step
+    loss: Tensor = field(init=False)  # that of the newest step; this data-parallel rank's share
+    signals: list[str] = field(default_factory=list)  # stop signals that ended it, by name
     saved_at: float = field(default_factory=time.monotonic)  # end of the last save, or of the start
 
     @property

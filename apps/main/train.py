@@ -9,6 +9,7 @@ optimizer, the objective, a probe. A fork that changes the order of the loop cop
 """
 
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import torch
@@ -62,9 +63,10 @@ def train(app: App, args: TrainArgs) -> str | None:
                 started = start.start_run(app, args, stop, open_parts)
                 if not start.is_finished(started, args):
                     run = build_run(app, args, started, stop, open_parts)
-                    if take_steps(run, stop):
-                        signals = received_signals(stop.signal)
-                    finish(run, signals)
+                    for _ in take_steps(run, stop):
+                        pass
+                    signals = run.signals
+                    finish(run)
             except Stopped:  # by a signal that came before the first step
                 signals = received_signals(stop.signal)
         if signals and detect_launch().by == "slurm":
@@ -114,12 +116,12 @@ def build_run(
     return run
 
 
-def take_steps(run: Run, stop: StopRequest) -> bool:
-    """The loop. Returns True when a signal ended it before its last step."""
+def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
+    """The loop, until `steps`, `stop_at` or a signal. Yields each step once it is complete, and
+    logged, measured and saved where that is due."""
     args, report, progress = run.args, run.report, run.progress
     objective = (run.app.objective or Objective)(run)
     guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
-    profiler = open_profiler(args.profiling, args.dump_dir, run.mesh)
     if run.benchmarks is not None:
         run.benchmarks.evaluate_missed(run, stop)
     if args.samples_due_later(progress.step):
@@ -132,13 +134,15 @@ def take_steps(run: Run, stop: StopRequest) -> bool:
     stopping = ahead.stopping
     if stopping and progress.step:
         run.save(None, final=True)  # a run that branches has no checkpoint of its own yet
-    with collected_in_steps():
+    profiler = open_profiler(args.profiling, args.dump_dir, run.mesh)
+    with collected_in_steps(), closing(profiler):
         while progress.step < args.end and not stopping:
             step = progress.step + 1
             ahead.check_counts(step, progress.position, args.data.step_rows)
             with profiler.step(step):
                 done = train_step(run, objective, guard, ahead.batch, ahead.counts)
             progress.step, progress.position = step, progress.position + args.data.step_rows
+            run.batch, run.loss = ahead.batch, done.loss
 
             # The device works now: meanwhile the next rows are read, and the ranks agree on them.
             if step < args.end:
@@ -172,10 +176,10 @@ def take_steps(run: Run, stop: StopRequest) -> bool:
             if run.benchmarks is not None and args.evaluation_due(step):
                 asked = run.benchmarks.evaluate(run, stop)
                 stopping |= step < args.end and asked
-    profiler.close()
+            yield step
     if stopping:
         run.saver.wait()  # raises the error that ends the run, if one does
-    return stopping
+        run.signals = received_signals(stop.signal)
 
 
 def train_step(
