@@ -23,13 +23,14 @@ def on_whole(
     to the others. No sum is made over ranks: the update is equal to the bit on all meshes on which
     the gradient is.
 
-    Memory: state is divided among the ranks by parameters; that of one parameter is not split. In a
-    step a rank holds one whole parameter with its gradient, what `step` of `inner` needs, and one
-    gathered tensor of another rank. State that the constructor of the optimizer creates is held by
-    every rank, for all parameters, until `adapt` returns.
+    Memory: a rank holds the state of its parameters, that of each whole, and in a step a copy of
+    it, one whole parameter with its gradient, what the optimizer's `step` needs, and a gathered
+    tensor of another rank. What the constructor of the optimizer creates is held by every rank, for
+    all parameters, until `adapt` returns.
     Traffic: in a step, each rank receives all parameters twice and all gradients once.
-    Time: as many owners work at once as there are ranks. The host waits for the device where `step`
-    reads a number or keeps one on the host, as that of torch's Adafactor does.
+    Time: as many owners work at once as there are ranks. In `adapt`, every rank takes the trial
+    step of every parameter. The host waits for the device where a step reads a number or keeps one
+    on the host, as that of torch's Adafactor does.
 
     `groups` are parameter groups of a sharded model, as torch.optim takes them. `build` gives the
     optimizer of such groups, in which a plain parameter stands for each of the model's.
@@ -81,9 +82,7 @@ class WholeOptimizer(Optimizer):
             if self.rank in due:
                 value = self._update(*due[self.rank], value, grad)
             for owner, (p, _) in due.items():
-                new = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-                if owner == self.rank:
-                    new = value
+                new = value if owner == self.rank else self.plain[p].new_empty(p.shape)
                 if self.n_ranks > 1:
                     dist.broadcast(new, owner)
                 local(p).copy_(part_of(new, p))

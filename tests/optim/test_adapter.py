@@ -253,6 +253,8 @@ def on_ranks(shape: Sizes) -> dict[str, dict[str, Tensor | tuple[int, ...]]]:
             test_muon.give_gradients(model.parameters(), step)
             update(optimizer, rate(step), torch.tensor(step != 2), ONE)
         tensors = tensors_of(model, optimizer).items()
+        held = [t for state in optimizer.state.values() for t in state.values()]
+        assert len(held) == sum("optim." in n and not t.is_meta for n, t in tensors)
         result[kind] = {n: tuple(t.shape) if t.is_meta else whole(t) for n, t in tensors}
     return result
 
@@ -282,7 +284,7 @@ def test_a_whole_parameter_is_updated_bit_for_bit_on_a_rank_that_alone_has_its_s
             assert all(torch.equal(t, expected[name]) for t in tensors), (kind, name)
             assert {t for t in held if not isinstance(t, Tensor)} <= {shape}
             assert len(tensors) == (1 if name.startswith("optim.") else len(everyone))
-        for rank in everyone:  # no rank has the state of more than half of the elements
+        for rank in everyone:
             own = [t for n, t in rank[kind].items() if "optim." in n and isinstance(t, Tensor)]
             total = sum(t.numel() for n, t in expected.items() if "optim." in n)
             assert sum(t.numel() for t in own) < 0.7 * total
