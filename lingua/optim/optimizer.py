@@ -77,6 +77,11 @@ class LoopOptimizer(Optimizer):
         parameter and no state. The host does not wait for either. Gradients may be changed."""
         raise NotImplementedError
 
+    def state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
+        """The state of a parameter as a checkpoint has it: each tensor is a DTensor, or whole. One
+        that another rank holds is on the meta device."""
+        return dict(self.state.get(p, {}))
+
 
 class AdamWMuon(LoopOptimizer):
     """AdamW, and Muon for the groups whose `algorithm` is muon. All state exists from the start."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ from lingua.data.loader import MicroBatch
 from lingua.data.rows import Data, OpenData, Rows
 from lingua.data.sources import TextData, open_sources, prepare_sources
 from lingua.data.stream import RowStream
+from lingua.optim.whole import WholeOptimizer
 from lingua.parallel.init import canonical_name, named_tensors
 from lingua.parallel.mesh import dp_degree, dp_rank
 from lingua.parallel.signals import StopRequest
@@ -323,15 +325,18 @@ def state_of(run: Run) -> dict[str, Any]:
     tensors = {f"model.{canonical_name(n)}": t for n, t in run.model.named_parameters()}
     tensors |= {f"model.{name}": t for name, t in run.model.named_buffers()}
     groups = {}
+    whole_state = isinstance(getattr(run.optimizer, "inner", None), WholeOptimizer)
     for group in run.optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr")}
         for name, p in zip(group["param_names"], group["params"], strict=True):
             groups[name] = settings
-            for key, value in run.optimizer.state[p].items():
-                is_part = not isinstance(value, DTensor) and value.ndim
+            for key, value in run.optimizer.state.get(p, {}).items():
+                is_part = value.ndim and not isinstance(value, DTensor) and not whole_state
                 tensors[f"optim.{key}.{name}"] = as_shard(value, p) if is_part else value
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digests(tensors))  # a rank may hold all of a state
     return {
-        "tensors": digests(tensors),
+        "tensors": {name: digest for rank in everyone for name, digest in rank.items()},
         "groups": groups,
         "progress": dataclasses.asdict(run.progress),
     }

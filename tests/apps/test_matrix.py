@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from apps.dpo import app as dpo
 from apps.main import app as main
@@ -19,10 +21,12 @@ from apps.main.run import Run
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from lingua.app import App, Built
+from lingua.parallel.parallelize import ParallelPlan
 from tests.apps.meshes import Sizes, on_its_own
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import Outcome, Twist, digests, relative
 from tests.forks import (
+    adafactor,
     distillation,
     mingru,
     modular,
@@ -30,8 +34,8 @@ from tests.forks import (
     optimizer,
     probe,
     simpo,
+    soap,
     synthetic,
-    whole_tensors,
 )
 
 K, END = 2, 5  # where the run is stopped, and where it ends
@@ -62,6 +66,10 @@ def run_model(run: Run) -> None:
         probe.probe(run)
 
 
+def build_on_dtensors(model: nn.Module, args: Any, plan: ParallelPlan | None) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), args.optim.lr, momentum=0.9, foreach=False)
+
+
 STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
 HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of two blocks, trunk one
 ADDITION = {"data.sources": "{sums: 1}", "data.seq_len": 4}
@@ -86,7 +94,13 @@ FEATURES = {
     "another block": Feature(TP, SHARDS, {}, mingru.app),
     "experts": Feature(SHARDS, TP, {}, moe.app),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
-    "an optimizer of whole tensors": Feature(TP, REPLICAS, {}, whole_tensors.app),
+    "an optimizer of torch on DTensors": Feature(
+        TP, REPLICAS, {}, replace(main, optimizer=build_on_dtensors)
+    ),
+    "row and column statistics": Feature(SHARDS, TP, {}, adafactor.app),
+    "Kronecker factors": Feature(
+        TP, (1, 3, 1), {"optim.epsilon": 1e-3, "checkpoint.async_save": True}, soap.app
+    ),
     "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{copy: 1}"}, synthetic.app),
     "a probe": Feature(SHARDS, TP, {}, probe.app),
     "a probe that runs the model": Feature(

@@ -29,7 +29,7 @@ from tests.apps.runs import (
     prepare,
     relative,
 )
-from tests.forks import optimizer, whole_tensors
+from tests.forks import optimizer, soap
 from tests.programs import python
 from tests.tokenizer.test_tokenizer import write_byte_level
 
@@ -206,7 +206,7 @@ def nan_at_step_3(runs: Runs) -> NanAt:
         pytest.param((1, 2, 1), main, {}, id="adamw"),
         pytest.param((1, 1, 2), main, MUON, id="muon"),
         pytest.param((1, 1, 2), optimizer.app, {}, id="of torch"),
-        pytest.param((2, 1, 1), whole_tensors.app, {}, id="of whole tensors"),
+        pytest.param((2, 1, 1), soap.app, {}, id="of whole matrices"),
         pytest.param((1, 2, 2), main, MUON, id="muon on four", marks=pytest.mark.soak),
     ],
 )

@@ -9,7 +9,7 @@ from apps.main.check import check
 from tests.apps.runs import SMALL, write_sources
 from tests.mistakes import refused
 
-FORKS = ("mingru", "moe", "modular", "optimizer", "probe", "synthetic", "whole_tensors")
+FORKS = ("adafactor", "mingru", "moe", "modular", "optimizer", "probe", "soap", "synthetic")
 
 
 @pytest.mark.parametrize("fork", FORKS)
