@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App
 from lingua.base.errors import UserError
+from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress, TrainState
 from lingua.checkpoint.tensors import settings_of, tensors_of
@@ -24,6 +25,7 @@ from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
 from lingua.optim.schedule import lr_at
 from lingua.parallel.mesh import all_call
 from lingua.parallel.parallelize import reshard
+from lingua.parallel.probe import recorded
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import to_device
 from lingua.tokenizer import Tokenizer
@@ -51,7 +53,7 @@ class Run:
     saver: Saver
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
-    batch: list[MicroBatch] = field(default_factory=list)  # rows that a probe may look at
+    batch: list[MicroBatch] = field(default_factory=list)  # those of the step, for a probe
     saved_at: float = field(default_factory=time.monotonic)  # end of the last save, or of the start
 
     @property
@@ -61,6 +63,26 @@ class Run:
     def to_device(self, t: Tensor) -> Tensor:
         """A copy of a tensor of the host, for which the host does not wait."""
         return to_device(t, self.device)
+
+    def on_device(self, read: MicroBatch) -> MicroBatch:
+        """A micro-batch of the current step on the device, with the keys of its noise, if any."""
+        micro = read.to(self.device)
+        if self.args.model.dropout:
+            noise = key_of(self.args.seed, "noise", self.progress.step + 1)
+            micro.noise = hash_bits(noise, micro.row_ids)
+        return micro
+
+    def hidden(self, *patterns: str) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        """For a probe: run the model on each micro-batch of the step, with the noise of the step,
+        and give what its modules of these patterns return (`lingua.parallel.probe.recorded`).
+        Iterated to the end by every rank. Raises UserError where a pattern matches nothing."""
+        args = self.args
+        compiled = args.distributed.compile
+        for read in self.batch:
+            micro = self.on_device(read)
+            with recorded(self.model, patterns, args.data.seq_len, self.mesh, compiled) as states:
+                self.model(*micro.inputs(), **micro.random())
+            yield micro, states
 
     def read_ahead(self, count: Callable[[MicroBatch], Tensor], stop: StopRequest) -> Ahead:
         """The rows of the next step, what its loss is divided by, and whether ranks stop or save

@@ -20,22 +20,24 @@ from apps.main.config import TrainArgs
 from apps.main.describe import announce, finish
 from apps.main.run import Run
 from lingua.app import App, choose_app
-from lingua.base.hashing import batch_hash, hash_bits, key_of
+from lingua.base.hashing import batch_hash
 from lingua.checkpoint.run_config import load_run
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
 from lingua.data.rows import document_marks
 from lingua.model import Losses
 from lingua.monitor.held_out import measure_sources
+from lingua.monitor.means import Means
 from lingua.monitor.profiling import open_profiler
-from lingua.monitor.reporter import Reporter, StepResult, mean_parts
+from lingua.monitor.reporter import Reporter, StepResult
 from lingua.optim.optimizer import NonFiniteGuard, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, set_timeout
 from lingua.parallel.mesh import dp_degree, dp_rank, received_signals
-from lingua.parallel.parallelize import forwards_resharded, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.probe import only_read
 from lingua.parallel.program import collect_garbage, collected_in_steps, exit_stopped, run_program
 from lingua.parallel.signals import Stopped, StopRequest
 
@@ -184,11 +186,11 @@ def train_step(
     """Gradients of this rank's micro-batches, clipping, the optimizer. `counts` is on the CPU, as
     in `Ahead`. `lingua plan` traces this function too."""
     args, step = run.args, run.progress.step + 1
-    run.report.numbers.clear()  # those of the step before
+    run.report.numbers = Means()
     loss, rows_hash = objective.gradients(batch, run.to_device(counts))
-    if run.app.probe is not None:
+    if run.app.probe is not None and args.probe_due(step):
         run.batch = batch
-        with forwards_resharded(run.model):
+        with only_read(run.model):
             run.app.probe(run)
     norm = grad_norm(list(run.model.parameters()))
     lr = lr_at(run.progress.step, args.optim, args.steps)
@@ -234,14 +236,11 @@ class Objective:
             are summed over data-parallel ranks where they are logged.
         """
         run, args = self.run, self.run.args
-        noise = key_of(args.seed, "noise", run.progress.step + 1) if args.model.dropout else None
         loss = torch.zeros((), device=run.device)
         rows_hash = torch.zeros((), dtype=torch.int64, device=run.device)
         for i, read in enumerate(batch):
-            micro = read.to(run.device)
+            micro = run.on_device(read)
             micro.fields = {key: run.to_device(t) for key, t in self.fields(read).items()}
-            if noise is not None:
-                micro.noise = hash_bits(noise, micro.row_ids)
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
             losses = self.loss(micro)
@@ -251,7 +250,7 @@ class Objective:
             terms = [torch.where(is_row, t, 0).sum() for t in losses.per_row.values()]
             sum((term / args.data.step_rows for term in terms), part).backward()
             loss += part.detach()
-            run.report.average(mean_parts({**losses.per_row, **losses.metrics}, micro))
+            run.report.numbers.add({**losses.per_row, **losses.metrics}, micro)
             rows_hash += batch_hash(micro.row_ids, micro.tokens, micro.targets)
         return loss, rows_hash
 

@@ -57,8 +57,7 @@ class Feature:
 def run_model(run: Run) -> None:
     """A probe that runs the model before it reads the gradients, and again before the update."""
     for _ in range(2):
-        with torch.no_grad():
-            run.model(*run.batch[0].to(run.device).inputs())
+        run.model(*run.on_device(run.batch[0]).inputs())
         probe.probe(run)
 
 
@@ -88,7 +87,7 @@ FEATURES = {
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
     "an optimizer of whole tensors": Feature(TP, REPLICAS, {}, whole_tensors.app),
     "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{copy: 1}"}, synthetic.app),
-    "a probe": Feature(SHARDS, TP, {}, probe.app),
+    "a probe": Feature(SHARDS, TP, {"probe.every": 2}, probe.app),
     "a probe that runs the model": Feature(
         SHARDS, REPLICAS, {}, replace(probe.app, probe=run_model)
     ),
@@ -114,7 +113,7 @@ FAULTS = {
 # How far, relative, two runs that are the same one may be from each other.
 TOLERANCES = {"rows": 0, "restored": 0, "loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
 TOLERANCES |= {"measured": 1e-4}
-MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms", "agreement"}
+MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms", "rms", "agreement"}
 
 
 def measured(run: Outcome) -> torch.Tensor:
