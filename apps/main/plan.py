@@ -80,7 +80,16 @@ class Step:
             build_tokenizer(TokenizerArgs()), cast(Any, None), {}, Progress(),
             cast(Any, _Numbers()), cast(Any, None), iter(()),
         )  # fmt: skip
-        self.objective = (app.objective or Objective)(self.run)
+        try:
+            self.objective = (app.objective or Objective)(self.run)
+        except UserError:
+            raise
+        except Exception as error:  # such as of a second model, whose weights no rank could read
+            name = getattr(app.objective, "__qualname__", app.objective)
+            raise UserError(
+                f"app = {app.path}: its objective {name} needs more than a plan has (run.data is "
+                f"None, ranks and weights do not exist): {type(error).__name__}: {error}"
+            ) from error
         self.guard = NonFiniteGuard(args.optim.on_nonfinite, self.run.device)
 
     def take(self, n_micro: int, between: Callable[[], None] = lambda: None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App
-from lingua.base.errors import UserError
+from lingua.base.errors import UserError, check_array
 from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress, TrainState
@@ -54,6 +54,7 @@ class Run:
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
     batch: list[MicroBatch] = field(default_factory=list)  # those of the step, for a probe
+    checked: bool = False  # whether an app's functions were seen to return what they must
     saved_at: float = field(default_factory=time.monotonic)  # end of the last save, or of the start
 
     @property
@@ -89,6 +90,8 @@ class Run:
         after it. `count` is that of the objective."""
         with self.report.waiting_for_data():
             batch = next(self.steps)
+        if not self.checked:
+            check_array(count.__qualname__, count(batch[0]), "int64", (None,), on_host=True)
         stopping = stop.signal is not None or self.saver.must_stop
         since_save_s = time.monotonic() - self.saved_at
         overdue = dist.get_rank() == 0 and self.args.checkpoint.overdue(since_save_s)

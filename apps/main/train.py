@@ -16,6 +16,7 @@ from torch import Tensor
 
 from apps.main import start
 from apps.main.check import check as check  # lingua stool calls it before a launch
+from apps.main.check import check_fields, check_losses
 from apps.main.config import TrainArgs
 from apps.main.describe import announce, finish
 from apps.main.run import Run
@@ -25,7 +26,7 @@ from lingua.checkpoint.run_config import load_run
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
 from lingua.data.rows import document_marks
-from lingua.model import Losses
+from lingua.model import Losses, as_losses
 from lingua.monitor.held_out import measure_sources
 from lingua.monitor.means import Means
 from lingua.monitor.profiling import open_profiler
@@ -221,7 +222,8 @@ class Objective:
     def loss(self, micro: MicroBatch) -> Losses:
         """Returns the losses of a micro-batch: `sums` are float32 [K], `counts` are not read. All
         tensors are on the device. In a held-out measurement nothing is random."""
-        return Losses(*self.run.model(*micro.inputs(), **micro.random()))
+        returned = self.run.model(*micro.inputs(), **micro.random())
+        return as_losses(returned, len(micro.targets))
 
     def gradients(self, batch: list[MicroBatch], counts: Tensor) -> tuple[Tensor, Tensor]:
         """Fill `.grad` with the gradient of the sum of (`loss` / `count`) over the global batch,
@@ -239,12 +241,16 @@ class Objective:
         loss = torch.zeros((), device=run.device)
         rows_hash = torch.zeros((), dtype=torch.int64, device=run.device)
         for i, read in enumerate(batch):
-            micro = run.on_device(read)
-            micro.fields = {key: run.to_device(t) for key, t in self.fields(read).items()}
+            micro, fields = run.on_device(read), self.fields(read)
+            if not run.checked:
+                check_fields(f"{type(self).__name__}.fields", fields, len(read.row_ids))
+            micro.fields = {key: run.to_device(t) for key, t in fields.items()}
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
             losses = self.loss(micro)
-            losses.check_views(len(counts))
+            if not run.checked:  # once: shapes do not change
+                check_losses(f"{type(self).__name__}.loss", losses, len(counts), len(read.row_ids))
+                run.checked = True
             part = (losses.sums / counts).sum()
             is_row = micro.row_ids >= 0  # and not padding
             terms = [torch.where(is_row, t, 0).sum() for t in losses.per_row.values()]

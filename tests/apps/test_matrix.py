@@ -63,7 +63,7 @@ def run_model(run: Run) -> None:
 
 STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
 HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of two blocks, trunk one
-ADDITION = {"data.sources": "{sums: 1}", "data.seq_len": 4}
+ADDITION = {"data.sources": "{}", "data.seq_len": 4}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -86,7 +86,7 @@ FEATURES = {
     "experts": Feature(SHARDS, TP, {}, moe.app),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
     "an optimizer of whole tensors": Feature(TP, REPLICAS, {}, whole_tensors.app),
-    "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{copy: 1}"}, synthetic.app),
+    "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{}"}, synthetic.app),
     "a probe": Feature(SHARDS, TP, {"probe.every": 2}, probe.app),
     "a probe that runs the model": Feature(
         SHARDS, REPLICAS, {}, replace(probe.app, probe=run_model)
