@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from apps.main.config import TrainArgs
 from lingua.app import App, Built, choose_app
 from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
-from lingua.base.errors import UserError, import_tool
+from lingua.base.errors import UserError, check_array, import_tool
 from lingua.base.format import counted
 from lingua.checkpoint.folder import check_run_id
 from lingua.checkpoint.resume import Change, Saved, check_config, find_start, flat_config
@@ -174,7 +174,9 @@ def check_losses(where: str, losses: Losses, n_sums: int, rows: int) -> None:
     """Raise UserError where `Objective.loss` has not returned what `count` and the rows ask for."""
     if not isinstance(losses, Losses):
         raise UserError(f"{where}: {type(losses).__name__}; must be lingua.model.Losses")
-    losses.check(where, n_sums, rows)
+    check_array(f"{where}: sums", losses.sums, "float32", (n_sums,))
+    for name, term in losses.per_row.items():
+        check_array(f"{where}: per_row, {name}", term, "float32", (rows,))
 
 
 def check_dump_dir(folder: Path) -> None:

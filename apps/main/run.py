@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App
-from lingua.base.errors import UserError, check_array
+from lingua.base.errors import UserError, check_array, import_tool
 from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress, TrainState
@@ -23,9 +23,9 @@ from lingua.data.rows import OpenData
 from lingua.monitor.reporter import Reporter
 from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
 from lingua.optim.schedule import lr_at
+from lingua.parallel.gradients import grad_norms
 from lingua.parallel.mesh import all_call
-from lingua.parallel.parallelize import reshard
-from lingua.parallel.probe import recorded
+from lingua.parallel.parallelize import find_modules, reshard
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import to_device
 from lingua.tokenizer import Tokenizer
@@ -75,15 +75,21 @@ class Run:
 
     def hidden(self, *patterns: str) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         """For a probe: run the model on each micro-batch of the step, with the noise of the step,
-        and give what its modules of these patterns return (`lingua.parallel.probe.recorded`).
-        Iterated to the end by every rank. Raises UserError where a pattern matches nothing."""
-        args = self.args
-        compiled = args.distributed.compile
+        and give what its modules of these patterns return (`lingua.tools.inspect.hidden`). Iterated
+        to the end by every rank. Raises UserError where a pattern matches nothing."""
+        recorded = import_tool("lingua.tools.inspect.hidden", "a probe with hidden states").recorded
         for read in self.batch:
             micro = self.on_device(read)
-            with recorded(self.model, patterns, args.data.seq_len, self.mesh, compiled) as states:
+            with recorded(self.model, patterns, self.args, self.mesh) as states:
                 self.model(*micro.inputs(), **micro.random())
             yield micro, states
+
+    def grad_norms(self, *patterns: str) -> dict[str, float]:
+        """For a probe: the norm of the gradients of each module of these patterns. Called by every
+        rank; the host waits. Raises UserError where a pattern matches nothing."""
+        modules = find_modules(self.model, patterns)
+        norms = grad_norms([list(module.parameters()) for module in modules.values()])
+        return dict(zip(modules, norms.tolist(), strict=True))
 
     def read_ahead(self, count: Callable[[MicroBatch], Tensor], stop: StopRequest) -> Ahead:
         """The rows of the next step, what its loss is divided by, and whether ranks stop or save

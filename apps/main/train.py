@@ -38,7 +38,6 @@ from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, set_timeout
 from lingua.parallel.mesh import dp_degree, dp_rank, received_signals
 from lingua.parallel.parallelize import parallelize_model
-from lingua.parallel.probe import only_read
 from lingua.parallel.program import collect_garbage, collected_in_steps, exit_stopped, run_program
 from lingua.parallel.signals import Stopped, StopRequest
 
@@ -190,6 +189,8 @@ def train_step(
     run.report.numbers = Means()
     loss, rows_hash = objective.gradients(batch, run.to_device(counts))
     if run.app.probe is not None and args.probe_due(step):
+        from lingua.parallel.probe import only_read
+
         run.batch = batch
         with only_read(run.model):
             run.app.probe(run)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from lingua.base.errors import UserError, check_array
+from lingua.base.errors import UserError
 
 PerRow = dict[str, Tensor]  # float32 [B] by name
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # see Losses
@@ -30,13 +30,6 @@ class Losses(NamedTuple):
     counts: Tensor | None = None
     per_row: PerRow = {}  # noqa: RUF012, nothing adds to it
     metrics: Metrics = {}  # noqa: RUF012
-
-    def check(self, where: str, n_sums: int, rows: int) -> None:
-        """Raise UserError, which names the function `where`, for sums or terms of other shapes or
-        dtypes than those above."""
-        check_array(f"{where}: sums", self.sums, "float32", (n_sums,))
-        for name, term in self.per_row.items():
-            check_array(f"{where}: per_row, {name}", term, "float32", (rows,))
 
 
 def as_losses(returned: Any, n_targets: int) -> Losses:

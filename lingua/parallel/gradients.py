@@ -1,6 +1,6 @@
 """Gradients: when they are reduced over ranks, their global norm and clipping."""
 
-from collections.abc import Iterable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lingua.parallel.init import canonical_name
-from lingua.parallel.parallelize import find_modules, within
 from lingua.parallel.tensors import local
 
 
@@ -21,56 +19,39 @@ def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
         model.set_requires_all_reduce(last or mode == "every")
 
 
-@torch.no_grad()
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     """The global norm of the gradients: a float32 scalar on the device, equal on every rank."""
-    total = torch.zeros((), device=parameters[0].device)
-    for layout, grads in _by_layout((str(i), p) for i, p in enumerate(parameters)).items():
-        total = total + _sum_(nn.utils.get_total_norm(list(grads.values())).square(), layout)
-    return total.sqrt()
+    return grad_norms([parameters])[0]
 
 
 @torch.no_grad()
-def grad_norms(model: nn.Module, *patterns: str) -> dict[str, float]:
-    """The norm of the gradients of each module that a pattern names (see ParallelPlan), without
-    patterns of each parameter: the same on every mesh. A tied parameter counts under its first
-    name. Called by every rank; the host waits. Raises UserError where a pattern matches nothing."""
-    squares: dict[str, float] = {}
-    named = ((canonical_name(name), p) for name, p in model.named_parameters())
-    for layout, grads in _by_layout(named).items():
-        norms = torch.stack([grad.norm() for grad in grads.values()])
-        squares |= zip(grads, _sum_(norms.square(), layout).tolist(), strict=True)
-    return {
-        key: sum(square for name, square in squares.items() if within(name, [key])) ** 0.5
-        for key in (find_modules(model, patterns) if patterns else squares)
-    }
+def grad_norms(groups: list[list[nn.Parameter]]) -> Tensor:
+    """The norm of the gradients of each group of parameters: float32 [n] on the device, equal on
+    every rank. Called by every rank.
 
-
-Layout = tuple[DeviceMesh | None, tuple[int, ...]]  # a mesh, and its axes that split a tensor
-
-
-def _by_layout(named: Iterable[tuple[str, nn.Parameter]]) -> dict[Layout, dict[str, Tensor]]:
-    """This rank's parts of the gradients by name, grouped: parameters may live on different
-    meshes."""
-    groups: dict[Layout, dict[str, Tensor]] = {}
-    for name, grad in [(name, p.grad) for name, p in named if p.grad is not None]:
-        mesh: DeviceMesh | None = None
-        split: tuple[int, ...] = ()
-        if isinstance(grad, DTensor):
-            mesh, places = grad.device_mesh, enumerate(grad.placements)
-            split = tuple(axis for axis, place in places if not place.is_replicate())
-        groups.setdefault((mesh, split), {})[name] = local(grad)
-    return groups
-
-
-def _sum_(squares: Tensor, layout: Layout) -> Tensor:
-    """Sum in place over just the axes that split the gradients, so what an axis replicates counts
-    once."""
-    mesh, split = layout
-    for axis in split:
-        if mesh is not None and mesh.size(axis) > 1:
-            dist.all_reduce(squares, group=mesh.get_group(axis))
-    return squares
+    Parameters may live on different meshes. Those of equal layout sum the squares of their shards
+    over just the axes that split them, so what an axis replicates counts once.
+    """
+    total = torch.zeros(len(groups), device=next(chain(*groups)).device)
+    layouts: dict[tuple[DeviceMesh | None, tuple[int, ...]], Tensor] = {}
+    for i, parameters in enumerate(groups):
+        parts: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+        for grad in [p.grad for p in parameters if p.grad is not None]:
+            mesh: DeviceMesh | None = None
+            split: tuple[int, ...] = ()
+            if isinstance(grad, DTensor):
+                mesh, places = grad.device_mesh, enumerate(grad.placements)
+                split = tuple(axis for axis, place in places if not place.is_replicate())
+            parts.setdefault((mesh, split), []).append(local(grad))
+        for layout, grads in parts.items():
+            squares = layouts.setdefault(layout, torch.zeros_like(total))
+            squares[i] = nn.utils.get_total_norm(grads).square()
+    for (mesh, split), squares in layouts.items():
+        for axis in split:
+            if mesh is not None and mesh.size(axis) > 1:
+                dist.all_reduce(squares, group=mesh.get_group(axis))
+        total += squares
+    return total.sqrt()
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:

@@ -13,10 +13,9 @@ from apps.main import app
 from apps.main.run import Run
 from apps.main.transformer import build_transformer
 from lingua.monitor.means import Means
-from lingua.parallel.gradients import grad_norms
 from lingua.parallel.init import init_parameters
 from lingua.parallel.parallelize import ParallelPlan
-from lingua.parallel.probe import recorded
+from lingua.tools.inspect.hidden import recorded
 from tests.apps.meshes import Sizes, name_of, on_mesh
 from tests.apps.runs import GLOBAL_BATCH, Runs, arguments
 
@@ -36,7 +35,7 @@ def look(run: Run) -> None:
     for micro, states in run.hidden(*MODULES):
         means.add(squares(states), micro)
         padded.add(squares(states), replace(micro, row_ids=micro.row_ids.clamp(min=0)))
-    norms = grad_norms(run.model) | grad_norms(run.model, "layers.*", "norm")
+    norms = run.grad_norms("", "layers.*", f"layers.*{WQ}", "norm")
     rms = means.read(run.mesh)
     run.report.event("look", 1, rms=rms, norms=norms, padded=padded.read(run.mesh))
 
@@ -54,14 +53,15 @@ def plain(runs: Runs) -> tuple[Numbers, Numbers]:
     tokens = torch.from_numpy(runs.stream().rows(range(GLOBAL_BATCH)).astype("int64"))
     logits = model(tokens[:, :-1])
     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
-    for name in ("layers.0", "layers.1", "norm"):
+    norms = {}
+    for name in ("", "norm", *(f"layers.{i}{part}" for i in range(2) for part in ("", WQ))):
         grads = [p.grad.flatten() for p in model.get_submodule(name).parameters()]
         norms[name] = torch.cat(grads).norm().item()
     return {name: x.square().mean().item() for name, x in states.items()}, norms
 
 
-PARTS = ("", ".attention", ".attention.wq", ".attention.wo")
+WQ = ".attention.wq"
+PARTS = ("", ".attention", WQ, ".attention.wo")
 PARTS += (".feed_forward.w1", ".feed_forward.w2", ".feed_forward.w3")
 CASES: list[tuple[Sizes, dict[str, Any]]] = [
     ((1, 1, 1), {}),
@@ -141,7 +141,8 @@ def hidden_here(pattern: str) -> Tensor:
     layers = nn.Sequential(nn.Linear(4, 6), nn.SiLU(), nn.Linear(6, 4))
     plan = ParallelPlan(tp={"0": ColwiseParallel(), "2": RowwiseParallel()})
     model, mesh = on_mesh(layers, plan, (1, 1, 2))
-    with torch.no_grad(), recorded(model, [pattern], 5, mesh, compiled=False) as states:
+    args = arguments({"data.seq_len": 5})
+    with torch.no_grad(), recorded(model, [pattern], args, mesh) as states:
         model(torch.ones(3, 5, 4))
     return states[pattern]
 

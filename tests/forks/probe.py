@@ -6,7 +6,6 @@ from dataclasses import replace
 from apps.main import app as main_app
 from apps.main.run import Run
 from lingua.monitor.means import Means
-from lingua.parallel.gradients import grad_norms
 
 
 def probe(run: Run) -> None:
@@ -15,7 +14,7 @@ def probe(run: Run) -> None:
         by_row = {name: x.float().square().mean((1, 2)) for name, x in states.items()}
         squares.add(by_row, micro)
     rms = {name: mean**0.5 for name, mean in squares.read(run.mesh).items()}
-    norms = grad_norms(run.model, "layers.*")
+    norms = run.grad_norms("layers.*")
     run.report.event("layers", run.progress.step + 1, rms=rms, norms=norms)
 
 
