@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = 9_000  # lines of this repository that a plain run loads
+MAX_LINES = 9_050  # lines of this repository that a plain run loads
 # Packages of the floor, each of which imports only those before it.
 ORDER = ["base", "config", "app", "tokenizer", "parallel", "data", "model", "optim"]
 ORDER += ["checkpoint", "monitor"]

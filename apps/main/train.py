@@ -17,26 +17,28 @@ from torch import Tensor
 
 from apps.main import start
 from apps.main.check import check as check  # lingua stool calls it before a launch
+from apps.main.check import check_fields, check_losses
 from apps.main.config import TrainArgs
 from apps.main.describe import announce, finish
 from apps.main.run import Run
 from lingua.app import App, choose_app
-from lingua.base.hashing import batch_hash, hash_bits, key_of
+from lingua.base.hashing import batch_hash
 from lingua.checkpoint.run_config import load_run
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
 from lingua.data.rows import document_marks
-from lingua.model import Losses
+from lingua.model import Losses, as_losses
 from lingua.monitor.held_out import measure_sources
+from lingua.monitor.means import Means
 from lingua.monitor.profiling import open_profiler
-from lingua.monitor.reporter import Reporter, StepResult, mean_parts
+from lingua.monitor.reporter import Reporter, StepResult
 from lingua.optim.optimizer import NonFiniteGuard, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, set_timeout
 from lingua.parallel.mesh import dp_degree, dp_rank, received_signals
-from lingua.parallel.parallelize import forwards_resharded, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.program import collect_garbage, collected_in_steps, exit_stopped, run_program
 from lingua.parallel.signals import Stopped, StopRequest
 
@@ -188,11 +190,13 @@ def train_step(
     """Gradients of this rank's micro-batches, clipping, the optimizer. `counts` is on the CPU, as
     in `Ahead`. `lingua plan` traces this function too."""
     args, step = run.args, run.progress.step + 1
-    run.report.numbers.clear()  # those of the step before
+    run.report.numbers = Means()
     loss, rows_hash = objective.gradients(batch, run.to_device(counts))
-    if run.app.probe is not None:
+    if run.app.probe is not None and args.probe_due(step):
+        from lingua.parallel.probe import only_read
+
         run.batch = batch
-        with forwards_resharded(run.model):
+        with only_read(run.model):
             run.app.probe(run)
     norm = grad_norm(list(run.model.parameters()))
     lr = lr_at(run.progress.step, args.optim, args.steps)
@@ -223,7 +227,8 @@ class Objective:
     def loss(self, micro: MicroBatch) -> Losses:
         """Returns the losses of a micro-batch: `sums` are float32 [K], `counts` are not read. All
         tensors are on the device. In a held-out measurement nothing is random."""
-        return Losses(*self.run.model(*micro.inputs(), **micro.random()))
+        returned = self.run.model(*micro.inputs(), **micro.random())
+        return as_losses(returned, len(micro.targets))
 
     def gradients(self, batch: list[MicroBatch], counts: Tensor) -> tuple[Tensor, Tensor]:
         """Fill `.grad` with the gradient of the sum of (`loss` / `count`) over the global batch,
@@ -238,24 +243,25 @@ class Objective:
             are summed over data-parallel ranks where they are logged.
         """
         run, args = self.run, self.run.args
-        noise = key_of(args.seed, "noise", run.progress.step + 1) if args.model.dropout else None
         loss = torch.zeros((), device=run.device)
         rows_hash = torch.zeros((), dtype=torch.int64, device=run.device)
         for i, read in enumerate(batch):
-            micro = read.to(run.device)
-            micro.fields = {key: run.to_device(t) for key, t in self.fields(read).items()}
-            if noise is not None:
-                micro.noise = hash_bits(noise, micro.row_ids)
+            micro, fields = run.on_device(read), self.fields(read)
+            if not run.checked:
+                check_fields(f"{type(self).__name__}.fields", fields, len(read.row_ids))
+            micro.fields = {key: run.to_device(t) for key, t in fields.items()}
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
             losses = self.loss(micro)
-            losses.check_views(len(counts))
+            if not run.checked:  # once: shapes do not change
+                check_losses(f"{type(self).__name__}.loss", losses, len(counts), len(read.row_ids))
+                run.checked = True
             part = (losses.sums / counts).sum()
             is_row = micro.row_ids >= 0  # and not padding
             terms = [torch.where(is_row, t, 0).sum() for t in losses.per_row.values()]
             sum((term / args.data.step_rows for term in terms), part).backward()
             loss += part.detach()
-            run.report.average(mean_parts({**losses.per_row, **losses.metrics}, micro))
+            run.report.numbers.add({**losses.per_row, **losses.metrics}, micro)
             rows_hash += batch_hash(micro.row_ids, micro.tokens, micro.targets)
         return loss, rows_hash
 

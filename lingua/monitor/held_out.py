@@ -13,7 +13,8 @@ from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.data.rows import DocumentMarks, HeldOut, document_starts
 from lingua.model import Losses
-from lingua.monitor.reporter import Reporter, mean_parts, means
+from lingua.monitor.means import mean_parts, means
+from lingua.monitor.reporter import Reporter
 from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
 from lingua.parallel.tensors import to_host
 

@@ -18,14 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.dump_dir import EVALUATION, LINES, METRICS, SAMPLES, VALIDATION
-from lingua.base.errors import UserError
 from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten
 from lingua.config.values import shorten
-from lingua.data import IGNORE
-from lingua.data.loader import MicroBatch
-from lingua.model import Metrics
 from lingua.monitor.logger import progress_line
+from lingua.monitor.means import Means, means
 from lingua.monitor.metrics import append_line, cut_back, mfu, peak_mem_gib
 from lingua.parallel.mesh import dp_sum_, on_rank_0
 from lingua.parallel.tensors import to_host
@@ -51,7 +48,7 @@ class Measured(NamedTuple):
     loss: float
     grad_norm: float
     batch_hash: str
-    numbers: dict[str, float]  # means of `average`, by name
+    numbers: dict[str, float]  # means of `Reporter.numbers`, by name
 
 
 class Reporter:
@@ -89,7 +86,8 @@ class Reporter:
         self.trained_s = (
             progress.trained_s
         )  # training time of the whole run, earlier processes included
-        self.numbers: dict[str, Tensor] = {}  # (sum, count) of `average` in the current step
+        # numbers of the current step, whose metrics line, if it has one, contains their means
+        self.numbers = Means()
         self._logged_step = progress.step
         self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
         self._since = time.perf_counter()
@@ -130,21 +128,14 @@ class Reporter:
     def due(self, step: int) -> bool:
         return step % self.args.logging.freq == 0 or step == self.args.end
 
-    def average(self, parts: dict[str, Tensor]) -> None:
-        """Add `mean_parts` of a micro-batch to the numbers of the current step. Its metrics line,
-        if it has one, contains their means over the global batch. Called by every rank, with the
-        same names; does not wait for the device."""
-        for name, part in parts.items():
-            self.numbers[name] = self.numbers[name] + part if name in self.numbers else part
-
     def read(self, step: StepResult, guard: Tensor) -> tuple[Measured, list[int]]:
         """Returns the measurements of the last step, and the values of `guard`, the counts of a
         NonFiniteGuard, int64 [2]. Called by every rank. This is where the host waits for the
         device, once."""
-        sums = dp_sum_(torch.hstack([step.loss, *self.numbers.values()]), self.mesh)
+        sums = dp_sum_(torch.hstack([step.loss, *self.numbers.parts.values()]), self.mesh)
         rows_hash = _agreed(dp_sum_(step.rows_hash.clone(), self.mesh), self.mesh)
         (nats, *rest), norm, bits, counts = to_host(sums, step.grad_norm, rows_hash, guard)
-        numbers = means(zip(self.numbers, rest[::2], rest[1::2], strict=True))
+        numbers = means(zip(self.numbers.parts, rest[::2], rest[1::2], strict=True))
         return Measured(nats, norm, f"{bits % 2**64:016x}", numbers), counts
 
     def log(self, progress: Progress, measured: Measured, lr: float) -> None:
@@ -224,29 +215,6 @@ class Reporter:
             self.event("stop", self.progress.step, reason="error", error=text)
         if self.wandb is not None:
             self.wandb.finish()
-
-
-def mean_parts(metrics: Metrics, micro: MicroBatch) -> dict[str, Tensor]:
-    """The sum and the count of each of `Losses.metrics` over a micro-batch: float32 [2] by name.
-    Padding rows and ignored targets are left out. Raises UserError for another shape."""
-    if not metrics:
-        return {}
-    is_row, is_target = micro.row_ids >= 0, micro.targets != IGNORE
-    masks = {m.shape: m for m in (is_target, is_target[0], is_row)}
-    parts = {}
-    for name, value in metrics.items():
-        values, mask = value if isinstance(value, tuple) else (value, masks.get(value.shape))
-        if mask is None or mask.shape != values.shape:
-            shapes = ", ".join(str(list(shape)) for shape in masks)
-            raise UserError(f'metric "{name}": has shape {list(values.shape)}; must be {shapes}')
-        kept = torch.where(mask, values.detach().float(), 0.0)
-        parts[name] = torch.stack((kept.sum(), mask.sum()))
-    return parts
-
-
-def means(sums: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Of (name, sum, count); without a number where nothing was counted."""
-    return {name: total / count for name, total, count in sums if count}
 
 
 def _agreed(hashed: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -2,8 +2,7 @@
 checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -120,7 +119,7 @@ def within(name: str, patterns: Iterable[str]) -> bool:
     return bool(_matching([".".join(parts[:n]) for n in range(len(parts) + 1)], list(patterns)))
 
 
-def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def _matching(names: Iterable[str], patterns: Collection[str]) -> list[str]:
     return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
 
 
@@ -198,21 +197,21 @@ def reshard(model: nn.Module, interrupted: bool = False) -> None:
             module.reshard()
 
 
-@contextmanager
-def forwards_resharded(model: nn.Module) -> Iterator[None]:
-    """Inside it, each forward of the model frees the parameters that it gathered, so that their
-    gradients can be read, and that the next forward does not take what an update changes."""
-    hook = model.register_forward_hook(lambda module, args, out: reshard(module))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
     """The repeated layers of a model, in order."""
     modules = _modules(model)
     return [modules[name] for name in _matching(modules, plan.blocks)]
+
+
+def find_modules(model: nn.Module, patterns: Collection[str]) -> dict[str, nn.Module]:
+    """The modules of these patterns (see ParallelPlan), by their names in the plain model. Raises
+    UserError where a pattern matches none."""
+    modules = _modules(model)
+    for pattern in patterns:
+        if not _matching(modules, [pattern]):
+            known = nearest(pattern, modules)
+            raise UserError(f"no module of the model is named {pattern}{known}")
+    return {name: modules[name] for name in _matching(modules, patterns)}
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -61,8 +61,7 @@ class Feature:
 def run_model(run: Run) -> None:
     """A probe that runs the model before it reads the gradients, and again before the update."""
     for _ in range(2):
-        with torch.no_grad():
-            run.model(*run.batch[0].to(run.device).inputs())
+        run.model(*run.on_device(run.batch[0]).inputs())
         probe.probe(run)
 
 
@@ -72,7 +71,7 @@ def build_on_dtensors(model: nn.Module, args: Any, plan: ParallelPlan | None) ->
 
 STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
 HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of two blocks, trunk one
-ADDITION = {"data.sources": "{sums: 1}", "data.seq_len": 4}
+ADDITION = {"data.sources": "{}", "data.seq_len": 4}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -101,8 +100,8 @@ FEATURES = {
     "Kronecker factors": Feature(
         TP, (1, 3, 1), {"optim.epsilon": 1e-3, "checkpoint.async_save": True}, soap.app
     ),
-    "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{copy: 1}"}, synthetic.app),
-    "a probe": Feature(SHARDS, TP, {}, probe.app),
+    "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{}"}, synthetic.app),
+    "a probe": Feature(SHARDS, TP, {"probe.every": 2}, probe.app),
     "a probe that runs the model": Feature(
         SHARDS, REPLICAS, {}, replace(probe.app, probe=run_model)
     ),
@@ -128,7 +127,7 @@ FAULTS = {
 # How far, relative, two runs that are the same one may be from each other.
 TOLERANCES = {"rows": 0, "restored": 0, "loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
 TOLERANCES |= {"measured": 1e-4}
-MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms", "agreement"}
+MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms", "rms", "agreement"}
 
 
 def measured(run: Outcome) -> torch.Tensor:

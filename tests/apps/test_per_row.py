@@ -76,7 +76,7 @@ def first_step_here(
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     loss = dp_sum_(loss, run.mesh).item()
-    sums = {name: dp_sum_(part, run.mesh) for name, part in run.report.numbers.items()}
+    sums = {name: dp_sum_(part, run.mesh) for name, part in run.report.numbers.parts.items()}
     terms = {name: (total / count).item() for name, (total, count) in sums.items()}
     grads = {canonical_name(name): whole(p.grad) for name, p in run.model.named_parameters()}
     return loss, terms, grads

@@ -17,7 +17,7 @@ def test_a_launcher_validates_a_fork(tmp_path, fork):
     write_sources(tmp_path)
     settings = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "run"}
     if import_module(f"tests.forks.{fork}").app.data is not None:  # its rows are no text
-        settings |= {"data.sources": "{copy: 1}"}
+        settings |= {"data.sources": "{}"}
     argv = [f"app=tests.forks.{fork}", *(f"{key}={value}" for key, value in settings.items())]
     assert check(argv, 2)[0].app == f"tests.forks.{fork}"
     refused(lambda: check([*argv, "distributed.tp_size=3"], 3), "distributed.tp_size = 3")

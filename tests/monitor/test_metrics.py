@@ -18,9 +18,9 @@ from lingua.base.format import short_count, short_time
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.monitor.logger import init_logger, progress_line
+from lingua.monitor.means import mean_parts, means
 from lingua.monitor.metrics import WandbArgs, append_line, cut_back, mfu, peak_mem_gib
 from lingua.monitor.peaks import peak_flops
-from lingua.monitor.reporter import mean_parts, means
 from lingua.monitor.wandb import start_wandb
 from tests.disk import full_disk
 from tests.mistakes import refused

@@ -15,6 +15,8 @@ from lingua.tools.plan.make import make_plan
 from lingua.tools.plan.report import Plan
 from lingua.tools.plan.trace import StepPart, Trace
 from lingua.tools.plan.work import Kernel
+from tests.forks import distillation
+from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +27,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vo
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 
 
-@pytest.mark.parametrize("app", ["apps.main", "apps.sft", "apps.dpo"])
+@pytest.mark.parametrize("app", ["apps.main", "apps.sft", "apps.dpo", "tests.forks.simpo"])
 def test_of_a_folder_that_a_run_starts_from_the_config_is_enough(tmp_path, app):
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
     words = [f"app={app}", f"checkpoint.init_from={tmp_path}", "data.sources={a: 1}", "device=cpu"]
@@ -53,6 +55,22 @@ def test_a_fork_with_an_optimizer_of_torchs_is_planned(monkeypatch, kind, more, 
     plan, _ = make_plan([*words, "model.n_layers=1", "model.n_heads=4", "ngpu=2", "device=cpu"])
     found = plan.as_json()
     assert found["memory"]["optimizer"] == 2 * 4 * found["parameters"] / 2 + numbers * 4 * 12
+
+
+def test_forks_with_data_or_an_objective_of_their_own_are_planned_or_refused_by_name(monkeypatch):
+    words = ["model.vocab_size=300", "model.n_layers=1", "model.n_heads=4", "ngpu=2", "device=cpu"]
+    steps = {}
+    for fork in ("modular", "synthetic", "probe"):
+        plan, _ = make_plan([f"app=tests.forks.{fork}", "data.seq_len=4", *words])
+        steps[fork] = plan.trace.last.plus(plan.trace.micro, plan.trace.n_micro - 1).kernels
+    assert steps["synthetic"] == steps["probe"] != steps["modular"]  # its loss is another
+
+    def teacher(*_: Any) -> None:
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(distillation, "open_trained", teacher)
+    fork = "tests.forks.distillation"
+    refused(lambda: make_plan([f"app={fork}", "teacher=a", *words]), fork, "Distillation", "store")
 
 
 def device(**values: Any) -> Device:
