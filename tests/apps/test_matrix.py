@@ -24,6 +24,7 @@ from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import Outcome, Twist, digests, relative
 from tests.forks import (
     distillation,
+    looped,
     mingru,
     modular,
     moe,
@@ -65,6 +66,8 @@ def run_model(run: Run) -> None:
 STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
 HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of two blocks, trunk one
 ADDITION = {"data.sources": "{sums: 1}", "data.seq_len": 4}
+SCALES = "{tok_embeddings: 3, layers.*.attention.value_embedding: 0.5, layers.1.*.w*: 2}"
+LOOPED = {"model.dropout": 0.1, CHECKPOINTING: "full", "optim.lr_scale": SCALES}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -85,6 +88,7 @@ FEATURES = {
     "a teacher": Feature(REPLICAS, TP, {}, distillation.app, reads="taught"),
     "another block": Feature(TP, SHARDS, {}, mingru.app),
     "experts": Feature(SHARDS, TP, {}, moe.app),
+    "blocks that run twice": Feature(TP, SHARDS, LOOPED, looped.app, other={CHECKPOINTING: "none"}),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
     "an optimizer of whole tensors": Feature(TP, REPLICAS, {}, whole_tensors.app),
     "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{copy: 1}"}, synthetic.app),

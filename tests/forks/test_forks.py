@@ -9,7 +9,9 @@ from apps.main.check import check
 from tests.apps.runs import SMALL, write_sources
 from tests.mistakes import refused
 
-FORKS = ("mingru", "moe", "modular", "optimizer", "probe", "synthetic", "whole_tensors")
+FORKS = (
+    "looped", "mingru", "moe", "modular", "optimizer", "probe", "synthetic", "whole_tensors"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("fork", FORKS)
