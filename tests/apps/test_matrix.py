@@ -101,6 +101,7 @@ COMPILED = {COMPILE: True, CHECKPOINTING: "selective"}
 SOAK = {name: replace(f, stopped=FOUR[0], resumed=FOUR[1]) for name, f in FEATURES.items()}
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
 SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)
+SOAK["compiled blocks that run twice"] = Feature(REPLICAS, TP, LOOPED, looped.app, other=COMPILED)
 
 
 @dataclass(frozen=True)
