@@ -3,7 +3,7 @@ checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from itertools import chain
@@ -54,6 +54,18 @@ class ParallelPlan:
     tp: dict[str, ParallelStyle] | None = None
     tp_equal: tuple[str, ...] = ()
     tp_divides: dict[str, int] = field(default_factory=dict)
+
+    def with_part(
+        self, part: str, tp: dict[str, ParallelStyle], tp_equal: tuple[str, ...] = ()
+    ) -> "ParallelPlan":
+        """The plan of a model whose modules `part` are of another kind: their styles are `tp`, by
+        names inside the part ("" is the part itself), in place of those that the plan has."""
+        tp = {f"{part}.{name}".rstrip("."): style for name, style in tp.items()}
+        others = {
+            name: s for name, s in (self.tp or {}).items() if not f"{name}.".startswith(f"{part}.")
+        }
+        equal = (*self.tp_equal, *(f"{part}.{name}" for name in tp_equal))
+        return replace(self, tp=others | tp, tp_equal=equal)
 
 
 # Styles that convert inputs and outputs, and distribute no parameters.

@@ -28,6 +28,7 @@ from tests.apps.runs import Outcome, Twist, digests, relative
 from tests.forks import (
     adafactor,
     distillation,
+    looped,
     mingru,
     modular,
     moe,
@@ -72,6 +73,8 @@ def build_on_dtensors(model: nn.Module, args: Any, plan: ParallelPlan | None) ->
 STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
 HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of two blocks, trunk one
 ADDITION = {"data.sources": "{}", "data.seq_len": 4}
+SCALES = "{tok_embeddings: 3, layers.*.attention.value_embedding: 0.5, layers.1.*.w*: 2}"
+LOOPED = {"model.dropout": 0.1, CHECKPOINTING: "full", "optim.lr_scale": SCALES}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -92,6 +95,7 @@ FEATURES = {
     "a teacher": Feature(REPLICAS, TP, {}, distillation.app, reads="taught"),
     "another block": Feature(TP, SHARDS, {}, mingru.app),
     "experts": Feature(SHARDS, TP, {}, moe.app),
+    "blocks that run twice": Feature(TP, SHARDS, LOOPED, looped.app, other={CHECKPOINTING: "none"}),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
     "an optimizer of torch on DTensors": Feature(
         TP, REPLICAS, {}, replace(main, optimizer=build_on_dtensors)
@@ -110,6 +114,7 @@ COMPILED = {COMPILE: True, CHECKPOINTING: "selective"}
 SOAK = {name: replace(f, stopped=FOUR[0], resumed=FOUR[1]) for name, f in FEATURES.items()}
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
 SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)
+SOAK["compiled blocks that run twice"] = Feature(REPLICAS, TP, LOOPED, looped.app, other=COMPILED)
 
 
 @dataclass(frozen=True)

@@ -225,8 +225,16 @@ def cut_off(std: float) -> float:
     return std * math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
 
 
+FACTORS = {  # of the depth, with three blocks
+    "disabled": lambda depth: 1.0,
+    "global_depth": lambda depth: math.sqrt(2 * 4),
+    "current_depth": lambda depth: math.sqrt(2 * (depth + 1)),
+    "dim_ratio": lambda depth: 128 / 4096,
+}
+
+
 @pytest.mark.parametrize("base", [None, 0.05])
-@pytest.mark.parametrize("factor", ["disabled", "global_depth", "current_depth", "dim_ratio"])
+@pytest.mark.parametrize("factor", [*FACTORS, "zero"])
 def test_every_weight_has_the_deviation_that_the_options_say(factor, base):
     args = ModelArgs(
         dim=128, n_layers=3, n_heads=4, head_dim=16, vocab_size=200, multiple_of=8,
@@ -242,13 +250,10 @@ def test_every_weight_has_the_deviation_that_the_options_say(factor, base):
         inputs = {"wo": 64, "w2": hidden}.get(name.split(".")[-2], 128)
         std = base or inputs**-0.5
         if name.endswith(("wo.weight", "w2.weight")):
-            depth = int(name.split(".")[1])
-            std /= {
-                "disabled": 1.0,
-                "global_depth": math.sqrt(2 * 4),
-                "current_depth": math.sqrt(2 * (depth + 1)),
-                "dim_ratio": 128 / 4096,
-            }[factor]
+            if factor == "zero":
+                assert not p.any(), name
+                continue
+            std /= FACTORS[factor](int(name.split(".")[1]))
         spread = p.numel() ** -0.5
         assert p.std().item() == pytest.approx(cut_off(std), rel=4 * spread), name
         assert abs(p.mean().item()) < 5 * std * spread, name

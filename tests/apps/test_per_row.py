@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.train import Objective
-from apps.main.transformer import build_transformer, parallel_plan
+from apps.main.transformer import build as main_build
+from apps.main.transformer import build_transformer
 from lingua.app import Built
 from lingua.data import IGNORE
 from lingua.data.loader import agree
@@ -48,10 +49,10 @@ balanced = partial(TransformerBlock, feed_forward=Balanced)
 
 
 def build(args: TrainArgs) -> Built:
-    plan = parallel_plan(args.model, args.data.seq_len)
+    built = main_build(args, block=balanced)
     # The experts' logits stay a DTensor, and so does the term, whatever of it a rank has.
-    plan.tp["layers.*.feed_forward.gate"] = ColwiseParallel(use_local_output=False)
-    return Built(build_transformer(args.model, balanced), plan, flops_per_token=1.0)
+    gate = {"": ColwiseParallel(use_local_output=False)}
+    return replace(built, plan=built.plan.with_part("layers.*.feed_forward.gate", gate))
 
 
 def first_step_here(
@@ -87,7 +88,7 @@ def expected(runs: Runs) -> tuple[float, float, dict[str, Tensor]]:
     """By plain torch, from the whole global batch at once: the loss is that of the logits, the term
     is computed from the inputs of the gates."""
     args = arguments({})
-    model = build_transformer(args.model, balanced)
+    model = build_transformer(args.model, block=balanced)
     init_parameters(model, args.seed, torch.device("cpu"))
     seen: list[Tensor] = []
     for layer in model.layers:

@@ -9,7 +9,9 @@ from apps.main.check import check
 from tests.apps.runs import SMALL, write_sources
 from tests.mistakes import refused
 
-FORKS = ("adafactor", "mingru", "moe", "modular", "optimizer", "probe", "soap", "synthetic")
+FORKS = (
+    "adafactor", "looped", "mingru", "moe", "modular", "optimizer", "probe", "soap", "synthetic"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("fork", FORKS)

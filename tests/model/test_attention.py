@@ -130,7 +130,7 @@ def mask_of(impl: AttnImpl, documents: Tensor | None, window: int | None) -> Mas
     """The mask that a forward makes for documents and a window."""
     if impl == "sdpa":
         args = TransformerArgs(dim=32, n_heads=4, sliding_window=window)
-        return Context(args, S, CPU, documents).mask
+        return Context(args, torch.arange(S)[None], documents).set_mask(args, torch.float32)
     place = torch.arange(S)
     starts = None
     if documents is not None:
@@ -184,8 +184,9 @@ def test_long_rows_on_a_cpu_have_no_dense_mask():
     args = TransformerArgs(dim=32, n_heads=4)
     for seq_len, expected in ((MIN_SEPARATED, SeparateDocuments), (MIN_SEPARATED - 1, Tensor)):
         documents = torch.tensor([[0, 7, seq_len], [0, 1, 2]])
-        assert isinstance(Context(args, seq_len, CPU, documents).mask, expected)
-    assert Context(args, MIN_SEPARATED, CPU).mask is None
+        ctx = Context(args, torch.arange(seq_len)[None], documents)
+        assert isinstance(ctx.set_mask(args, torch.float32), expected)
+    assert Context(args, ctx.tokens).set_mask(args, torch.float32) is None
 
 
 # --------------------------------------------------------------------------------------- varlen
@@ -245,7 +246,7 @@ def block_with(mask: Callable[[int], Mask]) -> tuple[TransformerBlock, Callable[
     x = torch.randn(B, S, 32)
 
     def step(seed: int) -> Tensor:
-        ctx = Context(args, S, CPU, random_documents(seed))
+        ctx = Context(args, torch.arange(S)[None], random_documents(seed))
         ctx.mask = mask(seed)
         out = block(x, ctx)
         block.zero_grad()
