@@ -28,7 +28,7 @@ from lingua.checkpoint.run_config import load_run
 from lingua.config.values import plain
 from lingua.data.loader import MicroBatch
 from lingua.parallel.launch import detect_launch
-from lingua.parallel.parallelize import forwards_resharded, reshard
+from lingua.parallel.parallelize import reshard
 from lingua.parallel.signals import Stopped, StopRequest
 from lingua.tokenizer import Tokenizer
 from lingua.tools.runs.records import Record
@@ -58,8 +58,9 @@ class OpenRun:
         step, and its time is no training time: on CUDA the loop waits for the device."""
         run = self._run
         for step in self._steps:
-            with forwards_resharded(run.model), run.report.paused(), self._stop.at_once():
+            with run.report.paused(), self._stop.at_once():
                 yield step
+            reshard(run.model)  # a forward of the body has gathered what the next update changes
             run.optimizer.zero_grad()
             run.model.train()
 
