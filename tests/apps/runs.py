@@ -112,6 +112,7 @@ class Twist:
     some_targets: bool = False  # ignore a number of targets that differs from row to row
     shift: int = 0  # the position that rows are read from is off by this
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
+    count_padding: bool = False  # padding rows count as rows
     lose_moments: bool = False  # on resume
     sample_tokens: int = 8  # that a finished run shows
     # where each rank writes, into a file of its own, the rows that it puts through forward
@@ -172,6 +173,9 @@ class TwistedObjective:
     def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
         if self.twist.consumed is not None:
             self._write(batch)
+        if self.twist.count_padding:
+            for micro in batch:
+                micro.row_ids.clamp_(min=0)
         loss, hashed = self.objective.gradients(batch, valid)
         if self.twist.own_divisor:
             counted = sum(self.count(micro).sum() for micro in batch)

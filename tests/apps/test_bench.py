@@ -15,8 +15,7 @@ import torch
 from apps.bench import data, promise
 from apps.bench.__main__ import CONFIG, MEASUREMENTS
 from apps.bench.loop import Reference
-from apps.bench.report import spread
-from apps.bench.turns import Turn, take_round
+from apps.bench.turns import Turn
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.config.load import load
@@ -182,20 +181,6 @@ def test_sides_that_did_not_do_the_same_work_are_not_compared() -> None:
         ours, reference = (Turn(1.0, 1.0, result) for result in results)
         with pytest.raises(AssertionError):
             data.speeds([{"ours": ours, "reference": reference}])
-
-
-def test_no_side_is_always_first() -> None:
-    called: list[str] = []
-    sides = {name: lambda name=name: called.append(name) for name in "abc"}
-    for i in range(3):
-        assert list(take_round(sides, i)) == ["a", "b", "c"]
-    assert called == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
-
-
-def test_a_spread_has_the_quartiles() -> None:
-    s = spread([3.0, 1.0, 2.0, 5.0, 4.0])
-    assert (s.median, s.q1, s.q3, s.low, s.high, s.n) == (3.0, 2.0, 4.0, 1.0, 5.0, 5)
-    assert s.cells(".1f") == ("3.0", "1.0 to 5.0")
 
 
 def test_a_mistake_is_one_message(tmp_path: Path) -> None:

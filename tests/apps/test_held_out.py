@@ -1,4 +1,5 @@
-"""The loss of sources without documents to hold out, and of files that are for validation alone."""
+"""The loss of sources without documents to hold out, and of files that are for validation alone;
+models that cannot be measured, or cannot generate."""
 
 import random
 from dataclasses import replace
@@ -16,6 +17,7 @@ from lingua.data import IGNORE
 from lingua.data.rows import HeldOut, OpenData
 from lingua.data.sources import TextData
 from lingua.tokenizer import Tokenizer
+from tests.apps.plain import build_plain
 from tests.apps.runs import Runs, differs, prepare
 from tests.mistakes import refused
 
@@ -88,3 +90,33 @@ def test_windows_that_cannot_be_measured_are_refused_before_the_first_step(runs:
     ]
     for change, message in wrong:
         refused(lambda: replace(windows, **change).check("one", 16), message)  # noqa: B023
+
+
+def build_without_logits(args: TrainArgs) -> Built:
+    built = build_plain(args)
+    forward = built.module.forward
+
+    def with_targets_only(tokens: Any, targets: Any = None) -> Any:
+        if targets is None:
+            raise NotImplementedError("this model has no logits")
+        return forward(tokens, targets)
+
+    built.module.forward = with_targets_only
+    return built
+
+
+def test_a_model_that_cannot_generate_is_reported_before_step_1(runs):
+    settings = {"steps": 2, "stop_at": 2, "validation.every": 2}
+    run = runs.train((1, 2, 1), settings, build=build_without_logits)
+    lines = run.log.splitlines()
+    warning = "warning: the model of apps.main cannot generate"
+    [at] = [i for i, line in enumerate(lines) if warning in line]
+    first = next(i for i, line in enumerate(lines) if "step 1 loss" in line)
+    assert at < first and "this model has no logits" in lines[at]
+    assert run.column("step") == [1, 2] and run.checkpoint(2).is_dir()
+    assert "the samples could not be written" in run.log and "done: 2 steps" in run.log
+
+    able = runs.train((1, 2, 1), settings | {"samples.every": 1}, build=build_plain)
+    assert "cannot generate" not in able.log
+    assert {line["step"] for line in able.samples} == {1, 2}
+    assert able.column("loss") == run.column("loss")

@@ -107,6 +107,7 @@ def test_an_interrupt_is_acknowledged_in_a_collective_and_a_later_one_leaves(run
         note = "SIGINT: saving after this step; press Ctrl-C again after 2 s to leave now"
         wait_for(lambda: note in text_of(log), job, seconds=1.0)
         os.kill(first, signal.SIGINT)  # the same press, which torchrun passes on
+        os.kill(first, signal.SIGTERM)  # a scheduler asks again: the run is still saved
         time.sleep(2.1)
         assert Path(f"/proc/{first}").exists() and n_lines(tmp_path / "run") == n
         os.kill(first, signal.SIGINT)

@@ -3,42 +3,22 @@
 import os
 import pickle
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lingua.base.errors import UserError
 from lingua.checkpoint.folder import Checkpoint, read_checkpoint
-from lingua.checkpoint.resume import Change, changes, check_changes
 from lingua.checkpoint.source import open_checkpoint
 from tests.checkpoints import (
     ANY,
     join,
-    load_here,
     refusal,
-    save_here,
     tensors_on,
     whole,
-    whole_values,
 )
-
-TOPOLOGIES = [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (1, 2, 2)]
-
-
-def test_what_one_topology_saves_another_loads_bit_for_bit(ranks, tmp_path):
-    for i, sizes in enumerate(TOPOLOGIES):
-        ranks.run(sizes[0] * sizes[1] * sizes[2], save_here, tmp_path / str(i), [7], sizes)
-    for i, _ in enumerate(TOPOLOGIES):
-        sizes = TOPOLOGIES[i - 1]
-        n = sizes[0] * sizes[1] * sizes[2]
-        results = ranks.run(n, load_here, tmp_path / str(i) / "0000000007", 7, sizes)
-        assert results == [True] * n, (TOPOLOGIES[i], sizes)
-
 
 DTYPES = (
     # with a storage class of their own in torch, and without
@@ -254,29 +234,4 @@ def test_a_metadata_that_does_not_describe_its_folder_is_refused(
         assert said.startswith(f"UserError: {folder}") and named in said
 
 
-def test_the_metadata_of_our_own_checkpoints_is_all_on_the_allow_list(saved):
-    """Its entries, read by the trusting pickle: what the allow-list must let through."""
-    metadata = pickle.loads((saved / "0000000002" / ".metadata").read_bytes())
-    kinds = {type(entry) for entry in metadata.state_dict_metadata.values()}
-    assert kinds == {TensorStorageMetadata}
-    assert metadata.state_dict_metadata.keys() == whole_values().keys()
-
-
 # ---------------------------------------------------------------------------------- what may change
-
-
-def test_changes_are_told_by_class_and_guarded_ones_refused_unless_allowed():
-    classes = {"lr": "announced", "seed": "guarded", "name": "free", "dim": "guarded"}
-    saved = {"lr": 1.0, "seed": 1, "name": "a"}
-    now = {"lr": 2.0, "seed": 1, "name": "b", "dim": 8}
-    found = changes(saved, now, classes)
-    assert [asdict(c) for c in found] == [
-        asdict(Change("lr", 1.0, 2.0, "announced")),
-        asdict(Change("dim", "(absent)", 8, "guarded")),
-    ]
-    check_changes(found, ["dim"])
-    with pytest.raises(UserError, match=r"dim: \(absent\) in the checkpoint, 8 now") as error:
-        check_changes(found, ["seed"])
-    assert "checkpoint.allow_change: [dim]" in str(error.value)
-    assert "lr" not in str(error.value).replace("allow", "")
-    check_changes([], [])

@@ -6,7 +6,6 @@ The checkpoint that each test forges is the sample of an earlier version. One pr
 import io
 import json
 import os
-import pathlib
 import pickle
 import random
 import resource
@@ -102,23 +101,6 @@ def test_no_opcode_changes_or_calls_what_an_allowed_name_stands_for(folder):
     globals()["Victim"] = victim
     pickle.loads(pickle.PROTO + b"\x04" + opcodes_on(__name__, "Victim")["BUILD slots"])
     assert victim.parent == "/tmp"
-
-
-def test_the_objects_of_a_metadata_are_not_those_of_torch_and_pathlib(folder):
-    trusted = pickle.loads((folder / ".metadata").read_bytes())
-    assert isinstance(trusted, Metadata)
-    assert isinstance(trusted.storage_meta.checkpoint_id, pathlib.PurePath)
-    found = DCPFolder(folder)
-    entries = trusted.state_dict_metadata
-    assert {name: (t.shape, t.dtype) for name, t in found.tensors.items()} == {
-        name: (entry.size, entry.properties.dtype) for name, entry in entries.items()
-    }
-    stored = trusted.storage_data.items()
-    assert {
-        (name, chunk.begin): (chunk.file, chunk.offset, chunk.length)
-        for name, chunks in found._chunks.items()
-        for chunk in chunks
-    } == {(key.fqn, tuple(key.offset)): (i.relative_path, i.offset, i.length) for key, i in stored}
 
 
 def test_chunks_cover_every_element_once():

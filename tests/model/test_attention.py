@@ -367,33 +367,6 @@ def full(mask: Any) -> Iterator[Tensor]:
 # ----------------------------------------------------------------------------------------- fmha
 
 
-def their_bias(documents: Tensor | None, window: int | None) -> Any:
-    """xformers' own bias for rows that are packed end to end."""
-    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
-
-    starts = torch.zeros(B, 1, dtype=torch.int64) if documents is None else documents
-    starts = (starts + S * torch.arange(B)[:, None]).flatten()
-    lengths = torch.cat((starts, torch.tensor([B * S]))).diff().tolist()
-    bias = BlockDiagonalCausalMask.from_seqlens([n for n in lengths if n], device=CPU)
-    return bias if window is None else bias.make_local_attention(window)
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("documents", [None, *range(6)])
-def test_masks_are_those_of_xformers(documents, window):
-    pytest.importorskip("xformers.ops")
-    starts = None if documents is None else random_documents(documents)
-    theirs = their_bias(starts, window).materialize((B * S, B * S)) == 0
-    mask = mask_of("sdpa", starts, window)
-    if mask is None:
-        mask = torch.ones(S, S, dtype=torch.bool).tril()
-    assert torch.equal(torch.block_diag(*mask.expand(B, 1, S, S)[:, 0]), theirs)
-    packed = mask_of("varlen", starts, window)
-    if packed.bounds is not None:
-        left = -1 if window is None else window - 1
-        assert torch.equal(of_packed(packed.bounds, left), theirs)
-
-
 def by_xformers(inp: Any, op: Any) -> Tensor:
     """The formula on the bias as xformers materializes it: of 1 N H D, and the same layout back."""
     from xformers.ops.fmha import attn_bias

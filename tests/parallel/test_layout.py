@@ -244,15 +244,6 @@ def gradients(model: nn.Module, mesh: DeviceMesh | None) -> dict[str, Any]:
     return found
 
 
-def of_tree(sizes: Sizes | None) -> dict[str, Any]:
-    model, mesh = on_meta(), None
-    if sizes is not None:
-        mesh, args = mesh_of(sizes)
-        parallelize_model(model, mesh, PLAN, args)
-    init_parameters(model, 5, CPU)
-    return gradients(model, mesh)
-
-
 def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
     """Largest difference of a gradient or of the norm, relative to the largest value of it."""
     assert found.keys() == expected.keys()
@@ -260,20 +251,6 @@ def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
         abs(found[name] - value).max() / abs(value).max()
         for name, value in ((name, np.asarray(value)) for name, value in expected.items())
     )
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 2, 2),
-        pytest.param((1, 1, 2), marks=pytest.mark.soak),
-        pytest.param((2, 1, 2), marks=pytest.mark.soak),
-    ],
-)
-def test_gradients_of_what_is_declared_equal_are_those_of_one_process(ranks, sizes):
-    expected = of_tree(None)
-    for found in ranks.run(math.prod(sizes), of_tree, sizes):
-        assert apart(found, expected) < CLOSE
 
 
 ARGS = ModelArgs(dim=24, n_heads=4, n_kv_heads=2, n_layers=2, vocab_size=11, multiple_of=8)

@@ -1,4 +1,4 @@
-"""Asking a process to stop: the first signal sets a flag, a later second interrupt exits."""
+"""Asking a process to stop. What an interrupt and a later one do: tests/apps/test_stopping.py."""
 
 import os
 import signal
@@ -22,26 +22,6 @@ while time.monotonic() < end:
         print(seen, flush=True)
     time.sleep(0.01)
 """
-
-
-def test_the_first_signal_sets_the_flag_and_an_interrupt_exits_two_seconds_after_another():
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGUSR2)
-        assert process.stdout.readline() == "SIGUSR2\n"
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)  # the same press, passed on by a launcher
-        process.send_signal(signal.SIGTERM)  # a scheduler asks again: the run is still saved
-        time.sleep(2)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 128 + signal.SIGINT
 
 
 def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals():
