@@ -1,4 +1,4 @@
-"""A run that stops goes on as the same run (on any topology: test_pairs.py), or says why not."""
+"""A run that stops goes on as the same run (on any topology: test_matrix.py), or says why not."""
 
 import json
 import os

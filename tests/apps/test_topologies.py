@@ -57,7 +57,7 @@ def alone(runs: Runs) -> Outcome:
 SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 
 
-@on_meshes((2, 1, 2), soak=SEVERAL_RANKS)  # others: test_pairs.py
+@on_meshes((2, 1, 2), soak=SEVERAL_RANKS)  # others: test_matrix.py
 def test_every_topology_trains_the_same_run(runs, alone, sizes):
     run = runs.train(sizes, on_its_own(sizes) | MEASURED)
     assert run.weights == alone.weights

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,19 @@ def twice(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def moved(folder: Path) -> None:
+    """Parts that overlap, and leave a row out."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    chunk = metadata.state_dict_metadata["model.matrix"].chunks[1]
+    before, chunk.offsets = chunk.offsets, torch.Size((chunk.offsets[0] - 1, 0))
+    for index in [i for i in metadata.storage_data if i.fqn == "model.matrix"]:
+        if index.offset == before:
+            metadata.storage_data[replace(index, offset=chunk.offsets)] = metadata.storage_data.pop(
+                index
+            )
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def cut_off(folder: Path) -> None:
     (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])
 
@@ -222,6 +236,7 @@ def cut_off(folder: Path) -> None:
         (outside, "../../etc/passwd"),
         (without_a_part, "model.matrix"),  # what no chunk fills would stay as it was
         (twice, "each element of model.matrix once"),
+        (moved, "each element of model.matrix once"),
         (cut_off, ".metadata cannot be read"),
     ],
 )

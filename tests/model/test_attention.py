@@ -159,11 +159,6 @@ CASES = pytest.mark.parametrize(
 )
 
 
-@CASES
-def test_sdpa_is_explicit_attention(documents, window, n_kv_heads):
-    check("sdpa", None if documents is None else random_documents(documents), window, n_kv_heads)
-
-
 # ------------------------------------------------------------------------- documents on a CPU
 
 
@@ -225,13 +220,6 @@ def flash_on_the_cpu() -> Iterator[list[int]]:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
         yield calls
-
-
-@CASES
-def test_varlen_is_explicit_attention(flash_on_the_cpu, documents, window, n_kv_heads):
-    starts = None if documents is None else random_documents(documents)
-    check("varlen", starts, window, n_kv_heads)
-    assert flash_on_the_cpu == [S]
 
 
 def block_with(mask: Callable[[int], Mask]) -> tuple[TransformerBlock, Callable[[int], Tensor]]:
@@ -384,10 +372,15 @@ def by_xformers(inp: Any, op: Any) -> Tensor:
 
 
 @CASES
-def test_fmha_is_explicit_attention(monkeypatch, documents, window, n_kv_heads):
-    pytest.importorskip("xformers.ops")
-    monkeypatch.setattr("xformers.ops.fmha._memory_efficient_attention", by_xformers)
-    check("fmha", None if documents is None else random_documents(documents), window, n_kv_heads)
+@pytest.mark.parametrize("impl", ["sdpa", "varlen", "fmha"])
+def test_an_implementation_is_explicit_attention(
+    monkeypatch, flash_on_the_cpu, impl, documents, window, n_kv_heads
+):
+    if impl == "fmha":
+        pytest.importorskip("xformers.ops")
+        monkeypatch.setattr("xformers.ops.fmha._memory_efficient_attention", by_xformers)
+    check(impl, None if documents is None else random_documents(documents), window, n_kv_heads)
+    assert flash_on_the_cpu == [S] * (impl == "varlen")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,4 +1,4 @@
-"""How a plan lays a model out, what it must declare, and gradients against one process."""
+"""How a plan lays a model out, and what it must declare. Runs: tests/apps/test_matrix.py."""
 
 import math
 import warnings
@@ -43,29 +43,14 @@ class Block(nn.Module):
             self.norm = nn.RMSNorm(4)
         self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x) if hasattr(self, "norm") else x
-        return x + self.down(self.up(h).relu())
-
 
 class Tree(nn.Module):
-    """Tokens in, their losses summed out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 4)
         self.blocks = nn.ModuleList(map(Block, (True, False, True)))
         self.head = nn.Linear(4, 11)
         self.scale = nn.Parameter(torch.empty(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).logsumexp(-1).sum()
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.scale, 0.5, 1.5)
 
 
 STYLES: dict[str, ParallelStyle] = {
@@ -234,11 +219,8 @@ def tokens_of(mesh: DeviceMesh | None) -> Tensor:
 def gradients(model: nn.Module, mesh: DeviceMesh | None) -> dict[str, Any]:
     """Whole gradients by name, and as "" their global norm."""
     tokens = tokens_of(mesh)
-    targets = [tokens.roll(1, 1)[None]] if isinstance(model, Transformer) else []
-    out = model(tokens, *targets)
-    (out[0].sum() if targets else out).backward()
-    parameters = list(model.parameters())
-    found = {"": grad_norm(parameters).item()}
+    model(tokens, tokens.roll(1, 1)[None]).sums.sum().backward()
+    found = {"": grad_norm(list(model.parameters())).item()}
     for name, p in model.named_parameters():
         found[canonical_name(name)] = whole(p.grad).numpy()
     return found
