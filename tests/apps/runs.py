@@ -101,9 +101,6 @@ def write_sources(folder: Path) -> None:
     prepare({"data.root_dir": folder})
 
 
-# ------------------------------------------------------------------------------- in the ranks
-
-
 @dataclass
 class Twist:
     """What one or all ranks do differently. Each is a fault, or an input that text never gives."""
@@ -349,9 +346,6 @@ def digest(t: Tensor) -> str:
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     """A hash of the bits of each whole tensor, wherever its parts are."""
     return {name: digest(whole(t)) for name, t in tensors.items()}
-
-
-# ------------------------------------------------------------------------------- in the tests
 
 
 @dataclass

@@ -10,9 +10,9 @@ from typing import Any
 
 from apps.main.check import check_dump_dir
 from tests.apps.runs import train_here
-from tests.apps.test_resume import REPO, start
+from tests.apps.test_resume import REPO, start, wait_for
 from tests.apps.test_saves import set_privileged
-from tests.apps.test_stopping import ENDLESS, n_lines, text_of, wait_for
+from tests.apps.test_stopping import ENDLESS, n_lines, text_of
 from tests.locks import ELSEWHERE, lose
 from tests.mistakes import refused
 from tests.programs import python

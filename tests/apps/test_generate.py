@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from apps.main.generate import main
 from lingua.base.errors import UserError
+from tests.apps.meshes import mesh
 from tests.apps.test_model import initialised, model_args
 from tests.programs import python
 from tests.ranks import Ranks
@@ -73,9 +74,8 @@ def results(ranks: Ranks, ckpt: Path, tmp_path: Path) -> Callable[..., list[dict
 
     def run(prompts: Path, *arguments: str, sizes: tuple[int, int, int] = (1, 1, 1)):
         out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}.jsonl"
-        mesh = zip(("dp_replicate", "dp_shard", "tp_size"), sizes, strict=True)
         argv = [f"ckpt={ckpt}", f"prompts={prompts}", f"out={out}", "max_gen_tokens=8", *arguments]
-        argv += [f"distributed.{key}={size}" for key, size in mesh]
+        argv += [f"{key}={size}" for key, size in mesh(sizes).items()]
         for refused, _ in ranks.run(sizes[0] * sizes[1] * sizes[2], main_here, *argv):
             assert not refused
         return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]

@@ -189,9 +189,6 @@ def test_the_comparison_sees_a_mistake(control):
     assert differences["logits"] > 10 * CLOSE, differences
 
 
-# ------------------------------------------------------------------------------- names and sizes
-
-
 PUBLISHED = {  # dim, layers, heads, kv heads, vocabulary, multiple_of, multiplier, tied; parameters
     "Llama 2 7B": (4096, 32, 32, 32, 32000, 256, None, False, 6_738_415_616),
     "Llama 2 13B": (5120, 40, 40, 40, 32000, 256, None, False, 13_015_864_320),
@@ -214,9 +211,6 @@ def test_the_parameters_of_a_published_model_are_as_many_as_published(name):
     model = build_transformer(args)
     assert all(p.is_meta for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) == published
-
-
-# --------------------------------------------------------------------------------- initial weights
 
 
 def cut_off(std: float) -> float:
@@ -254,9 +248,6 @@ def test_every_weight_has_the_deviation_that_the_options_say(factor, base):
         assert abs(p.mean().item()) < 5 * std * spread, name
         # of 8,192 draws at least, some come close to the cut and none beyond
         assert 2.7 * std < p.abs().max().item() <= 3 * std * (1 + 1e-6), name
-
-
-# ---------------------------------------------------------------------------------------- bfloat16
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:

@@ -134,9 +134,6 @@ def test_what_cannot_be_started_from_is_refused_by_name(runs, stopped, tmp_path)
     assert "is not a whole checkpoint: __1_0.distcp is missing" in refused(damaged)
 
 
-# ------------------------------------------------------------------------------ Meta Lingua's
-
-
 def logits_here(overrides: dict[str, Any]) -> Tensor:
     """Of TOKENS, by the model that a run begins with."""
     with opened(app, overrides) as run, torch.no_grad():
@@ -225,9 +222,6 @@ def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_
     torch.save({"model": {"a": torch.ones(1)}, "x": Evil(tmp_path / "executed")}, file)
     assert "it refers to posix.mkdir, which is not executed" in refused(file, {})
     assert not (tmp_path / "executed").exists()
-
-
-# ------------------------------------------------------------------------------------- and files
 
 
 def test_a_model_alone_is_no_run_to_go_on_with(runs, ranks, tmp_path):

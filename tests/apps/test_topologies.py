@@ -147,9 +147,6 @@ def test_more_ranks_than_rows_train_the_same_run(runs):
     assert differs(runs.train((3, 1, 1), two_rows), runs.train((1, 1, 1), two_rows)) == []
 
 
-# ------------------------------------------------------------- what the equality tests can see
-
-
 @pytest.mark.parametrize(
     ("twist", "seen"),
     [
@@ -291,9 +288,6 @@ def test_the_factor_of_the_gradient_does_not_depend_on_precision(runs, expected)
     twist = Twist(some_targets=True)
     run = runs.train((2, 2, 1), settings, build=build_balanced, twist=twist)
     assert worst(run, expected) < 0.05
-
-
-# -------------------------------------------------------------------------------- collectives
 
 
 def counted(runs: Runs, sizes: Sizes, **settings: Any) -> tuple[Outcome, list[dict[str, Any]]]:

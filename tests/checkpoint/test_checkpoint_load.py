@@ -97,9 +97,6 @@ def test_a_rank_reads_what_it_holds_of_a_tensor_that_was_saved_whole(ranks, tmp_
         assert n_bytes / 4 <= n_read < 0.3 * n_bytes
 
 
-# -------------------------------------------------------------------------------- what does not fit
-
-
 def misfit_here(path: Path) -> dict[str, tuple[str, bool]]:
     """Each case: what is said, and whether every tensor is as it was."""
     mesh = join()
@@ -133,9 +130,6 @@ def test_tensors_that_do_not_fit_are_named_before_anything_is_loaded(ranks, save
         assert said["fits"] == "not refused"
         untouched = {case: unchanged for case, (_, unchanged) in results.items()}
         assert untouched == dict.fromkeys(untouched, True) | {"fits": False}
-
-
-# --------------------------------------------------------------------- what executes code when read
 
 
 class Evil:
@@ -247,6 +241,3 @@ def test_a_metadata_that_does_not_describe_its_folder_is_refused(
     damage(folder)
     for said in ranks.run(2, trusting_here, folder):
         assert said.startswith(f"UserError: {folder}") and named in said
-
-
-# ---------------------------------------------------------------------------------- what may change

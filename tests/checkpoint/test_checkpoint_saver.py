@@ -67,9 +67,6 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(ranks, tmp_pat
     assert sorted(p.name[-1] for p in (tmp_path / "root").iterdir()) == ["1", "2", "3"]
 
 
-# ----------------------------------------------------------------------------- one run a folder
-
-
 def open_here(root: Path) -> str:
     mesh = join()
 

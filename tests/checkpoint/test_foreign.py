@@ -51,9 +51,6 @@ def convert_to(source: Path, out: Path) -> None:
     convert.main([f"source={source}", f"out={out}"])
 
 
-# ------------------------------------------------------------------- what executes code when read
-
-
 def named(module: str, name: str) -> bytes:
     """Opcodes that put the thing of this import path on the stack."""
     words = (b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
@@ -226,8 +223,6 @@ def test_a_mixture_that_is_none_is_refused_when_a_run_resumes(folder):
         assert f"data.{key}" in told and str(folder / "config.yaml") in told
 
 
-# ------------------------------------------------------------------- a folder of transformers
-
 ABSURD: dict[str, list[Any]] = {
     "num_hidden_layers": [10**9, 0, -1, True, 2.5, "2", [2], 10**400],
     "head_dim": [10**9, -2, {}],
@@ -267,9 +262,6 @@ def test_weights_of_a_folder_of_transformers_are_files_of_it(tmp_path):
         index.write_text(json.dumps({"weight_map": weight_map}))
         told = refusal(lambda: open_folder(llama, tmp_path))
         assert str(tmp_path) in told, weight_map
-
-
-# ----------------------------------------------------------------------- its config, its terminal
 
 
 def test_the_config_of_a_checkpoint_is_read_as_text(folder, monkeypatch, capsys):

@@ -359,9 +359,6 @@ def test_two_columns_of_one_name_are_no_text(tmp_path):
     assert "a.parquet:1: no text (2 columns are text); name the one that has" in message
 
 
-# ---- faults
-
-
 def damaged(data: bytes, how: str) -> bytes:
     if how == "cut":
         return data[: len(data) * 2 // 3]

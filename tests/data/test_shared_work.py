@@ -182,9 +182,6 @@ def test_an_interrupt_while_workers_start_shows_no_traceback_of_them(big_corpus,
     assert errors.count("Traceback") == 1 and errors.endswith("\nKeyboardInterrupt\n"), errors
 
 
-# ---- python -m lingua data prepare
-
-
 def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, capsys):
     with open(corpus / "a" / "a.jsonl", "a", encoding="utf-8") as file:
         file.write('\n{"text": null}\n{"text": 1}\n\n')

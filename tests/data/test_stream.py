@@ -159,8 +159,6 @@ def test_the_order_of_the_config_does_not_matter_and_weight_zero_is_not_read():
     assert Stages([(0, {"a": 1.0, "z": 0.0})]).names == ("a",)
 
 
-# ---- stages
-
 PLANS = [
     [(0, {"a": 1.0, "b": 1.0}), (1, {"b": 1.0})],
     [(0, {"a": 0.7, "b": 0.3}), (1500, {"b": 0.9, "a": 0.1}), (4096, {"c": 1.0, "a": 3.0})],

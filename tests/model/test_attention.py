@@ -30,9 +30,6 @@ B, S, D, WINDOW = 3, 24, 8, 5
 WINDOWS = (None, 1, WINDOW, S)
 
 
-# ------------------------------------------------------------------------------------ the choice
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "masked", "head_dim", "expected"),
     [
@@ -64,9 +61,6 @@ def test_one_that_is_asked_for_and_cannot_serve_is_an_error(asked, device, dtype
     for masked in (False, True):
         with pytest.raises(UserError, match=rf"model\.attn_impl = {asked}: needs {need}"):
             choose_attention(asked, head_dim, device, dtype, masked)
-
-
-# -------------------------------------------------------------------------------- the reference
 
 
 def random_documents(seed: int) -> Tensor:
@@ -157,9 +151,6 @@ CASES = pytest.mark.parametrize(
     ("documents", "window", "n_kv_heads"),
     [(None, None, 4), (None, WINDOW, 1), (0, None, 1), (0, WINDOW, 2), (1, 1, 4), (1, S, 2)],
 )
-
-
-# ------------------------------------------------------------------------- documents on a CPU
 
 
 def one_by_one(documents: Tensor, window: int | None) -> SeparateDocuments:
@@ -350,9 +341,6 @@ def full(mask: Any) -> Iterator[Tensor]:
     counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
     for count, row in zip(counts.flatten(), indices.flatten(0, 2), strict=True):
         yield row[:count].sort().values
-
-
-# ----------------------------------------------------------------------------------------- fmha
 
 
 def by_xformers(inp: Any, op: Any) -> Tensor:

@@ -38,9 +38,6 @@ def kept(
     return Dropout(p, site)(torch.ones(len(rows), seq, DIM), ctx.noise) != 0
 
 
-# ------------------------------------------------------------------------------- the formula
-
-
 def test_an_element_is_kept_by_the_hash_of_where_it_is():
     found = kept(p=0.25, rows=torch.tensor([5, 2**40, -1]))
     for b, row in enumerate((5, 2**40, -1)):
@@ -61,9 +58,6 @@ def test_what_is_kept_is_scaled_so_that_the_mean_stays():
     out.sum().backward()
     torch.testing.assert_close(x.grad, mask / 0.8)
     assert Dropout(0.2, "attention")(x.bfloat16(), noise).dtype == torch.bfloat16
-
-
-# ----------------------------------------------------------------------------------- chance
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])
@@ -142,9 +136,6 @@ def test_its_kernels_have_the_same_bits():
     compiled, [code] = run_and_get_code(torch.compile(fused), x, noise)
     assert torch.equal(compiled, dropout(x, noise))
     assert metrics.generated_kernel_count == 1 and "torch.bool" not in code
-
-
-# --------------------------------------------------------------------------------- in a model
 
 
 def test_without_noise_nothing_is_dropped():

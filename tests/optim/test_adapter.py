@@ -200,9 +200,6 @@ def test_a_group_may_scale_the_rate_and_settings_are_json():
     assert equal(model.state_dict(), expected.state_dict())
 
 
-# --------------------------------------------------------------------------- what is refused
-
-
 class Counting(Normalised):
     """Keeps, as `where` says, something that a checkpoint cannot hold."""
 

@@ -70,9 +70,6 @@ def muon_args(**settings) -> OptimArgs:
     return replace(shared, muon=MuonArgs(**settings))
 
 
-# ------------------------------------------------------------------------------ orthogonalise
-
-
 def by_svd(matrix: Tensor, steps: int) -> Tensor:
     """The iteration by what it does to the singular values, in float64."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -99,9 +96,6 @@ def test_a_gradient_of_zeros_is_no_update():
     assert not orthogonalise(torch.zeros(3, 4), 5).any()
 
 
-# -------------------------------------------------------------------------- what it works on
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_has_the_matrices_inside_the_blocks_and_adamw_the_rest(tied):
     model = a_model(tied=tied)
@@ -121,9 +115,6 @@ def test_muon_has_the_matrices_inside_the_blocks_and_adamw_the_rest(tied):
 def test_a_model_without_blocks_has_nothing_for_muon(blocks):
     with pytest.raises(UserError, match=r"optim.name = muon: .* must be adamw"):
         build_optimizer(a_model(), muon_args(), blocks)
-
-
-# ----------------------------------------------------------------------------- against torch
 
 
 def trained_by_torch(steps: int, momentum: float, nesterov: bool, ns_steps: int) -> Model:
@@ -182,9 +173,6 @@ def test_in_bfloat16_it_is_torchs_muon_beside_torchs_adamw(momentum, nesterov, n
     assert apart(trained(muon_args(**settings), 4), theirs) < 1e-6
     for other in ({"momentum": 0.9}, {"ns_steps": 4}, {"rms": 0.21}, {"dtype": "fp32"}):
         assert apart(trained(muon_args(**settings | other), 4), theirs) > 1e-4, other
-
-
-# ------------------------------------------------------------------------------------ sharded
 
 
 def on_a_mesh(shape: tuple[int, int, int]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -166,9 +166,6 @@ def test_the_dp_rank_of_every_coordinate(sizes):
             dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------- refusals
-
-
 def refusal(model: ModelArgs | None, tp: int, seq_len: int = 12) -> str:
     args = DistributedArgs(tp_size=tp)
     mesh = start(CPU, detect_launch(), args)
@@ -194,12 +191,6 @@ def test_what_tensor_parallelism_does_not_allow_is_refused_by_name(ranks):
     assert said == (
         "distributed.tp_size = 2: this model gives no tensor-parallel layout; set it to 1"
     )
-
-
-# ----------------------------------------------------------------------------------- clipping
-
-
-# ------------------------------------------------------------------------------ work on rank 0
 
 
 def shared_work() -> list[Any]:

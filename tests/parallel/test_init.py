@@ -127,9 +127,6 @@ def test_tied_parameters_stay_one():
     assert model[1].weight is model[0].weight and list(values) == ["0.weight"]
 
 
-# ------------------------------------------------------------------------------- on any topology
-
-
 # ------------------------------------------------------------------------------------- errors
 
 

@@ -183,9 +183,6 @@ def test_a_pattern_that_matches_some_blocks_gives_no_warning(ranks):
     assert ranks.run(2, refused_in_ranks, plan) == [("", [])] * 2
 
 
-# ----------------------------------------------------------------------------------- placement
-
-
 def placed(checkpointing: str) -> dict[str, str]:
     mesh, args = mesh_of((1, 2, 2), activation_checkpointing=checkpointing)
     model = parallelize_model(on_meta(), mesh, PLAN, args)
@@ -205,9 +202,6 @@ def test_a_plan_is_applied_by_name(ranks):
     assert shared == "(Shard(dim=0),)"
     wrapped = ranks.run(4, placed, "full")[0]
     assert [k for k, v in wrapped.items() if v == "FSDPCheckpointWrapper"] == blocks
-
-
-# ---------------------------------------------------------------------------------- gradients
 
 
 def tokens_of(mesh: DeviceMesh | None) -> Tensor:
