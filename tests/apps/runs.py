@@ -111,13 +111,12 @@ class Twist:
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
     count_padding: bool = False  # padding rows count as rows
     lose_moments: bool = False  # on resume
-    sample_tokens: int = 8  # that a finished run shows
     # where each rank writes, into a file of its own, the rows that it puts through forward
     consumed: Path | None = None
 
     def apply(self, app: App) -> App:
         """The app with these faults, for the program of this process."""
-        samples.SAMPLE_TOKENS = self.sample_tokens
+        samples.SAMPLE_TOKENS = 8  # that a finished run shows
         data = TwistedData(self, app.data or TextData())
         objective = functools.partial(TwistedObjective, self, app.objective or Objective)
         return dataclasses.replace(app, data=data, objective=objective)

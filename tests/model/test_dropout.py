@@ -103,15 +103,6 @@ def test_masks_of_other_seeds_steps_rows_sites_positions_and_features_are_indepe
 # ------------------------------------------------------------------ what it does not depend on
 
 
-def test_a_part_of_the_rows_or_positions_has_its_part_of_the_mask():
-    mask = kept()
-    assert torch.equal(kept(rows=torch.tensor([2, 1])), mask[[2, 1]])
-    assert torch.equal(kept(seq=SEQ // 2), mask[:, : SEQ // 2])
-    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(2)).noise
-    dropout, x = Dropout(0.25, "attention"), torch.rand(2, SEQ, DIM)
-    assert torch.equal(dropout(x[:, 20:], noise[:, 20:]), dropout(x, noise)[:, 20:])
-
-
 def test_compiled_it_has_the_same_bits():
     noise = Context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
     dropout, x = Dropout(0.25, "attention"), torch.rand(ROWS, SEQ, DIM)

@@ -1,17 +1,11 @@
 """Muon against the singular value decomposition, against torch's own, and sharded against whole."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lingua.base.errors import UserError
 from lingua.optim.args import MuonArgs, OptimArgs
@@ -173,55 +167,3 @@ def test_in_bfloat16_it_is_torchs_muon_beside_torchs_adamw(momentum, nesterov, n
     assert apart(trained(muon_args(**settings), 4), theirs) < 1e-6
     for other in ({"momentum": 0.9}, {"ns_steps": 4}, {"rms": 0.21}, {"dtype": "fp32"}):
         assert apart(trained(muon_args(**settings | other), 4), theirs) > 1e-4, other
-
-
-def on_a_mesh(shape: tuple[int, int, int]) -> dict[str, tuple[Tensor, Tensor]]:
-    """(Parameter, momentum) of each matrix after three updates by given gradients, gathered.
-
-    The mesh is (dp_replicate, dp_shard, tp). The first block is not tensor-parallel; in the second,
-    FSDP splits the rows of `up` that tensor parallelism has split, both unevenly.
-    """
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-    model = a_model()
-    if shape[2] > 1:
-        plan = {"layers.1.up": ColwiseParallel(), "layers.1.down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh["dp_replicate", "dp_shard"])
-    return given_updates(model)
-
-
-def given_updates(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    optimizer = build_optimizer(model, muon_args(), BLOCKS)
-    [group] = [g for g in optimizer.param_groups if g["algorithm"] == "muon"]
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for p in group["params"]:
-            grad = torch.randn(p.shape, generator=generator)
-            if isinstance(p, DTensor):
-                grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
-            p.grad = grad
-        update(optimizer, 0.1, TRUE, ONE)
-    found = {}
-    for name, p in zip(group["param_names"], group["params"], strict=True):
-        pair = (p.detach(), optimizer.state[p]["momentum_buffer"])
-        found[name] = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in pair)
-    return found
-
-
-def in_ranks(shape: tuple[int, int, int]) -> dict[str, tuple[Tensor, Tensor]]:
-    dist.init_process_group("gloo")
-    return on_a_mesh(shape)
-
-
-SOAK = [pytest.param(shape, marks=pytest.mark.soak) for shape in ((2, 2, 1), (2, 1, 2))]
-
-
-@pytest.mark.parametrize("shape", [(1, 3, 1), (1, 2, 2), *SOAK])
-def test_a_sharded_matrix_is_updated_bit_for_bit_as_the_whole_one_is(ranks, shape):
-    expected = given_updates(a_model())
-    assert list(expected) == MATRICES
-    for found in ranks.run(math.prod(shape), in_ranks, shape):
-        assert found.keys() == expected.keys()
-        for name, pair in found.items():
-            assert all(torch.equal(a, b) for a, b in zip(pair, expected[name], strict=True)), name
