@@ -300,14 +300,6 @@ def train_here(
     return seen
 
 
-def restore_here(
-    overrides: dict[str, Any], build: Callable[[Any], Built] = build
-) -> dict[str, Any]:
-    """The state of a resumed run before its first step."""
-    with opened(dataclasses.replace(main_app, build=build), overrides) as run:
-        return state_of(run)
-
-
 @contextmanager
 def opened(app: App, overrides: dict[str, Any]) -> Iterator[Run]:
     """A run before its first step."""
@@ -448,19 +440,6 @@ class Runs:
         run = Outcome(dump_dir, ranks)
         assert (run.error is not None) == refused, run.error
         return run
-
-    def restore(
-        self,
-        sizes: Sizes,
-        dump_dir: Path,
-        overrides: dict[str, Any] | None = None,
-        build: Callable[[Any], Built] = build,
-    ) -> dict[str, Any]:
-        """The state that `dump_dir` restores on a topology, on which all ranks agree."""
-        config = self.config(sizes, {"dump_dir": dump_dir} | (overrides or {}))
-        first, *others = self.ranks.run(math.prod(sizes), restore_here, config, build)
-        assert all(other == first for other in others)
-        return first
 
     def stream(self) -> RowStream:
         args = arguments({"data.root_dir": self.text})

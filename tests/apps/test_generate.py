@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from apps.main.generate import main
@@ -27,6 +26,7 @@ from tests.apps.test_model import initialised, model_args
 from tests.programs import python
 from tests.ranks import Ranks
 from tests.tools.exchange.converted import a_model, save_here
+from tests.tools.inference.test_generation import step_by_step
 
 MODEL = a_model(dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
 REPO = Path(__file__).parents[2]
@@ -84,12 +84,7 @@ def results(ranks: Ranks, ckpt: Path, tmp_path: Path) -> Callable[..., list[dict
 
 
 def likeliest(text: str, n: int) -> list[int]:
-    """By the plain model, every token from all before it."""
-    model, tokens = initialised(MODEL), [256, *text.encode()]
-    for _ in range(n):
-        with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens]))[0, -1, :258].argmax()))
-    return tokens[-n:]
+    return step_by_step(initialised(MODEL), [256, *text.encode()], n)[0]
 
 
 def test_results_come_in_the_order_of_the_prompts_the_same_on_every_topology(results, tmp_path):

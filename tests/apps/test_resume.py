@@ -83,14 +83,14 @@ def test_a_guarded_change_is_refused_by_name_and_can_be_allowed(runs, tmp_path):
 def test_an_announced_change_is_printed_and_holds(runs, stopped, tmp_path):
     dump_dir = stopped.copy(tmp_path / "run").dump_dir
     change = GO_ON | {"optim.weight_decay": 0.5, "optim.lr": 1e-3, "optim.beta2": 0.9}
-    before = runs.restore((1, 1, 1), stopped.copy(tmp_path / "before").dump_dir)["groups"]
-    after = runs.restore((1, 1, 1), dump_dir, change)["groups"]
+    copy = stopped.copy(tmp_path / "before").dump_dir
+    before = runs.train((1, 1, 1), GO_ON, dump_dir=copy, look=True).restored["groups"]
+    run = runs.train((1, 1, 1), change, dump_dir=dump_dir, look=True)
+    after = run.restored["groups"]
     matrix, gain = "layers.0.attention.wq.weight", "norm.weight"
     assert (before[matrix]["weight_decay"], after[matrix]["weight_decay"]) == (0.1, 0.5)
     assert (before[gain]["weight_decay"], after[gain]["weight_decay"]) == (0.0, 0.0)
     assert after[matrix]["betas"] == (0.9, 0.9)
-
-    run = runs.train((1, 1, 1), change, dump_dir=dump_dir)
     table = [line.split()[1:] for line in run.log.splitlines()]
     assert ["optim.weight_decay", "0.1", "0.5", "announced"] in table
     assert ["optim.lr", "0.004", "0.001", "announced"] in table
