@@ -43,6 +43,8 @@ CASES = {
     "head_dim not dim / n_heads": {"dim": 36, "n_heads": 6, "head_dim": 10, "n_kv_heads": 3},
     "narrow heads": {"n_heads": 2, "head_dim": 6},
     "ffn_dim_multiplier": {"ffn_dim_multiplier": 1.3},
+    # of Mistral
+    **{f"window {n}": {"sliding_window": n, "n_kv_heads": 2} for n in (2, 5, SEQ - 1, SEQ, 100)},
 }
 
 
@@ -154,13 +156,6 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(case):
     assert max(differences.values()) < CLOSE, differences
 
 
-@pytest.mark.parametrize("window", [2, 5, SEQ - 1, SEQ, 100])
-def test_a_sliding_window_is_mistrals(window):
-    model = initialised(model_args(sliding_window=window, n_kv_heads=2))
-    differences = compare(model, reference(model))
-    assert max(differences.values()) < CLOSE, differences
-
-
 @pytest.mark.parametrize(
     "control", ["rotary layout", "rope_theta", "norm_eps", "window", "a norm's weight", "kv heads"]
 )
@@ -189,9 +184,6 @@ def test_the_comparison_sees_a_mistake(control):
     assert differences["logits"] > 10 * CLOSE, differences
 
 
-# ------------------------------------------------------------------------------- names and sizes
-
-
 PUBLISHED = {  # dim, layers, heads, kv heads, vocabulary, multiple_of, multiplier, tied; parameters
     "Llama 2 7B": (4096, 32, 32, 32, 32000, 256, None, False, 6_738_415_616),
     "Llama 2 13B": (5120, 40, 40, 40, 32000, 256, None, False, 13_015_864_320),
@@ -214,9 +206,6 @@ def test_the_parameters_of_a_published_model_are_as_many_as_published(name):
     model = build_transformer(args)
     assert all(p.is_meta for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) == published
-
-
-# --------------------------------------------------------------------------------- initial weights
 
 
 def cut_off(std: float) -> float:
@@ -259,9 +248,6 @@ def test_every_weight_has_the_deviation_that_the_options_say(factor, base):
         assert abs(p.mean().item()) < 5 * std * spread, name
         # of 8,192 draws at least, some come close to the cut and none beyond
         assert 2.7 * std < p.abs().max().item() <= 3 * std * (1 + 1e-6), name
-
-
-# ---------------------------------------------------------------------------------------- bfloat16
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:

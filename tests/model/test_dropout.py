@@ -40,9 +40,6 @@ def kept(
     return Dropout(p, site)(torch.ones(len(rows), seq, DIM), ctx.noise) != 0
 
 
-# ------------------------------------------------------------------------------- the formula
-
-
 def test_an_element_is_kept_by_the_hash_of_where_it_is():
     found = kept(p=0.25, rows=torch.tensor([5, 2**40, -1]))
     for b, row in enumerate((5, 2**40, -1)):
@@ -63,9 +60,6 @@ def test_what_is_kept_is_scaled_so_that_the_mean_stays():
     out.sum().backward()
     torch.testing.assert_close(x.grad, mask / 0.8)
     assert Dropout(0.2, "attention")(x.bfloat16(), noise).dtype == torch.bfloat16
-
-
-# ----------------------------------------------------------------------------------- chance
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])
@@ -111,15 +105,6 @@ def test_masks_of_other_seeds_steps_rows_sites_positions_and_features_are_indepe
 # ------------------------------------------------------------------ what it does not depend on
 
 
-def test_a_part_of_the_rows_or_positions_has_its_part_of_the_mask():
-    mask = kept()
-    assert torch.equal(kept(rows=torch.tensor([2, 1])), mask[[2, 1]])
-    assert torch.equal(kept(seq=SEQ // 2), mask[:, : SEQ // 2])
-    noise = Context(SMALL, torch.arange(SEQ)[None], noise=torch.arange(2)).noise
-    dropout, x = Dropout(0.25, "attention"), torch.rand(2, SEQ, DIM)
-    assert torch.equal(dropout(x[:, 20:], noise[:, 20:]), dropout(x, noise)[:, 20:])
-
-
 def test_compiled_it_has_the_same_bits():
     noise = Context(SMALL, torch.arange(SEQ)[None], noise=torch.arange(ROWS)).noise
     dropout, x = Dropout(0.25, "attention"), torch.rand(ROWS, SEQ, DIM)
@@ -144,9 +129,6 @@ def test_its_kernels_have_the_same_bits():
     compiled, [code] = run_and_get_code(torch.compile(fused), x, noise)
     assert torch.equal(compiled, dropout(x, noise))
     assert metrics.generated_kernel_count == 1 and "torch.bool" not in code
-
-
-# --------------------------------------------------------------------------------- in a model
 
 
 def test_without_noise_nothing_is_dropped():

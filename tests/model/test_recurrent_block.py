@@ -58,8 +58,6 @@ def model_on_mesh(sizes: Sizes, kind: str = "hybrid") -> tuple[nn.Module, Device
     return on_mesh(built.module, built.plan, sizes)
 
 
-# --------------------------------------------------------------------------------------- training
-
 LENGTHS = [5, 1, 9, 2, 3]  # of the documents in the row, 20 tokens in all
 
 
@@ -112,9 +110,6 @@ def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
         assert worst(*found) < 1e-5
     for found in ranks.run(sizes[2], gradients_here, sizes, False):
         assert worst(*found) > 1e-2
-
-
-# ------------------------------------------------------------------------------------- generation
 
 
 N_TOKENS = (4, 5, 12, 12)  # that each prompt asks for

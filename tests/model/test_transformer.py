@@ -27,9 +27,6 @@ CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8)
 
 
-# ---------------------------------------------------------------------------------- attention
-
-
 def test_a_window_that_hides_nothing_costs_no_mask():
     for window, hides in ((9, False), (8, True)):
         args = replace(SMALL, sliding_window=window)
@@ -84,9 +81,6 @@ def test_bfloat16_is_turned_in_float32():
     result = rotate(x, ctx.cos, ctx.sin)
     assert result.dtype == torch.bfloat16
     assert torch.equal(result, rotate(x.float(), ctx.cos, ctx.sin).bfloat16())
-
-
-# ------------------------------------------------------------------------------ sizes and FLOPs
 
 
 @pytest.mark.parametrize("tied", [False, True])

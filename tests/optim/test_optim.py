@@ -149,6 +149,18 @@ def test_only_matrices_that_are_not_embeddings_decay_and_names_are_canonical():
     assert decay["param_names"] == ["layers.0.weight", "output.weight"]
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
+def test_clipping_is_torchs_own(max_norm):
+    ours, theirs = ([nn.Parameter(torch.ones(n)) for n in (3, 5)] for _ in range(2))
+    for p in (*ours, *theirs):
+        p.grad = torch.linspace(-1, 2, len(p))
+    norm = nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert grad_norm(ours) == norm
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.grad / clip_divisor(norm, max_norm), q.grad)
+    assert clip_divisor(torch.tensor(math.inf), max_norm) == 1  # such a step is skipped as it is
+
+
 class Calls(TorchDispatchMode):
     """Counts the operations of torch."""
 
