@@ -26,7 +26,7 @@ from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
-from tests.config.example import Config
+from tests.config.example import Config, write
 from tests.mistakes import refused
 from tests.tools.runs.compare.pool import write_run
 
@@ -43,6 +43,11 @@ def stool(argv):
     stool_command.main(["launcher=print", *(f"{k}={v}" for k, v in words.items()), *argv])
 
 
+def load_file(argv):
+    text = argv[0].encode().decode("unicode_escape")
+    load(Config, [write(Path("../file.yaml"), text)])
+
+
 def loads(config, *needed, **options):
     return lambda argv: load(config, [*needed, *argv], **options)
 
@@ -52,6 +57,7 @@ PAIRS = ("data.chat={pairs: true}", "data.document_mask=ignore", "checkpoint.ini
 BATCH = ("data.sources={a: 1}", "data.global_batch_size=8")
 PROGRAMS = {
     "example": loads(Config, foreign=meta_lingua),
+    "file": load_file,
     "help": partial(help_text, Config),
     "train": loads(TrainArgs, *SOURCES),
     "run": lambda argv: load_run(choose_app([]), [*SOURCES, *argv]),
@@ -93,11 +99,14 @@ RANGES.append(["evaluated", "name=a\x1b[31m", "checkpoint.path=a\x7f", "dump_dir
 def mistakes():
     """(program, its arguments, what must be named)."""
     filled = {"{many}": ",".join(map(str, range(1, 40))), "{deep}": 500 * "[" + 500 * "]"}
+    filled["{long}"] = 300 * "a"
     for line in LINES:
         command, *names = re.split(r"  +", line)
         if command.startswith("range "):
             continue
-        program, *argv = shlex.split(re.sub(r"\{(many|deep)\}", lambda m: filled[m[0]], command))
+        program, *argv = shlex.split(
+            re.sub(r"\{(many|deep|long)\}", lambda m: filled[m[0]], command)
+        )
         yield pytest.param(program, argv, names, id=command)
     for argv, *names in TOO_LONG:
         yield pytest.param("example", argv, names, id=argv[0][:20])
