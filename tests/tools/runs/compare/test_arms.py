@@ -1,9 +1,7 @@
 """What an arm is: keys, code, machines, rows and text of all its runs, and how they ended."""
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +9,14 @@ import yaml
 from scipy import stats
 
 from apps.main.config import TrainArgs
-from lingua.base.errors import UserError
 from lingua.config.load import resume_classes
 from lingua.tools.runs.compare.arms import find_arms
 from lingua.tools.runs.compare.differences import ADDITIONS
 from lingua.tools.runs.records import OPERATIONAL, Record, heldout, open_runs
 from tests.locks import hold_lock
+from tests.mistakes import refused
 from tests.tools.runs.compare.pool import config_of, write_run
-from tests.tools.runs.compare.test_compare import arm, out
+from tests.tools.runs.compare.test_compare import arm, event, out, rising
 
 __all__ = ["out"]  # a fixture
 pytestmark = pytest.mark.quick
@@ -32,11 +30,6 @@ def edited(name: str, *words: str) -> None:
         mapping = isinstance(values, dict) and isinstance(config.get(group), dict)
         config[group] = config[group] | values if mapping else values
     path.write_text(yaml.safe_dump(config))
-
-
-def event(name: str, **values: Any) -> None:
-    with Path(name, "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 0, **values}) + "\n")
 
 
 def arms_of(*folders: str) -> list[list[str]]:
@@ -81,25 +74,6 @@ def test_every_key_that_splits_no_arms_is_declared_free_and_the_others_are_known
     assert {k for k in free - operational if not ADDITIONS.fullmatch(k)} == others
 
 
-def test_runs_of_other_code_are_another_arm_unless_it_is_ignored(out):
-    arm("a", 0.1, {s: [3.0, 2.0 + s / 100] for s in range(4)})
-    assert arms_of(".") == [["a-0", "a-1", "a-2", "a-3"]]
-    for seed, code in enumerate("xyx"):  # of one run it is not known
-        event(f"a-{seed}", event="start", code=code)
-    assert arms_of(".") == [["a-0", "a-2"], ["a-1"], ["a-3"]]
-    text = out("a-0", "a-2", "--against", "a-1")
-    assert "code=x" in text and "code=y" in text
-    with pytest.raises(UserError, match="code=ignore joins runs of different code"):
-        out("a-3", "--against", "a-0", "a-1")
-    arm("b", 0.2, {s: [3.0, 2.5] for s in range(4)})
-    text = out("b-*", "--against", "a-*", "code=ignore")
-    first, _, verdict = text.partition("is worse than")
-    assert "the code of 5 of 8 runs is not recorded" in first and verdict
-    assert "code is not the same (optim.lr=0.1: x in 2 runs, y in 1 run)" in first
-    event("a-0", event="start", code="y")  # resumed with other code
-    assert open_runs(["a-0"])[0].settings["code"] == "x then y"
-
-
 def test_what_differs_besides_the_named_keys_is_in_the_first_lines_for_all_runs(out):
     arm("a", 0.1, {s: [3.0, 2.0 + s / 100] for s in range(3)})
     arm("b", 0.2, {s: [3.0, 2.5 + s / 70] for s in range(3)})
@@ -116,40 +90,26 @@ def test_what_differs_besides_the_named_keys_is_in_the_first_lines_for_all_runs(
     assert "device is not the same (optim.lr=0.1: H200; optim.lr=0.2: cpu)" in first
     assert "the rows of 1 of 3 pairs differ" in first
     assert "keys that change no number differ: logging.freq" in first and "code" not in first
-    numbers = json.loads(out("a-*", "--against", "b-*", "--json"))["comparisons"][0]
+    [numbers] = out("a-*", "--against", "b-*", "--json")
     assert len(numbers["unlike"]) == 4 and all(x in numbers["verdict"] for x in numbers["unlike"])
+    event("a-0", event="start", code="y")  # resumed with other code
+    assert open_runs(["a-0"])[0].settings["code"] == "x then y"
 
 
 @pytest.mark.parametrize("change", [('"bytes": 1000', '"bytes": 900'), ("one", "two")])
 def test_different_held_out_text_is_refused_unless_it_is_ignored(out, change):
     for name, lr in (("a", 0.1), ("b", 0.2)):
-        arm(name, lr, {s: [3.0, 2.0 + s / 9 + lr] for s in range(3)})
+        arm(name, lr, rising(2.0 + lr, 0.1))
         for seed in range(3):
             path = Path(f"{name}-{seed}/metrics.validation.jsonl")
             path.write_text(path.read_text().replace('"tokens"', '"text": "one", "tokens"'))
-    assert "held-out text" not in out("a-*", "--against", "b-*")
+    words = "a-*", "--against", "b-*"
+    out(*words, lacks=("held-out text",))
     path = Path("b-2/metrics.validation.jsonl")
     path.write_text(path.read_text().replace(*change))
-    with pytest.raises(UserError, match=r"(?s)different held-out text.*text=ignore.*b-2"):
-        out("a-*", "--against", "b-*")
-    text = out("a-*", "--against", "b-*", "text=ignore")
-    assert "held-out text is not the same (optim.lr=0.1: 1,000 bytes one; " in text
-
-
-def test_a_run_that_has_not_begun_is_no_arm_and_widens_no_interval(out):
-    arm("a", 0.1, {s: [3.0, 2.0 + s / 100] for s in range(3)})
-    arm("b", 0.2, {s: [3.0, 2.5 + s / 70] for s in range(3)})
-    before = out(".")
-    for value in range(8):
-        Path(f"later-{value}").mkdir()
-        Path(f"later-{value}/base_config.yaml").write_text(f"optim: {{lr: {value}.0}}\nseed: 1\n")
-        Path(f"started-{value}").mkdir()
-        Path(f"started-{value}/config.yaml").write_text(f"optim: {{lr: {value}.5}}\nseed: 1\n")
-        Path(f"started-{value}/metrics.jsonl").write_text('{"step": 0, "event": "start"}\n')
-    text = out(".")
-    assert text.count("is left out: it has not begun") == 16
-    assert re.sub(r"note: \S+ is left out: it has not begun ?", "", text) == before
-    assert "95 % interval" in text and "Bonferroni" not in text
+    refused(lambda: out(*words), "different held-out text", "text=ignore", "b-2")
+    other = "held-out text is not the same (optim.lr=0.1: 1,000 bytes one; "
+    out(*words, "text=ignore", shows=(other,))
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -175,21 +135,10 @@ def test_runs_that_failed_are_outcomes_before_any_mean(out, killed):
     assert expected in text and "(95 %: 28 to 99 %)" in text
     assert "Of the runs that survived: One pair says nothing about chance; a-4 differs by +" in text
     assert text.index("failed in 4") < text.index("Of the runs that survived")
-    [numbers] = json.loads(out("a-*", "--against", "b-*", "--json"))["comparisons"]
+    [numbers] = out("a-*", "--against", "b-*", "--json")
     assert numbers["outcomes"][0]["failed"] == ["a-0", "a-1", "a-2", "a-3"]
     at_20 = out("a-*", "--against", "b-*", "step=20")  # where all were measured
     assert "failed in 4 of 5" in at_20 and "5 pairs" in at_20 and "survived" not in at_20
-
-
-def test_an_arm_of_which_no_run_survived_has_no_mean(out):
-    arm("a", 0.1, {s: [1.0] for s in range(3)}, (10,))
-    arm("b", 0.2, {s: [3.0, 2.5 + s / 100] for s in range(3)})
-    for seed in range(3):
-        edited(f"a-{seed}", "steps=20")
-        event(f"a-{seed}", step=11, event="stop", reason="error", error="x")
-    text = out("a-*", "--against", "b-*")
-    assert "failed in 3 of 3 runs (95 %: 29 to 100 %)" in text and "better than" not in text
-    assert "Nothing is left to compare" in text
 
 
 def test_a_source_whose_loss_was_never_finite_counts(tmp_path):
