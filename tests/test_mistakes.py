@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from apps.dpo import TrainArgs as DPOArgs
 from apps.main.config import TrainArgs
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs
+from apps.main.hugging_face import from_config
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
 from lingua.checkpoint.run_config import load_run
@@ -23,6 +25,7 @@ from lingua.tools.commands import checkpoint, compare, report, runs, tokenizer
 from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
+from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
@@ -48,10 +51,19 @@ def load_file(argv):
     load(Config, [write(Path("../file.yaml"), text)])
 
 
+def load_family(argv):
+    name, *changed = argv  # and what makes a good config a wrong one
+    config = FAMILY | {"model_type": name.lower()}
+    from_config(config, "there/config.json")
+    from_config(config | yaml.safe_load(*changed), "there/config.json")
+
+
 def loads(config, *needed, **options):
     return lambda argv: load(config, [*needed, *argv], **options)
 
 
+FAMILY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2}
+FAMILY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
 SOURCES = ("data.sources={a: 1}", "model.n_heads=4")
 PAIRS = ("data.chat={pairs: true}", "data.document_mask=ignore", "checkpoint.init_from=m")
 BATCH = ("data.sources={a: 1}", "data.global_batch_size=8")
@@ -67,6 +79,8 @@ PROGRAMS = {
     "generate": loads(GenerateArgs, "ckpt=runs/a"),
     "tokens": loads(TokenizerArgs),
     "tokenizer": tokenizer.main,
+    "family": load_family,
+    "harness": lambda argv: to_settings(yaml.safe_load(argv[0]), 5),
     "show": loads(ShowArgs, *BATCH, partial=True),
     "plan": lambda argv: make_plan([f"config={DEBUG}", *argv]),
     "checkpoint": checkpoint.main,

@@ -22,7 +22,6 @@ from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
 from lingua.tools.exchange.hugging_face import open_folder
-from tests.mistakes import refused
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2}
@@ -132,28 +131,3 @@ def test_a_family_has_its_own_meaning_of_keys_that_a_config_json_lacks(tmp_path,
     assert (seq_len, args.norm_eps) == (there.max_position_embeddings, there.rms_norm_eps)
     assert args.rope_theta == there.rope_parameters["rope_theta"]
     assert args.weight_tying == there.tie_word_embeddings
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "changed", "said"),
-    [
-        ("Qwen2", WINDOW | {"max_window_layers": 1}, "max_window_layers = 1: must give all 2 "),
-        ("Qwen3", WINDOW | {"max_window_layers": "0"}, "max_window_layers = "),
-        ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = ["),
-        ("Mistral", {"layer_types": "sliding_attention"}, "layer_types = "),
-        ("Mistral", {"sliding_window": "7"}, 'sliding_window = "7": must be a number'),
-        ("Qwen3", {"attention_bias": True}, "attention_bias = true: must be false"),
-        ("OLMo 2", {"rope_parameters": {"rope_type": "yarn"}}, 'rope_type = "yarn": must be'),
-        ("Qwen3", {"hidden_act": "gelu"}, 'hidden_act = "gelu": must be "silu"'),
-        ("Mistral", {"hidden_size": "48"}, 'hidden_size = "48": must be a number'),
-        ("Mistral", {"num_key_value_heads": 3}, "n_kv_heads = 3: must divide model.n_heads = 4"),
-        ("OLMo 2", {"model_type": "olmo3"}, 'model_type = "olmo3": must be "llama" or '),
-    ],
-)
-def test_what_is_not_here_is_refused_by_its_key(name, changed, said):
-    kind, given = FAMILIES[name]
-    config = SIZES | given | {"model_type": kind.lower()}
-    from_config(config, "there/config.json")
-    message = refused(lambda: from_config(config | changed, "there/config.json"), said)
-    assert message.startswith("there/config.json: ")

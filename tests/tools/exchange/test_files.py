@@ -18,6 +18,7 @@ from tests.checkpoints import CONFIG, refusal, save_here, whole_values
 from tests.disk import full_disk
 from tests.programs import python
 from tests.ranks import Ranks
+from tests.tools.exchange.converted import same
 
 REPO = Path(__file__).parents[3]
 
@@ -40,12 +41,6 @@ def model_values() -> dict[str, torch.Tensor]:
         for name, t in whole_values(7).items()
         if name.startswith("model.")
     }
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in expected.items()
-    )
 
 
 def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
