@@ -5,18 +5,24 @@ import os
 import re
 import shlex
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lingua.config.load import flatten, load, meta_lingua, resume_classes, to_yaml
+from lingua.checkpoint.resume import flat_config
+from lingua.config.foreign import Foreign
+from lingua.config.load import flatten, load, load_saved, meta_lingua, resume_classes, to_yaml
 from lingua.config.schema import Guarded
 from tests.config.example import (
     Benchmarks,
     Config,
     Data,
+    Distributed,
     Every,
     Model,
+    Optim,
+    Stage,
     Wandb,
     config,
     mistakes,
@@ -213,3 +219,105 @@ def test_a_part_of_a_configuration_ignores_the_other_groups_of_a_file(tmp_path):
     refused(seed, "seed: unknown key (command line)")
     write(tmp_path / "c.yaml", "data: {seq_le: 8}\n")
     refused(lambda: load(Part, [path], meta_lingua, partial=True), 'did you mean "data.seq_len"')
+
+
+# ---- keys of Meta Lingua
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "meant"),
+    [
+        ("fsdp_type: full_shard", "", Distributed(1, None)),
+        ("fsdp_type: no_shard", "", Distributed(None, 1)),
+        ("fsdp_type: full_shard, dp_shard: 4, dp_replicate: 2", "", Distributed(2, 4)),
+        ("dp_shard: 4, dp_replicate: 2, fsdp_type: full_shard", "", Distributed(2, 4)),
+        ("fsdp_type: full_shard", "distributed.dp_shard=2", Distributed(1, 2)),
+        ("dp_shard: 2", "distributed.fsdp_type=full_shard", Distributed(1, 2)),  # ours comes first
+        ("fsdp_type: no_shard", "distributed.fsdp_type=full_shard", Distributed(1, None)),
+        *(
+            (f"selective_activation_checkpointing: {given}", "", Distributed(1, None, False, ours))
+            for given, ours in (("true", "selective"), ("false", "none"), ("no", "none"))
+        ),
+        # what changes nothing
+        ("detect_anomaly: false, float8_recipe: null, spawn_method: forkserver", "", Distributed()),
+        ("float8_recipe: x", "distributed.float8_recipe=null", Distributed()),
+    ],
+)
+def test_keys_of_lingua_mean_what_they_do_there(tmp_path, text, words, meant):
+    seeds = "seed: 7\nmodel: {seed: 7}\ndata: {seed: 7}\n"  # must agree
+    path = write(tmp_path / "c.yaml", f"{seeds}distributed: {{{text}}}\n")
+    got = load(Config, [path, *words.split()], meta_lingua)[0]
+    assert got == Config(seed=7, distributed=meant)
+
+
+def test_another_name_of_a_key_means_the_same_in_any_layer(tmp_path):
+    table = partial(Foreign, alias_of={"data.old_steps": "steps"})
+    path = write(tmp_path / "c.yaml", "data: {old_steps: 70}\n")
+    for words in ([path], [path, "steps=70"], ["steps=70", "data.old_steps=null"]):
+        assert load(Config, words, table)[0].steps == 70
+    refused(lambda: load(Config, [path, "steps=80"], table), "old_steps = 70", "steps = 80")
+
+
+def test_a_key_of_ours_comes_before_the_foreign_table():
+    ignored = {"optim": "never", "steps": "never", "odd": "old"}
+    words = ["steps=5", "odd.a=1", "odd.b=2", "optim.warmup=1"]
+    got, notices = load(Config, words, lambda: Foreign(ignored))
+    assert (got.steps, got.optim.warmup) == (5, 1)
+    assert notices == ["odd has no effect here: old (command line)"]
+    assert mistakes("optim.lrr=1", foreign=Foreign)[0].startswith("optim.lrr: unknown key")
+
+
+# ---- the config of a checkpoint, which may be somebody else's: read as data
+
+
+def test_a_saved_config_is_read_as_data(tmp_path, monkeypatch):
+    @dataclass
+    class Use:
+        name: str = "?"
+        model: Model = field(default_factory=Model)
+        data: Data = field(default_factory=Data)
+        optim: Optim = field(default_factory=lambda: Optim(warmup=3))
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    literal = "${oc.env:HF_TOKEN}"
+    text = to_yaml(config("model.dim=8", "data.stages=[{from_step: 5}]"))
+    text = text.replace("name: run", f"name: {literal}").replace("warmup: 10", "unknown: 1")
+    file = tmp_path / "c.yaml"
+    write(file, "base: /etc/passwd\n" + text)
+    got = load_saved(Use, file)
+    assert got.name == literal  # and the keys and groups that Use lacks are ignored
+    assert (got.model, got.data.stages) == (Model(8), [Stage(5)])
+    assert got.optim.warmup == 3
+    write(file, f"base: /etc/passwd\nname: {literal}\noptim: {{lr: '{literal}'}}\n")
+    expected = {"base": "/etc/passwd", "name": literal, "optim": {"lr": literal}}
+    expected |= {"optim.lr": literal}
+    assert flat_config(file, [*expected, "name.x", "steps"]) == expected
+
+
+def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    @dataclass
+    class Tokens:
+        seq_len: int
+
+    @dataclass
+    class Use:
+        data: Tokens
+        model: Model = field(default_factory=Model)
+        optim: Optim = field(default_factory=Optim)
+
+    data = "data: {seq_len: 8, other: 1}\n"
+    home = "data: {seq_len: '${oc.env:HOME}'}\nmodel: {dim: x}\n"
+    for text, n_lines, *names in (
+        (f"{data}model:\n  dmi: 8\n", 1, "model.dmi", 'did you mean "model.dim"?', "c.yaml:3)"),
+        (home, 3, 'data.seq_len = "${oc.env:HOME}"', "c.yaml:1)", 'model.dim = "x"', "c.yaml:2)"),
+        ("data: {}\n", 1, "data.seq_len", "must be given", "c.yaml)"),
+        ("data: [\n", 1, "c.yaml:2", "YAML"),
+        # Of its groups, only the model is validated.
+        (f"{data}model: {{dim: 0}}\noptim: {{lr: -1}}\n", 1, "model.dim = 0", "c.yaml:2"),
+    ):
+        write(tmp_path / "c.yaml", text)
+        message = refused(partial(load_saved, Use, tmp_path / "c.yaml"), *names)
+        assert "somebody" not in message and len(message.splitlines()) == n_lines
+    refused(lambda: load_saved(Use, tmp_path / "gone.yaml"), "gone.yaml", "No such")
