@@ -205,7 +205,7 @@ def test_it_ends_at_a_stop_string_a_stop_token_or_a_number_of_tokens(ranks):
     text = "Grüße aus Köln: \U0001f389 ende"
     cold = SamplingArgs(temperature=0.0)
     cases = [  # settings, why it ends, its text and number of tokens
-        (cold, "stop_token", text, 28),
+        (cold, "stop_token", text, 29),
         (replace(cold, stop_tokens=[], max_gen_tokens=33), "length", None, 33),
         (replace(cold, stop_tokens=[ord("K")]), "stop_token", "Grüße aus ", 13),
         (replace(cold, stop_tokens=[ord("G")]), "stop_token", "", 1),
@@ -213,7 +213,7 @@ def test_it_ends_at_a_stop_string_a_stop_token_or_a_number_of_tokens(ranks):
         (replace(cold, stop=["Gr"]), "stop_string", "", 2),
         (replace(cold, stop=["Köln", "ße aus K", "ß"]), "stop_string", "Grü", 6),
         (replace(cold, stop=["\U0001f389"]), "stop_string", "Grüße aus Köln: ", 23),
-        (replace(cold, stop=["Kö1n"]), "stop_token", text, 28),
+        (replace(cold, stop=["Kö1n"]), "stop_token", text, 29),
         (replace(cold, max_gen_tokens=5), "length", "Grü\ufffd", 5),
         (replace(cold, max_gen_tokens=1), "length", "G", 1),
         (replace(cold, max_gen_tokens=2, stop=["r"]), "stop_string", "G", 2),
