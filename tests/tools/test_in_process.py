@@ -145,20 +145,6 @@ def test_a_run_in_python_is_that_of_the_command_and_leaves_its_process_as_it_was
         assert metrics.text("batch_hash") == runs["command"].text("batch_hash")
 
 
-@pytest.mark.parametrize(
-    ("app", "config", "said"),
-    [
-        ("apps.none", None, "app = apps.none (lingua.train): cannot be imported"),
-        (json, None, "has no lingua.app.App"),
-        ("apps.main", 3, "must be a mapping, a YAML file, or a list of key=value"),
-        ("apps.main", "none.yaml", "config=none.yaml: cannot be read"),
-        ("apps.main", {"optim": {"lrr": 1}}, 'optim.lrr: unknown key (did you mean "optim.lr"?)'),
-    ],
-)  # fmt: skip
-def test_mistakes_are_exceptions(app, config, said):
-    refused(lambda: lingua.train(app, config), said)
-
-
 NOTEBOOK = """
 import lingua
 losses = {}
@@ -219,7 +205,15 @@ def test_a_notebook_shows_the_message_of_a_mistake_alone(capsys):
     assert "Traceback" not in shown and "\x1b" not in shown and len(shown.splitlines()) == 4
 
 
-def test_it_needs_a_process_of_its_own(tmp_path):
+def test_mistakes_are_exceptions_and_it_needs_a_process_of_its_own(tmp_path):
+    for app, given, said in (
+        ("apps.none", None, "app = apps.none (lingua.train): cannot be imported"),
+        (json, None, "has no lingua.app.App"),
+        ("apps.main", 3, "must be a mapping or a YAML file"),
+        ("apps.main", "none.yaml", "config=none.yaml: cannot be read"),
+        ("apps.main", {"optim": {"lrr": 1}}, 'optim.lrr: unknown key (did you mean "optim.lr"?)'),
+    ):
+        refused(lambda app=app, given=given: lingua.train(app, given), said)
     config = {"data.sources.text": 1, "model.n_heads": 4, "dump_dir": tmp_path}
     with one_process():
         refused(lambda: lingua.train("apps.main", config), "process group")

@@ -17,14 +17,8 @@ from tests.apps.runs import SMALL
 from tests.ranks import Ranks
 
 N_MICRO = 3
-MODEL = SMALL | {
-    "data.batch_size": 1,
-    "data.seq_len": 128,
-    "model.dim": 64,
-    "model.head_dim": 16,
-    "model.ffn_dim_multiplier": 1.0,
-    "model.multiple_of": 4,
-}
+MODEL = SMALL | {"data.batch_size": 1, "data.seq_len": 128, "model.dim": 64, "model.head_dim": 16}
+MODEL |= {"model.ffn_dim_multiplier": 1.0, "model.multiple_of": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "last": {},
     "replica_last": {"distributed.grad_sync": "replica_last"},
