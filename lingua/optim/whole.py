@@ -68,7 +68,7 @@ class WholeOptimizer(Optimizer):
         self.rounds = [turns[i : i + self.n_ranks] for i in range(0, len(turns), self.n_ranks)]
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]  # without a closure
         for turns in self.rounds:
             due = {owner: turn for owner, turn in enumerate(turns) if turn[0].grad is not None}
             for owner, (p, group) in due.items():
