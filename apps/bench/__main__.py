@@ -24,6 +24,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "attention": ("documents on a CPU one by one, over a mask of whole rows", 10),
     "startup": ("seconds to the first step, by part", 5),
     "sync": ("gradient traffic of the three modes of distributed.grad_sync", None),
+    "exact": ("what deterministic: mesh costs over sums in float", 5),
     "debug": ("time and held-out loss of the debug run, from nothing to its end", None),
     "generate": ("tokens per second of generation, against transformers", 5),
     "data": ("tokenizing and reading rows, each over its plain reference", 8),

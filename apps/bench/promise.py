@@ -3,6 +3,8 @@
 Both are real launches of the training program on the CPU, of any app (`app=`, `config=`): one
 process, and a run that changes its processes, mesh and micro-batches at every start. Compared are
 the loss of every step and the hash of every global batch. `--png FILE` draws it (matplotlib).
+With `deterministic=mesh` compared are all numbers of every step and all tensors of the last
+checkpoint, to the last bit: of a run on each mesh, and of one that changes its mesh at every start.
 """
 
 from dataclasses import dataclass
@@ -15,13 +17,22 @@ from apps.bench.launch import read_config, read_lines, run, with_defaults
 from apps.bench.report import Report
 from apps.main import app as main_app
 from lingua.app import App, choose_app
+from lingua.base.dump_dir import CHECKPOINTS
 from lingua.base.errors import UserError, import_optional
 from lingua.base.format import align
+from lingua.checkpoint.digest import hash_part
+from lingua.checkpoint.folder import find
+from lingua.checkpoint.source import open_checkpoint
+from lingua.checkpoint.tensors import local_parts
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
 STARTS = (
     ((1, 1, 1), 16), ((2, 1, 1), 3), ((1, 2, 1), 8), ((1, 1, 2), 5), ((1, 2, 2), 4),
 )  # fmt: skip
+EXACT_MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
+# Numbers of a metrics line that tell of the machine.
+TIMES = {"tokens_per_s", "tokens_per_s_per_device", "mfu", "step_time_s", "data_time_s"}
+TIMES |= {"peak_mem_gib", "created_at"}
 COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # one for each start
 MUTED, GRID = "#666666", "#e4e4e0"
 SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]
@@ -56,6 +67,8 @@ def measure(keys: list[str], png: Path | None = None) -> Report:
     if png is not None:
         _pyplot()  # a mistake is found before training
     app = choose_app(keys)
+    if "deterministic=mesh" in keys:
+        return measure_exact(app, keys)
     keys = with_defaults(SHORT if app is main_app else SHORTER, keys)
     starts = starts_of(app, keys)
     with TemporaryDirectory() as folder:
@@ -65,6 +78,42 @@ def measure(keys: list[str], png: Path | None = None) -> Report:
             words = [f"stop_at={start.end}", f"data.batch_size={start.rows}"]
             stopped = train([*keys, *words, f"dump_dir={folder}/stopped"], start.sizes)
     return report(never, stopped, starts, png)
+
+
+def measure_exact(app: App, keys: list[str]) -> Report:
+    keys = with_defaults([*SHORTER, "data.batch_size=3"], keys)
+    end, n = read_config(keys, app).steps, len(EXACT_MESHES)
+    outcomes: dict[str, Any] = {}
+    with TemporaryDirectory() as folder:
+        keys = [*keys, "logging.freq=1", f"data.cache_dir={folder}/cache"]
+        for sizes in EXACT_MESHES:
+            dump_dir = f"{folder}/{'x'.join(map(str, sizes))}"
+            train([*keys, f"dump_dir={dump_dir}"], sizes)
+            outcomes[str(sizes)] = outcome_of(Path(dump_dir))
+        for i, sizes in enumerate(EXACT_MESHES, start=1):
+            train([*keys, f"stop_at={-(-end * i // n)}", f"dump_dir={folder}/all"], sizes)
+        outcomes["one after the other"] = outcome_of(Path(f"{folder}/all"))
+    first, *others = outcomes.values()
+    rows = [("dp_replicate, dp_shard, tp", "equal lines", "hash of all tensors")]
+    for name, outcome in outcomes.items():
+        pairs = zip(outcome["lines"], first["lines"], strict=True)
+        rows.append((name, f"{sum(a == b for a, b in pairs)} of {end}", outcome["hash"]))
+    same = all(other == first for other in others)
+    verdict = "all runs are equal to the last bit" if same else "THE RUNS DIFFER"
+    return Report([*align(rows, left=1), "", verdict], {"outcomes": outcomes, "equal": same})
+
+
+def outcome_of(dump_dir: Path) -> dict[str, Any]:
+    """The metrics of a run without its times, and a hash of all tensors of its last checkpoint."""
+    lines = [
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in steps_of(dump_dir)
+    ]
+    source = open_checkpoint(find(dump_dir / CHECKPOINTS)[0], alone=True)
+    total = 0
+    for part in local_parts(source.whole(source.tensors)):
+        total += hash_part(part, source.tensors[part.name].shape)
+    return {"lines": lines, "hash": f"{total % 2**64:016x}"}
 
 
 def starts_of(app: App, keys: list[str]) -> list[Start]:

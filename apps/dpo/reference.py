@@ -73,23 +73,25 @@ def log_ratios(
 @torch.no_grad()
 def ratios_of(run: Run, model: nn.Module, numbers: list[int], read: Read) -> list[list[float]]:
     """The log-ratios of each row's pairs. Every rank calls this: as many rows are computed at once
-    as in training."""
+    as in training, those that follow each other."""
     degree = dp_degree(run.mesh)
     _, rows = run.args.micro_steps(degree)
 
-    def work(local_rows: list[int]) -> list[list[float]]:
+    def work(blocks: list[list[int]]) -> list[list[list[float]]]:
         # Every rank runs the same shapes, also one with fewer rows or none.
+        local_rows = blocks[0] if blocks else []
         tokens, targets, documents = read(np.resize(local_rows or numbers[:1], rows))
         batch = (tokens, targets[None], document_starts(documents))
         tensors = (to_device(torch.from_numpy(array), run.device) for array in batch)
         values, is_pair = (t.tolist() for t in log_ratios(model, *tensors))
         pairs = (zip(*row, strict=True) for row in zip(values, is_pair, strict=True))
-        return [[ratio for ratio, has in row if has] for row in pairs][: len(local_rows)]
+        ratios = [[ratio for ratio, has in row if has] for row in pairs][: len(local_rows)]
+        return [ratios] if blocks else []
 
-    size, ratios = rows * degree, []
-    for i in range(0, len(numbers), size):
-        ratios += divide(work, numbers[i : i + size], run.mesh)
-    return ratios
+    blocks, done = [numbers[i : i + rows] for i in range(0, len(numbers), rows)], []
+    for i in range(0, len(blocks), degree):
+        done += divide(work, blocks[i : i + degree], run.mesh)
+    return [ratios for block in done for ratios in block]
 
 
 def held_out_ratios(run: Run, model: nn.Module, windows: HeldOut) -> list[list[float]]:

@@ -61,7 +61,8 @@ class TrainArgs:
     stop_at: Free[int | None] = None  # leave after this step, as if interrupted; null: never
     grad_acc_steps: Free[int | None] = None  # micro-steps of a step; null: as few as fit
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"  # auto: cuda where there is one
-    deterministic: Free[bool] = False  # bitwise equal runs on the same topology, at some speed
+    # bitwise equal runs, at some speed: true, on the same topology; mesh, on any without tp
+    deterministic: Free[Literal[False, True, "mesh"]] = False
     data: DataArgs = field(default_factory=DataArgs)
     model: ModelArgs = field(default_factory=ModelArgs)
     optim: OptimArgs = field(default_factory=OptimArgs)
@@ -84,9 +85,22 @@ class TrainArgs:
         for i, key in enumerate(self.checkpoint.allow_change):
             if key not in keys and not key.startswith("data."):  # data.content.NAME, of each source
                 yield f"checkpoint.allow_change[{i}]", f"must be a config key{nearest(key, keys)}"
+        if self.exact and self.distributed.tp_size > 1:
+            need = (
+                "must be 1 with deterministic = mesh: tensor parallelism splits the sums inside of"
+            )
+            yield "distributed.tp_size", f"{need} products, whose order then depends on it"
+        if self.exact and self.distributed.grad_sync not in (None, "every"):
+            need = "must be every or null with deterministic = mesh: between micro-steps a rank"
+            yield "distributed.grad_sync", f"{need} would add up gradients in its own order"
         for i, name in enumerate(self.validation.sources):
             if name in self.data.used_sources():
                 yield f"validation.sources[{i}]", f"is trained on, as data.sources.{name}"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run is to be the same to the last bit on every data-parallel mesh."""
+        return self.deterministic == "mesh"
 
     @property
     def folder(self) -> Path:
@@ -106,7 +120,7 @@ class TrainArgs:
         """(micro-steps of a step, rows of a micro-batch), the same on every rank. Raises UserError
         where they cannot be as `grad_acc_steps` asks."""
         size, largest = self.data.step_rows, self.data.batch_size
-        return micro_steps(size, dp_degree, largest, self.grad_acc_steps)
+        return micro_steps(size, dp_degree, largest, self.grad_acc_steps, self.exact)
 
     def evaluation_due(self, step: int) -> bool:
         """Whether benchmarks are due once `step` is complete."""

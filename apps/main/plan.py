@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from apps.main import start
 from apps.main.check import check_forward
 from apps.main.config import TrainArgs
 from apps.main.run import Run
-from apps.main.start import make_optimizer
 from apps.main.train import Objective, train_step
 from lingua.app import App, Built, choose_app
 from lingua.base.errors import UserError
@@ -50,6 +50,7 @@ def build(app: App, args: TrainArgs, degree: int) -> Built:
     """The model of a config on `degree` data-parallel ranks; fills in the global batch size. Raises
     UserError."""
     args.app, args.dump_dir = app.path, str(args.folder)
+    args.distributed.resolve(args.exact)
     args.data.global_batch_size = args.data.global_batch_size or (
         args.data.batch_size * degree * (args.grad_acc_steps or 1)
     )
@@ -76,10 +77,12 @@ class Step:
     ) -> None:
         args.probe.every = 1  # `take` has one
         self.run = Run(
-            app, args, mesh, model, make_optimizer(app, model, args, built.plan),
+            app, args, mesh, model, start.make_optimizer(app, model, args, built.plan),
             build_tokenizer(TokenizerArgs()), cast(Any, None), {}, Progress(),
             cast(Any, _Numbers()), cast(Any, None), iter(()),
         )  # fmt: skip
+        if args.exact:
+            start.add_in_order(model, args, mesh)
         try:
             self.objective = (app.objective or Objective)(self.run)
         except UserError:

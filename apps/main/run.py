@@ -90,7 +90,8 @@ class Run:
         """For a probe: the norm of the gradients of each module of these patterns. Called by every
         rank; the host waits. Raises UserError where a pattern matches nothing."""
         modules = find_modules(self.model, patterns)
-        norms = grad_norms([list(module.parameters()) for module in modules.values()])
+        groups = [list(module.parameters()) for module in modules.values()]
+        norms = grad_norms(groups, self.args.exact)
         return dict(zip(modules, norms.tolist(), strict=True))
 
     def read_ahead(self, count: Callable[[MicroBatch], Tensor], stop: StopRequest) -> Ahead:

@@ -56,5 +56,6 @@ def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, s
     settings = SamplingArgs(temperature=0.8, max_gen_tokens=n_tokens, stop_tokens=stop_tokens)
     prompts = [windows[i, :length].tolist() for i, length in zip(chosen, lengths, strict=True)]
     requests = [Request(prompt, settings, run.args.seed) for prompt in prompts]
-    results = generate(run.model, requests, run.tokenizer, run.mesh, len(requests))
+    n_rows = 1 if run.args.exact else len(requests)  # shapes that do not depend on the mesh
+    results = generate(run.model, requests, run.tokenizer, run.mesh, n_rows)
     return [(run.tokenizer.decode(p), r.text) for p, r in zip(prompts, results, strict=True)]

@@ -15,17 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.main.check import Checked, check_dump_dir, check_run
 from apps.main.config import TrainArgs
 from lingua.app import App
+from lingua.base.errors import UserError
 from lingua.checkpoint.folder import write_run_id
 from lingua.checkpoint.resume import TOKENIZER, Change, check_data, log_resume
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
+from lingua.data.loader import n_grains
 from lingua.data.rows import OpenData
 from lingua.monitor.logger import init_logger
 from lingua.optim.optimizer import LoopOptimizer, build_optimizer
 from lingua.parallel.launch import detect_launch, pick_device, start
-from lingua.parallel.mesh import on_rank_0
+from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.parallel.signals import Stopped, StopRequest
 
@@ -112,7 +114,22 @@ def make_optimizer(
         return build_optimizer(model, args.optim, plan.blocks if plan else ())
     from lingua.optim.adapter import adapt  # imported where a fork has an optimizer of its own
 
-    return adapt(app.optimizer(model, args, plan), model)
+    optimizer = adapt(app.optimizer(model, args, plan), model)
+    if args.exact and any(group.get("fused") for group in optimizer.param_groups):
+        # On the CPU they compute the last elements of a shard otherwise than the others.
+        raise UserError(
+            f"deterministic = mesh: the optimizer of {app.path} is one of torch's with fused=True, "
+            "whose rounding depends on the shards; must have foreach=True or neither"
+        )
+    return optimizer
+
+
+def add_in_order(model: nn.Module, args: TrainArgs, mesh: DeviceMesh) -> None:
+    """Have the gradients of the model added in the order of a step's grains."""
+    from lingua.parallel.exact import GradientSums
+
+    _, rows = args.micro_steps(dp_degree(mesh))
+    GradientSums(model, mesh, n_grains(args.data.step_rows, rows), args.distributed.dtype)
 
 
 def load_benchmarks(args: TrainArgs) -> "Benchmarks | None":

@@ -89,7 +89,7 @@ def build_run(
     data, fingerprints, changes = start.open_data(args, checked, stop)
 
     # ---- model and optimizer, and the state that they continue from
-    model = parallelize_model(built.module, mesh, built.plan, args.distributed)
+    model = parallelize_model(built.module, mesh, built.plan, args.distributed, args.exact)
     init_parameters(model, args.seed, started.device)
     optimizer = start.make_optimizer(app, model, args, built.plan)
     progress = start.restore(checked, changes, args, model, optimizer, mesh)
@@ -106,7 +106,10 @@ def build_run(
         device=started.device,
         marks=document_marks(args.data, tokenizer),
         documents=data.documents,
+        grains=args.exact,
     )
+    if args.exact:
+        start.add_in_order(model, args, mesh)
     steps = open_parts.enter_context(closing(loader.steps(progress.position, args.data.workers)))
     report = Reporter(args, mesh, progress, built.flops_per_token, started.saver.is_alone)
     open_parts.enter_context(report)
@@ -198,7 +201,7 @@ def train_step(
         run.batch = batch
         with only_read(run.model):
             run.app.probe(run)
-    norm = grad_norm(list(run.model.parameters()))
+    norm = grad_norm(list(run.model.parameters()), args.exact)
     lr = lr_at(run.progress.step, args.optim, args.steps)
     admitted, divisor = guard.admit(step, norm), clip_divisor(norm, args.optim.clip)
     update(run.optimizer, lr, admitted, divisor)  # a gradient that is not finite changes nothing
@@ -239,11 +242,12 @@ class Objective:
             counts: int64 [K] on the device, `count` of the whole global batch.
 
         Returns:
-            This rank's share of that loss, float32, and the hash of the rows it used, int64; both
-            are summed over data-parallel ranks where they are logged.
+            The loss of each micro-batch as a share of that loss, float32 [n], or this rank's
+            share, and the hash of the rows that it used, int64; both are summed over data-parallel
+            ranks where they are logged.
         """
         run, args = self.run, self.run.args
-        loss = torch.zeros((), device=run.device)
+        parts: list[Tensor] = []
         rows_hash = torch.zeros((), dtype=torch.int64, device=run.device)
         for i, read in enumerate(batch):
             micro, fields = run.on_device(read), self.fields(read)
@@ -260,10 +264,10 @@ class Objective:
             is_row = micro.row_ids >= 0  # and not padding
             terms = [torch.where(is_row, t, 0).sum() for t in losses.per_row.values()]
             sum((term / args.data.step_rows for term in terms), part).backward()
-            loss += part.detach()
+            parts.append(part.detach())
             run.report.numbers.add({**losses.per_row, **losses.metrics}, micro)
             rows_hash += batch_hash(micro.row_ids, micro.tokens, micro.targets)
-        return loss, rows_hash
+        return torch.stack(parts), rows_hash
 
     def measure(self) -> float | None:
         """Measure and report held-out loss and metrics of every source. Returns the loss in nats

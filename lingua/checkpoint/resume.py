@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lingua.checkpoint.origin import Origin
 
 MIXTURE = ("data.sources", "data.stages")
+EXACT = ("data.batch_size", "distributed.threads")  # what rounding depends on
 TOKENIZER = "data.tokenizer.content"
 ABSENT = "(absent)"  # in place of the value of a key that was not saved
 
@@ -181,12 +182,15 @@ def check_config(
     """Config keys that differ from the checkpoint's and are not free. Raises UserError as
     `check_changes` does.
 
-    The mixture is compared by what it gave the steps up to the checkpoint: equal shares in other
+    Keys of EXACT count as guarded in a run that is `deterministic: mesh`. The mixture is compared
+    by what it gave the steps up to the checkpoint: equal shares in other
     words, and stages that begin later, are announced.
     """
     if saved is None:
         return []
     step, position = saved.progress.step, saved.progress.position
+    if config.get("deterministic") == saved.config.get("deterministic") == "mesh":
+        classes = {**classes, **dict.fromkeys(EXACT, "guarded")}
     note = ""
     if _mixture_before(saved.config, step) == _mixture_before(config, step):
         classes = {**classes, **dict.fromkeys(MIXTURE, "announced")}

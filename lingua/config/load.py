@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 from lingua.base.errors import MAX_SHOWN, UserError, all_of, nearest
-from lingua.config.schema import Keys, leaves, schema, split_optional, type_name
+from lingua.config.schema import Keys, choice_word, leaves, schema, split_optional, type_name
 from lingua.config.values import (
     COMMAND_LINE,
     MISSING,
@@ -347,10 +347,11 @@ def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: 
             return _build(kind, leaves(value, keys, f"{path}."), keys, report, f"{path}.")
         need = f"a group of keys ({', '.join(f.name for f in fields(kind))})"
     elif origin is Literal:
-        choices = {str(choice): choice for choice in inner}
-        if given.text in choices:
-            return choices[given.text]
-        need = type_name(kind) + nearest(str(given.text), choices)
+        choices = {choice_word(choice): choice for choice in inner}
+        written = choice_word(value) if type(value) is bool else given.text
+        if written in choices:
+            return choices[written]
+        need = type_name(kind) + nearest(str(written), choices)
     elif origin is list and isinstance(value, list):
         element = split_optional(inner[0])
         return [_convert(f"{path}[{i}]", v, *element, report) for i, v in enumerate(value)]

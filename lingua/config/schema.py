@@ -108,11 +108,16 @@ def split_optional(hint: Any) -> tuple[Any, bool]:
     return kinds[0], NoneType in members
 
 
+def choice_word(choice: Any) -> str:
+    """One of the values of a Literal as YAML has it."""
+    return str(choice).lower() if isinstance(choice, bool) else str(choice)
+
+
 def type_name(kind: Any) -> str:
     """`int`, `full or none`, `mapping of float`: a type in the words of a YAML file."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return " or ".join(str(choice) for choice in inner)
+        return " or ".join(map(choice_word, inner))
     if origin is list:
         return f"list of {type_name(inner[0])}"
     if origin is dict:

@@ -1,7 +1,9 @@
 """The row stream -> the micro-batches of one data-parallel rank, prefetched in threads.
 
 A step's global batch is the next G = `global_batch_size` rows of the stream. Rank r of dp_size
-ranks has rows [r * G // dp_size, (r + 1) * G // dp_size) of it, for any dp_size, also above G.
+ranks has rows [r * G // dp_size, (r + 1) * G // dp_size) of it, for any dp_size, also above G. With
+`deterministic: mesh` its k-th micro-batch is grain k * dp_size + r, of the rows that begin at that
+multiple of the micro-batch size.
 """
 
 import itertools
@@ -59,10 +61,24 @@ class MicroBatch:
 
 
 def micro_steps(
-    global_batch_size: int, dp_size: int, batch_size: int, grad_acc_steps: int | None = None
+    global_batch_size: int,
+    dp_size: int,
+    batch_size: int,
+    grad_acc_steps: int | None = None,
+    grains: bool = False,
 ) -> tuple[int, int]:
     """(micro-steps per step, rows per micro-batch), the same on every rank; rows <= batch_size.
-    Without `grad_acc_steps`, as few micro-steps as `batch_size` allows. Raises UserError."""
+    Without `grad_acc_steps`, as few micro-steps as `batch_size` allows. With `grains`, the rows do
+    not depend on `dp_size`. Raises UserError."""
+    if grains:
+        rows = min(batch_size, global_batch_size)
+        n_micro = -(-n_grains(global_batch_size, rows) // dp_size)
+        if grad_acc_steps not in (None, n_micro):
+            raise UserError(
+                f"grad_acc_steps = {grad_acc_steps}: must be {n_micro} here, or null, with "
+                "deterministic = mesh, which derives it from data.batch_size"
+            )
+        return n_micro, rows
     max_rows = -(-global_batch_size // dp_size)  # rows on the fullest rank
     min_steps = -(-max_rows // batch_size)
     n_micro = grad_acc_steps or min_steps
@@ -74,6 +90,11 @@ def micro_steps(
             f"data.batch_size = {batch_size}"
         )
     return n_micro, -(-max_rows // n_micro)
+
+
+def n_grains(global_batch_size: int, rows: int) -> int:
+    """Micro-batches of `rows` that a global batch consists of, the last one perhaps padded."""
+    return -(-global_batch_size // rows)
 
 
 @dataclass(frozen=True)
@@ -90,6 +111,7 @@ class Loader:
     # with marks, batches have `documents`, and targets that the document mask ignores are IGNORE
     marks: DocumentMarks | None = None
     documents: Documents | None = None  # used in place of the marks where it is given
+    grains: bool = False  # each micro-batch is one of the grains of `deterministic: mesh`
 
     def steps(self, position: int, workers: int = 0) -> Generator[list[MicroBatch]]:
         """The micro-batches of each step from `position` on.
@@ -113,15 +135,14 @@ class Loader:
 
     def _read(self, position: int) -> list[MicroBatch]:
         """This rank's micro-batches of the global batch that begins at `position`."""
-        size, rank = self.global_batch_size, self.dp_rank
-        begin, end = rank * size // self.dp_size, (rank + 1) * size // self.dp_size
-        positions = np.arange(position + begin, position + end)
+        ranges = [range(position + i, position + j) for i, j in self._ranges()]
+        positions = np.concatenate([np.arange(r.start, r.stop) for r in ranges])
         rows, is_target = self.stream.rows(positions), self.stream.is_target(positions)
         labels = rows if is_target is None else np.where(is_target, rows.astype(np.int64), IGNORE)
         index = None
         if self.marks is not None:
             index = self.marks.index(rows) if not self.documents else self.documents(positions)
-        cuts = [m * len(positions) // self.n_micro for m in range(self.n_micro + 1)]
+        cuts = [0, *itertools.accumulate(map(len, ranges))]
         row_size = 1 + self.stream.seq_len * (self.stream.n_views + (self.marks is not None))
         pinned = torch.device(self.device).type == "cuda"
         block = _Block(self.n_micro * self.rows * row_size, pinned)
@@ -131,6 +152,16 @@ class Loader:
             )
             for i, j in pairwise(cuts)
         ]
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """The first row of each micro-batch in the global batch, and the one after its last."""
+        size, rank = self.global_batch_size, self.dp_rank
+        if self.grains:
+            begins = ((m * self.dp_size + rank) * self.rows for m in range(self.n_micro))
+            return [(min(i, size), min(i + self.rows, size)) for i in begins]
+        begin, end = rank * size // self.dp_size, (rank + 1) * size // self.dp_size
+        cuts = [begin + m * (end - begin) // self.n_micro for m in range(self.n_micro + 1)]
+        return list(pairwise(cuts))
 
     def _micro_batch(
         self,

@@ -13,10 +13,9 @@ from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.data.rows import DocumentMarks, HeldOut, document_starts
 from lingua.model import Losses
-from lingua.monitor.means import mean_parts, means
+from lingua.monitor.means import dp_sums, mean_parts, means
 from lingua.monitor.reporter import Reporter
-from lingua.parallel.mesh import dp_degree, dp_rank, dp_sum_
-from lingua.parallel.tensors import to_host
+from lingua.parallel.mesh import dp_degree, dp_rank
 
 Loss = Callable[[MicroBatch], Losses]
 
@@ -72,11 +71,11 @@ def validate(
         of each metric.
     """
     degree, rank, device = dp_degree(mesh), dp_rank(mesh), torch.device(mesh.device_type)
-    n, seq_len = held_out.tokens.shape
-    sums: dict[str, Tensor] = {}  # float64 [2] each: the sum and its count
+    n_windows, seq_len = held_out.tokens.shape
+    parts: dict[str, list[Tensor]] = {}  # float32 [2] each: the sum of a forward and its count
     training = model.training
     model.eval()
-    for start in range(rank * rows, n + rank * rows, rows * degree):
+    for start in range(rank * rows, n_windows + rank * rows, rows * degree):
         window_slice = slice(start, start + rows)
         tokens, targets = map(
             torch.as_tensor, (held_out.tokens[window_slice], held_out.targets[window_slice])
@@ -98,15 +97,15 @@ def validate(
         micro = MicroBatch(row_ids, tokens, targets, starts).to(device)
         losses = loss(micro)
         count = (micro.targets[0] != IGNORE).sum()
-        parts = {"": torch.stack((losses.sums[0], count)), **mean_parts(losses.metrics, micro)}
-        sums = {name: part.double() + sums.get(name, 0) for name, part in parts.items()}
+        pair = torch.stack((losses.sums[0], count))
+        for name, part in {"": pair, **mean_parts(losses.metrics, micro)}.items():
+            parts.setdefault(name, []).append(part)
     model.train(training)
-    [[nats, count], *others] = to_host(dp_sum_(torch.stack(list(sums.values())), mesh))[0]
-    others = means((name, *pair) for name, pair in zip(list(sums)[1:], others, strict=True))
-    return others | {
-        "nats_per_token": nats / count,
+    [[nats, n], *others] = dp_sums(parts, mesh)
+    return means(list(parts)[1:], others) | {
+        "nats_per_token": nats / n,
         "nats_per_byte": nats / held_out.n_bytes,
         "bits_per_byte": nats / held_out.n_bytes / torch.log(torch.tensor(2.0)).item(),
-        "tokens": int(count),
+        "tokens": int(n),
         "bytes": held_out.n_bytes,
     }

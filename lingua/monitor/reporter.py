@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -22,9 +23,9 @@ from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten
 from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
-from lingua.monitor.means import Means, means
+from lingua.monitor.means import Means, exact_sum, means
 from lingua.monitor.metrics import append_line, cut_back, mfu, peak_mem_gib
-from lingua.parallel.mesh import dp_sum_, on_rank_0
+from lingua.parallel.mesh import dp_gather, dp_sum_, on_rank_0
 from lingua.parallel.tensors import to_host
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 class StepResult(NamedTuple):
     """One update, on the device but for the learning rate."""
 
-    loss: Tensor  # float32 scalar, the share of this data-parallel rank in the loss
+    loss: Tensor  # float32 scalar or [n], summed the share of this data-parallel rank in the loss
     rows_hash: Tensor  # int64 scalar, sum of the hashes of the rows of this rank
     grad_norm: Tensor  # float32 scalar, of the global batch
     lr: float
@@ -132,10 +133,15 @@ class Reporter:
         """Returns the measurements of the last step, and the values of `guard`, the counts of a
         NonFiniteGuard, int64 [2]. Called by every rank. This is where the host waits for the
         device, once."""
-        sums = dp_sum_(torch.hstack([step.loss, *self.numbers.parts.values()]), self.mesh)
+        pairs = [torch.stack(parts) for parts in self.numbers.parts.values()]  # [n, 2] each
+        sizes = [step.loss.numel(), *(pair.numel() for pair in pairs)]
+        flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs)])
+        parts = dp_gather(flat, self.mesh).split(sizes, dim=1)
         rows_hash = _agreed(dp_sum_(step.rows_hash.clone(), self.mesh), self.mesh)
-        (nats, *rest), norm, bits, counts = to_host(sums, step.grad_norm, rows_hash, guard)
-        numbers = means(zip(self.numbers.parts, rest[::2], rest[1::2], strict=True))
+        norm, bits, counts, losses, *rest = to_host(step.grad_norm, rows_hash, guard, *parts)
+        nats = exact_sum(chain(*losses))
+        sums = [[exact_sum(chain(*(row[i::2] for row in rows))) for i in (0, 1)] for rows in rest]
+        numbers = means(self.numbers.parts, sums)
         return Measured(nats, norm, f"{bits % 2**64:016x}", numbers), counts
 
     def log(self, progress: Progress, measured: Measured, lr: float) -> None:

@@ -12,26 +12,33 @@ from torch.distributed.tensor import DTensor
 from lingua.parallel.tensors import local
 
 
-def set_gradient_sync(model: nn.Module, mode: str, last: bool) -> None:
+def set_gradient_sync(model: nn.Module, mode: str | None, last: bool) -> None:
     """Set, before a micro-step's forward, which reductions its backward runs."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or mode != "last")
+        model.set_requires_gradient_sync(last or mode in ("replica_last", "every"))
         model.set_requires_all_reduce(last or mode == "every")
+    if (sums := getattr(model, "gradient_sums", None)) is not None:
+        sums.start_micro_step(last)
 
 
-def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The global norm of the gradients: a float32 scalar on the device, equal on every rank."""
-    return grad_norms([parameters])[0]
+def grad_norm(parameters: list[nn.Parameter], exact: bool = False) -> Tensor:
+    """The global norm of the gradients: a float32 scalar on the device, equal on every rank, and on
+    every data-parallel mesh with `exact`."""
+    return grad_norms([parameters], exact)[0]
 
 
 @torch.no_grad()
-def grad_norms(groups: list[list[nn.Parameter]]) -> Tensor:
+def grad_norms(groups: list[list[nn.Parameter]], exact: bool = False) -> Tensor:
     """The norm of the gradients of each group of parameters: float32 [n] on the device, equal on
     every rank. Called by every rank.
 
     Parameters may live on different meshes. Those of equal layout sum the squares of their shards
     over just the axes that split them, so what an axis replicates counts once.
     """
+    if exact:
+        from lingua.parallel.exact import exact_norm
+
+        return torch.stack([exact_norm(parameters) for parameters in groups])
     total = torch.zeros(len(groups), device=next(chain(*groups)).device)
     layouts: dict[tuple[DeviceMesh | None, tuple[int, ...]], Tensor] = {}
     for i, parameters in enumerate(groups):

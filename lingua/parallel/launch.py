@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,36 +42,48 @@ def start(
     device: torch.device,
     launch: Launch,
     args: DistributedArgs,
-    deterministic: bool = False,
+    deterministic: bool | Literal["mesh"] = False,
     dump_dir: Path | None = None,
 ) -> DeviceMesh:
     """Start the process group (gloo for CPU tensors, NCCL for CUDA ones) and build the mesh.
 
     A single process has a group of one, so that nothing else asks how it was launched. With a
-    `dump_dir`, an NCCL collective that times out leaves there what each rank's last ones were. A
-    `model_dtype` that `args` leave open is filled in.
+    `dump_dir`, an NCCL collective that times out leaves there what each rank's last ones were.
+    `model_dtype`, `grad_sync` and `threads` that `args` leave open are filled in.
 
     Raises:
-        UserError: the sizes of the mesh do not multiply to the number of processes, or the
-            processes cannot meet.
+        UserError: the sizes of the mesh do not multiply to the number of processes, the processes
+            cannot meet, or, with `deterministic: mesh`, are not alike.
     """
     sizes = mesh_sizes(args, launch.world_size)
     args.model_dtype = args.model_dtype or ("bf16" if device.type == "cuda" else "fp32")
+    args.resolve(deterministic == "mesh")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports inductor
-        torch.use_deterministic_algorithms(deterministic)
+    enabled = torch.are_deterministic_algorithms_enabled()
+    if bool(deterministic) != enabled:  # the call imports inductor
+        torch.use_deterministic_algorithms(bool(deterministic))
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     if device.type == "cuda":
         _set_cuda_defaults(dump_dir)
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = args.matmul_allow_tf32
-    elif "OMP_NUM_THREADS" not in os.environ and launch.local_world_size > 1:
+    elif (
+        args.threads is None and "OMP_NUM_THREADS" not in os.environ and launch.local_world_size > 1
+    ):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
     timeout = timedelta(seconds=args.timeout_s)
     single = launch.by == "python"
+    store = dist.HashStore() if single else _meet(launch, args.rendezvous_s, timeout)
+    if deterministic == "mesh":
+        from lingua.parallel.exact import check_ranks
+
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        check_ranks(store, launch.rank, launch.world_size, device=device.type, **facts)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.HashStore() if single else _meet(launch, args.rendezvous_s, timeout),
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,

@@ -39,8 +39,11 @@ class DistributedArgs:
     step_timeout_s: Free[float] = 600.0
     # when gradients are reduced: `last` micro-step only, `replica_last` reduce-scatters each
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
-    # the same gradient
-    grad_sync: Free[Literal["last", "replica_last", "every"]] = "last"
+    # the same gradient; null: last, or every with deterministic: mesh
+    grad_sync: Free[Literal["last", "replica_last", "every"] | None] = None
+    # CPU threads of the operators of a process, which rounding depends on; null: torch's choice, or
+    # 1 with deterministic: mesh
+    threads: Free[int | None] = None
     # dtype of forward and backward; parameters, gradients and their reduction stay float32; null:
     # bf16 on CUDA, fp32 on the CPU
     model_dtype: Announced[Literal["bf16", "fp32"] | None] = "bf16"
@@ -55,8 +58,14 @@ class DistributedArgs:
         """The dtype of forward and backward."""
         return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
 
+    def resolve(self, exact: bool) -> None:
+        """Fill in what is open and depends on whether the run is `deterministic: mesh`."""
+        self.grad_sync = self.grad_sync or ("every" if exact else "last")
+        self.threads = self.threads or (1 if exact else None)
+
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", maximum=1 << 24)
+        yield from bounds(self, 1, "threads", maximum=1024)
         yield from bounds(self, 1, "rendezvous_s", "timeout_s", "step_timeout_s", maximum=86400)
         if self.dp_replicate is None and self.dp_shard is None:
             yield "dp_replicate", "must be given when distributed.dp_shard is null"
@@ -98,6 +107,17 @@ def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
         if mesh[axis].size() > 1:
             dist.all_reduce(t, group=mesh.get_group(axis))
     return t
+
+
+def dp_gather(t: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`t` of every data-parallel rank, in their order: [ranks, ...]."""
+    for axis in ("dp_shard", "dp_replicate"):
+        size = mesh[axis].size()
+        parts = [torch.empty_like(t) for _ in range(size)] if size > 1 else [t]
+        if size > 1:
+            dist.all_gather(parts, t.contiguous(), group=mesh.get_group(axis))
+        t = torch.stack(parts)
+    return t.flatten(0, 1)
 
 
 def world_sum_(t: Tensor) -> Tensor:

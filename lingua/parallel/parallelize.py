@@ -156,13 +156,18 @@ def _undeclared(whole: list[str], plan: ParallelPlan, tp: int) -> list[str]:
 
 
 def parallelize_model(
-    model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan | None, args: DistributedArgs
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: ParallelPlan | None,
+    args: DistributedArgs,
+    exact: bool = False,
 ) -> nn.Module:
     """Apply tensor parallelism, activation checkpointing, compilation and FSDP2 to `model`.
 
     The model may be, and for large ones should be, on the meta device: `init_parameters` gives it
     memory and values afterwards. Tied parameters stay tied. It returns the same module, which the
-    caller uses as before; its gradients are sums over the data-parallel ranks, never averages.
+    caller uses as before; its gradients are sums over the data-parallel ranks, never averages. With
+    `exact` they are added by a GradientSums, and FSDP adds none, nor knows of replicas.
     Raises UserError where the plan does not fit, see `check_layout`.
     """
     plan = plan or ParallelPlan()
@@ -170,12 +175,12 @@ def parallelize_model(
     if mesh["tp"].size() > 1:
         _apply_tensor_parallel(model, mesh["tp"], plan)
     _wrap_blocks(model, plan, args)
-    if mesh.size() == 1 and args.dtype == torch.float32:
+    if mesh.size() == 1 and args.dtype == torch.float32 and not exact:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time
     replicas, shards = (mesh[axis].size() for axis in ("dp_replicate", "dp_shard"))
     shard = partial(
         fully_shard,
-        mesh=mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"],
+        mesh=mesh["dp_replicate", "dp_shard"] if replicas > 1 and not exact else mesh["dp_shard"],
         mp_policy=MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32),
     )
     modules = _modules(model)

@@ -19,7 +19,9 @@ def traffic_notes(
     yield from replicas_note(model, mesh, args, n_micro, detect_launch().local_world_size)
 
 
-def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) -> Iterator[str]:
+def grad_sync_note(
+    model: nn.Module, mesh: DeviceMesh, mode: str | None, n_micro: int
+) -> Iterator[str]:
     """The memory that `grad_sync` costs and the traffic that it saves, on each rank."""
     replicas, shards, _ = mesh.shape
     if n_micro == 1 or shards * replicas == 1:
@@ -29,6 +31,8 @@ def grad_sync_note(model: nn.Module, mesh: DeviceMesh, mode: str, n_micro: int) 
     whole_bytes = shard_bytes * shards
     reduces = shard_bytes if replicas > 1 and mode != "every" else 0
     kept = whole_bytes if mode == "last" else reduces
+    if hasattr(model, "gradient_sums"):  # of deterministic: mesh, in float64
+        kept = 2 * whole_bytes // (replicas * shards)
     scatters = whole_bytes if shards > 1 and mode == "last" else 0
     yield (
         f"distributed.grad_sync = {mode}: keeps {human_bytes(kept)} of gradients between "

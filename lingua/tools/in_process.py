@@ -218,13 +218,15 @@ def torch_restored() -> Iterator[None]:
     """A context that undoes what lingua.parallel.launch.start sets for the whole process."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    tf32, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
     try:
         yield
     finally:
         if deterministic != torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.backends.cuda.matmul.allow_tf32 = tf32
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -245,7 +245,7 @@ def test_the_mean_of_a_metric_leaves_out_padding_and_ignored_targets():
         "none": (pairs, pairs & False),
     }
     parts = mean_parts(metrics, micro)
-    assert dict(means((name, *part.tolist()) for name, part in parts.items())) == {
+    assert means(parts, [part.tolist() for part in parts.values()]) == {
         "row": 2.5, "target": 3.0, "view": 3.0, "pair": 7.5,
     }  # fmt: skip
     with pytest.raises(UserError, match=r'metric "odd": has shape \[3, 1\]; must be .*\[3, 2\]'):

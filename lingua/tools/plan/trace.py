@@ -171,7 +171,7 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
     with ExitStack() as modes:
         modes.enter_context(fake_ranks(replicas * shards * tp))
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
-        model = parallelize_model(built.module, mesh, built.plan, args.distributed)
+        model = parallelize_model(built.module, mesh, built.plan, args.distributed, args.exact)
         modes.enter_context(_kernels_of(device))
         memory = LiveMemory(BLOCK_BYTES if device == "cuda" else 1)
         memory.watch(model, blocks_of(model, built.plan or ParallelPlan()))

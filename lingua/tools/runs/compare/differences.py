@@ -30,7 +30,9 @@ from lingua.tools.runs.report.code import changed_files, code_place
 MAX_FILES = 5  # changed files to name
 VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "topology")
 # Keys that only change the order of additions.
-ADDITIONS = re.compile(r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync)")
+ADDITIONS = re.compile(
+    r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync|threads)"
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,212 @@
+"""`deterministic: mesh`: the same run to the last bit on every data-parallel mesh, and over stops.
+
+Each run has 7 rows: in grains of 2 more than some meshes have ranks, in grains of 1 more than all,
+and in one grain of 7 fewer than all.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from apps.dpo import app as dpo
+from apps.main import app as main
+from apps.main.run import Run
+from apps.mtp import app as mtp
+from apps.sft import app as sft
+from lingua.app import App
+from lingua.base.errors import UserError
+from lingua.checkpoint.digest import digest
+from lingua.parallel.exact import GradientSums, check_ranks, exact_norm
+from lingua.parallel.gradients import set_gradient_sync
+from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.mesh import DistributedArgs
+from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.parallel.tensors import local, whole
+from tests.apps.meshes import Sizes
+from tests.apps.runs import Outcome, Twist, arguments, digests
+from tests.forks import optimizer
+from tests.mistakes import refused
+
+END = 4
+ONE: Sizes = (1, 1, 1)
+MESHES: tuple[Sizes, ...] = ((1, 2, 1), (2, 1, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
+EXACT = {"deterministic": "mesh", "stop_at": END, "validation.every": 2, "data.batch_size": 2}
+TIMES = {"step_time_s", "data_time_s", "tokens_per_s", "tokens_per_s_per_device", "created_at"}
+TIMES |= {"peak_mem_gib"}
+BF16 = {"distributed.model_dtype": "bf16"}
+MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
+MASKS |= {"distributed.activation_checkpointing": "selective"}
+HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2, "model.dropout": 0.1}
+
+
+@dataclass(frozen=True)
+class Feature:
+    settings: dict[str, Any] = field(default_factory=dict)
+    app: App = main
+    reads: str | None = None  # the fixture that gives the settings of its data
+
+
+FEATURES = {
+    "masks, noise": Feature(MASKS),
+    "muon, bf16": Feature({"optim.name": "muon"} | BF16),
+    "an optimizer of torch": Feature({}, optimizer.app),
+    "pairs": Feature(BF16, dpo, "pairs"),
+}
+SOAK = {
+    "several tokens": Feature(HEADS, mtp),
+    "conversations": Feature({}, sft, "talk"),
+    "compiled": Feature(MASKS | {"distributed.compile": True}),
+    "tied": Feature({"model.weight_tying": True} | BF16),
+    "grains of a row": Feature({"data.batch_size": 1}),
+    "one grain": Feature({"data.batch_size": 7}),
+}
+
+
+def results(run: Outcome) -> dict[str, Any]:
+    """Everything that must be equal to the bit."""
+    lines = [*run.lines, *run.held_out, *run.samples]
+    kept = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+    return {"lines": kept, "tensors": digests(run.tensors(END))}
+
+
+def flipped_bit(run: Run) -> None:
+    """A probe that changes the last bit of an element of a gradient on one rank."""
+    if run.progress.step == 1 and os.environ["RANK"] == "0":
+        grad = local(next(run.model.parameters()).grad).view(-1)
+        grad.view(torch.int32)[grad.abs().argmax()] ^= 1
+
+
+def build_fused(model: nn.Module, args: Any, plan: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+@pytest.mark.parametrize(
+    ("feature", "sizes"),
+    [
+        *(
+            pytest.param(f, mesh, id=name)
+            for (name, f), mesh in zip(FEATURES.items(), MESHES[1:], strict=True)
+        ),
+        *(
+            pytest.param(f, mesh, id=f"{name}, {mesh}", marks=pytest.mark.soak)
+            for name, f in (FEATURES | SOAK).items()
+            for mesh in MESHES
+        ),
+    ],
+)
+def test_a_run_is_equal_to_the_bit_on_every_mesh(runs, request, feature, sizes):
+    settings = EXACT | feature.settings
+    settings |= request.getfixturevalue(feature.reads) if feature.reads else {}
+    alone = runs.train(ONE, settings, app=feature.app)
+    assert results(runs.train(sizes, settings, app=feature.app)) == results(alone)
+
+
+def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_path):
+    alone = runs.train(ONE, EXACT)
+    run = runs.train((1, 3, 1), EXACT | {"stop_at": 1})
+    for end, sizes in ((2, (2, 1, 1)), (3, (1, 5, 1)), (4, (2, 2, 1))):
+        run = runs.train(sizes, EXACT | {"stop_at": end}, dump_dir=run.dump_dir)
+    assert results(run) == results(alone)
+
+    for fault in ({"twist": Twist(shift=1)}, {"app": replace(main, probe=flipped_bit)}):
+        other = results(runs.train((1, 2, 1), EXACT, **fault))
+        assert other["tensors"] != results(alone)["tensors"], fault
+    in_float = [runs.train(sizes, EXACT | {"deterministic": True}) for sizes in (ONE, (1, 2, 1))]
+    assert results(in_float[0])["tensors"] != results(in_float[1])["tensors"]
+    copy = alone.copy(tmp_path / "copy").dump_dir
+    more = EXACT | {"stop_at": END + 1}
+    for key in ("data.batch_size", "distributed.threads"):
+        error = runs.train(ONE, more | {key: 3}, dump_dir=copy, refused=True).error
+        assert key in error and "checkpoint.allow_change" in error
+
+
+def test_what_cannot_be_exact_is_refused_by_name(runs):
+    def message(settings: dict[str, Any], sizes: Sizes = ONE, app: App = main) -> str | None:
+        return runs.train(sizes, EXACT | settings, app=app, refused=True).error
+
+    fused = replace(main, optimizer=build_fused)
+    assert "fused=True" in message({}, app=fused)
+    assert "grad_acc_steps = 3: must be 4" in message({"grad_acc_steps": 3})
+    for settings, key in (
+        ({"distributed.tp_size": 2}, "distributed.tp_size"),
+        ({"distributed.grad_sync": "last"}, "distributed.grad_sync"),
+    ):
+        refused(lambda s=settings: arguments(EXACT | s), key, "deterministic = mesh")
+
+
+def test_ranks_that_are_not_alike_are_refused_on_all_of_them():
+    def messages(*threads: int) -> list[str]:
+        store, n = dist.HashStore(), len(threads)
+
+        def check(rank: int) -> str:
+            try:
+                check_ranks(store, rank, n, device="cpu", threads=threads[rank])
+            except UserError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(n) as pool:
+            return list(pool.map(check, range(n)))
+
+    assert messages(1, 1, 1) == ["", "", ""]
+    [message] = set(messages(1, 2, 2))
+    assert "threads: 1 on rank 0, 2 on rank 1" in message and "device" not in message
+
+
+# ---------------------------------------------------------------------------------- the sums
+
+
+def sums_here(sizes: Sizes, grads: torch.Tensor) -> tuple[Any, ...]:
+    """The gradient of a weight that is summed over grains [n, rows, columns], its norm, and the
+    digest of it."""
+    launch, args = detect_launch(), DistributedArgs(*sizes[:2], model_dtype="fp32")
+    mesh = start(torch.device("cpu"), launch, args, "mesh")
+    torch.use_deterministic_algorithms(False)
+    model = nn.Linear(grads.shape[2], grads.shape[1], bias=False)
+    parallelize_model(model, mesh, ParallelPlan(), args, exact=True)
+    assert isinstance(model, FSDPModule)
+    GradientSums(model, mesh, len(grads), torch.float32)
+    steps = range(0, len(grads), launch.world_size)
+    for first in steps:
+        set_gradient_sync(model, "every", first == steps[-1])
+        i = first + launch.rank
+        # The gradient of the weight for an identity as input is that of the output.
+        out = model(torch.eye(grads.shape[2])).T
+        grad = grads[i] if i < len(grads) else torch.full_like(grads[0], torch.nan)
+        out.backward(grad)
+    [p] = model.parameters()
+    return whole(p.grad), exact_norm([p]), digest({"grad": p.grad.detach()})
+
+
+def test_sums_have_the_precision_of_float64_and_no_order(ranks):
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.empty(7, 5, 11).uniform_(-12, 3, generator=generator)
+    grads = 10**exponents * torch.randn(7, 5, 11, generator=generator).sign()
+    exact = grads.double().sum(0)
+    outcomes = {
+        sizes: ranks.run(sizes[0] * sizes[1], sums_here, sizes, grads)
+        for sizes in (ONE, (1, 2, 1), (2, 2, 1), (3, 1, 1))
+    }
+    expected, norm, hashed = outcomes[ONE][0]
+    assert ((expected.double() - exact).abs() <= exact.abs() * 2.0**-24).all()
+    assert float(norm) == pytest.approx(float(exact.norm()), rel=2**-23)
+    assert all(
+        torch.equal(grad, expected) and value == norm and text == hashed
+        for outcome in outcomes.values()
+        for grad, value, text in outcome
+    )
+    in_float = [grads[i].sum(0) for i in (torch.arange(7), torch.arange(6, -1, -1))]
+    assert not all(torch.equal(t, expected) for t in in_float)  # the order of floats matters
+    for bad in (torch.inf, torch.nan, 3e38):  # the last one overflows in the sum
+        spoiled = grads.clone()
+        spoiled[:3, 2, 2] = bad
+        for sizes in (ONE, (1, 2, 1)):
+            for _, value, _ in ranks.run(sizes[1], sums_here, sizes, spoiled):
+                assert value == torch.inf
