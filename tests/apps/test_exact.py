@@ -4,6 +4,7 @@ Each run has 7 rows: in grains of 2 more than some meshes have ranks, in grains 
 and in one grain of 7 fewer than all.
 """
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -110,8 +111,8 @@ def test_a_run_is_equal_to_the_bit_on_every_mesh(runs, request, feature, sizes):
 
 def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_path):
     alone = runs.train(ONE, EXACT)
-    run = runs.train((1, 3, 1), EXACT | {"stop_at": 1})
-    for end, sizes in ((2, (2, 1, 1)), (3, (1, 5, 1)), (4, (2, 2, 1))):
+    run = runs.train((1, 2, 1), EXACT | {"stop_at": 1})
+    for end, sizes in ((2, (2, 2, 1)), (3, (1, 5, 1)), (4, (1, 3, 1))):
         run = runs.train(sizes, EXACT | {"stop_at": end}, dump_dir=run.dump_dir)
     assert results(run) == results(alone)
 
@@ -189,7 +190,9 @@ def test_sums_have_the_precision_of_float64_and_no_order(ranks):
     generator = torch.Generator().manual_seed(1)
     exponents = torch.empty(7, 5, 11).uniform_(-12, 3, generator=generator)
     grads = 10**exponents * torch.randn(7, 5, 11, generator=generator).sign()
-    exact = grads.double().sum(0)
+    grads[:, 4, 10] = torch.tensor([2.0**60, -(2.0**60), 1, 0, 0, 0, 0])  # 0 in another order
+    terms = grads.flatten(1).T.tolist()
+    exact = torch.tensor([math.fsum(row) for row in terms], dtype=torch.float64).view(5, 11)
     outcomes = {
         sizes: ranks.run(sizes[0] * sizes[1], sums_here, sizes, grads)
         for sizes in (ONE, (1, 2, 1), (2, 2, 1), (3, 1, 1))
@@ -202,8 +205,6 @@ def test_sums_have_the_precision_of_float64_and_no_order(ranks):
         for outcome in outcomes.values()
         for grad, value, text in outcome
     )
-    in_float = [grads[i].sum(0) for i in (torch.arange(7), torch.arange(6, -1, -1))]
-    assert not all(torch.equal(t, expected) for t in in_float)  # the order of floats matters
     for bad in (torch.inf, torch.nan, 3e38):  # the last one overflows in the sum
         spoiled = grads.clone()
         spoiled[:3, 2, 2] = bad
