@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,9 +67,12 @@ def scaled(groups: list[dict[str, Any]], lr_scale: dict[str, float]) -> list[dic
     names = [name for group in groups for name, _ in group["params"]]
     for pattern in lr_scale:
         if not any(within(name, [pattern]) for name in names):
+            modules = {
+                part for name in names for part in accumulate(name.split("."), "{}.{}".format)
+            }
             raise UserError(
                 f"optim.lr_scale: {pattern} names no trained parameter of the model, and no module "
-                f"that has one{nearest(pattern, names)}"
+                f"that has one{nearest(pattern, modules)}"
             )
     split = []
     for group in groups:
