@@ -1,11 +1,15 @@
 """lingua: a small library to train, evaluate and fork language models on any mesh of devices.
 
 record = lingua.train("apps.main", {"config": "apps/main/configs/debug.yaml", "steps": 100})
+with lingua.open_run("apps.main", {"config": "apps/main/configs/debug.yaml"}) as run:
+    for step in run:
+        print(step, run.loss)
 lm = lingua.load("runs/debug")
 print(lm.generate("def main(", max_gen_tokens=50))
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,10 +18,11 @@ from lingua.base.version import __version__
 
 if TYPE_CHECKING:  # importing lingua imports no torch
     from lingua.app import App
+    from lingua.tools.in_process import OpenRun
     from lingua.tools.inference.lm import LM
     from lingua.tools.runs.records import Record
 
-__all__ = ["__version__", "load", "train"]
+__all__ = ["__version__", "load", "open_run", "train"]
 
 
 def load(
@@ -45,7 +50,8 @@ def load(
 
 
 def train(
-    app: "str | ModuleType | App", config: "Mapping[str, Any] | str | Path | None" = None
+    app: "str | ModuleType | App",
+    config: "Mapping[str, Any] | Sequence[str] | str | Path | None" = None,
 ) -> "Record":
     """Train in this process, the same run as by `python -m apps.main.train`. Call it from the main
     thread; in a script, below `if __name__ == "__main__":`, which processes that tokenize import.
@@ -54,8 +60,8 @@ def train(
 
     Args:
         app: what is trained: an import path such as "apps.main", its module, or the App.
-        config: a YAML file, or what the command line has: nested mappings (OmegaConf's too) or
-            dotted keys, `config` for a file that they are laid over.
+        config: a YAML file, or what the command line has: a list of key=value, or nested mappings
+            (OmegaConf's too) or dotted keys, `config` for a file that they are laid over.
 
     Returns what the run has written. Raises lingua.base.errors.UserError for a mistake in the
     config, or in the files that it names.
@@ -63,3 +69,22 @@ def train(
     from lingua.tools.in_process import train_here
 
     return train_here(app, config)
+
+
+def open_run(
+    app: "str | ModuleType | App",
+    config: "Mapping[str, Any] | Sequence[str] | str | Path | None" = None,
+) -> "AbstractContextManager[OpenRun]":
+    """The run of `train` as a loop, whose body may look at the model between two steps:
+
+        with lingua.open_run("apps.main", "my.yaml") as run:
+            for step in run:  # completed, and logged, measured and saved where that was due
+                print(step, run.loss)
+
+    Leaving the loop or the context early, also by an error or an interrupt, saves the newest step,
+    and the same call continues the run. A finished run yields no step, and has its model.
+    Arguments, signals and errors are those of `train`.
+    """
+    from lingua.tools.in_process import open_here
+
+    return open_here(app, config)

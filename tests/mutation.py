@@ -35,32 +35,12 @@ CASE_S = 60  # in which a case must be answered, on a busy machine
 MEMORY = 4 << 30  # bytes of address space that all cases together may add
 EXECUTED = Path(tempfile.gettempdir(), f"lingua-executed-{os.getpid()}")
 
-VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**32, 2**63, 10**400, 1e300, -0.5, "", "x", "\0", "\ud800",
-    "\u202e", "\x1b[31m", "../../x", "/dev/zero", "${oc.env:HOME}", "${", "9" * 5000, "[" * 50,
-    [], {}, [[]], {"a": 1}, ["a", 5], list(range(99)),
-]  # fmt: skip
-BYTES = [
-    b"\0", b"\xff\xfe", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\t", b"\r", b"\x85", b": ", b"- ",
-    b"\n", b"&a ", b"*a", b"---\n", b"%YAML 9\n", b"<<: *a\n", b"base: x.yaml\n", b"[" * 5000,
-    b"9" * 5000, b"{", b"}", b'"', b"'", b"${", b"  " * 60 + b"a: \n", b"\n" * 99, b"r\0\0\0\x7f",
-    b"\xff" * 50,     b"!!python/object/apply:os.mkdir ['%s']" % bytes(EXECUTED),
-]  # fmt: skip
-# Of a command line or a YAML file.
-WORDS = [
-    "", " ", "null", "true", "???", "a", "-", "~", "&a [*a]", "*a", "!!x y", "{", "[", "'", "|",
-    "/", "a: b", "# x", "- 1", "\t", "\n", "\r\n", "\x1b[31m", "é" * 99, "\u202e", "\udcff",
-    "x" * 300, "..", ".", "/dev/zero", "/dev/null", "/no/such/file", "${", "${}", "${seed}",
-    "${name}", "${data}", "${.lr}", "${oc.env:HOME}", "${oc.env:}", "${a:b}", "${oc.create:[]}",
-    r"\${seed}", "${" * 99 + "}" * 99, "${data.sources}" * 99,
-    "0", "-1", "1", "3", "1e3", "1e8", "1e13", "1e30", "1e308", "1e400", "1e-320", "-1e99", "0.5",
-    "1.5", ".inf", "-.inf", ".nan", str(2**31), str(2**63), "9" * 400, "9" * 5000, "0x1f",
-    "0x" + "f" * 400, "010", "1:30", "2024-01-01", "1_000", "1__0_", "+.5", "--1",
-    "[]", "{}", "[[]]", "[1, a]", "{a: 1}", "{a: {b: {c: 1}}}", "[" * 1000, "[" * 200 + "]" * 200,
-    "{a: " * 500, "{a: 1, a: 2}", "{? [a] : b}", "[" + "1, " * 3000 + "]", "{a: -1}", "{a: .nan}",
-    "[-1]", "[[from_step, 1]]", "{" + ", ".join(f"k{i}: {i}" for i in range(500)) + "}",
-    f"!!python/object/apply:os.mkdir ['{EXECUTED}']",
-]  # fmt: skip
+# Values of a file of JSON or YAML, its bytes, and words of a command line.
+HOSTILE = Path(__file__).with_name("hostile.txt").read_text().split("\n\n")
+VALUES, BYTES, WORDS = (
+    [eval(line, {"EXECUTED": str(EXECUTED)}) for line in part.splitlines() if line[0] != "#"]
+    for part in HOSTILE
+)
 
 
 class Executes:

@@ -10,7 +10,7 @@ from setuptools import find_packages
 from apps.main import app as main_app
 from apps.mtp import app as mtp_app
 from lingua.app import choose_app, find_app, known_apps, named_app
-from lingua.base.errors import UserError
+from tests.mistakes import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 FORK = """
@@ -31,26 +31,19 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_line_names_any_app(stranger):
-    assert choose_app(["app=strangers_app", "steps=3"]).path == "strangers_app"
+def test_the_command_line_names_any_app_and_a_file_only_those_of_the_repository(stranger):
     assert choose_app(["app=apps.mtp"]) is mtp_app
     assert choose_app(["steps=3"]) is main_app
     assert named_app(["steps=3"]) is None
-
-
-def test_a_file_names_only_apps_of_the_repository(stranger):
     config = stranger / "config.yaml"
     config.write_text("name: a\napp: apps.mtp\n")
     assert choose_app([f"config={config}"]) is mtp_app
     config.write_text("name: a\napp: strangers_app\n")
-    with pytest.raises(UserError, match=r"config\.yaml:2\): is not imported because a file names"):
-        choose_app([f"config={config}"])
+    refused(lambda: choose_app([f"config={config}"]), "config.yaml:2", "not imported")
     assert not (stranger / "executed").exists()
     assert choose_app([f"config={config}", "app=strangers_app"]).path == "strangers_app"
     assert (stranger / "executed").exists()  # and the trace shows what is executed
-
-
-def test_a_file_names_an_app_that_an_installed_package_registers(stranger):
+    # Or one that an installed package registers.
     info = stranger / "stranger-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")

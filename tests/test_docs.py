@@ -124,16 +124,27 @@ def test_the_readme_is_a_front_page():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_relative_link_leads_somewhere(name):
+def test_every_link_module_file_and_name_of_a_page_exists(name):
     page = ROOT / name
-    links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
-    for link in links:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in link:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+    for module in re.findall(r"(?:python|torchrun [^\n]*?) -m ([\w.]+)", page.read_text("utf-8")):
+        assert is_program(module), module
+    for span in re.findall(r"`([^`\n]+)`", prose(page)):
+        if re.fullmatch(r"(apps|docs|lingua|setup|tests)/[\w./-]*", span):
+            assert (ROOT / span).exists(), span
+        if re.fullmatch(r"(apps|lingua)(\.\w+)+", span) and span not in NO_NAMES:
+            pkgutil.resolve_name(span)  # raises where a part of it does not exist
+    for block in blocks(page):  # an excerpt is in its file
+        if block.is_file and block.info in listed():
+            whole = plain_lines((ROOT / block.info).read_text(encoding="utf-8"))
+            for part in re.split(r"^ *\.\.\.\n", block.text, flags=re.M):
+                assert plain_lines(part) in whole, f"{block.where}: {part}"
 
 
 @cache
@@ -141,19 +152,6 @@ def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_module_file_and_name_that_a_page_mentions_exists(name):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    for module in re.findall(r"(?:python|torchrun [^\n]*?) -m ([\w.]+)", text):
-        assert is_program(module), module
-    spans = re.findall(r"`([^`\n]+)`", prose(ROOT / name))
-    for span in spans:
-        if re.fullmatch(r"(apps|docs|lingua|setup|tests)/[\w./-]*", span):
-            assert (ROOT / span).exists(), span
-        if re.fullmatch(r"(apps|lingua)(\.\w+)+", span) and span not in NO_NAMES:
-            pkgutil.resolve_name(span)  # raises where a part of it does not exist
 
 
 NO_NAMES = ("lingua.apps",)  # the group of entry points
@@ -164,15 +162,6 @@ def is_program(module: str) -> bool:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{module}.__main__")
     return spec is not None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_excerpt_is_in_its_file(name):
-    for block in blocks(ROOT / name):
-        if block.is_file and block.info in listed():
-            whole = plain_lines((ROOT / block.info).read_text(encoding="utf-8"))
-            for part in re.split(r"^ *\.\.\.\n", block.text, flags=re.M):
-                assert plain_lines(part) in whole, f"{block.where}: {part}"
 
 
 def plain_lines(text: str) -> str:
@@ -312,24 +301,23 @@ def help_of(*program: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "python -m apps.main.train config=apps/main/configs/debug.yaml stesp=3",
-        "torchrun --procs-per-node 2 -m apps.main.train config=apps/main/configs/debug.yaml",
-        "python -m lingua stool config=apps/main/configs/debug.yaml sweep.optim.rl=1e-3,3e-4",
-        "python -m lingua checkpoint shw runs/debug",
-        "python -m lingua plan config=apps/main/configs/debug.yaml nodse=2",
-        "python -m lingua convert source=runs/debug dest=debug-hf",
-        "python -m lingua data show runs/debug step=3 wurst=2",
-        "python setup/download_tokenizer.py llama3 --folder tokenizers",
-    ],
-)
-def test_a_mistyped_word_of_a_command_is_noticed(monkeypatch, command):
+MISTYPED = """\
+python -m apps.main.train config=apps/main/configs/debug.yaml stesp=3
+torchrun --procs-per-node 2 -m apps.main.train config=apps/main/configs/debug.yaml
+python -m lingua stool config=apps/main/configs/debug.yaml sweep.optim.rl=1e-3,3e-4
+python -m lingua checkpoint shw runs/debug
+python -m lingua plan config=apps/main/configs/debug.yaml nodse=2
+python -m lingua convert source=runs/debug dest=debug-hf
+python -m lingua data show runs/debug step=3 wurst=2
+python setup/download_tokenizer.py llama3 --folder tokenizers
+"""
+
+
+def test_a_mistyped_word_of_a_command_is_noticed(monkeypatch):
     monkeypatch.chdir(ROOT)
-    [words] = simple_commands(f"{command}\n")
-    with pytest.raises((UserError, SystemExit)):
-        parse(words)
+    for words in simple_commands(MISTYPED):
+        with pytest.raises((UserError, SystemExit)):
+            parse(words)
 
 
 # ---------------------------------------------------------------------------------- what is run

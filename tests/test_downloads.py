@@ -100,9 +100,8 @@ def test_a_data_set_is_downloaded_through_kills_and_failures_and_is_a_source(hub
 
     args = DataArgs(root_dir=str(tmp_path / "data"), sources={"english": 1.0})
     source = prepare_source("english", args, build_tokenizer(args.tokenizer), print, processes=1)
-    assert sum(source.manifest.total(s, "documents") for s in ("train", "heldout")) == 2 * len(
-        TEXTS
-    )
+    totals = [source.manifest.total(split, "documents") for split in ("train", "heldout")]
+    assert sum(totals) == 2 * len(TEXTS)
 
     # Again: nothing is downloaded twice; a damaged file is.
     (folder / "en" / "a.jsonl").write_bytes(b"short")
@@ -171,10 +170,8 @@ def test_tokenizers_of_the_hub_load(hub, tmp_path):
     for name in ("llama2", "llama3", "gemma"):
         done = tokenizer(hub, tmp_path, name, HF_TOKEN=TOKEN)
         assert done.returncode == 0, done.stderr
-        kind, path = (
-            word.rpartition("=")[2] for word in done.stdout.split() if word.startswith("data.tok")
-        )
-        built = build_tokenizer(TokenizerArgs(kind, path))
+        words = [word for word in done.stdout.split() if word.startswith("data.tok")]
+        built = build_tokenizer(TokenizerArgs(*(word.rpartition("=")[2] for word in words)))
         assert built.decode(built.encode(TEXTS[3])) == TEXTS[3]
         assert f"{built.vocab_size:,} tokens" in done.stdout
     assert not list(tmp_path.rglob("w"))
@@ -188,6 +185,14 @@ def test_tokenizers_of_the_hub_load(hub, tmp_path):
     assert wrong.returncode == 2 and "must be a sentencepiece .model file" in wrong.stderr
 
 
+PLUGIN = """
+from tiktoken.load import load_tiktoken_bpe
+ranks = lambda: load_tiktoken_bpe("{address}", "{digest}")
+tiny = lambda: dict(name="tiny", pat_str=r"{pattern}", mergeable_ranks=ranks(), special_tokens={{}})
+ENCODING_CONSTRUCTORS = {{"tiny": tiny}}
+"""
+
+
 def test_an_encoding_of_tiktoken_keeps_its_ids(hub, tmp_path):
     """An encoding whose text is cut in another way than Llama 3's, as that of o200k_base is."""
     content, pattern = ranks_file(), r"\p{N}{1,4}|\p{Lu}?\p{Ll}+|\s+|[^\s\p{L}\p{N}]+|\p{L}"
@@ -195,15 +200,8 @@ def test_an_encoding_of_tiktoken_keeps_its_ids(hub, tmp_path):
     hub.failures = 2
     plugin = tmp_path / "plugin" / "tiktoken_ext" / "tiny.py"
     plugin.parent.mkdir(parents=True)
-    plugin.write_text(
-        "from tiktoken.load import load_tiktoken_bpe\n"
-        "def tiny():\n"
-        f"    ranks = load_tiktoken_bpe('{hub.url}/tiny.tiktoken', "
-        f"'{hashlib.sha256(content).hexdigest()}')\n"
-        f"    return dict(name='tiny', pat_str={pattern!r}, mergeable_ranks=ranks,\n"
-        "                special_tokens={})\n"
-        "ENCODING_CONSTRUCTORS = {'tiny': tiny}\n"
-    )
+    address, digest = f"{hub.url}/tiny.tiktoken", hashlib.sha256(content).hexdigest()
+    plugin.write_text(PLUGIN.format(address=address, digest=digest, pattern=pattern))
     env = {"PYTHONPATH": str(plugin.parent.parent), "TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
     done = tokenizer(hub, tmp_path, "tiny", **env)
     assert done.returncode == 0, done.stderr

@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from apps.dpo import TrainArgs as DPOArgs
 from apps.main.config import TrainArgs
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs
+from apps.main.hugging_face import from_config
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
 from lingua.checkpoint.run_config import load_run
@@ -23,10 +25,11 @@ from lingua.tools.commands import checkpoint, compare, report, runs, tokenizer
 from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
+from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
-from tests.config.example import Config
+from tests.config.example import Config, write
 from tests.mistakes import refused
 from tests.tools.runs.compare.pool import write_run
 
@@ -43,15 +46,30 @@ def stool(argv):
     stool_command.main(["launcher=print", *(f"{k}={v}" for k, v in words.items()), *argv])
 
 
+def load_file(argv):
+    text = argv[0].encode().decode("unicode_escape")
+    load(Config, [write(Path("../file.yaml"), text)])
+
+
+def load_family(argv):
+    name, *changed = argv  # and what makes a good config a wrong one
+    config = FAMILY | {"model_type": name.lower()}
+    from_config(config, "there/config.json")
+    from_config(config | yaml.safe_load(*changed), "there/config.json")
+
+
 def loads(config, *needed, **options):
     return lambda argv: load(config, [*needed, *argv], **options)
 
 
+FAMILY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2}
+FAMILY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
 SOURCES = ("data.sources={a: 1}", "model.n_heads=4")
 PAIRS = ("data.chat={pairs: true}", "data.document_mask=ignore", "checkpoint.init_from=m")
 BATCH = ("data.sources={a: 1}", "data.global_batch_size=8")
 PROGRAMS = {
     "example": loads(Config, foreign=meta_lingua),
+    "file": load_file,
     "help": partial(help_text, Config),
     "train": loads(TrainArgs, *SOURCES),
     "run": lambda argv: load_run(choose_app([]), [*SOURCES, *argv]),
@@ -61,6 +79,8 @@ PROGRAMS = {
     "generate": loads(GenerateArgs, "ckpt=runs/a"),
     "tokens": loads(TokenizerArgs),
     "tokenizer": tokenizer.main,
+    "family": load_family,
+    "harness": lambda argv: to_settings(yaml.safe_load(argv[0]), 5),
     "show": loads(ShowArgs, *BATCH, partial=True),
     "plan": lambda argv: make_plan([f"config={DEBUG}", *argv]),
     "checkpoint": checkpoint.main,
@@ -93,11 +113,14 @@ RANGES.append(["evaluated", "name=a\x1b[31m", "checkpoint.path=a\x7f", "dump_dir
 def mistakes():
     """(program, its arguments, what must be named)."""
     filled = {"{many}": ",".join(map(str, range(1, 40))), "{deep}": 500 * "[" + 500 * "]"}
+    filled["{long}"] = 300 * "a"
     for line in LINES:
         command, *names = re.split(r"  +", line)
         if command.startswith("range "):
             continue
-        program, *argv = shlex.split(re.sub(r"\{(many|deep)\}", lambda m: filled[m[0]], command))
+        program, *argv = shlex.split(
+            re.sub(r"\{(many|deep|long)\}", lambda m: filled[m[0]], command)
+        )
         yield pytest.param(program, argv, names, id=command)
     for argv, *names in TOO_LONG:
         yield pytest.param("example", argv, names, id=argv[0][:20])

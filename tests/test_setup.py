@@ -46,14 +46,6 @@ def run(repo: Path, *command: str, cwd: Path | None = None, **env: str):
     return process.returncode, out, err
 
 
-def fake_python(path: Path, version: str) -> Path:
-    """An executable that only prints a version of Python."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\necho {version}\n")
-    path.chmod(0o755)
-    return path
-
-
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory) -> Path:
     """A repository whose .venv is ready."""
@@ -64,17 +56,13 @@ def repo(tmp_path_factory) -> Path:
     return repo
 
 
-def test_the_command_gets_its_arguments_unharmed_and_its_exit_code_passes_through(repo):
+def test_a_command_gets_its_arguments_unharmed_in_a_ready_environment_from_any_folder(
+    repo, tmp_path
+):
     words = ["a b", "it's", '"', "$HOME", "`id`", "*", "", "-x", "back\\slash", "two\nlines"]
-    script = "import sys; print(sys.argv[1:]); sys.exit(7)"
-    code, out, err = run(repo, "python", "-c", script, *words)
-    assert (code, out, err) == (7, f"{words}\n", "")
-
-
-def test_a_ready_environment_is_used_silently_from_any_folder(repo, tmp_path):
-    script = "import os, sys; print(sys.prefix); print(os.getcwd())"
-    code, out, err = run(repo, "python", "-c", script, cwd=tmp_path)
-    assert (code, out.splitlines(), err) == (0, [str(repo / ".venv"), str(repo)], "")
+    script = "import os, sys; print(sys.prefix, os.getcwd(), sys.argv[1:], sep='|'); sys.exit(7)"
+    code, out, err = run(repo, "python", "-c", script, *words, cwd=tmp_path)
+    assert (code, out, err) == (7, f"{repo / '.venv'}|{repo}|{words}\n", "")
 
 
 def test_changed_requirements_are_installed_once_and_show_their_progress(repo):
@@ -122,7 +110,9 @@ def test_a_failed_install_shows_pips_error_and_is_not_taken_for_ready(tmp_path):
 
 def test_a_python_that_is_too_old_or_absent_is_a_clear_error(repo, tmp_path):
     for version in ("3.9", "2.7", "3.10"):
-        old = fake_python(tmp_path / "python", version)
+        old = tmp_path / "python"  # which only prints a version
+        old.write_text(f"#!/bin/sh\necho {version}\n")
+        old.chmod(0o755)
         code, out, err = run(repo, "echo", "ran", PYTHON=str(old))
         assert (code, out) == (2, "")
         assert f"Python 3.11 or newer is needed, and {old} is {version}" in err

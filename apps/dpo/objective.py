@@ -29,10 +29,8 @@ class Preferences(Objective):
         ratios, is_pair = log_ratios(self.run.model, *micro.inputs(), **micro.random())
         margins = self.run.args.dpo.beta * (ratios - micro.fields["reference"])
         loss = torch.where(is_pair, -F.logsigmoid(margins), 0.0).sum()
-        return Losses(
-            loss[None],
-            metrics={"accuracy": (margins > 0, is_pair), "margin": (margins, is_pair)},
-        )
+        metrics = {"accuracy": (margins > 0, is_pair), "margin": (margins, is_pair)}
+        return Losses(loss[None], metrics=metrics)
 
     def measure(self) -> float | None:
         """Measure the pairs of every source; returns the mean of all their losses."""

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from apps.main.config import TrainArgs
 from lingua.app import App, Built, choose_app
 from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
-from lingua.base.errors import UserError, import_tool
+from lingua.base.errors import UserError, check_array, import_tool
 from lingua.base.format import counted
 from lingua.checkpoint.folder import check_run_id
 from lingua.checkpoint.resume import Change, Saved, check_config, find_start, flat_config
@@ -24,6 +24,7 @@ from lingua.checkpoint.run_config import load_run
 from lingua.config.load import flatten, resume_classes
 from lingua.data.rows import Data
 from lingua.data.sources import TextData
+from lingua.model import Losses
 from lingua.model.attention import choose_attention
 from lingua.parallel.launch import one_process
 from lingua.parallel.mesh import mesh_sizes, on_rank_0
@@ -159,6 +160,23 @@ def check_forward(model: nn.Module, args: TrainArgs) -> None:
             if value != off:
                 need = f"must be {off}, since the forward of this model does not take {argument}"
                 raise UserError(f"{key} = {value}: {need}") from None
+
+
+def check_fields(where: str, fields: dict[str, Tensor], rows: int) -> None:
+    """Raise UserError where `Objective.fields` has not returned tensors of the rows."""
+    for name, t in fields.items():
+        if not isinstance(t, Tensor) or t.shape[:1] != (rows,):
+            came = f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+            raise UserError(f"{where}: {name} is {came}; must be a tensor [{rows}, ...] on the CPU")
+
+
+def check_losses(where: str, losses: Losses, n_sums: int, rows: int) -> None:
+    """Raise UserError where `Objective.loss` has not returned what `count` and the rows ask for."""
+    if not isinstance(losses, Losses):
+        raise UserError(f"{where}: {type(losses).__name__}; must be lingua.model.Losses")
+    check_array(f"{where}: sums", losses.sums, "float32", (n_sums,))
+    for name, term in losses.per_row.items():
+        check_array(f"{where}: per_row, {name}", term, "float32", (rows,))
 
 
 def check_dump_dir(folder: Path) -> None:

@@ -42,6 +42,14 @@ class SamplesArgs:
 
 
 @dataclass
+class ProbeArgs:
+    every: Free[int | None] = 1  # steps between two calls of the app's probe; null: never
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "every")
+
+
+@dataclass
 class TrainArgs:
     name: Free[str] = "lingua"  # name of the run
     # import path of the app that is trained; null: apps.main. A file can only name an app of this
@@ -62,6 +70,7 @@ class TrainArgs:
     checkpoint: CheckpointArgs = field(default_factory=CheckpointArgs)
     validation: ValidationArgs = field(default_factory=ValidationArgs)
     samples: SamplesArgs = field(default_factory=SamplesArgs)
+    probe: ProbeArgs = field(default_factory=ProbeArgs)
     eval: Free[EvaluationArgs | None] = None  # benchmarks while it trains, when given
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     profiling: ProfilingArgs = field(default_factory=ProfilingArgs)
@@ -126,6 +135,10 @@ class TrainArgs:
         """Whether samples are due in this process once `step` is complete, or at its end."""
         every = self.samples.every
         return self.end == self.steps or (every > 0 and self.end // every > step // every)
+
+    def probe_due(self, step: int) -> bool:
+        """Whether the app's probe is called in `step`."""
+        return self.probe.every is not None and step % self.probe.every == 0
 
     def measurement_due(self, step: int) -> bool:
         """Whether the held-out loss is due once `step` is complete."""

@@ -78,15 +78,17 @@ def machine(run: Run) -> dict[str, Any]:
     }
 
 
-def finish(run: Run, signals: list[str]) -> None:
-    """Log how the run ended; `signals` ended it before its last step. A finished one also writes
-    samples. Called by every rank."""
+def finish(run: Run) -> None:
+    """Log how the run ended. A finished one also writes samples. Called by every rank."""
     args, step = run.args, run.progress.step
     reason = "done"
-    if signals:
-        reason = signals[0]
+    if run.signals:
+        reason = run.signals[0]
         where = f"after step {step}, which is saved" if step else "before the first step"
         logger.info(f"stopped by {reason} {where}. The same command resumes it")
+    elif step < args.end:
+        reason = "left"
+        logger.info(f"left after step {step}, which is saved. The same call resumes it")
     elif step < args.steps:
         reason = "stop_at"
         logger.info(f"stopped after step {step}, as stop_at asks; without it the run continues")
@@ -103,6 +105,6 @@ def finish(run: Run, signals: list[str]) -> None:
             logger.info(fact.against_plan(args.folder, run.mesh.shape, run.device, step_s))
         except UserError as error:  # the run is done
             logger.info(error)
-    if not signals:
+    if not run.signals:
         logger.info(f"report: python -m lingua report {shlex.quote(str(args.folder))}")
     run.report.event("stop", step, reason=reason)

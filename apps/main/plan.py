@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main import start
@@ -20,6 +20,7 @@ from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.state import Progress
 from lingua.data.args import DataArgs
 from lingua.data.loader import MicroBatch
+from lingua.monitor.means import Means
 from lingua.optim.optimizer import NonFiniteGuard
 from lingua.parallel.mesh import dp_degree
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
@@ -63,9 +64,7 @@ def build(app: App, args: TrainArgs, degree: int) -> Built:
 class _Numbers:
     """Receives an objective's numbers in place of a Reporter."""
 
-    numbers: dict[str, Tensor] = field(default_factory=dict)
-
-    def average(self, parts: dict[str, Tensor]) -> None: ...
+    numbers: Means = field(default_factory=Means)
 
     def event(self, event: str, step: int, **values: Any) -> None: ...
 
@@ -76,6 +75,7 @@ class Step:
     def __init__(
         self, app: App, args: TrainArgs, built: Built, mesh: DeviceMesh, model: nn.Module
     ) -> None:
+        args.probe.every = 1  # `take` has one
         self.run = Run(
             app, args, mesh, model, start.make_optimizer(app, model, args, built.plan),
             build_tokenizer(TokenizerArgs()), cast(Any, None), {}, Progress(),
@@ -83,7 +83,16 @@ class Step:
         )  # fmt: skip
         if args.exact:
             start.add_in_order(model, args, mesh)
-        self.objective = (app.objective or Objective)(self.run)
+        try:
+            self.objective = (app.objective or Objective)(self.run)
+        except UserError:
+            raise
+        except Exception as error:  # such as of a second model, whose weights no rank could read
+            name = getattr(app.objective, "__qualname__", app.objective)
+            raise UserError(
+                f"app = {app.path}: its objective {name} needs more than a plan has (run.data is "
+                f"None, ranks and weights do not exist): {type(error).__name__}: {error}"
+            ) from error
         self.guard = NonFiniteGuard(args.optim.on_nonfinite, self.run.device)
 
     def take(self, n_micro: int, between: Callable[[], None] = lambda: None) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App
-from lingua.base.errors import UserError
+from lingua.base.errors import UserError, check_array, import_tool
+from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress, TrainState
 from lingua.checkpoint.tensors import settings_of, tensors_of
@@ -22,8 +23,9 @@ from lingua.data.rows import OpenData
 from lingua.monitor.reporter import Reporter
 from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
 from lingua.optim.schedule import lr_at
+from lingua.parallel.gradients import grad_norms
 from lingua.parallel.mesh import all_call
-from lingua.parallel.parallelize import reshard
+from lingua.parallel.parallelize import find_modules, reshard
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import to_device
 from lingua.tokenizer import Tokenizer
@@ -51,7 +53,10 @@ class Run:
     saver: Saver
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
-    batch: list[MicroBatch] = field(default_factory=list)  # rows that a probe may look at
+    batch: list[MicroBatch] = field(default_factory=list)  # this rank's rows of the newest step
+    loss: Tensor = field(init=False)  # that of the newest step; this data-parallel rank's share
+    signals: list[str] = field(default_factory=list)  # stop signals that ended it, by name
+    checked: bool = False  # whether an app's functions were seen to return what they must
     saved_at: float = field(default_factory=time.monotonic)  # end of the last save, or of the start
 
     @property
@@ -62,11 +67,40 @@ class Run:
         """A copy of a tensor of the host, for which the host does not wait."""
         return to_device(t, self.device)
 
+    def on_device(self, read: MicroBatch) -> MicroBatch:
+        """A micro-batch of the current step on the device, with the keys of its noise, if any."""
+        micro = read.to(self.device)
+        if self.args.model.dropout:
+            noise = key_of(self.args.seed, "noise", self.progress.step + 1)
+            micro.noise = hash_bits(noise, micro.row_ids)
+        return micro
+
+    def hidden(self, *patterns: str) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
+        """For a probe: run the model on each micro-batch of the step, with the noise of the step,
+        and give what its modules of these patterns return (`lingua.tools.inspect.hidden`). Iterated
+        to the end by every rank. Raises UserError where a pattern matches nothing."""
+        recorded = import_tool("lingua.tools.inspect.hidden", "a probe with hidden states").recorded
+        for read in self.batch:
+            micro = self.on_device(read)
+            with recorded(self.model, patterns, self.args, self.mesh) as states:
+                self.model(*micro.inputs(), **micro.random())
+            yield micro, states
+
+    def grad_norms(self, *patterns: str) -> dict[str, float]:
+        """For a probe: the norm of the gradients of each module of these patterns. Called by every
+        rank; the host waits. Raises UserError where a pattern matches nothing."""
+        modules = find_modules(self.model, patterns)
+        groups = [list(module.parameters()) for module in modules.values()]
+        norms = grad_norms(groups, self.args.exact)
+        return dict(zip(modules, norms.tolist(), strict=True))
+
     def read_ahead(self, count: Callable[[MicroBatch], Tensor], stop: StopRequest) -> Ahead:
         """The rows of the next step, what its loss is divided by, and whether ranks stop or save
         after it. `count` is that of the objective."""
         with self.report.waiting_for_data():
             batch = next(self.steps)
+        if not self.checked:
+            check_array(count.__qualname__, count(batch[0]), "int64", (None,), on_host=True)
         stopping = stop.signal is not None or self.saver.must_stop
         since_save_s = time.monotonic() - self.saved_at
         overdue = dist.get_rank() == 0 and self.args.checkpoint.overdue(since_save_s)

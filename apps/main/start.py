@@ -99,8 +99,7 @@ def open_data(
     prepare = partial(data.prepare, args, tokenizer, logger.info)
     run_interruptibly(prepare, stop, "the text was prepared")
     opened = data.open(args, tokenizer)
-    for name, windows in opened.held_out.items():
-        windows.check(name, args.data.seq_len)
+    opened.check(args.data)
     fingerprints = {**opened.fingerprints, TOKENIZER: tokenizer.fingerprint()}
     changes = check_data(checked.saved, fingerprints, args.checkpoint.allow_change)
     return opened, fingerprints, checked.changes + changes

@@ -9,6 +9,7 @@ optimizer, the objective, a probe. A fork that changes the order of the loop cop
 """
 
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import torch
@@ -16,26 +17,28 @@ from torch import Tensor
 
 from apps.main import start
 from apps.main.check import check as check  # lingua stool calls it before a launch
+from apps.main.check import check_fields, check_losses
 from apps.main.config import TrainArgs
 from apps.main.describe import announce, finish
 from apps.main.run import Run
 from lingua.app import App, choose_app
-from lingua.base.hashing import batch_hash, hash_bits, key_of
+from lingua.base.hashing import batch_hash
 from lingua.checkpoint.run_config import load_run
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
 from lingua.data.rows import document_marks
-from lingua.model import Losses
+from lingua.model import Losses, as_losses
 from lingua.monitor.held_out import measure_sources
+from lingua.monitor.means import Means
 from lingua.monitor.profiling import open_profiler
-from lingua.monitor.reporter import Reporter, StepResult, mean_parts
+from lingua.monitor.reporter import Reporter, StepResult
 from lingua.optim.optimizer import NonFiniteGuard, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm, set_gradient_sync
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, set_timeout
 from lingua.parallel.mesh import dp_degree, dp_rank, received_signals
-from lingua.parallel.parallelize import forwards_resharded, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.program import collect_garbage, collected_in_steps, exit_stopped, run_program
 from lingua.parallel.signals import Stopped, StopRequest
 
@@ -62,9 +65,10 @@ def train(app: App, args: TrainArgs) -> str | None:
                 started = start.start_run(app, args, stop, open_parts)
                 if not start.is_finished(started, args):
                     run = build_run(app, args, started, stop, open_parts)
-                    if take_steps(run, stop):
-                        signals = received_signals(stop.signal)
-                    finish(run, signals)
+                    for _ in take_steps(run, stop):
+                        pass
+                    signals = run.signals
+                    finish(run)
             except Stopped:  # by a signal that came before the first step
                 signals = received_signals(stop.signal)
         if signals and detect_launch().by == "slurm":
@@ -117,12 +121,12 @@ def build_run(
     return run
 
 
-def take_steps(run: Run, stop: StopRequest) -> bool:
-    """The loop. Returns True when a signal ended it before its last step."""
+def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
+    """The loop, until `steps`, `stop_at` or a signal. Yields each step once it is complete, and
+    logged, measured and saved where that is due."""
     args, report, progress = run.args, run.report, run.progress
     objective = (run.app.objective or Objective)(run)
     guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
-    profiler = open_profiler(args.profiling, args.dump_dir, run.mesh)
     if run.benchmarks is not None:
         run.benchmarks.evaluate_missed(run, stop)
     if args.samples_due_later(progress.step):
@@ -135,13 +139,15 @@ def take_steps(run: Run, stop: StopRequest) -> bool:
     stopping = ahead.stopping
     if stopping and progress.step:
         run.save(None, final=True)  # a run that branches has no checkpoint of its own yet
-    with collected_in_steps():
+    profiler = open_profiler(args.profiling, args.dump_dir, run.mesh)
+    with collected_in_steps(), closing(profiler):
         while progress.step < args.end and not stopping:
             step = progress.step + 1
             ahead.check_counts(step, progress.position, args.data.step_rows)
             with profiler.step(step):
                 done = train_step(run, objective, guard, ahead.batch, ahead.counts)
             progress.step, progress.position = step, progress.position + args.data.step_rows
+            run.batch, run.loss = ahead.batch, done.loss
 
             # The device works now: meanwhile the next rows are read, and the ranks agree on them.
             if step < args.end:
@@ -175,10 +181,10 @@ def take_steps(run: Run, stop: StopRequest) -> bool:
             if run.benchmarks is not None and args.evaluation_due(step):
                 asked = run.benchmarks.evaluate(run, stop)
                 stopping |= step < args.end and asked
-    profiler.close()
+            yield step
     if stopping:
         run.saver.wait()  # raises the error that ends the run, if one does
-    return stopping
+        run.signals = received_signals(stop.signal)
 
 
 def train_step(
@@ -187,11 +193,13 @@ def train_step(
     """Gradients of this rank's micro-batches, clipping, the optimizer. `counts` is on the CPU, as
     in `Ahead`. `lingua plan` traces this function too."""
     args, step = run.args, run.progress.step + 1
-    run.report.numbers.clear()  # those of the step before
+    run.report.numbers = Means()
     loss, rows_hash = objective.gradients(batch, run.to_device(counts))
-    if run.app.probe is not None:
+    if run.app.probe is not None and args.probe_due(step):
+        from lingua.parallel.probe import only_read
+
         run.batch = batch
-        with forwards_resharded(run.model):
+        with only_read(run.model):
             run.app.probe(run)
     norm = grad_norm(list(run.model.parameters()), args.exact)
     lr = lr_at(run.progress.step, args.optim, args.steps)
@@ -222,7 +230,8 @@ class Objective:
     def loss(self, micro: MicroBatch) -> Losses:
         """Returns the losses of a micro-batch: `sums` are float32 [K], `counts` are not read. All
         tensors are on the device. In a held-out measurement nothing is random."""
-        return Losses(*self.run.model(*micro.inputs(), **micro.random()))
+        returned = self.run.model(*micro.inputs(), **micro.random())
+        return as_losses(returned, len(micro.targets))
 
     def gradients(self, batch: list[MicroBatch], counts: Tensor) -> tuple[Tensor, Tensor]:
         """Fill `.grad` with the gradient of the sum of (`loss` / `count`) over the global batch,
@@ -238,24 +247,25 @@ class Objective:
             ranks where they are logged.
         """
         run, args = self.run, self.run.args
-        noise = key_of(args.seed, "noise", run.progress.step + 1) if args.model.dropout else None
         parts: list[Tensor] = []
         rows_hash = torch.zeros((), dtype=torch.int64, device=run.device)
         for i, read in enumerate(batch):
-            micro = read.to(run.device)
-            micro.fields = {key: run.to_device(t) for key, t in self.fields(read).items()}
-            if noise is not None:
-                micro.noise = hash_bits(noise, micro.row_ids)
+            micro, fields = run.on_device(read), self.fields(read)
+            if not run.checked:
+                check_fields(f"{type(self).__name__}.fields", fields, len(read.row_ids))
+            micro.fields = {key: run.to_device(t) for key, t in fields.items()}
             last = i == len(batch) - 1
             set_gradient_sync(run.model, args.distributed.grad_sync, last)  # reduced on the last
             losses = self.loss(micro)
-            losses.check_views(len(counts))
+            if not run.checked:  # once: shapes do not change
+                check_losses(f"{type(self).__name__}.loss", losses, len(counts), len(read.row_ids))
+                run.checked = True
             part = (losses.sums / counts).sum()
             is_row = micro.row_ids >= 0  # and not padding
             terms = [torch.where(is_row, t, 0).sum() for t in losses.per_row.values()]
             sum((term / args.data.step_rows for term in terms), part).backward()
             parts.append(part.detach())
-            run.report.average(mean_parts({**losses.per_row, **losses.metrics}, micro))
+            run.report.numbers.add({**losses.per_row, **losses.metrics}, micro)
             rows_hash += batch_hash(micro.row_ids, micro.tokens, micro.targets)
         return torch.stack(parts), rows_hash
 

@@ -45,18 +45,23 @@ class ModelArgs(TransformerArgs):
 class Transformer(nn.Module):
     """Tokens in, summed losses of the next token out: a lingua.model.LanguageModel.
 
-    `block(args, depth)` makes a layer; `run_blocks` documents what a block takes and returns.
+    `block(args, depth)` makes a layer, `head(dim, vocab_size)` the last one; `run_blocks` documents
+    what a block takes and returns. A derived class may replace one step: `embed`, `blocks`,
+    `hidden`.
     """
 
     def __init__(
-        self, args: ModelArgs, block: Callable[[ModelArgs, int], nn.Module] = TransformerBlock
+        self,
+        args: ModelArgs,
+        block: Callable[[ModelArgs, int], nn.Module] = TransformerBlock,
+        head: Callable[[int, int], Head] = Head,
     ) -> None:
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(block(args, i) for i in range(args.n_layers))
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = Head(args.dim, args.vocab_size)
+        self.output = head(args.dim, args.vocab_size)
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
@@ -69,9 +74,9 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         per_token: bool = False,
     ) -> Tensor | Losses:
-        x = self.tok_embeddings(tokens)
-        seq_len, device = tokens.shape[1], tokens.device  # x may have a rank's part of them
-        ctx = Context(self.args, seq_len, device, documents, noise, cache, x.dtype)
+        ctx = Context(self.args, tokens, documents, noise, cache)
+        x = self.embed(tokens, ctx)
+        ctx.set_mask(self.args, x.dtype)
         per_row: PerRow = {}
         n_views = 1 if targets is None else len(targets)
         ahead = self.hidden(x, ctx, n_views, per_row)
@@ -84,11 +89,19 @@ class Transformer(nn.Module):
         counts = (targets != IGNORE).sum((1, 2))
         return Losses(self.output(h, targets), counts, per_row)
 
+    def embed(self, tokens: Tensor, ctx: Context) -> Tensor:
+        """The residual stream before the first block (B S E), of tokens B S."""
+        return self.tok_embeddings(tokens)
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        """The blocks with their names, in the order in which they run. One may run several times:
+        its calls have other noise, and parts of the cache of their own."""
+        return [(f"layers.{i}", block) for i, block in enumerate(self.layers)]
+
     def hidden(self, x: Tensor, ctx: Context, n_views: int, per_row: PerRow) -> list[Tensor]:
         """The residual stream after the last block (B S E) for each view that the model predicts,
         at most `n_views`, from the one before the first; terms are added to `per_row`."""
-        blocks = ((f"layers.{i}", block) for i, block in enumerate(self.layers))
-        return [run_blocks(blocks, x, ctx, per_row)]
+        return [run_blocks(self.blocks(), x, ctx, per_row)]
 
     def reset_parameters(self) -> None:
         std = self.args.init_base_std or self.args.dim**-0.5
@@ -131,9 +144,8 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
             "layers.*.attention": PrepareModuleInput(
                 input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
             ),
-            "layers.*.attention.wq": colwise(),
-            "layers.*.attention.wk": colwise(),
-            "layers.*.attention.wv": colwise(),
+            # All but wo, so that another attention with projections of these names is split, too.
+            "layers.*.attention.w[!o]": colwise(),
             "layers.*.attention.wo": rowwise(output_layouts=Shard(1)),
             # A rank drops from the positions it holds: of their keys, which it has all, it takes
             # its part.
@@ -160,15 +172,15 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
 
 
 def build_transformer(
-    args: ModelArgs, block: Callable[[ModelArgs, int], nn.Module] = TransformerBlock
+    args: ModelArgs, kind: type[Transformer] = Transformer, **parts: Any
 ) -> Transformer:
-    """The model on the meta device: shapes without memory."""
+    """The model on the meta device: shapes without memory. `parts` are arguments of the class."""
     with torch.device("meta"):
-        return Transformer(args, block)
+        return kind(args, **parts)
 
 
-def build(args: Any) -> Built:
-    """The model of a configuration."""
+def build(args: Any, kind: type[Transformer] = Transformer, **parts: Any) -> Built:
+    """The model of a configuration; of a fork, with other parts or of a derived class."""
     model, seq_len = args.model, args.data.seq_len
     flops = flops_per_token(model, model.vocab_size, seq_len)
-    return Built(build_transformer(model), parallel_plan(model, seq_len), flops)
+    return Built(build_transformer(model, kind, **parts), parallel_plan(model, seq_len), flops)

@@ -46,7 +46,7 @@ class MultiToken(Transformer):
 
     def hidden(self, x: Tensor, ctx: Context, n_views: int, per_row: PerRow) -> list[Tensor]:
         """The trunk, then the blocks of each head on what it gives."""
-        layers = [(f"layers.{i}", block) for i, block in enumerate(self.layers)]
+        layers = self.blocks()
         trunk = len(layers) - self.args.head_layers
         x = run_blocks(layers[:trunk], x, ctx, per_row)
         ahead = [run_blocks(layers[trunk:], x, ctx, per_row)]

@@ -37,6 +37,24 @@ def all_of(mistakes: Sequence[str]) -> UserError:
     return UserError("\n  ".join(shown))
 
 
+def check_array(
+    what: str, value: Any, dtype: str, shape: Sequence[int | None], on_host: bool = False
+) -> None:
+    """Raise UserError where `value`, which a part of an app has returned, is not a tensor or array
+    of this dtype ("int": any of whole numbers) and shape, where None is any size. `what` names it.
+    """
+    sizes, came = getattr(value, "shape", None), str(getattr(value, "dtype", ""))
+    came = came.removeprefix("torch.")
+    fits = came == dtype or (dtype == "int" and came.startswith(("int", "uint")))
+    fits &= sizes is not None and len(sizes) == len(shape)
+    fits &= not on_host or value.device.type in ("cpu", "meta")
+    if not fits or any(n not in (None, size) for n, size in zip(shape, sizes or (), strict=True)):
+        shown = type(value).__name__ if sizes is None else f"{came} {list(sizes)}"
+        shown += f" on {value.device}" if on_host and sizes is not None else ""
+        need = ", ".join("any" if n is None else str(n) for n in shape)
+        raise UserError(f"{what}: {shown}; must be {dtype} [{need}]{' on the CPU' * on_host}")
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """` (did you mean "x"?)` for the allowed word closest to `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)

@@ -12,10 +12,9 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lingua.app import App
 from lingua.base.dump_dir import CHECKPOINTS, CONFIG, MANIFEST, METADATA, STEP_FOLDER
@@ -49,6 +48,9 @@ from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import resume_classes
 from lingua.config.values import LocatedValue, Values, plain, read_file
 from lingua.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lingua.optim.optimizer import LoopOptimizer
 
 INIT_FROM = "checkpoint.init_from"
 EXCHANGE = "lingua.tools.exchange"
@@ -106,7 +108,7 @@ class Origin:
     def load_into(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: "LoopOptimizer",
         differing: list[Change],
         global_batch_size: int,
     ) -> Progress:

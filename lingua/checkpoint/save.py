@@ -56,7 +56,8 @@ def save(
     """Write the checkpoint of `step` and publish it. Called by every rank.
 
     Args:
-        tensors: plain tensors, equal on every rank, or DTensors.
+        tensors: DTensors, or plain tensors, equal on every rank that has them; those on the meta
+            device are left out.
         state: JSON-able; written as `train_state.json`.
         config: text of `config.yaml`.
         group: of all ranks, over gloo; another thread than the main one needs one of its own.
@@ -187,9 +188,10 @@ def _write_tensors(
     without_crc32 = torch_config.patch(  # type: ignore[attr-defined]  # torch adds it on import
         "save.compute_crc32", False
     )
+    held = {name: t for name, t in tensors.items() if not t.is_meta}
     try:
         with without_crc32:
-            dcp.save(tensors, storage_writer=writer, process_group=group)
+            dcp.save(held, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # raised on every rank
         rank, (why, _) = min(error.failures.items())
         raise NotSaved(f"{why} (rank {rank})") from error

@@ -142,6 +142,8 @@ class Saver:
         """The tensors as they are now, in host memory that is used again at every save."""
         copied = {}
         for name, t in tensors.items():
+            if t.is_meta:  # another rank's
+                continue
             if name not in self._copies:
                 part = local(t)
                 self._copies[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)

@@ -2,7 +2,7 @@
 optimizer as JSON."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -10,11 +10,14 @@ from torch.optim import Optimizer
 
 from lingua.parallel.init import canonical_name
 from lingua.parallel.parallelize import reshard
-from lingua.parallel.tensors import as_shard, local
+from lingua.parallel.tensors import local
 from lingua.parallel.torch_private import (
     compute_local_shape_and_global_offset,
     non_persistent_buffers,
 )
+
+if TYPE_CHECKING:
+    from lingua.optim.optimizer import LoopOptimizer
 
 JSON = (bool, int, float, str, list, tuple)  # types of an optimizer's settings
 
@@ -27,11 +30,11 @@ class Part(NamedTuple):
     out: Tensor  # not a DTensor; has the shape of the box, and at least one element
 
 
-def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module, optimizer: "LoopOptimizer | None" = None) -> dict[str, Tensor]:
     """Every tensor of a run by name: `model.<name>` and `optim.<state>.<parameter name>`.
 
-    These are the live tensors: saving reads them, loading fills them in place. Optimizer state that
-    is neither a DTensor nor 0-dim is this rank's part of a tensor sharded as its parameter is.
+    These are the live tensors: saving reads them, loading fills them in place. One on the meta
+    device is held by another rank.
     """
     transient = {
         f"{prefix}.{name}" if prefix else name
@@ -42,10 +45,9 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     tensors: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         tensors[f"model.{canonical_name(name)}"] = p.detach()
-        state = {} if optimizer is None else optimizer.state.get(p, {})
+        state = {} if optimizer is None else optimizer.state_of(p)
         for key, value in sorted(state.items()):
-            whole = isinstance(value, DTensor) or value.ndim == 0
-            tensors[f"optim.{key}.{canonical_name(name)}"] = value if whole else as_shard(value, p)
+            tensors[f"optim.{key}.{canonical_name(name)}"] = value
     for name, b in model.named_buffers():
         if name not in transient:
             tensors[f"model.{canonical_name(name)}"] = b
@@ -60,7 +62,7 @@ def local_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
         if isinstance(t, DTensor):
             _, begin = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
         out = local(t).detach()
-        if out.numel():
+        if out.numel() and not out.is_meta:
             box = (slice(first, first + n) for first, n in zip(begin, out.shape, strict=True))
             parts.append(Part(name, tuple(box), out))
     return parts

@@ -15,7 +15,6 @@ META_LINGUA = Foreign(
         "distributed.compile_cache_size_limit": "PyTorch's own limit is kept",
         "distributed.spawn_method": "data workers are threads",
         "distributed.float8_filter": "there is no float8 recipe to filter for",
-        "probe_freq": "an app has its own probe, called in every step",
         "eval.harness": "benchmarks are set by eval.tasks",
         "eval.generator": "benchmarks are set by eval.tasks, and each says how it generates",
         "eval.validation": "the held-out loss is set by validation",
@@ -30,7 +29,10 @@ META_LINGUA = Foreign(
         "async_eval_gpus": "the jobs of benchmarks are set by eval.job",
     },
     same_as={"model.seed": "seed", "data.seed": "seed"},
-    alias_of={"checkpoint.init_ckpt_path": "checkpoint.init_from"},
+    alias_of={
+        "checkpoint.init_ckpt_path": "checkpoint.init_from",
+        "probe_freq": "probe.every",
+    },
     translated={
         "distributed.fsdp_type": {
             "full_shard": {"distributed.dp_shard": None},

@@ -1,10 +1,11 @@
 """The `data` group of a configuration: sources, weights, rows and batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from lingua.base.errors import UserError
 from lingua.config.schema import MAX_ROWS, MAX_TOKENS, Announced, Free, Guarded, bounds
 from lingua.tokenizer import TokenizerArgs
 
@@ -85,7 +86,8 @@ class DataArgs:
         if self.document_mask != "none" and not marked:
             need = "must be none where documents have neither a first nor a last token; "
             yield "document_mask", need + "set data.add_bos or data.add_eos to true"
-        yield from _validate_weights(self.sources)
+        if self.sources or self.stages:  # an app whose rows are no text has none
+            yield from _validate_weights(self.sources)
         before = 0
         for i, stage in enumerate(self.stages):
             key = f"stages[{i}].from_step"
@@ -118,6 +120,14 @@ class DataArgs:
         weights = [self.sources, *(stage.sources for stage in self.stages)]
         return sorted({name for w in weights for name, weight in w.items() if weight > 0})
 
+    def read_sources(self, validation: Sequence[str] = ()) -> list[str]:
+        """Every source of text that a run reads: those used, and those of `validation.sources`.
+        Raises UserError where none is trained on."""
+        used = self.used_sources()
+        if not used:
+            raise UserError(f"data.sources = {{}}: {NO_SOURCE}")
+        return [*used, *validation]
+
     def row_stream(self, sources: "dict[str, Source]", seed: int) -> "RowStream":
         """The rows of a run that reads these prepared sources. Needs `global_batch_size`."""
         from lingua.data.stream import RowStream
@@ -149,6 +159,7 @@ class ValidationArgs:
                 yield f"sources[{i}]", "is given twice"
 
 
+NO_SOURCE = "must name at least one source with a weight above 0"
 SOURCE_NAME = "the name must be that of a file or folder in data.root_dir, without a path"
 
 
@@ -163,4 +174,4 @@ def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
         if not (isfinite(weight) and weight >= 0):
             yield f"sources.{name}", "must be a finite number, at least 0"
     if not any(weight > 0 for weight in weights.values()):
-        yield "sources", "must name at least one source with a weight above 0"
+        yield "sources", NO_SOURCE

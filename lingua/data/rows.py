@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lingua.base.errors import UserError
+from lingua.base.errors import UserError, check_array
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.tokenizer import Tokenizer
@@ -51,12 +51,7 @@ class HeldOut:
             array = getattr(self, key)
             if array is None and key == "documents":
                 continue
-            array = np.asarray(array)
-            if (array.dtype, array.shape) != (np.int64, (len(self.tokens), seq_len)):
-                raise UserError(
-                    f"held-out {key} of {name}: {array.dtype} {list(array.shape)}; must be int64 "
-                    f"[windows, {seq_len}]"
-                )
+            check_array(f"held-out {key} of {name}", array, "int64", (len(self.tokens), seq_len))
         if not self.have_text():
             raise UserError(f"held-out text of {name}: must have at least one target and one byte")
 
@@ -76,6 +71,23 @@ class OpenData:
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)  # held-out text by source
     # what `data.document_mask` separates; None: the tokens that begin or end documents show it
     documents: Documents | None = None
+
+    def check(self, args: DataArgs) -> None:
+        """Raise UserError where the first rows, or what is held out, are not of the shapes and
+        dtypes that are read, or rows of other sizes than `args` has."""
+        first, name = np.arange(min(2, args.step_rows)), type(self.rows).__name__
+        for key in ("seq_len", "n_views"):
+            if getattr(self.rows, key) != getattr(args, key):
+                need = f"must be {getattr(self.rows, key)}, that of {name}"
+                raise UserError(f"data.{key} = {getattr(args, key)}: {need}")
+        shape = (len(first), args.row_tokens)
+        check_array(f"{name}.rows", self.rows.rows(first), "int", shape)
+        if (is_target := self.rows.is_target(first)) is not None:
+            check_array(f"{name}.is_target", is_target, "bool", shape)
+        if self.documents is not None:
+            check_array("OpenData.documents", self.documents(first), "int64", shape)
+        for source, windows in self.held_out.items():
+            windows.check(source, args.seq_len)
 
 
 class Data(Protocol):

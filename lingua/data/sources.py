@@ -100,7 +100,7 @@ def prepare_sources(
     check_sources(args, tokenizer, validation)
     return {
         name: prepare_source(name, args, tokenizer, report, processes=processes)
-        for name in [*args.used_sources(), *validation]
+        for name in args.read_sources(validation)
     }
 
 
@@ -129,7 +129,7 @@ def prepare_source(
 
 def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str] = ()) -> None:
     """Raises UserError with all mistakes of all sources: the first may take hours to tokenize."""
-    names = [*args.used_sources(), *validation]
+    names = args.read_sources(validation)
     used: dict[str, str] = {}  # the source of each file that is trained on
 
     def check_files(name: str) -> None:

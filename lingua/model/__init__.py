@@ -3,7 +3,7 @@ which it generates text. The files here are the parts that models are built of."
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -31,13 +31,20 @@ class Losses(NamedTuple):
     per_row: PerRow = {}  # noqa: RUF012, nothing adds to it
     metrics: Metrics = {}  # noqa: RUF012
 
-    def check_views(self, n_targets: int) -> None:
-        """Raise UserError where the model predicts another number of views than rows have."""
-        if len(self.sums) != n_targets:  # else a division by their counts would broadcast
-            raise UserError(
-                f"data.n_views = {n_targets + 1}: the model predicts {len(self.sums)} of the "
-                f"{n_targets} views after the first; must be {len(self.sums) + 1}"
-            )
+
+def as_losses(returned: Any, n_targets: int) -> Losses:
+    """What a model's forward returned for targets. Raises UserError where it is something else, or
+    of another number of views than rows have."""
+    if not isinstance(returned, tuple) or len(returned) < 2:
+        need = "must be lingua.model.Losses or (sums, counts)"
+        raise UserError(f"the model's forward returned {type(returned).__name__}; {need}")
+    losses = Losses(*returned)
+    if len(losses.sums) != n_targets:  # else a division by their counts would broadcast
+        raise UserError(
+            f"data.n_views = {n_targets + 1}: the model predicts {len(losses.sums)} of the "
+            f"{n_targets} views after the first; must be {len(losses.sums) + 1}"
+        )
+    return losses
 
 
 class LanguageModel(Protocol):

@@ -32,8 +32,11 @@ class Head(nn.Linear):
     """Projection to the vocabulary, without bias. With targets it computes their cross-entropies, a
     chunk of positions at a time: neither all logits nor their gradients are ever in memory."""
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
+    def __init__(self, dim: int, vocab_size: int, cap: float | None = None) -> None:
+        """cap: bound of the logits' size, above 0: they are cap * tanh(logits / cap), as in Gemma 2
+        (arXiv 2408.00118). None: as they are."""
         super().__init__(dim, vocab_size, bias=False)
+        self.cap = cap
 
     def forward(self, x: Tensor, targets: Tensor | None = None, per_token: bool = False) -> Tensor:
         """
@@ -49,16 +52,18 @@ class Head(nn.Linear):
             where the target is ignored. Both are equal on all tensor-parallel ranks.
         """
         if targets is None:
-            return super().forward(x)
+            logits = super().forward(x)
+            return logits if self.cap is None else _capped(logits.float(), self.cap).type_as(logits)
         weight: Tensor = self.weight
-        shard = _Shard()
+        shard = _Shard(self.cap)
         if isinstance(weight, DTensor) and isinstance(x, DTensor):
             group, rank = weight.device_mesh.get_group(), weight.device_mesh.get_local_rank()
-            shard = _Shard(group, rank * -(-self.out_features // group.size()))
+            shard = _Shard(self.cap, group, rank * -(-self.out_features // group.size()))
             # Each rank's gradient is the part that its rows of the weight give.
             x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
         elif targets[0].numel() <= _chunk_size(len(weight)):
             logits, flat = super().forward(x).float().flatten(0, 1), targets.flatten()
+            logits = logits if self.cap is None else _capped(logits, self.cap)
             losses = F.cross_entropy(logits, flat, ignore_index=IGNORE, reduction="none")
             losses = losses.view(targets.shape)
             return losses.clone() if per_token else losses.sum((1, 2))
@@ -111,10 +116,12 @@ def chunk_note(model: nn.Module, positions: int, tp: int) -> Iterator[str]:
 
 class _Shard:
     """The part of the vocabulary that this rank holds: from token `begin` on. Without a group, all
-    of it."""
+    of it. `cap` is that of the logits."""
 
-    def __init__(self, group: ProcessGroup | None = None, begin: int = 0) -> None:
-        self.group, self.begin = group, begin
+    def __init__(
+        self, cap: float | None, group: ProcessGroup | None = None, begin: int = 0
+    ) -> None:
+        self.cap, self.group, self.begin = cap, group, begin
 
 
 class _SummedLosses(torch.autograd.Function):
@@ -189,13 +196,20 @@ def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
     return (slice(i, i + size) for i in range(0, len(x), size))
 
 
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(logits / cap)
+
+
 def _chunk(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
     """Cross-entropies of N targets in nats, float32 [N], 0 where the target is ignored, and their
-    gradients by the logits, float32 N vocabulary.
+    gradients by the logits before their cap, float32 N vocabulary.
 
     x is N E; weight has this rank's rows of the vocabulary, in the same dtype.
     """
     logits = F.linear(x, weight).float()
+    if shard.cap is not None:
+        logits = _capped(logits, shard.cap)
+        slope = 1 - (logits / shard.cap).square()  # of tanh
     valid, index = targets != IGNORE, targets - shard.begin
     in_shard = valid & (index >= 0) & (index < len(weight))
     index = index.clamp(0, len(weight) - 1)[:, None]
@@ -208,4 +222,6 @@ def _chunk(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[T
     grad = logits.sub_(total[:, None]).exp_()  # softmax
     grad.scatter_add_(1, index, -in_shard.float()[:, None])
     grad *= valid[:, None]
+    if shard.cap is not None:
+        grad *= slope
     return torch.where(valid, total - target, 0.0), grad

@@ -8,6 +8,7 @@ E features of the residual stream.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -66,10 +67,10 @@ class TransformerArgs:
     init_base_std: Guarded[float | None] = None  # deviation of every matrix; null: 1 / sqrt(inputs)
     # what divides the deviation of the matrices that write to the residual stream: `disabled` 1,
     # `global_depth` sqrt(2 (n_layers + 1)), `current_depth` sqrt(2 (depth + 1)), `dim_ratio`
-    # dim / 4096
-    init_std_factor: Guarded[Literal["disabled", "global_depth", "current_depth", "dim_ratio"]] = (
-        "disabled"
-    )
+    # dim / 4096; `zero`: these matrices begin at zero
+    init_std_factor: Guarded[
+        Literal["disabled", "global_depth", "current_depth", "dim_ratio", "zero"]
+    ] = "disabled"
     dropout: Guarded[float] = 0.0  # share of each sublayer's outputs zeroed in training
     # implementation of attention: `sdpa`, `varlen`, `flex_attention`, `fmha` (xformers); `auto`
     # takes the fastest that device, dtype and mask allow
@@ -124,14 +125,17 @@ class Context:
     parallelism, where x has a rank's part of them outside of attention and feed-forward.
 
     Attributes (L is S, or with a cache all columns up to the last one of this forward):
+        tokens: int64 B S.
         cos, sin: float32 S 1 D, or B S 1 D where rows differ, of each position: what `rotate` takes
             (Su et al., 2021).
-        mask: what each position sees, as `attend` takes it; None: every position before it.
+        mask: what each position sees, as `attend` takes it; None: every position before it. It is
+            set before the first block.
         documents: int64 B S, the index of each position's document in its row: positions start
             again at 0 in each, and a token sees only its own; with a cache 0 for padding and 1 for
             the text behind it. None: a row is one document.
         begins: bool B S, True at the first position of each document; None where `documents` is.
         noise: int64 B S, a random key of each position; None: no dropout. Made of one of each row.
+            A block has its own, see `at`.
         cache: the `seq_len` columns are those from `cache.begin` on.
 
     Not a dataclass: FSDP casts what it finds in those to the dtype of the parameters, and angles
@@ -141,20 +145,19 @@ class Context:
     def __init__(
         self,
         args: TransformerArgs,
-        seq_len: int,
-        device: torch.device,
+        tokens: Tensor,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         cache: Cache | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """The arguments are those of the model's forward, `seq_len` positions of it, and the dtype
-        of queries and keys. Raises UserError where `args.attn_impl` cannot serve."""
+        """The arguments are those of the model's forward."""
+        self.tokens, self.cache = tokens, cache
+        self.mask: Mask = None
         self.documents: Tensor | None = None
         self.begins: Tensor | None = None
-        self.cache = cache
+        self._calls = Counter[str]()  # of each block
         begin = 0 if cache is None else cache.begin
-        column = torch.arange(begin + seq_len, device=device)
+        column = torch.arange(begin + tokens.shape[1], device=tokens.device)
         place = position = column[begin:]
         starts = None  # B S, the column at which each position's document begins
         if documents is not None:
@@ -166,32 +169,42 @@ class Context:
             starts = self.documents * cache.padding[:, None]
         if starts is not None:
             self.begins, position = place == starts, place - starts
-        window = args.sliding_window
-        if window is not None and window >= len(column):
-            window = None  # it hides nothing
-        hides = starts is not None or window is not None or (begin > 0 and seq_len > 1)
-        impl: AttnImpl = "sdpa"  # the only one that attends to a cache
-        if cache is None:
-            head_dim = args.heads()[2]
-            if device.type != "meta" and torch.is_autocast_enabled(device.type):
-                dtype = torch.get_autocast_dtype(device.type)
-            impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, hides)
-        self.mask: Mask = None
-        if hides or impl != "sdpa":
-            self.mask = build_mask(impl, column, place, starts, documents, window)
+        self._columns = column, place, starts, documents
         self.noise = None if noise is None else hash_bits(noise[:, None], place)
-        angle = position[..., None].float() * rotary_frequencies(args, device)
+        angle = position[..., None].float() * rotary_frequencies(args, tokens.device)
         cos, sin = angle.cos(), angle.sin()  # S D/2, or B S D/2
         self.cos = torch.stack((cos, cos), dim=-1).flatten(-2).unsqueeze(-2)
         self.sin = torch.stack((-sin, sin), dim=-1).flatten(-2).unsqueeze(-2)
 
+    def set_mask(self, args: TransformerArgs, dtype: torch.dtype) -> Mask:
+        """Set `mask`, in the form for queries and keys of this dtype, and return it. Raises
+        UserError where `args.attn_impl` cannot serve."""
+        column, place, starts, documents = self._columns
+        device, window = column.device, args.sliding_window
+        if window is not None and window >= len(column):
+            window = None  # it hides nothing
+        continues = 1 < len(place) < len(column)  # with a cache
+        hides = starts is not None or window is not None or continues
+        impl: AttnImpl = "sdpa"  # the only one that attends to a cache
+        if self.cache is None:
+            head_dim = args.heads()[2]
+            if device.type != "meta" and torch.is_autocast_enabled(device.type):
+                dtype = torch.get_autocast_dtype(device.type)
+            impl, _ = choose_attention(args.attn_impl, head_dim, device, dtype, hides)
+        if hides or impl != "sdpa":
+            self.mask = build_mask(impl, column, place, starts, documents, window)
+        return self.mask
+
     def at(self, block: str) -> "Context":
-        """The context of one block, whose noise is that of its name alone. The name enters here and
-        not inside the block: blocks that differ in nothing but shapes share a compiled graph."""
+        """The context of one call of a block, whose noise is that of the block's name and of how
+        often it was called before in this forward. Both enter here and not inside the block: blocks
+        that differ in nothing but shapes share a compiled graph, and one that is computed again has
+        the same noise."""
         if self.noise is None:
             return self
+        call, self._calls[block] = self._calls[block], self._calls[block] + 1
         context = copy(self)
-        context.noise = hash_bits(key_of(block), self.noise)
+        context.noise = hash_bits(key_of(block, call) if call else key_of(block), self.noise)
         return context
 
 
@@ -219,8 +232,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def trunc_normal_(weight: Tensor, std: float) -> None:
-    """Fill with a normal of mean 0, cut off at three deviations."""
-    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+    """Fill with a normal of mean 0, cut off at three deviations; zeros where `std` is 0."""
+    if std == 0:
+        nn.init.zeros_(weight)
+    else:
+        nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+def init_projections(
+    inputs: Iterable[nn.Linear], output: nn.Linear, out_factor: float, std: float | None = None
+) -> None:
+    """Fill the matrices of a sublayer with deviation `std`, or 1 / sqrt(inputs) of each, and biases
+    with zeros. That of `output`, which writes to the residual stream, is divided by `out_factor`.
+    """
+    for w, factor in (*((w, 1.0) for w in inputs), (output, out_factor)):
+        trunc_normal_(w.weight, (std or w.in_features**-0.5) / factor)
+        if w.bias is not None:
+            nn.init.zeros_(w.bias)
 
 
 class AllHeadsNorm(nn.RMSNorm):
@@ -236,7 +264,7 @@ class AllHeadsNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions. A derived class may make other `values`."""
 
     def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__()
@@ -256,7 +284,7 @@ class Attention(nn.Module):
             self.k_norm = AllHeadsNorm(n_kv_heads * self.head_dim, eps=args.norm_eps)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
-        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        q, k, v = self.wq(x), self.wk(x), self.values(x, ctx)
         if self.qk_norm == "all_heads":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
@@ -269,12 +297,11 @@ class Attention(nn.Module):
         out = attend(q, k, v, ctx.mask)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
+    def values(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S H*D
+        return self.wv(x)
+
     def reset_parameters(self) -> None:
-        for w in (self.wq, self.wk, self.wv):
-            trunc_normal_(w.weight, self.std or w.in_features**-0.5)
-            if w.bias is not None:
-                nn.init.zeros_(w.bias)
-        trunc_normal_(self.wo.weight, (self.std or self.wo.in_features**-0.5) / self.out_factor)
+        init_projections((self.wq, self.wk, self.wv), self.wo, self.out_factor, self.std)
 
 
 class FeedForward(nn.Module):
@@ -292,9 +319,7 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
     def reset_parameters(self) -> None:
-        for w in (self.w1, self.w3):
-            trunc_normal_(w.weight, self.std or w.in_features**-0.5)
-        trunc_normal_(self.w2.weight, (self.std or self.w2.in_features**-0.5) / self.out_factor)
+        init_projections((self.w1, self.w3), self.w2, self.out_factor, self.std)
 
 
 class Dropout(nn.Module):
@@ -353,6 +378,7 @@ class TransformerBlock(nn.Module):
             "global_depth": (2 * (args.n_layers + 1)) ** 0.5,
             "current_depth": (2 * (depth + 1)) ** 0.5,
             "dim_ratio": args.dim / 4096,
+            "zero": math.inf,
         }[args.init_std_factor]
         self.attention = attention(args, out_factor)
         self.feed_forward = feed_forward(args, out_factor)
@@ -376,7 +402,8 @@ class TransformerBlock(nn.Module):
 def run_blocks(
     blocks: Iterable[tuple[str, nn.Module]], x: Tensor, ctx: Context, per_row: PerRow
 ) -> Tensor:
-    """x (B S E) after these blocks, given with their names, which decide their noise.
+    """x (B S E) after these blocks, given with their names, which decide their noise. A block may
+    be among them several times.
 
     A block is called as block(x, ctx) and returns x, or (x, terms) with float32 B by name (see
     lingua.model.Losses). The sums of the terms over the blocks are put into `per_row` here: a block

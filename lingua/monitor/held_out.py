@@ -13,9 +13,9 @@ from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.data.rows import DocumentMarks, HeldOut, document_starts
 from lingua.model import Losses
-from lingua.monitor.reporter import Reporter, exact_sum, mean_parts, means
-from lingua.parallel.mesh import dp_degree, dp_gather, dp_rank
-from lingua.parallel.tensors import to_host
+from lingua.monitor.means import dp_sums, mean_parts, means
+from lingua.monitor.reporter import Reporter
+from lingua.parallel.mesh import dp_degree, dp_rank
 
 Loss = Callable[[MicroBatch], Losses]
 
@@ -101,9 +101,7 @@ def validate(
         for name, part in {"": pair, **mean_parts(losses.metrics, micro)}.items():
             parts.setdefault(name, []).append(part)
     model.train(training)
-    ranks = dp_gather(torch.stack([torch.stack(pairs) for pairs in parts.values()]), mesh)
-    columns = to_host(ranks.transpose(0, 1).flatten(1, 2).transpose(1, 2))[0]  # by name: two lists
-    [[nats, n], *others] = [list(map(exact_sum, pair)) for pair in columns]
+    [[nats, n], *others] = dp_sums(parts, mesh)
     return means(list(parts)[1:], others) | {
         "nats_per_token": nats / n,
         "nats_per_byte": nats / held_out.n_bytes,

@@ -4,7 +4,6 @@ Only rank 0 writes. `log` is called by every rank, since it sums over ranks.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,14 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.dump_dir import EVALUATION, LINES, METRICS, SAMPLES, VALIDATION
-from lingua.base.errors import UserError
 from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten
 from lingua.config.values import shorten
-from lingua.data import IGNORE
-from lingua.data.loader import MicroBatch
-from lingua.model import Metrics
 from lingua.monitor.logger import progress_line
+from lingua.monitor.means import Means, exact_sum, means
 from lingua.monitor.metrics import append_line, cut_back, mfu, peak_mem_gib
 from lingua.parallel.mesh import dp_gather, dp_sum_, on_rank_0
 from lingua.parallel.tensors import to_host
@@ -53,7 +49,7 @@ class Measured(NamedTuple):
     loss: float
     grad_norm: float
     batch_hash: str
-    numbers: dict[str, float]  # means of `average`, by name
+    numbers: dict[str, float]  # means of `Reporter.numbers`, by name
 
 
 class Reporter:
@@ -91,8 +87,8 @@ class Reporter:
         self.trained_s = (
             progress.trained_s
         )  # training time of the whole run, earlier processes included
-        # (sum, count) of each `average` in the current step
-        self.numbers: dict[str, list[Tensor]] = {}
+        # numbers of the current step, whose metrics line, if it has one, contains their means
+        self.numbers = Means()
         self._logged_step = progress.step
         self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
         self._since = time.perf_counter()
@@ -133,18 +129,11 @@ class Reporter:
     def due(self, step: int) -> bool:
         return step % self.args.logging.freq == 0 or step == self.args.end
 
-    def average(self, parts: dict[str, Tensor]) -> None:
-        """Add `mean_parts` of a micro-batch to the numbers of the current step. Its metrics line,
-        if it has one, contains their means over the global batch. Called by every rank, with the
-        same names; does not wait for the device."""
-        for name, part in parts.items():
-            self.numbers.setdefault(name, []).append(part)
-
     def read(self, step: StepResult, guard: Tensor) -> tuple[Measured, list[int]]:
         """Returns the measurements of the last step, and the values of `guard`, the counts of a
         NonFiniteGuard, int64 [2]. Called by every rank. This is where the host waits for the
         device, once."""
-        pairs = [torch.stack(parts) for parts in self.numbers.values()]  # [n, 2] each
+        pairs = [torch.stack(parts) for parts in self.numbers.parts.values()]  # [n, 2] each
         sizes = [step.loss.numel(), *(pair.numel() for pair in pairs)]
         flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs)])
         parts = dp_gather(flat, self.mesh).split(sizes, dim=1)
@@ -152,7 +141,7 @@ class Reporter:
         norm, bits, counts, losses, *rest = to_host(step.grad_norm, rows_hash, guard, *parts)
         nats = exact_sum(chain(*losses))
         sums = [[exact_sum(chain(*(row[i::2] for row in rows))) for i in (0, 1)] for rows in rest]
-        numbers = means(self.numbers, sums)
+        numbers = means(self.numbers.parts, sums)
         return Measured(nats, norm, f"{bits % 2**64:016x}", numbers), counts
 
     def log(self, progress: Progress, measured: Measured, lr: float) -> None:
@@ -232,35 +221,6 @@ class Reporter:
             self.event("stop", self.progress.step, reason="error", error=text)
         if self.wandb is not None:
             self.wandb.finish()
-
-
-def mean_parts(metrics: Metrics, micro: MicroBatch) -> dict[str, Tensor]:
-    """The sum and the count of each of `Losses.metrics` over a micro-batch: float32 [2] by name.
-    Padding rows and ignored targets are left out. Raises UserError for another shape."""
-    if not metrics:
-        return {}
-    is_row, is_target = micro.row_ids >= 0, micro.targets != IGNORE
-    masks = {m.shape: m for m in (is_target, is_target[0], is_row)}
-    parts = {}
-    for name, value in metrics.items():
-        values, mask = value if isinstance(value, tuple) else (value, masks.get(value.shape))
-        if mask is None or mask.shape != values.shape:
-            shapes = ", ".join(str(list(shape)) for shape in masks)
-            raise UserError(f'metric "{name}": has shape {list(values.shape)}; must be {shapes}')
-        kept = torch.where(mask, values.detach().float(), 0.0)
-        parts[name] = torch.stack((kept.sum(), mask.sum()))
-    return parts
-
-
-def exact_sum(values: Iterable[float]) -> float:
-    """The sum of numbers, rounded once: it does not depend on their order."""
-    terms = list(values)
-    return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
-
-
-def means(names: Iterable[str], sums: list[list[float]]) -> dict[str, float]:
-    """By name, of [sum, count] each; without a number where nothing was counted."""
-    return {name: pair[0] / pair[1] for name, pair in zip(names, sums, strict=True) if pair[1]}
 
 
 def _agreed(hashed: Tensor, mesh: DeviceMesh) -> Tensor:

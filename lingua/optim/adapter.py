@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lingua.base.errors import UserError
 from lingua.optim.optimizer import AdamWMuon, LoopOptimizer, local_grad
+from lingua.optim.whole import WholeOptimizer
 from lingua.parallel.init import canonical_name
-from lingua.parallel.tensors import local
+from lingua.parallel.tensors import as_shard, local
 from lingua.parallel.torch_private import foreach_div_, takes_found_inf
 
 
@@ -25,8 +27,8 @@ def on_shards(
     groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]
 ) -> "Adapter":
     """An optimizer that works on each element alone, run on the parts that this rank holds, without
-    DTensor operations; its parameters may live on different meshes. One that needs more than an
-    element (a norm, a matrix) must work on DTensors, with `lingua.parallel.tensors.map_whole`.
+    DTensor operations; its parameters may live on different meshes. For one that needs more than
+    an element (a norm, a matrix) there is `lingua.optim.whole.on_whole`.
 
     `groups` are parameter groups of a sharded model, as torch.optim takes them. `build` gives the
     optimizer of such groups, in which a plain parameter stands for each of the model's.
@@ -54,7 +56,8 @@ def adapt(optimizer: Optimizer, model: nn.Module) -> LoopOptimizer:
     for group in adapter.param_groups:
         group["param_names"] = [names[p] for p in group["params"]]
     if problems := adapter.create_state():
-        kind = type(adapter.inner).__name__
+        inner = adapter.inner
+        kind = type(inner.inner if isinstance(inner, WholeOptimizer) else inner).__name__
         raise UserError(f"{kind} cannot be resumed from a checkpoint:\n  " + "\n  ".join(problems))
     return adapter
 
@@ -85,6 +88,15 @@ class Adapter(LoopOptimizer):
         super().__init__(groups, {})
         self.inner = inner
         self.shards = {p: shard for shard, p in owners.items()}
+        # state that other ranks hold, of any shape; None: each has its part of all
+        self.elsewhere = inner.elsewhere if isinstance(inner, WholeOptimizer) else None
+
+    def state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
+        state = super().state_of(p)
+        if self.elsewhere is not None:
+            return state | self.elsewhere.get(p, {})
+        parts = [key for key, t in state.items() if t.ndim and not isinstance(t, DTensor)]
+        return state | {key: as_shard(state[key], p) for key in parts}
 
     @torch.no_grad()
     def step_if(self, admitted: Tensor, divisor: Tensor) -> None:
@@ -95,18 +107,22 @@ class Adapter(LoopOptimizer):
         owned = [p for group in self.param_groups for p in group["params"]]
         if grads := [local(p.grad) for p in owned if p.grad is not None]:
             foreach_div_(grads, divisor)
+        for grad in grads:  # a step may raise where one is not finite, as that of eigh does
+            grad.masked_fill_(~admitted, 0.0)
         values = [(p, local(p).clone()) for p in owned]
         states = [
-            (state, key, local(t).clone())
+            (state, key, t, local(t).clone())
             for state in self.state.values()
             for key, t in state.items()
         ]
         self._inner_step()
         for p, old in values:
             torch.where(admitted, local(p), old, out=local(p))
-        for state, key, old in states:  # the step may have replaced an entry
-            new = local(state[key])
-            torch.where(admitted, new, old, out=new)
+        for state, key, t, old in states:
+            # The step may have replaced the tensor by one of another layout in memory, which rounds
+            # in another way than what a checkpoint restores.
+            torch.where(admitted.to(old.device), local(state[key]), old, out=local(t))
+            state[key] = t
 
     def _inner_step(self) -> None:
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -137,11 +153,10 @@ class Adapter(LoopOptimizer):
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 inner_p = self.shards.get(p, p)
                 state = created.pop(inner_p, _Recorded()).first
-                for key, t in state.items():
-                    fits = isinstance(t, Tensor) and t.device == p.device
-                    if not (fits and (t.ndim == 0 or local(t).shape == local(p).shape)):
-                        need = "be a tensor of the parameter's shape or a 0-dim tensor, on its "
-                        need += "device (of torch's with capturable=True or fused=True)"
+                for key, t in (state | (self.elsewhere or {}).get(p, {})).items():
+                    if not self._fits(t, p):
+                        need = "be a tensor on its device (of torch's with capturable=True or "
+                        need += "fused=True), of the parameter's shape or, with on_whole, any"
                         problems.setdefault(key, f"state {key} of {name}: must {need}")
                 if state:
                     self.state[p] = self.inner.state[inner_p] = state
@@ -149,6 +164,13 @@ class Adapter(LoopOptimizer):
             str(key): f"it has state that belongs to no parameter: {key}" for key in created
         }
         return list(problems.values())
+
+    def _fits(self, t: Any, p: nn.Parameter) -> bool:
+        if not isinstance(t, Tensor):
+            return False
+        if self.elsewhere is not None:
+            return t.ndim == 0 or t.device in (p.device, torch.device("meta"))
+        return t.device == p.device and (t.ndim == 0 or local(t).shape == local(p).shape)
 
     def _trial_step(self) -> None:
         """A step in which parameters and gradients are zero."""

@@ -28,6 +28,9 @@ class OptimArgs:
     # `muon`: Muon for the matrices inside the blocks, AdamW for the rest (embedding, head, norms)
     name: Guarded[Literal["adamw", "muon"]] = "adamw"
     lr: Announced[float] = 3e-4  # peak learning rate
+    # multiplies the rate of the parameters or modules that a name matches, in which `*` is one part
+    # (`layers.*.attention`); several that match are multiplied
+    lr_scale: Announced[dict[str, float]] = field(default_factory=dict)
     # decoupled, times the learning rate; on matrices only, not on embeddings, norms and biases
     weight_decay: Announced[float] = 0.1
     beta1: Announced[float] = 0.9  # AdamW: decay per update of the mean of the gradient
@@ -53,6 +56,8 @@ class OptimArgs:
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 0, "warmup")
         yield from bounds(self, 0, "lr_min_ratio", "decay_fraction", maximum=1)
+        if not all(0 <= scale < math.inf for scale in self.lr_scale.values()):
+            yield "lr_scale", "must map names to numbers of at least 0"
         not_negative, positive = ("lr", "weight_decay"), ("epsilon", "cycle_length", "cosine_theta")
         yield from require(self, "at least 0", lambda v: 0 <= v < math.inf, *not_negative)
         yield from require(self, "at least 0 and below 1", lambda v: 0 <= v < 1, "beta1", "beta2")

@@ -1,6 +1,8 @@
 """The optimizer, and what happens to an update whose gradient is not finite."""
 
+import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from lingua.base.errors import UserError
+from lingua.base.errors import UserError, nearest
 from lingua.optim.args import OptimArgs
 from lingua.parallel.init import canonical_name
 from lingua.parallel.parallelize import within
@@ -32,7 +34,7 @@ def build_optimizer(
     complete. The groups keep canonical names in `param_names`.
 
     Raises:
-        UserError: Muon, and no matrix for it.
+        UserError: Muon, and no matrix for it; a name in `lr_scale` that matches nothing.
     """
     decay, no_decay = split_by_decay(model)
     matrices = []
@@ -52,7 +54,31 @@ def build_optimizer(
         {"params": others, "weight_decay": args.weight_decay, **adamw_settings},
         {"params": no_decay, "weight_decay": 0.0, **adamw_settings},
     ]
+    if args.lr_scale:
+        groups = scaled(groups, args.lr_scale)
     return AdamWMuon([group for group in groups if group["params"]], args.lr)
+
+
+def scaled(groups: list[dict[str, Any]], lr_scale: dict[str, float]) -> list[dict[str, Any]]:
+    """The groups of named parameters, each split by the factor of `lr_scale` that they have."""
+    names = [name for group in groups for name, _ in group["params"]]
+    for pattern in lr_scale:
+        if not any(within(name, [pattern]) for name in names):
+            modules = {
+                part for name in names for part in accumulate(name.split("."), "{}.{}".format)
+            }
+            raise UserError(
+                f"optim.lr_scale: {pattern} names no trained parameter of the model, and no module "
+                f"that has one{nearest(pattern, modules)}"
+            )
+    split = []
+    for group in groups:
+        parts: dict[float, list[Named]] = {}
+        for name, p in group["params"]:
+            scale = math.prod(s for pattern, s in lr_scale.items() if within(name, [pattern]))
+            parts.setdefault(scale, []).append((name, p))
+        split += [{**group, "params": part, "lr_scale": s} for s, part in parts.items()]
+    return split
 
 
 def split_by_decay(model: nn.Module) -> tuple[list[Named], list[Named]]:
@@ -76,6 +102,11 @@ class LoopOptimizer(Optimizer):
         scalar on the device. Where `admitted`, a bool scalar there, is False, it changes no
         parameter and no state. The host does not wait for either. Gradients may be changed."""
         raise NotImplementedError
+
+    def state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
+        """The state of a parameter as a checkpoint has it: each tensor is a DTensor, or whole. One
+        that another rank holds is on the meta device."""
+        return dict(self.state.get(p, {}))
 
 
 class AdamWMuon(LoopOptimizer):

@@ -1,5 +1,7 @@
 """Gradients: when they are reduced over ranks, their global norm and clipping."""
 
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,33 +21,43 @@ def set_gradient_sync(model: nn.Module, mode: str | None, last: bool) -> None:
         sums.start_micro_step(last)
 
 
-@torch.no_grad()
 def grad_norm(parameters: list[nn.Parameter], exact: bool = False) -> Tensor:
     """The global norm of the gradients: a float32 scalar on the device, equal on every rank, and on
-    every data-parallel mesh with `exact`.
+    every data-parallel mesh with `exact`."""
+    return grad_norms([parameters], exact)[0]
 
-    Parameters may live on different meshes. Each group of equal layout sums the squares of its
-    shards over just the axes that split it, so what an axis replicates counts once.
+
+@torch.no_grad()
+def grad_norms(groups: list[list[nn.Parameter]], exact: bool = False) -> Tensor:
+    """The norm of the gradients of each group of parameters: float32 [n] on the device, equal on
+    every rank. Called by every rank.
+
+    Parameters may live on different meshes. Those of equal layout sum the squares of their shards
+    over just the axes that split them, so what an axis replicates counts once.
     """
     if exact:
         from lingua.parallel.exact import exact_norm
 
-        return exact_norm(parameters)
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
-    for grad in [p.grad for p in parameters if p.grad is not None]:
-        mesh: DeviceMesh | None = None
-        split: tuple[int, ...] = ()
-        if isinstance(grad, DTensor):
-            mesh, places = grad.device_mesh, enumerate(grad.placements)
-            split = tuple(axis for axis, place in places if not place.is_replicate())
-        groups.setdefault((mesh, split), []).append(local(grad))
-    total = torch.zeros((), device=parameters[0].device)
-    for (mesh, split), grads in groups.items():
-        squares = nn.utils.get_total_norm(grads).square()
+        return torch.stack([exact_norm(parameters) for parameters in groups])
+    total = torch.zeros(len(groups), device=next(chain(*groups)).device)
+    layouts: dict[tuple[DeviceMesh | None, tuple[int, ...]], Tensor] = {}
+    for i, parameters in enumerate(groups):
+        parts: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+        for grad in [p.grad for p in parameters if p.grad is not None]:
+            mesh: DeviceMesh | None = None
+            split: tuple[int, ...] = ()
+            if isinstance(grad, DTensor):
+                mesh, places = grad.device_mesh, enumerate(grad.placements)
+                split = tuple(axis for axis, place in places if not place.is_replicate())
+            parts.setdefault((mesh, split), []).append(local(grad))
+        for layout, grads in parts.items():
+            squares = layouts.setdefault(layout, torch.zeros_like(total))
+            squares[i] = nn.utils.get_total_norm(grads).square()
+    for (mesh, split), squares in layouts.items():
         for axis in split:
             if mesh is not None and mesh.size(axis) > 1:
                 dist.all_reduce(squares, group=mesh.get_group(axis))
-        total = total + squares
+        total += squares
     return total.sqrt()
 
 

@@ -2,9 +2,8 @@
 checkpointing, compilation and FSDP2; and the check that a plan fits its module.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from itertools import chain
@@ -55,6 +54,18 @@ class ParallelPlan:
     tp: dict[str, ParallelStyle] | None = None
     tp_equal: tuple[str, ...] = ()
     tp_divides: dict[str, int] = field(default_factory=dict)
+
+    def with_part(
+        self, part: str, tp: dict[str, ParallelStyle], tp_equal: tuple[str, ...] = ()
+    ) -> "ParallelPlan":
+        """The plan of a model whose modules `part` are of another kind: their styles are `tp`, by
+        names inside the part ("" is the part itself), in place of those that the plan has."""
+        tp = {f"{part}.{name}".rstrip("."): style for name, style in tp.items()}
+        others = {
+            name: s for name, s in (self.tp or {}).items() if not f"{name}.".startswith(f"{part}.")
+        }
+        equal = (*self.tp_equal, *(f"{part}.{name}" for name in tp_equal))
+        return replace(self, tp=others | tp, tp_equal=equal)
 
 
 # Styles that convert inputs and outputs, and distribute no parameters.
@@ -120,7 +131,7 @@ def within(name: str, patterns: Iterable[str]) -> bool:
     return bool(_matching([".".join(parts[:n]) for n in range(len(parts) + 1)], list(patterns)))
 
 
-def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def _matching(names: Iterable[str], patterns: Collection[str]) -> list[str]:
     return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
 
 
@@ -203,21 +214,21 @@ def reshard(model: nn.Module, interrupted: bool = False) -> None:
             module.reshard()
 
 
-@contextmanager
-def forwards_resharded(model: nn.Module) -> Iterator[None]:
-    """Inside it, each forward of the model frees the parameters that it gathered, so that their
-    gradients can be read, and that the next forward does not take what an update changes."""
-    hook = model.register_forward_hook(lambda module, args, out: reshard(module))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
     """The repeated layers of a model, in order."""
     modules = _modules(model)
     return [modules[name] for name in _matching(modules, plan.blocks)]
+
+
+def find_modules(model: nn.Module, patterns: Collection[str]) -> dict[str, nn.Module]:
+    """The modules of these patterns (see ParallelPlan), by their names in the plain model. Raises
+    UserError where a pattern matches none."""
+    modules = _modules(model)
+    for pattern in patterns:
+        if not _matching(modules, [pattern]):
+            known = nearest(pattern, modules)
+            raise UserError(f"no module of the model is named {pattern}{known}")
+    return {name: modules[name] for name in _matching(modules, patterns)}
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -27,17 +27,21 @@ def as_shard(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, mesh, placements, shape=like.shape, stride=like.stride())
 
 
+def part_of(t: Tensor, like: Tensor) -> Tensor:
+    """The part of `t`, a whole tensor, that this rank holds of one that is sharded as `like` is."""
+    if not isinstance(like, DTensor):
+        return t
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(t, mesh, placements, src_data_rank=None).to_local()  # sends none
+
+
 def map_whole(work: Callable[[Tensor], Tensor], part: Tensor, like: Tensor) -> Tensor:
     """This rank's part of `work` of a whole tensor, which keeps its shape.
 
     Each rank gives its `part` of a tensor that is sharded as `like` is, gathers the whole, works on
     it, and keeps its part: for what an optimizer can only compute of a whole matrix.
     """
-    result = work(whole(as_shard(part, like)))
-    if not isinstance(like, DTensor):
-        return result
-    mesh, placements = like.device_mesh, like.placements
-    return distribute_tensor(result, mesh, placements, src_data_rank=None).to_local()  # sends none
+    return part_of(work(whole(as_shard(part, like))), like)
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:

@@ -85,6 +85,12 @@ def version(t: Tensor) -> int:
     return t._version
 
 
+def n_hooks(module: nn.Module) -> int:
+    """Returns how many hooks around its forward and backward a module has."""
+    forward = len(module._forward_hooks) + len(module._forward_pre_hooks)
+    return forward + len(module._backward_hooks) + len(module._backward_pre_hooks)
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of the module's own buffers that no checkpoint has."""
     return module._non_persistent_buffers_set

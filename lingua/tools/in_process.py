@@ -1,6 +1,8 @@
-"""Training in the process that calls it, which is afterwards as it was; see lingua.train."""
+"""Training in the process that calls it, which is afterwards as it was; see lingua.train and
+lingua.open_run."""
 
 import atexit
+import inspect
 import json
 import logging
 import multiprocessing
@@ -8,8 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,28 +20,147 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch import nn
 
 from lingua.app import App, import_app, main_program
 from lingua.base.errors import UserError
 from lingua.checkpoint.run_config import load_run
 from lingua.config.values import plain
+from lingua.data.loader import MicroBatch
 from lingua.parallel.launch import detect_launch
+from lingua.parallel.parallelize import reshard
+from lingua.parallel.signals import Stopped, StopRequest
+from lingua.tokenizer import Tokenizer
 from lingua.tools.runs.records import Record
 
-Config = Mapping[str, Any] | str | Path | None
+Config = Mapping[str, Any] | Sequence[str] | str | Path | None
 
 
 def train_here(app: str | ModuleType | App, config: Config) -> Record:
     """See lingua.train."""
+    with _training_process(app, config, "lingua.train") as (program, chosen, args):
+        stopped_by = program.train(chosen, args)
+    if stopped_by is not None:
+        signal.raise_signal(signal.Signals[stopped_by])  # the caller's handler receives it
+    return Record(args.folder)
+
+
+class OpenRun:
+    """A run of `lingua.open_run`, which trains while one iterates over it."""
+
+    def __init__(self, run: Any, steps: Generator[int, None, None], stop: StopRequest) -> None:
+        """`run` is an apps.main.run.Run before its first step, `steps` its loop."""
+        self._run, self._steps, self._stop = run, steps, stop
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the number of each completed step. An interrupt of the body of the loop raises
+        Stopped there. Gradients and mode that the body leaves in the model do not enter the next
+        step, and its time is no training time: on CUDA the loop waits for the device."""
+        run = self._run
+        for step in self._steps:
+            with run.report.paused(), self._stop.at_once():
+                yield step
+            reshard(run.model)  # a forward of the body has gathered what the next update changes
+            run.optimizer.zero_grad()
+            run.model.train()
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self._run.progress.step
+
+    @property
+    def loss(self) -> float:
+        """Loss of the newest step, in nats per token unless the app's objective has another unit.
+        The host waits for the device."""
+        return float(self._run.loss)
+
+    @property
+    def batch(self) -> list[MicroBatch]:
+        """Micro-batches of the newest step, on the CPU."""
+        return self._run.batch
+
+    @property
+    def model(self) -> nn.Module:
+        return self._run.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._run.tokenizer
+
+    @property
+    def args(self) -> Any:
+        """The configuration, every value resolved."""
+        return self._run.args
+
+    @property
+    def record(self) -> Record:
+        """What the run has written so far."""
+        return Record(self._run.args.folder)
+
+    def log(self, event: str, **values: Any) -> None:
+        """Write a line about the newest step to metrics.jsonl: values of JSON, numbers for wandb
+        among them."""
+        self._run.report.event(event, self.step, **values)
+
+    def end(self) -> None:
+        """End the loop. Where the caller has left it, the newest step is saved."""
+        run = self._run
+        if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
+            return
+        self._steps.close()
+        reshard(run.model, interrupted=True)
+        if self.step:
+            run.save(None, final=True)
+        run.signals = [self._stop.signal] if self._stop.signal else []
+
+
+@contextmanager
+def open_here(app: str | ModuleType | App, config: Config) -> Iterator[OpenRun]:
+    """See lingua.open_run."""
+    stopped_by: str | None = None
+    with (
+        _training_process(app, config, "lingua.open_run") as (program, chosen, args),
+        closing(StopRequest("stopping before the next step")) as stop,
+    ):
+        try:
+            with ExitStack() as open_parts:
+                started = program.start.start_run(chosen, args, stop, open_parts)
+                finished = program.start.is_finished(started, args)
+                run = program.build_run(chosen, args, started, stop, open_parts)
+                steps = program.take_steps(run, stop)
+                if finished:
+                    steps.close()
+                opened = OpenRun(run, steps, stop)
+                try:
+                    with suppress(Stopped):  # by a signal in the body of the caller's loop
+                        yield opened
+                finally:
+                    opened.end()
+                if not finished:
+                    program.finish(run)
+                stopped_by = run.signals[0] if run.signals else None
+        except Stopped:  # by a signal before the first step
+            stopped_by = stop.signal
+    if stopped_by is not None:
+        signal.raise_signal(signal.Signals[stopped_by])  # the caller's handler receives it
+
+
+@contextmanager
+def _training_process(
+    app: str | ModuleType | App, config: Config, function: str
+) -> Iterator[tuple[ModuleType, App, Any]]:
+    """A context in which a run may be trained by the `function` of lingua: yields the training
+    program, the app and the configuration. Raises UserError."""
     if threading.current_thread() is not threading.main_thread():
-        raise UserError("lingua.train: must be called in the main thread, which receives signals")
+        raise UserError(f"{function}: must be called in the main thread, which receives signals")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         need = 'must be called below `if __name__ == "__main__":` in a script'
-        raise UserError(f"lingua.train: {need}, since the processes that tokenize import it too")
+        raise UserError(f"{function}: {need}, since the processes that tokenize import it too")
     if (world_size := detect_launch().world_size) > 1:
         advice = "python -m apps.main.train is the program for them"
-        raise UserError(f"lingua.train: is one process, and here are {world_size}; {advice}")
-    chosen = app_of(app, "lingua.train")
+        raise UserError(f"{function}: is one process, and here are {world_size}; {advice}")
+    chosen = app_of(app, function)
     program = import_module(main_program("train"))
     args, notices = load_run(chosen, words(config))
     for line in notices:
@@ -49,10 +170,7 @@ def train_here(app: str | ModuleType | App, config: Config) -> Record:
         torch_restored(),
         temporary_process_group(),
     ):
-        stopped_by = program.train(chosen, args)
-    if stopped_by is not None:
-        signal.raise_signal(signal.Signals[stopped_by])  # the caller's handler receives it
-    return Record(args.folder)
+        yield program, chosen, args
 
 
 def app_of(app: str | ModuleType | App, function: str) -> App:
@@ -68,9 +186,12 @@ def words(config: Config) -> list[str]:
     """A configuration as the command line has it."""
     if isinstance(config, str | Path):
         return [f"config={config}"]
+    if isinstance(config, list | tuple) and all(isinstance(word, str) for word in config):
+        return list(config)
     given: Any = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
     if not isinstance(given, Mapping | None):
-        raise UserError(f"lingua.train: config = {given!r}: must be a mapping or a YAML file")
+        need = "must be a mapping, a YAML file, or a list of key=value"
+        raise UserError(f"config = {given!r}: {need}")
     values = plain(given or {})
     return [f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in values.items()]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ from lingua.data.loader import MicroBatch
 from lingua.data.rows import Data, OpenData, Rows
 from lingua.data.sources import TextData, open_sources, prepare_sources
 from lingua.data.stream import RowStream
+from lingua.optim.whole import WholeOptimizer
 from lingua.parallel.init import canonical_name, named_tensors
 from lingua.parallel.mesh import dp_degree, dp_rank
 from lingua.parallel.signals import StopRequest
@@ -101,9 +103,6 @@ def write_sources(folder: Path) -> None:
     prepare({"data.root_dir": folder})
 
 
-# ------------------------------------------------------------------------------- in the ranks
-
-
 @dataclass
 class Twist:
     """What one or all ranks do differently. Each is a fault, or an input that text never gives."""
@@ -112,14 +111,14 @@ class Twist:
     some_targets: bool = False  # ignore a number of targets that differs from row to row
     shift: int = 0  # the position that rows are read from is off by this
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
+    count_padding: bool = False  # padding rows count as rows
     lose_moments: bool = False  # on resume
-    sample_tokens: int = 8  # that a finished run shows
     # where each rank writes, into a file of its own, the rows that it puts through forward
     consumed: Path | None = None
 
     def apply(self, app: App) -> App:
         """The app with these faults, for the program of this process."""
-        samples.SAMPLE_TOKENS = self.sample_tokens
+        samples.SAMPLE_TOKENS = 8  # that a finished run shows
         data = TwistedData(self, app.data or TextData())
         objective = functools.partial(TwistedObjective, self, app.objective or Objective)
         return dataclasses.replace(app, data=data, objective=objective)
@@ -172,6 +171,9 @@ class TwistedObjective:
     def gradients(self, batch: list[MicroBatch], valid: Tensor) -> tuple[Tensor, Tensor]:
         if self.twist.consumed is not None:
             self._write(batch)
+        if self.twist.count_padding:
+            for micro in batch:
+                micro.row_ids.clamp_(min=0)
         loss, hashed = self.objective.gradients(batch, valid)
         if self.twist.own_divisor:
             counted = sum(self.count(micro).sum() for micro in batch)
@@ -300,14 +302,6 @@ def train_here(
     return seen
 
 
-def restore_here(
-    overrides: dict[str, Any], build: Callable[[Any], Built] = build
-) -> dict[str, Any]:
-    """The state of a resumed run before its first step."""
-    with opened(dataclasses.replace(main_app, build=build), overrides) as run:
-        return state_of(run)
-
-
 @contextmanager
 def opened(app: App, overrides: dict[str, Any]) -> Iterator[Run]:
     """A run before its first step."""
@@ -323,15 +317,18 @@ def state_of(run: Run) -> dict[str, Any]:
     tensors = {f"model.{canonical_name(n)}": t for n, t in run.model.named_parameters()}
     tensors |= {f"model.{name}": t for name, t in run.model.named_buffers()}
     groups = {}
+    whole_state = isinstance(getattr(run.optimizer, "inner", None), WholeOptimizer)
     for group in run.optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr")}
         for name, p in zip(group["param_names"], group["params"], strict=True):
             groups[name] = settings
-            for key, value in run.optimizer.state[p].items():
-                is_part = not isinstance(value, DTensor) and value.ndim
+            for key, value in run.optimizer.state.get(p, {}).items():
+                is_part = value.ndim and not isinstance(value, DTensor) and not whole_state
                 tensors[f"optim.{key}.{name}"] = as_shard(value, p) if is_part else value
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digests(tensors))  # a rank may hold all of a state
     return {
-        "tensors": digests(tensors),
+        "tensors": {name: digest for rank in everyone for name, digest in rank.items()},
         "groups": groups,
         "progress": dataclasses.asdict(run.progress),
     }
@@ -345,9 +342,6 @@ def digest(t: Tensor) -> str:
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     """A hash of the bits of each whole tensor, wherever its parts are."""
     return {name: digest(whole(t)) for name, t in tensors.items()}
-
-
-# ------------------------------------------------------------------------------- in the tests
 
 
 @dataclass
@@ -451,19 +445,6 @@ class Runs:
         run = Outcome(dump_dir, ranks)
         assert (run.error is not None) == refused, run.error
         return run
-
-    def restore(
-        self,
-        sizes: Sizes,
-        dump_dir: Path,
-        overrides: dict[str, Any] | None = None,
-        build: Callable[[Any], Built] = build,
-    ) -> dict[str, Any]:
-        """The state that `dump_dir` restores on a topology, on which all ranks agree."""
-        config = self.config(sizes, {"dump_dir": dump_dir} | (overrides or {}))
-        first, *others = self.ranks.run(math.prod(sizes), restore_here, config, build)
-        assert all(other == first for other in others)
-        return first
 
     def stream(self) -> RowStream:
         args = arguments({"data.root_dir": self.text})

@@ -8,13 +8,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from apps.main.check import check_dump_dir
-from tests.apps.runs import SMALL, Outcome, differs, train_here
-from tests.apps.test_resume import REPO, start
+from tests.apps.runs import train_here
+from tests.apps.test_resume import REPO, start, wait_for
 from tests.apps.test_saves import set_privileged
-from tests.apps.test_stopping import ENDLESS, n_lines, text_of, wait_for
+from tests.apps.test_stopping import ENDLESS, n_lines, text_of
 from tests.locks import ELSEWHERE, lose
 from tests.mistakes import refused
 from tests.programs import python
@@ -53,55 +51,6 @@ def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(runs, tmp_path)
     assert "Traceback" not in said and "stopped by" not in said
     assert n_lines(run) == before[1] and sorted(checkpoints.glob("?" * 10)) == published
     assert text_of(run / "run.lock") == ELSEWHERE and not (checkpoints / "run.lock").exists()
-
-
-ON_ANOTHER_MACHINE = """
-import sys
-from apps.main.train import main
-from lingua.base import lock
-place = lock._place
-lock._place = lambda pid: (found := place(pid)) and f"elsewhere-{found}"
-lock.LIFETIME_S = 2.0
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.soak
-def test_a_run_that_another_machine_takes_over_ends_and_the_other_is_the_run(runs, tmp_path):
-    run = tmp_path / "run"
-    where = {"data.root_dir": runs.text, "dump_dir": run, "checkpoint.dump.every": 1}
-    first = start(1, python(), **where, **ENDLESS)
-    wait_for(lambda: n_lines(run) >= 3, first)
-    pid = int(text_of(run / "run.lock").split()[1])
-    while True:  # stop it in a save, of which the other run will remove the folder
-        wait_for(saves := lambda: any(run.rglob("*.tmp-*/__0_0.distcp")), first)
-        os.kill(pid, signal.SIGSTOP)
-        if saves():
-            break
-        os.kill(pid, signal.SIGCONT)
-    config = SMALL | where | ENDLESS
-    words = [f"{key}={value}" for key, value in config.items()]
-    command = [*python(), "-c", ON_ANOTHER_MACHINE, *words]
-    second = subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL)
-    try:
-        n = n_lines(run)
-        wait_for(lambda: n_lines(run) >= n + 3, second)
-        os.kill(pid, signal.SIGCONT)
-        said, _ = first.communicate(timeout=60)
-        assert first.returncode == 2 and f"{run / 'run.lock'} is held by process " in said, said
-        n = n_lines(run)
-        wait_for(lambda: n_lines(run) >= n + 3, second)
-        second.terminate()
-        assert second.wait(60) == 128 + signal.SIGTERM
-    finally:
-        first.kill()
-        second.kill()
-    whole = Outcome(run, [])
-    assert f"process {pid} on " in whole.log and "waiting up to 2 s" in whole.log
-    assert whole.column("step") == list(range(1, len(whole.lines) + 1))
-    assert whole.checkpoint(len(whole.lines)).is_dir()
-    alone = runs.train((1, 1, 1), ENDLESS | {"stop_at": len(whole.lines)})
-    assert differs(whole, alone) == []
 
 
 CLAIM = """

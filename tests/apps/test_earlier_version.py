@@ -11,7 +11,7 @@ import pytest
 from apps.bench.promise import compare, steps_of
 from apps.main import train as program
 from lingua.tools.runs.records import Record
-from tests.apps.meshes import on_meshes
+from tests.apps.meshes import mesh, on_meshes
 
 CLOSE = 1e-5  # of losses, relative
 SAMPLES = Path(__file__).parents[1] / "samples"
@@ -26,8 +26,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(ranks, tmp_path, ve
     config = sample / "config.yaml"  # without the key: a run keeps its held-out text
     config.write_text(config.read_text().replace("tokens: 200, ", ""))
     argv = [f"config={config}", f"dump_dir={sample}/run"]
-    keys = ("dp_replicate", "dp_shard", "tp_size")
-    argv += [f"distributed.{key}={n}" for key, n in zip(keys, sizes, strict=True)]
+    argv += [f"{key}={n}" for key, n in mesh(sizes).items()]
     argv += [f"data.root_dir={sample}/text", "data.workers=0"]
     n = sizes[0] * sizes[1] * sizes[2]
     ranks.run(n, program.main, argv)

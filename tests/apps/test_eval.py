@@ -35,6 +35,7 @@ from lingua.parallel.launch import detect_launch, leave, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.exchange import convert
+from tests.apps.meshes import mesh, on_meshes
 from tests.apps.tasks import TASKS, write_tasks
 from tests.apps.test_model import initialised, model_args
 from tests.ranks import Ranks
@@ -173,21 +174,12 @@ def expected(run: Path, task_dir: Path) -> dict[str, Any]:
     return theirs(run, task_dir, list(TASKS))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 1, 1),
-        (2, 1, 1),
-        pytest.param((1, 2, 1), marks=pytest.mark.soak),
-        pytest.param((1, 1, 2), marks=pytest.mark.soak),  # below, with other tokenizers
-    ],
-)
+@on_meshes((1, 1, 1), (2, 1, 1), soak=[(1, 2, 1), (1, 1, 2)])
 def test_scores_are_those_of_the_harness_on_the_exported_model(
     ranks, run, task_dir, expected, tmp_path, sizes
 ):
-    keys = ("dp_replicate", "dp_shard", "tp_size")
-    mesh = [f"distributed.{key}={size}" for key, size in zip(keys, sizes, strict=True)]
-    out = ours(ranks, run, task_dir, tmp_path / "out", *mesh, n=prod(sizes))
+    words = [f"{key}={size}" for key, size in mesh(sizes).items()]
+    out = ours(ranks, run, task_dir, tmp_path / "out", *words, n=prod(sizes))
     found, there = numbers(results_in(out)), numbers(expected)
     assert set(found) == set(there) and len(there) > 8
     for key, value in there.items():

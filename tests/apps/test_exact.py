@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from apps.dpo import app as dpo
 from apps.main import app as main
-from apps.main.run import Run
+from apps.main.train import Objective
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.checkpoint.digest import digest
+from lingua.data.loader import MicroBatch
 from lingua.parallel.exact import GradientSums, check_ranks, exact_norm
 from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch, start
@@ -77,11 +78,15 @@ def results(run: Outcome) -> dict[str, Any]:
     return {"lines": kept, "tensors": digests(run.tensors(END))}
 
 
-def flipped_bit(run: Run) -> None:
-    """A probe that changes the last bit of an element of a gradient on one rank."""
-    if run.progress.step == 1 and os.environ["RANK"] == "0":
-        grad = local(next(run.model.parameters()).grad).view(-1)
-        grad.view(torch.int32)[grad.abs().argmax()] ^= 1
+class FlippedBit(Objective):
+    """Changes the last bit of an element of a gradient on one rank."""
+
+    def gradients(self, batch: list[MicroBatch], counts: Tensor) -> tuple[Tensor, Tensor]:
+        result = super().gradients(batch, counts)
+        if self.run.progress.step == 1 and os.environ["RANK"] == "0":
+            grad = local(next(self.run.model.parameters()).grad).view(-1)
+            grad.view(torch.int32)[grad.abs().argmax()] ^= 1
+        return result
 
 
 def build_fused(model: nn.Module, args: Any, plan: Any) -> torch.optim.Optimizer:
@@ -116,7 +121,7 @@ def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_pa
         run = runs.train(sizes, EXACT | {"stop_at": end}, dump_dir=run.dump_dir)
     assert results(run) == results(alone)
 
-    for fault in ({"twist": Twist(shift=1)}, {"app": replace(main, probe=flipped_bit)}):
+    for fault in ({"twist": Twist(shift=1)}, {"app": replace(main, objective=FlippedBit)}):
         other = results(runs.train((1, 2, 1), EXACT, **fault))
         assert other["tensors"] != results(alone)["tensors"], fault
     in_float = [runs.train(sizes, EXACT | {"deterministic": True}) for sizes in (ONE, (1, 2, 1))]

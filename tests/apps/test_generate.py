@@ -17,15 +17,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from apps.main.generate import main
 from lingua.base.errors import UserError
+from tests.apps.meshes import mesh
 from tests.apps.test_model import initialised, model_args
 from tests.programs import python
 from tests.ranks import Ranks
 from tests.tools.exchange.converted import a_model, save_here
+from tests.tools.inference.test_generation import step_by_step
 
 MODEL = a_model(dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
 REPO = Path(__file__).parents[2]
@@ -73,9 +74,8 @@ def results(ranks: Ranks, ckpt: Path, tmp_path: Path) -> Callable[..., list[dict
 
     def run(prompts: Path, *arguments: str, sizes: tuple[int, int, int] = (1, 1, 1)):
         out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}.jsonl"
-        mesh = zip(("dp_replicate", "dp_shard", "tp_size"), sizes, strict=True)
         argv = [f"ckpt={ckpt}", f"prompts={prompts}", f"out={out}", "max_gen_tokens=8", *arguments]
-        argv += [f"distributed.{key}={size}" for key, size in mesh]
+        argv += [f"{key}={size}" for key, size in mesh(sizes).items()]
         for refused, _ in ranks.run(sizes[0] * sizes[1] * sizes[2], main_here, *argv):
             assert not refused
         return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
@@ -84,12 +84,7 @@ def results(ranks: Ranks, ckpt: Path, tmp_path: Path) -> Callable[..., list[dict
 
 
 def likeliest(text: str, n: int) -> list[int]:
-    """By the plain model, every token from all before it."""
-    model, tokens = initialised(MODEL), [256, *text.encode()]
-    for _ in range(n):
-        with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens]))[0, -1, :258].argmax()))
-    return tokens[-n:]
+    return step_by_step(initialised(MODEL), [256, *text.encode()], n)[0]
 
 
 def test_results_come_in_the_order_of_the_prompts_the_same_on_every_topology(results, tmp_path):

@@ -3,7 +3,7 @@
 A feature is a line of FEATURES. Its run is stopped on one mesh and goes on on another, with other
 micro-batches. What that run restores, the rows that it reads, and its losses, gradient norms,
 weights and measurements are those of one process that never stopped; with each of FAULTS they are
-not.
+not. In PAIRS each mesh goes on from what each other saved.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from apps.dpo import app as dpo
 from apps.main import app as main
@@ -19,19 +21,22 @@ from apps.main.run import Run
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from lingua.app import App, Built
-from tests.apps.meshes import Sizes, on_its_own
+from lingua.parallel.parallelize import ParallelPlan
+from tests.apps.meshes import Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split
-from tests.apps.runs import Outcome, Twist, digests, relative
+from tests.apps.runs import GLOBAL_BATCH, Outcome, Twist, digests, relative
 from tests.forks import (
+    adafactor,
     distillation,
+    looped,
     mingru,
     modular,
     moe,
     optimizer,
     probe,
     simpo,
+    soap,
     synthetic,
-    whole_tensors,
 )
 
 K, END = 2, 5  # where the run is stopped, and where it ends
@@ -52,19 +57,25 @@ class Feature:
     other: dict[str, Any] = field(default_factory=dict)
     build: Build | None = None
     reads: str | None = None  # the fixture that gives the settings of its data
+    controlled: bool = True  # whether it is tried with the faults too, as one of a kind is
 
 
 def run_model(run: Run) -> None:
     """A probe that runs the model before it reads the gradients, and again before the update."""
     for _ in range(2):
-        with torch.no_grad():
-            run.model(*run.batch[0].to(run.device).inputs())
+        run.model(*run.on_device(run.batch[0]).inputs())
         probe.probe(run)
+
+
+def build_on_dtensors(model: nn.Module, args: Any, plan: ParallelPlan | None) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), args.optim.lr, momentum=0.9, foreach=False)
 
 
 STAGES = {"data.stages": f"[{{from_step: {K + 1}, sources: {{one: 1, two: 3}}}}]"}
 HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of two blocks, trunk one
-ADDITION = {"data.sources": "{sums: 1}", "data.seq_len": 4}
+ADDITION = {"data.sources": "{}", "data.seq_len": 4}
+SCALES = "{tok_embeddings: 3, layers.*.attention.value_embedding: 0.5, layers.1.*.w*: 2}"
+LOOPED = {"model.dropout": 0.1, CHECKPOINTING: "full", "optim.lr_scale": SCALES}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -85,10 +96,17 @@ FEATURES = {
     "a teacher": Feature(REPLICAS, TP, {}, distillation.app, reads="taught"),
     "another block": Feature(TP, SHARDS, {}, mingru.app),
     "experts": Feature(SHARDS, TP, {}, moe.app),
+    "blocks that run twice": Feature(TP, SHARDS, LOOPED, looped.app, other={CHECKPOINTING: "none"}),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
-    "an optimizer of whole tensors": Feature(TP, REPLICAS, {}, whole_tensors.app),
-    "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{copy: 1}"}, synthetic.app),
-    "a probe": Feature(SHARDS, TP, {}, probe.app),
+    "an optimizer of torch on DTensors": Feature(
+        TP, REPLICAS, {}, replace(main, optimizer=build_on_dtensors)
+    ),
+    "row and column statistics": Feature(SHARDS, TP, {}, adafactor.app),
+    "Kronecker factors": Feature(
+        TP, (1, 3, 1), {"optim.epsilon": 1e-3, "checkpoint.async_save": True}, soap.app
+    ),
+    "rows made by code": Feature(REPLICAS, TP, {"data.sources": "{}"}, synthetic.app),
+    "a probe": Feature(SHARDS, TP, {"probe.every": 2}, probe.app),
     "a probe that runs the model": Feature(
         SHARDS, REPLICAS, {}, replace(probe.app, probe=run_model)
     ),
@@ -97,6 +115,33 @@ COMPILED = {COMPILE: True, CHECKPOINTING: "selective"}
 SOAK = {name: replace(f, stopped=FOUR[0], resumed=FOUR[1]) for name, f in FEATURES.items()}
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
 SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)
+SOAK["compiled blocks that run twice"] = Feature(REPLICAS, TP, LOOPED, looped.app, other=COMPILED)
+
+
+# One process, then replicated, sharded, tensor-parallel, and their mixes up to eight ranks.
+EIGHT: Sizes = (2, 2, 2)
+MESHES: list[Sizes] = [ONE, REPLICAS, (1, 3, 1), TP, (2, 2, 1), (1, 2, 2), EIGHT]
+
+
+def pair(saved: Sizes, loaded: Sizes) -> Feature:
+    """Every mesh saves both optimizers, and loads both, with tied weights and without."""
+    i, j = MESHES.index(saved), MESHES.index(loaded)
+    settings = {"optim.name": ("adamw", "muon")[(i // 2 + j) % 2], "optim.muon.dtype": "fp32"}
+    settings["model.weight_tying"] = i % 2 == 1
+    return Feature(saved, loaded, settings, controlled=False)
+
+
+# Together of every kind; the other pairs are for soak.
+DEFAULT: list[tuple[Sizes, Sizes]] = [
+    ((1, 3, 1), (1, 2, 2)),
+    ((1, 2, 2), (1, 3, 1)),
+    ((2, 2, 1), TP),
+    (TP, ONE),
+]
+PAIRS = [(saved, loaded) for loaded in MESHES for saved in MESHES if saved != loaded]
+PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  # for time
+FEATURES |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in DEFAULT}
+SOAK |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in PAIRS if (a, b) not in DEFAULT}
 
 
 @dataclass(frozen=True)
@@ -112,9 +157,9 @@ FAULTS = {
     "a wrong divisor": Fault(Twist(own_divisor=True), {"loss", "grad_norm"}, SHARDS),
 }
 # How far, relative, two runs that are the same one may be from each other.
-TOLERANCES = {"rows": 0, "restored": 0, "loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
+TOLERANCES = {"rows": 0, "lr": 0, "restored": 0, "loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-5}
 TOLERANCES |= {"measured": 1e-4}
-MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms", "agreement"}
+MEASURED = {"nats_per_token", "loss", "accuracy", "margin", "balance", "norms", "rms", "agreement"}
 
 
 def measured(run: Outcome) -> torch.Tensor:
@@ -125,16 +170,17 @@ def measured(run: Outcome) -> torch.Tensor:
     return torch.tensor([number for part in flat for number in part])
 
 
-def differences(run: Outcome, alone: Outcome, saved: dict[str, str]) -> dict[str, float]:
-    """Of a resumed run from the one that never stopped, named as in TOLERANCES. `saved` are digests
-    of the checkpoint that was resumed."""
+def differences(run: Outcome, alone: Outcome, saved: dict[str, Any]) -> dict[str, float]:
+    """Of a resumed run from the one that never stopped, named as in TOLERANCES. `saved`: digests of
+    the checkpoint that was resumed, and its progress."""
     weights = [{n: t for n, t in r.tensors(END).items() if "model." in n} for r in (run, alone)]
     assert weights[0].keys() == weights[1].keys() and len(run.lines) == END
     apart = [float((weights[0][n] - t).norm() / t.norm()) for n, t in weights[1].items()]
     numbers, expected = measured(run), measured(alone)
     return {
         "rows": run.column("batch_hash") != alone.column("batch_hash"),
-        "restored": run.restored["tensors"] != saved,
+        "lr": run.column("lr") != alone.column("lr"),
+        "restored": any(run.restored[part] != content for part, content in saved.items()),
         "loss": max(relative(run.column("loss"), alone.column("loss"))),
         "grad_norm": max(relative(run.column("grad_norm"), alone.column("grad_norm"))),
         "weights": max(apart),
@@ -154,7 +200,7 @@ def case(name: str, feature: Feature, *marks: pytest.MarkDecorator) -> Any:
 @pytest.mark.parametrize(
     "feature",
     [case(name, feature) for name, feature in FEATURES.items()]
-    + [case(f"{name}, four ranks", f, pytest.mark.soak) for name, f in SOAK.items()],
+    + [case(f"{name}, soak", f, pytest.mark.soak) for name, f in SOAK.items()],
 )
 def test_a_run_stopped_on_one_mesh_and_resumed_on_another_is_that_of_one_process(
     runs, tmp_path, request, feature
@@ -167,7 +213,10 @@ def test_a_run_stopped_on_one_mesh_and_resumed_on_another_is_that_of_one_process
     settings |= feature.edited
     alone = runs.train(ONE, settings, app=feature.app)
     assert stopped.weights == alone.weights
-    saved = digests(stopped.tensors(K))
+    state = stopped.state(K)
+    assert state["schedule"] == {"step": K, "lr": alone.lines[K]["lr"]}
+    assert state["progress"]["position"] == K * GLOBAL_BATCH
+    saved = {"tensors": digests(stopped.tensors(K)), "progress": state["progress"]}
 
     def resume(
         name: str, sizes: Sizes, twist: Twist, other: dict[str, Any], build: Build | None
@@ -176,11 +225,26 @@ def test_a_run_stopped_on_one_mesh_and_resumed_on_another_is_that_of_one_process
         copy = stopped.copy(tmp_path / name).dump_dir
         start = {"app": feature.app, "build": build, "twist": twist, "look": True}
         keys = settings | on_its_own(sizes) | other
-        return differences(runs.train(sizes, keys, dump_dir=copy, **start), alone, saved)
+        run = runs.train(sizes, keys, dump_dir=copy, **start)
+        moved = [(line["old"], line["new"]) for line in run.events if line["event"] == "topology"]
+        assert moved == [(list(feature.stopped), list(sizes))][: sizes != feature.stopped]
+        return differences(run, alone, saved)
 
     right = resume("right", feature.resumed, Twist(), feature.other, feature.build)
     assert beyond(right, margin=1) == set()
-    for name, fault in FAULTS.items():
+    for name, fault in FAULTS.items() if feature.controlled else ():
         found = beyond(resume(name, fault.sizes, fault.twist, {}, None), margin=10)
         assert fault.seen <= found, name
         assert found & {"rows", "restored"} == fault.seen & {"rows", "restored"}, name
+
+
+@on_meshes((1, 2, 2), soak=MESHES[:-1])
+def test_the_same_mesh_goes_on_bitwise_with_deterministic(runs, sizes):
+    settings = pair(sizes, MESHES[MESHES.index(sizes) - 1]).settings
+    settings |= {"deterministic": True, "stop_at": END, "checkpoint.dump.keep": 0}
+    through = runs.train(sizes, settings)
+    stopped = runs.train(sizes, settings | {"stop_at": K})
+    run = runs.train(sizes, settings, dump_dir=stopped.dump_dir)
+    for key in ("loss", "grad_norm", "lr", "batch_hash"):
+        assert run.column(key) == through.column(key)
+    assert digests(run.tensors(END)) == digests(through.tensors(END))

@@ -43,6 +43,8 @@ CASES = {
     "head_dim not dim / n_heads": {"dim": 36, "n_heads": 6, "head_dim": 10, "n_kv_heads": 3},
     "narrow heads": {"n_heads": 2, "head_dim": 6},
     "ffn_dim_multiplier": {"ffn_dim_multiplier": 1.3},
+    # of Mistral
+    **{f"window {n}": {"sliding_window": n, "n_kv_heads": 2} for n in (2, 5, SEQ - 1, SEQ, 100)},
 }
 
 
@@ -154,13 +156,6 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(case):
     assert max(differences.values()) < CLOSE, differences
 
 
-@pytest.mark.parametrize("window", [2, 5, SEQ - 1, SEQ, 100])
-def test_a_sliding_window_is_mistrals(window):
-    model = initialised(model_args(sliding_window=window, n_kv_heads=2))
-    differences = compare(model, reference(model))
-    assert max(differences.values()) < CLOSE, differences
-
-
 @pytest.mark.parametrize(
     "control", ["rotary layout", "rope_theta", "norm_eps", "window", "a norm's weight", "kv heads"]
 )
@@ -189,9 +184,6 @@ def test_the_comparison_sees_a_mistake(control):
     assert differences["logits"] > 10 * CLOSE, differences
 
 
-# ------------------------------------------------------------------------------- names and sizes
-
-
 PUBLISHED = {  # dim, layers, heads, kv heads, vocabulary, multiple_of, multiplier, tied; parameters
     "Llama 2 7B": (4096, 32, 32, 32, 32000, 256, None, False, 6_738_415_616),
     "Llama 2 13B": (5120, 40, 40, 40, 32000, 256, None, False, 13_015_864_320),
@@ -216,17 +208,22 @@ def test_the_parameters_of_a_published_model_are_as_many_as_published(name):
     assert sum(p.numel() for p in model.parameters()) == published
 
 
-# --------------------------------------------------------------------------------- initial weights
-
-
 def cut_off(std: float) -> float:
     """Deviation of a normal of deviation `std` that is cut off at three deviations."""
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
     return std * math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
 
 
+FACTORS = {  # of the depth, with three blocks
+    "disabled": lambda depth: 1.0,
+    "global_depth": lambda depth: math.sqrt(2 * 4),
+    "current_depth": lambda depth: math.sqrt(2 * (depth + 1)),
+    "dim_ratio": lambda depth: 128 / 4096,
+}
+
+
 @pytest.mark.parametrize("base", [None, 0.05])
-@pytest.mark.parametrize("factor", ["disabled", "global_depth", "current_depth", "dim_ratio"])
+@pytest.mark.parametrize("factor", [*FACTORS, "zero"])
 def test_every_weight_has_the_deviation_that_the_options_say(factor, base):
     args = ModelArgs(
         dim=128, n_layers=3, n_heads=4, head_dim=16, vocab_size=200, multiple_of=8,
@@ -242,21 +239,15 @@ def test_every_weight_has_the_deviation_that_the_options_say(factor, base):
         inputs = {"wo": 64, "w2": hidden}.get(name.split(".")[-2], 128)
         std = base or inputs**-0.5
         if name.endswith(("wo.weight", "w2.weight")):
-            depth = int(name.split(".")[1])
-            std /= {
-                "disabled": 1.0,
-                "global_depth": math.sqrt(2 * 4),
-                "current_depth": math.sqrt(2 * (depth + 1)),
-                "dim_ratio": 128 / 4096,
-            }[factor]
+            if factor == "zero":
+                assert not p.any(), name
+                continue
+            std /= FACTORS[factor](int(name.split(".")[1]))
         spread = p.numel() ** -0.5
         assert p.std().item() == pytest.approx(cut_off(std), rel=4 * spread), name
         assert abs(p.mean().item()) < 5 * std * spread, name
         # of 8,192 draws at least, some come close to the cut and none beyond
         assert 2.7 * std < p.abs().max().item() <= 3 * std * (1 + 1e-6), name
-
-
-# ---------------------------------------------------------------------------------------- bfloat16
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:

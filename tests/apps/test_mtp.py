@@ -87,19 +87,6 @@ def test_each_head_is_a_plain_model_trained_on_its_own_tokens(args):
     assert len({round(s.item(), 3) for s in sums}) == HEADS  # the heads differ
 
 
-def test_with_document_masks_each_head_sees_each_document_alone():
-    model = multi_token(SMALL)
-    tokens, targets = tokens_and_targets()
-    documents = torch.tensor([[0, 6]]).repeat(ROWS, 1)
-    for view in range(HEADS):  # what is not predicted from a document of its own
-        targets[view, :, 6 - view - 1 : 6] = IGNORE
-    sums, counts, *_ = model(tokens, targets, documents)
-    parts = [model(tokens[:, s], targets[..., s]) for s in (slice(0, 6), slice(6, SEQ))]
-    assert counts.tolist() == sum(part.counts for part in parts).tolist()
-    torch.testing.assert_close(sums, sum(part.sums for part in parts), rtol=1e-6, atol=0)
-    assert not torch.isclose(sums, model(tokens, targets)[0], rtol=1e-4).any()
-
-
 def test_the_next_token_needs_no_further_head():
     model = multi_token(SMALL)
     tokens, _ = tokens_and_targets()

@@ -59,7 +59,8 @@ def stopped_at_once(args: TrainArgs) -> Built:
 
 
 def test_the_model_of_another_run_begins_a_new_one_on_any_topology(runs, stopped, tmp_path):
-    restored = runs.restore((1, 1, 2), tmp_path / "looked at", start(stopped.dump_dir))
+    begun = start(stopped.dump_dir) | {"stop_at": 1}
+    restored = runs.train((1, 1, 2), begun, look=True).restored
     saved = stopped.tensors(K)
     assert only("model.", restored["tensors"]) == digests(without("optim.", saved))
     zeros = {name: torch.zeros_like(t) for name, t in without("model.", saved).items()}
@@ -81,11 +82,9 @@ def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_che
     runs, stopped, through, tmp_path
 ):
     branch = EVERYTHING | start(stopped.checkpoint(K).parent)
-    restored = runs.restore((1, 1, 2), tmp_path / "looked at", branch)
-    assert restored["tensors"] == digests(stopped.tensors(K))
-    assert restored["progress"] == stopped.state(K)["progress"]
-
-    run = runs.train((1, 1, 2), branch | {"stop_at": K + 1})
+    run = runs.train((1, 1, 2), branch | {"stop_at": K + 1}, look=True)
+    assert run.restored["tensors"] == digests(stopped.tensors(K))
+    assert run.restored["progress"] == stopped.state(K)["progress"]
     taken = "model, optimizer, step and position"
     assert f"branching from another run: {taken} of {stopped.checkpoint(K)}" in run.log
     # Stopped before a step of its own, it has what it was given.
@@ -134,9 +133,6 @@ def test_what_cannot_be_started_from_is_refused_by_name(runs, stopped, tmp_path)
     assert "is not a whole checkpoint: __1_0.distcp is missing" in refused(damaged)
 
 
-# ------------------------------------------------------------------------------ Meta Lingua's
-
-
 def logits_here(overrides: dict[str, Any]) -> Tensor:
     """Of TOKENS, by the model that a run begins with."""
     with opened(app, overrides) as run, torch.no_grad():
@@ -183,10 +179,10 @@ def test_a_checkpoint_of_meta_linguas_gives_its_logits_its_adamw_state_and_its_s
         assert not torch.allclose(ours, logits, rtol=1e-4, atol=1e-5)
 
     go_on = same | EVERYTHING | start(folder)
-    restored = runs.restore((1, 1, 2), tmp_path / "looked at", go_on)
-    assert restored["tensors"] == by_our_names(folder)
-    assert (restored["progress"]["step"], restored["progress"]["position"]) == (STEP, STEP * 7)
-    run = runs.train((1, 2, 1), go_on | {"stop_at": STEP + 1})
+    run = runs.train((1, 2, 1), go_on | {"stop_at": STEP + 1}, look=True)
+    assert run.restored["tensors"] == by_our_names(folder)
+    progress = run.restored["progress"]
+    assert (progress["step"], progress["position"]) == (STEP, STEP * 7)
     assert run.column("step") == [STEP + 1]
     plain = runs.train((1, 1, 1), {"stop_at": STEP + 1})
     assert run.lines[0]["batch_hash"] == plain.lines[STEP]["batch_hash"]
@@ -227,9 +223,6 @@ def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_
     assert not (tmp_path / "executed").exists()
 
 
-# ------------------------------------------------------------------------------------- and files
-
-
 def test_a_model_alone_is_no_run_to_go_on_with(runs, ranks, tmp_path):
     """Nor is a state dict of torch's, which has tied weights twice and no name for them all."""
     file, dump_dir = tmp_path / "model.pth", tmp_path / "run"
@@ -238,9 +231,9 @@ def test_a_model_alone_is_no_run_to_go_on_with(runs, ranks, tmp_path):
     torch.save(tied.state_dict(), file)
     convert_to(ranks, file, dump_dir / "checkpoints")
     same = {"model.weight_tying": True}
-    restored = runs.restore((1, 1, 2), tmp_path / "a", same | start(dump_dir))["tensors"]
+    begun = runs.train((1, 1, 2), same | start(dump_dir) | {"stop_at": 1}, look=True)
     expected = {f"model.{name}": p for name, p in tied.named_parameters()}
-    assert only("model.", restored) == digests(expected)
+    assert only("model.", begun.restored["tensors"]) == digests(expected)
     for settings in ({}, start(dump_dir / "checkpoints") | EVERYTHING):
         where = dump_dir if not settings else tmp_path / "b"
         said = runs.train((1, 1, 1), same | settings, dump_dir=where, refused=True).error

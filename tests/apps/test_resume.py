@@ -1,7 +1,8 @@
-"""A run that stops goes on as the same run (on any topology: test_pairs.py), or says why not."""
+"""A run that stops goes on as the same run (on any topology: test_matrix.py), or says why not."""
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -29,7 +30,7 @@ from tests.apps.runs import (
     prepare,
     relative,
 )
-from tests.forks import optimizer, whole_tensors
+from tests.forks import optimizer, soap
 from tests.programs import python
 from tests.tokenizer.test_tokenizer import write_byte_level
 
@@ -58,54 +59,50 @@ def test_a_global_batch_size_left_open_is_decided_once(runs, tmp_path):
 # ----------------------------------------------------------------------------- what may change
 
 
-def test_a_guarded_change_is_refused_by_name_and_can_be_allowed(runs, stopped, tmp_path):
-    dump_dir = stopped.copy(tmp_path / "run").dump_dir
-    change = GO_ON | {"seed": 7, "data.sources": "{one: 1, two: 1}"}
-    error = runs.train((2, 1, 1), change, dump_dir=dump_dir, refused=True).error
+def test_a_guarded_change_is_refused_by_name_and_can_be_allowed(runs, tmp_path):
+    """Also of a run that is finished."""
+    run = runs.train((1, 2, 1), {"stop_at": K})
+    allowed = {"seed": 7, "data.sources": "{one: 1, two: 1}"}
+    change = allowed | {"model.n_layers": 3, "optim.name": "muon"}
+    where = {"dump_dir": run.dump_dir}
+    error = runs.train((2, 1, 1), change | {"stop_at": K}, **where, refused=True).error
     assert "seed: 42 in the checkpoint, 7 now" in error
     assert "data.sources: {'one': 2.0, 'two': 1.0} in the checkpoint" in error
-    assert "checkpoint.allow_change: [seed, data.sources]" in error
+    keys = re.search(r"or name them in checkpoint.allow_change: \[(.*)\]", error)[1].split(", ")
+    assert set(keys) == change.keys() and all(f"\n  {key}: " in error for key in keys)
 
-    allowed = change | {"checkpoint.allow_change": "[seed, data.sources]"}
-    run = runs.train((2, 1, 1), allowed, dump_dir=dump_dir)
+    assert "the run is finished" not in run.log
+    runs.train((1, 2, 1), {"stop_at": K}, **where)
+    assert "the run is finished" in run.log
+    allowed |= GO_ON | {"checkpoint.allow_change": "[seed, data.sources]"}
+    run = runs.train((2, 1, 1), allowed, **where)
     assert run.column("step") == list(range(1, END + 1))
     assert "seed" in run.log and "guarded" in run.log
-
-
-def test_text_that_changed_behind_its_name_is_refused(runs, stopped, tmp_path):
-    dump_dir, text = stopped.copy(tmp_path / "run").dump_dir, tmp_path / "text"
-    shutil.copytree(runs.text, text)
-    (text / "one.jsonl").unlink()
-    (text / "two.jsonl").rename(text / "one.jsonl")
-    shutil.copy(runs.text / "two.jsonl", text)
-    other = prepare(GO_ON | {"data.root_dir": text})
-    error = runs.train((1, 1, 1), other, dump_dir=dump_dir, refused=True).error
-    assert "data.content.one" in error and "data.content.two" not in error
 
 
 def test_an_announced_change_is_printed_and_holds(runs, stopped, tmp_path):
     dump_dir = stopped.copy(tmp_path / "run").dump_dir
     change = GO_ON | {"optim.weight_decay": 0.5, "optim.lr": 1e-3, "optim.beta2": 0.9}
-    before = runs.restore((1, 1, 1), stopped.copy(tmp_path / "before").dump_dir)["groups"]
-    after = runs.restore((1, 1, 1), dump_dir, change)["groups"]
+    copy = stopped.copy(tmp_path / "before").dump_dir
+    before = runs.train((1, 1, 1), GO_ON, dump_dir=copy, look=True).restored["groups"]
+    run = runs.train((1, 1, 1), change, dump_dir=dump_dir, look=True)
+    after = run.restored["groups"]
     matrix, gain = "layers.0.attention.wq.weight", "norm.weight"
     assert (before[matrix]["weight_decay"], after[matrix]["weight_decay"]) == (0.1, 0.5)
     assert (before[gain]["weight_decay"], after[gain]["weight_decay"]) == (0.0, 0.0)
     assert after[matrix]["betas"] == (0.9, 0.9)
-
-    run = runs.train((1, 1, 1), change, dump_dir=dump_dir)
     table = [line.split()[1:] for line in run.log.splitlines()]
     assert ["optim.weight_decay", "0.1", "0.5", "announced"] in table
     assert ["optim.lr", "0.004", "0.001", "announced"] in table
     assert run.lines[K]["lr"] == pytest.approx(1e-3, rel=0.1)
 
 
-def test_another_tokenizer_behind_the_same_name_is_refused(runs, tmp_path):
-    shutil.copy(runs.text / "one.jsonl", tmp_path)
+def test_another_text_or_tokenizer_behind_the_same_name_is_refused(runs, tmp_path):
+    for name in ("one", "two"):
+        shutil.copy(runs.text / f"{name}.jsonl", tmp_path)
     path = tmp_path / "tokenizer.json"
     settings = {
         "data.root_dir": tmp_path,
-        "data.sources": "{one: 1}",
         "data.tokenizer.name": "hf",
         "data.tokenizer.path": write_byte_level(path),
         "model.vocab_size": 400,
@@ -113,15 +110,21 @@ def test_another_tokenizer_behind_the_same_name_is_refused(runs, tmp_path):
     }
     run = runs.train((1, 1, 1), prepare(settings))
 
+    def error() -> str:
+        changed = prepare(settings | GO_ON)
+        return runs.train((1, 1, 1), changed, dump_dir=run.dump_dir, refused=True).error
+
     spec = json.loads(path.read_text())
     vocabulary = spec["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(spec))
-    changed = prepare(settings | GO_ON)
-    error = runs.train((1, 1, 1), changed, dump_dir=run.dump_dir, refused=True).error
-    assert "data.tokenizer.content: " in error
+    assert "data.tokenizer.content: " in error()
     write_byte_level(path)
-    again = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir)
+    shutil.copy(tmp_path / "two.jsonl", tmp_path / "one.jsonl")
+    said = error()
+    assert "data.content.one" in said and "data.content.two" not in said
+    shutil.copy(runs.text / "one.jsonl", tmp_path)
+    again = runs.train((1, 1, 1), prepare(settings | GO_ON), dump_dir=run.dump_dir)
     assert again.column("step")[:3] == [1, 2, 3]
 
 
@@ -153,45 +156,22 @@ def test_a_finished_run_says_so_and_can_be_extended(runs):
     assert ["steps", "3", "5", "announced"] in table
 
 
-# --------------------------------------------------------------------------- folders and lines
-
-
-def test_what_is_no_checkpoint_is_skipped_with_a_line_and_lines_are_cut_back(
-    runs, through, tmp_path
-):
+def test_a_damaged_checkpoint_is_skipped_with_a_line_and_lines_are_cut_back(runs, through):
+    """The other folders that are skipped: tests/checkpoint/test_checkpoint.py."""
     often = {"checkpoint.dump.every": 2}
-    run = runs.train((1, 2, 1), often | {"stop_at": 8})
-    damaged, newest = run.checkpoint(6), run.checkpoint(8)
-    leftover = newest.with_name("0000000010.tmp-0123abcd")
-    shutil.copytree(newest, leftover)
-    foreign = newest.with_name("0000000004_bak")
-    shutil.copytree(run.checkpoint(4), foreign)
+    run = runs.train((1, 2, 1), often | {"stop_at": 6})
+    newest = run.checkpoint(6)
     with next(newest.glob("__1_*")).open("r+b") as shard:
         shard.truncate(100)
-    shard = next(damaged.glob("__0_*"))  # of the size that it should have, but for one bit right
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
     with (run.dump_dir / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 9, "lo')  # torn by a kill
+        metrics.write('{"step": 7, "lo')  # torn by a kill
 
     run = runs.train((2, 1, 1), often | GO_ON, dump_dir=run.dump_dir)
     assert f"resuming {run.checkpoint(4)} (step 4)" in run.log
-    for folder, why in (
-        (newest, "is not a whole checkpoint (__1_0.distcp has 100 bytes"),
-        (damaged, "is damaged (__0_0.distcp: wrong checksum): skipped"),
-        (leftover, "is not a checkpoint: skipped"),
-        (foreign, "is not a checkpoint: skipped"),
-    ):
-        [line] = [line for line in run.log.splitlines() if f"{folder} " in line]
-        assert why in line
+    [line] = [line for line in run.log.splitlines() if f"{newest} is " in line]
+    assert "is not a whole checkpoint (__1_0.distcp has 100 bytes" in line
     assert run.column("step") == list(range(1, END + 1))
     assert differs(run, through) == []
-    assert foreign.is_dir() and not leftover.exists()
-    assert runs.restore((1, 1, 1), run.dump_dir, {"stop_at": 9})["progress"]["step"] == END
-
-
-# ------------------------------------------------------------------------------ bad gradients
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +186,7 @@ def nan_at_step_3(runs: Runs) -> NanAt:
         pytest.param((1, 2, 1), main, {}, id="adamw"),
         pytest.param((1, 1, 2), main, MUON, id="muon"),
         pytest.param((1, 1, 2), optimizer.app, {}, id="of torch"),
-        pytest.param((2, 1, 1), whole_tensors.app, {}, id="of whole tensors"),
+        pytest.param((2, 1, 1), soap.app, {}, id="of whole matrices"),
         pytest.param((1, 2, 2), main, MUON, id="muon on four", marks=pytest.mark.soak),
     ],
 )
@@ -295,9 +275,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
         }
         job = start(2, python(), **where)
         log = tmp_path / "run" / "train.log"
-        while not (log.exists() and "waiting for 1 part " in log.read_text()):
-            assert job.poll() is None, job.stdout.read()
-            time.sleep(0.02)
+        wait_for(lambda: log.exists() and "waiting for 1 part " in log.read_text(), job)
         os.kill(process_of_rank(tmp_path / "run", 0), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
     assert job.returncode == 1 and said.count("exitcode  : 140 (pid: ") == 2, said
@@ -322,6 +300,14 @@ def start(
     )
 
 
+def wait_for(condition: Any, job: subprocess.Popen, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert job.poll() is None, "the run has ended"
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
 def process_of_rank(dump_dir: Path, rank: int) -> int:
     """The process that torchrun started for a rank of the run."""
     for process in Path("/proc").glob("[0-9]*"):
@@ -340,9 +326,7 @@ def test_torchrun_does_not_restart_a_run_that_is_asked_to_stop(runs, through, tm
     endless = {"steps": 200, "stop_at": "null", "checkpoint.dump.every": 1}
     job = start(2, python(), 3, **where, **endless)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count('"loss"') >= 2):
-        assert job.poll() is None, job.stdout.read()
-        time.sleep(0.02)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= 2, job)
     first, second = (process_of_rank(tmp_path / "run", rank) for rank in (0, 1))
     os.kill(second, signal.SIGINT)
     os.kill(first, signal.SIGTERM)

@@ -11,6 +11,7 @@ from lingua.checkpoint.resume import Change, Saved, check_config, check_data
 from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten, resume_classes
 from lingua.data.args import Stage
+from tests.mistakes import refused
 
 CLASSES = resume_classes(TrainArgs)
 EARLY, LATE = Stage(4, {"b": 1.0}), Stage(8, {"a": 1.0, "c": 1.0})
@@ -35,43 +36,39 @@ def classes_of(found: list[Change]) -> dict[str, str]:
     return {change.key: change.resume_class for change in found}
 
 
-BEFORE = config({"a": 1.0, "b": 3.0}, EARLY, LATE)
+SOURCES = {"a": 1.0, "b": 3.0}
+BEFORE = config(SOURCES, EARLY, LATE)
+FUTURE = [
+    (6, SOURCES, [EARLY]),
+    (6, SOURCES, [EARLY, Stage(6, {"d": 1.0})]),
+    (8, SOURCES, [EARLY, Stage(8, {"d": 1.0})]),
+    (3, SOURCES, []),
+    # The same shares in other words.
+    (9, {"a": 2.0, "b": 6.0, "z": 0.0}, [EARLY, LATE]),
+    (9, SOURCES, [Stage(4, {"b": 7.0}), LATE]),
+]
+PAST = [
+    (9, SOURCES, [EARLY]),
+    *((5, SOURCES, [*stages, LATE]) for stages in ([], [Stage(2, {"a": 1.0}), EARLY])),
+    *((5, SOURCES, [Stage(step, {"b": 1.0}), LATE]) for step in (3, 5)),
+    (5, SOURCES, [Stage(4, {"a": 1.0}), LATE]),
+    (1, {"a": 1.0, "b": 2.0}, [EARLY, LATE]),
+]
 
 
 @pytest.mark.parametrize(
-    "step, now, key",
-    [
-        (6, config({"a": 1.0, "b": 3.0}, EARLY), "data.stages"),
-        (6, config({"a": 1.0, "b": 3.0}, EARLY, Stage(6, {"d": 1.0})), "data.stages"),
-        (8, config({"a": 1.0, "b": 3.0}, EARLY, Stage(8, {"d": 1.0})), "data.stages"),
-        (3, config({"a": 1.0, "b": 3.0}), "data.stages"),
-        # The same shares in other words.
-        (9, config({"a": 2.0, "b": 6.0, "z": 0.0}, EARLY, LATE), "data.sources"),
-        (9, config({"a": 1.0, "b": 3.0}, Stage(4, {"b": 7.0}), LATE), "data.stages"),
-    ],
+    "step, sources, stages, past",
+    [(*edit, False) for edit in FUTURE] + [(*edit, True) for edit in PAST],
 )
-def test_an_edit_of_the_future_is_announced(step, now, key):
-    assert classes_of(check_config(saved_at(step, BEFORE), now, CLASSES, [])) == {key: "announced"}
-
-
-@pytest.mark.parametrize(
-    "step, now, key",
-    [
-        (9, config({"a": 1.0, "b": 3.0}, EARLY), "data.stages"),
-        (5, config({"a": 1.0, "b": 3.0}, LATE), "data.stages"),
-        (5, config({"a": 1.0, "b": 3.0}, Stage(3, {"b": 1.0}), LATE), "data.stages"),
-        (5, config({"a": 1.0, "b": 3.0}, Stage(5, {"b": 1.0}), LATE), "data.stages"),
-        (5, config({"a": 1.0, "b": 3.0}, Stage(2, {"a": 1.0}), EARLY, LATE), "data.stages"),
-        (5, config({"a": 1.0, "b": 3.0}, Stage(4, {"a": 1.0}), LATE), "data.stages"),
-        (1, config({"a": 1.0, "b": 2.0}, EARLY, LATE), "data.sources"),
-    ],
-)
-def test_an_edit_of_the_past_is_refused_unless_allowed(step, now, key):
-    with pytest.raises(UserError) as error:
-        check_config(saved_at(step, BEFORE), now, CLASSES, [])
-    assert key in str(error.value) and f"only stages from_step {step} on" in str(error.value)
-    found = check_config(saved_at(step, BEFORE), now, CLASSES, [key])
-    assert classes_of(found) == {key: "guarded"}
+def test_an_edit_of_the_future_is_announced_and_of_the_past_refused_unless_allowed(
+    step, sources, stages, past
+):
+    now, key = config(sources, *stages), f"data.{'stages' if sources == SOURCES else 'sources'}"
+    if past:
+        said = refused(lambda: check_config(saved_at(step, BEFORE), now, CLASSES, []), key)
+        assert f"only stages from_step {step} on" in said
+    found = check_config(saved_at(step, BEFORE), now, CLASSES, [key] * past)
+    assert classes_of(found) == {key: "guarded" if past else "announced"}
 
 
 def test_a_checkpoint_older_than_stages_has_none():

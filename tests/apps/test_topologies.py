@@ -1,21 +1,28 @@
 """The same run on every topology: weights, rows, losses and gradients against one process."""
 
+import itertools
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from apps.main.config import TrainArgs
-from apps.main.transformer import Transformer, build
+from apps.main.transformer import Transformer, build, build_transformer
 from lingua.app import Built
 from lingua.base.dump_dir import PLAN
 from lingua.base.errors import UserError
+from lingua.base.hashing import hash_bits, key_of
 from lingua.data import IGNORE
+from lingua.model import PerRow
+from lingua.model.transformer import FeedForward, TransformerArgs, TransformerBlock
 from lingua.parallel.init import init_parameters
 from lingua.parallel.tensors import local
 from lingua.tools.plan.make import make_plan
@@ -23,6 +30,7 @@ from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
 from tests.apps.runs import (
     GLOBAL_BATCH,
     SMALL,
+    TOLERANCES,
     Outcome,
     Runs,
     Twist,
@@ -35,6 +43,7 @@ from tests.apps.runs import (
 STEPS = 4
 MEASURED = {"validation.every": 2, "stop_at": STEPS}
 BOS = 256  # of the byte tokenizer
+CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.compile"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +58,7 @@ def alone(runs: Runs) -> Outcome:
 SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 
 
-@on_meshes((2, 1, 2), soak=SEVERAL_RANKS)  # others: test_pairs.py
+@on_meshes((2, 1, 2), soak=SEVERAL_RANKS)  # others: test_matrix.py
 def test_every_topology_trains_the_same_run(runs, alone, sizes):
     run = runs.train(sizes, on_its_own(sizes) | MEASURED)
     assert run.weights == alone.weights
@@ -86,6 +95,27 @@ def test_a_step_with_document_masks_is_that_of_each_document_alone(runs, alone):
     assert max(relative([loss], alone.column("loss")[:1])) > 1e-4  # which is without masks
 
 
+def build_watching_noise(args: TrainArgs) -> Built:
+    """The model, which must be given a hash of seed, step and row, and nothing in evaluation."""
+    built, steps = build(args), itertools.count(1)
+
+    def forward_pre(module: Any, inputs: Any, named: dict[str, Any]) -> None:
+        if not module.training:
+            assert named.get("noise") is None
+            return
+        step = next(steps)
+        rows = GLOBAL_BATCH * (step - 1) + torch.arange(GLOBAL_BATCH)
+        assert torch.equal(named["noise"], hash_bits(key_of(args.seed, "noise", step), rows))
+
+    built.module.register_forward_pre_hook(forward_pre, with_kwargs=True)
+    return built
+
+
+def test_the_noise_of_a_row_is_a_hash_of_seed_step_and_row_and_evaluation_has_none(runs, alone):
+    run = runs.train((1, 1, 1), MEASURED | {"model.dropout": 0.1}, build=build_watching_noise)
+    assert run.held_out and set(differs(run, alone)) == TOLERANCES.keys()
+
+
 def build_watched(args: TrainArgs) -> Built:
     """The model, which may be initialised only where each of 4 ranks has just its part of it."""
     built = build(args)
@@ -118,9 +148,6 @@ def test_more_ranks_than_rows_train_the_same_run(runs):
     assert differs(runs.train((3, 1, 1), two_rows), runs.train((1, 1, 1), two_rows)) == []
 
 
-# ------------------------------------------------------------- what the equality tests can see
-
-
 @pytest.mark.parametrize(
     ("twist", "seen"),
     [
@@ -147,57 +174,98 @@ def test_one_wrong_row_on_any_rank_changes_the_hash_of_its_step(runs, alone, siz
     assert [found == expected for found, expected in pairs] == [True, True, False, True]
 
 
-# ---------------------------------------------------------------------------------- gradients
+# ------------------------------------------------------- gradients, and terms of a model per row
+
+
+class Balanced(FeedForward):
+    """With the term of a mixture of experts (Fedus et al., 2022) that is least when the row's
+    positions choose every expert alike. It is not a sum over positions."""
+
+    def __init__(self, args: TransformerArgs, out_factor: float) -> None:
+        super().__init__(args, out_factor)
+        self.gate = nn.Linear(args.dim, 3, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, PerRow]:
+        share = self.gate(x).float().softmax(-1).mean(1)  # B experts
+        return super().forward(x), {"balance": share.square().sum(-1)}
+
+
+balanced = partial(TransformerBlock, feed_forward=Balanced)
+
+
+def build_balanced(args: TrainArgs) -> Built:
+    built = build(args, block=balanced)
+    # The experts' logits stay a DTensor, and so does the term, whatever of it a rank has.
+    gate = {"": ColwiseParallel(use_local_output=False)}
+    return replace(built, plan=built.plan.with_part("layers.*.feed_forward.gate", gate))
 
 
 @pytest.fixture(scope="module")
-def plain_gradients(runs: Runs) -> dict[str, Tensor]:
-    """Of the mean loss over the first global batch with uneven masks, by plain torch."""
+def expected(runs: Runs) -> dict[str, Tensor]:
+    """Of the first global batch with uneven masks, by plain torch from the whole of it at once: the
+    loss of the logits, the term from the inputs of the gates, the gradients of their sum."""
     args = arguments({})
-    model = Transformer(args.model)
+    model = build_transformer(args.model, block=balanced)
     init_parameters(model, args.seed, torch.device("cpu"))
+    seen: list[Tensor] = []
+    for layer in model.layers:
+        layer.ffn_norm.register_forward_hook(lambda module, inputs, out: seen.append(out))
     ids = torch.arange(GLOBAL_BATCH)
     rows = torch.from_numpy(runs.stream().rows(ids.numpy()).astype("int64"))
     targets = rows[None, :, 1:].clone()
     masked(ids, targets)
-    logits = model(rows[:, :-1])
-    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+    logits = model(rows[:, :-1]).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE)
+    term = torch.zeros(())
+    for layer, x in zip(model.layers, seen, strict=True):
+        for row in x:
+            chosen = torch.exp(row @ layer.feed_forward.gate.weight.T)  # S experts
+            share = (chosen / chosen.sum(1, keepdim=True)).sum(0) / len(row)
+            term = term + (share @ share) / GLOBAL_BATCH
+    (loss + term).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return gradients | {"loss": loss.detach(), "balance": term.detach()}
 
 
-def first_gradients(run: Outcome) -> dict[str, Tensor]:
-    """With beta1 = 0 the first moment is the gradient of the last step."""
-    prefix = "optim.exp_avg."
-    tensors = run.tensors(1).items()
-    return {name.removeprefix(prefix): t for name, t in tensors if name.startswith(prefix)}
-
-
-ONE_STEP = {"stop_at": 1, "optim.beta1": 0, "optim.clip": ".inf"}
-
-
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of a parameter's gradient, as a share of its norm."""
+def worst(run: Outcome, expected: dict[str, Tensor]) -> float:
+    """The largest difference, relative: of the loss, the term and the gradient of a parameter. With
+    beta1 = 0 the first moment is the gradient of the last step."""
+    moments = {n: t for n, t in run.tensors(1).items() if n.startswith("optim.exp_avg.")}
+    found = {name.removeprefix("optim.exp_avg."): t for name, t in moments.items()}
+    found |= {name: torch.tensor(run.lines[0][name]) for name in ("loss", "balance")}
     assert found.keys() == expected.keys()
-    return max(float((found[k] - g).norm() / g.norm()) for k, g in expected.items())
+    return max(float((found[k] - e).norm() / e.norm()) for k, e in expected.items())
 
 
+UNEVEN = {"stop_at": 1, "optim.beta1": 0, "optim.clip": ".inf", "data.batch_size": 1}
 MODES = ("last", "replica_last", "every")
-CLOSE = 1e-5  # of gradients, as `worst` measures
+CLOSE = 1e-5  # of losses, terms and gradients, as `worst` measures
+KINDS: list[tuple[Sizes, str, dict[str, Any]]] = [
+    ((2, 2, 1), "replica_last", {}),
+    ((2, 2, 1), "every", {CHECKPOINTING: "full"}),
+    ((1, 2, 2), "last", {CHECKPOINTING: "selective", "data.batch_size": 3}),
+]
+SOAK: list[tuple[Sizes, str, dict[str, Any]]] = [
+    *(((2, 2, 2), mode, {}) for mode in MODES),
+    ((1, 1, 1), "last", {CHECKPOINTING: "selective", COMPILE: True, "data.batch_size": 3}),
+    ((1, 1, 2), "last", {CHECKPOINTING: "full", COMPILE: True, "data.batch_size": 4}),
+]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mode"),
-    [
-        ((2, 2, 1), "replica_last"),
-        ((2, 2, 1), "every"),
-        ((1, 2, 2), "last"),
-        *(pytest.param((2, 2, 2), mode, marks=pytest.mark.soak) for mode in MODES),
-    ],
+    ("sizes", "mode", "settings"),
+    KINDS + [pytest.param(*kind, marks=pytest.mark.soak) for kind in SOAK],
+    ids=lambda value: name_of(value) if isinstance(value, tuple) else None,
 )
-def test_the_gradient_of_uneven_masks_is_that_of_plain_torch(runs, plain_gradients, sizes, mode):
-    settings = ONE_STEP | {"data.batch_size": 1, "distributed.grad_sync": mode}
-    run = runs.train(sizes, settings, twist=Twist(some_targets=True))
-    assert worst(first_gradients(run), plain_gradients) < CLOSE
+def test_loss_gradient_and_terms_of_rows_are_those_of_plain_torch(
+    runs, expected, sizes, mode, settings
+):
+    """Under uneven masks, and in any micro-batches."""
+    settings = UNEVEN | {"distributed.grad_sync": mode} | settings
+    run = runs.train(sizes, settings, build=build_balanced, twist=Twist(some_targets=True))
+    assert worst(run, expected) < CLOSE
+    # A graph for all blocks and micro-steps.
+    assert all(rank["compiled"] == settings.get(COMPILE, 0) for rank in run.ranks)
 
 
 def test_a_global_batch_without_a_valid_target_is_an_error(runs):
@@ -208,19 +276,19 @@ def test_a_global_batch_without_a_valid_target_is_an_error(runs):
     assert (stop["event"], stop["step"], stop["error"]) == ("stop", 0, f"UserError: {run.error}")
 
 
-def test_a_gradient_with_a_wrong_divisor_is_seen(runs, plain_gradients):
-    twist = Twist(some_targets=True, own_divisor=True)
-    run = runs.train((1, 2, 1), ONE_STEP, twist=twist)
-    assert worst(first_gradients(run), plain_gradients) > 10_000 * CLOSE
+@pytest.mark.parametrize("fault", ["own_divisor", "count_padding"])
+def test_a_gradient_with_a_wrong_divisor_and_padding_that_counts_are_seen(runs, expected, fault):
+    twist = Twist(some_targets=True, **{fault: True})
+    settings = UNEVEN | {"data.batch_size": 2}
+    run = runs.train((1, 2, 1), settings, build=build_balanced, twist=twist)
+    assert worst(run, expected) > 1000 * CLOSE
 
 
-def test_the_factor_of_the_gradient_does_not_depend_on_precision(runs, plain_gradients):
-    settings = ONE_STEP | {"data.batch_size": 1, "distributed.model_dtype": "bf16"}
-    run = runs.train((2, 2, 1), settings, twist=Twist(some_targets=True))
-    assert worst(first_gradients(run), plain_gradients) < 0.05
-
-
-# -------------------------------------------------------------------------------- collectives
+def test_the_factor_of_the_gradient_does_not_depend_on_precision(runs, expected):
+    settings = UNEVEN | {"distributed.model_dtype": "bf16"}
+    twist = Twist(some_targets=True)
+    run = runs.train((2, 2, 1), settings, build=build_balanced, twist=twist)
+    assert worst(run, expected) < 0.05
 
 
 def counted(runs: Runs, sizes: Sizes, **settings: Any) -> tuple[Outcome, list[dict[str, Any]]]:
@@ -277,9 +345,6 @@ def of_log(log: str) -> tuple[float, float]:
 # ------------------------------------------------------------------ compilation, checkpointing
 
 
-CHECKPOINTING = "distributed.activation_checkpointing"
-
-
 def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):
     alone = runs.train((1, 1, 1), {"stop_at": 2})
     counts = {}
@@ -314,7 +379,7 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):
 def test_compiled_blocks_train_the_same_run(runs, sizes, kind):
     settings = {"stop_at": 3, "data.sources": "{two: 1}"}  # of which nothing is held out
     alone = runs.train((1, 1, 1), settings)
-    settings |= {"data.batch_size": 4, "distributed.compile": True, CHECKPOINTING: kind}
+    settings |= {"data.batch_size": 4, COMPILE: True, CHECKPOINTING: kind}
     run = runs.train(sizes, settings)
     assert all(rank["compiled"] > 0 for rank in run.ranks)
     assert run.weights == alone.weights

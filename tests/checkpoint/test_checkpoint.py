@@ -10,7 +10,6 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -50,18 +49,6 @@ def newest_here(roots: list[Path], verify: str) -> list[tuple[str | None, list[s
         chosen = newest(root, verify, told.append)
         results.append((chosen and chosen.path.name, told))
     return results
-
-
-def newest_as_another_user(root: Path) -> list[str]:
-    """What is told when a user without rights takes the newest. Called by one rank."""
-    me = os.geteuid()
-    if me == 0:  # to whom nothing is forbidden
-        os.seteuid(65534)
-    try:
-        ((_, told),) = newest_here([root], "full")
-    finally:
-        os.seteuid(me)
-    return told
 
 
 # --------------------------------------------------------------------------------- saved
@@ -170,16 +157,6 @@ def test_a_damaged_file_of_any_kind_is_named_and_the_checkpoint_before_it_taken(
         (line,) = told
         assert "0000000002" in line and name in line and "skipped" in line
         assert second[list(roots).index(name)][1] == []  # one rank tells it
-
-
-def test_a_file_that_cannot_be_read_is_told_from_one_that_is_damaged(ranks, saved):
-    with TemporaryDirectory() as folder:  # one that others may enter, which tmp_path is not
-        root = shutil.copytree(saved, Path(folder) / "root")
-        for path in (Path(folder), root):
-            path.chmod(0o755)
-        (root / "0000000002" / "__0_0.distcp").chmod(0)
-        [(line,)] = ranks.run(1, newest_as_another_user, root)
-    assert line.endswith("0000000002 is damaged (__0_0.distcp: Permission denied): skipped")
 
 
 def test_a_flipped_bit_anywhere_in_the_manifest_is_seen(saved, tmp_path):

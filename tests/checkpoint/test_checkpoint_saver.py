@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,62 +20,7 @@ from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
 from lingua.parallel.mesh import on_rank_0
 from tests.checkpoints import CONFIG, STATE, equal, join, refusal, tensors_on
-from tests.disk import full_disk
 from tests.locks import hold_lock, lose
-
-
-def names(root: Path) -> list[str]:
-    """What is in the folder, as rank 0 sees it before any rank goes on."""
-    return on_rank_0(lambda: sorted(p.name for p in root.iterdir()))
-
-
-def failing_here(root: Path, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Saves of step 1, of step 2 with no space on one rank, and of 3; what is left after each."""
-    mesh = join()
-    seen: dict[str, Any] = {}
-    with Saver(root, CheckpointArgs(**settings)) as saver:
-        saver.save(1, tensors_on(mesh, fill=1), STATE, CONFIG, final=True)
-        seen["first"] = names(root)
-        with full_disk() if dist.get_rank() == rank else nullcontext():
-            seen["told"] = refusal(lambda: saver.save(2, tensors_on(mesh, fill=2), STATE, CONFIG))
-            if saver._writing is not None:
-                saver._writing.result()
-            seen["gave up"] = saver.gave_up
-            seen["second"] = names(root)
-            final = refusal(lambda: saver.save(2, tensors_on(mesh), STATE, CONFIG, final=True))
-            seen["final"] = final
-        third = lambda: saver.save(3, tensors_on(mesh, fill=3), STATE, CONFIG, final=True)  # noqa: E731
-        seen["third"] = refusal(third)
-    seen["left"] = names(root)
-    return seen
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failed_save_publishes_nothing_and_the_next_one_tries_again(
-    ranks, tmp_path, background, rank
-):
-    root, one = tmp_path / "root", "0000000001"
-    settings = {"async_save": background, "dump": SaveEvery(keep=1)}
-    for seen in ranks.run(2, failing_here, root, settings, rank):
-        assert one in seen["first"] and seen["second"] == seen["first"]
-        assert seen["told"] == "not refused" and not seen["gave up"]
-        assert "NotSaved: step 2 could not be saved" in seen["final"]
-        assert "File too large" in seen["final"]
-        assert f"the newest checkpoint is {root / one}" in seen["final"]
-        assert seen["third"] == "not refused"
-        assert seen["left"] == ["0000000003"]  # the first stayed until this was published
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-def test_a_failed_save_stops_the_run_where_it_is_told_to(ranks, tmp_path, background):
-    settings = {"async_save": background, "on_error": "stop"}
-    for seen in ranks.run(2, failing_here, tmp_path / "root", settings, 1):
-        # In the background it is known at the next boundary of a step.
-        assert ("File too large" in seen["told"]) != background
-        assert seen["gave up"]
-        assert "File too large" in seen["final"]
-        assert seen["left"][0] == "0000000001"
 
 
 def moving_here(root: Path) -> dict[str, Any]:
@@ -121,9 +65,6 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(ranks, tmp_pat
         assert seen["late"] == 3 and seen["buffers"] == 1
     assert [c.step for c in find(tmp_path / "root")] == [3, 2, 1]  # in order, one at a time
     assert sorted(p.name[-1] for p in (tmp_path / "root").iterdir()) == ["1", "2", "3"]
-
-
-# ----------------------------------------------------------------------------- one run a folder
 
 
 def open_here(root: Path) -> str:

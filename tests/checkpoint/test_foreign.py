@@ -6,15 +6,11 @@ The checkpoint that each test forges is the sample of an earlier version. One pr
 import io
 import json
 import os
-import pathlib
 import pickle
-import random
 import resource
 import shutil
 import zipfile
-from collections import Counter
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from apps.main.hugging_face import llama
 from apps.main.transformer import ModelArgs
-from lingua.checkpoint.dcp import _ALLOWED, DCPFolder, _cover_once
+from lingua.checkpoint.dcp import _ALLOWED, DCPFolder
 from lingua.checkpoint.folder import newest, read_checkpoint
 from lingua.checkpoint.origin import open_source
 from lingua.checkpoint.resume import find_start, read_saved
@@ -53,9 +49,6 @@ def forge(folder: Path, content: bytes, name: str = ".metadata") -> None:
 
 def convert_to(source: Path, out: Path) -> None:
     convert.main([f"source={source}", f"out={out}"])
-
-
-# ------------------------------------------------------------------- what executes code when read
 
 
 def named(module: str, name: str) -> bytes:
@@ -102,55 +95,6 @@ def test_no_opcode_changes_or_calls_what_an_allowed_name_stands_for(folder):
     globals()["Victim"] = victim
     pickle.loads(pickle.PROTO + b"\x04" + opcodes_on(__name__, "Victim")["BUILD slots"])
     assert victim.parent == "/tmp"
-
-
-def test_the_objects_of_a_metadata_are_not_those_of_torch_and_pathlib(folder):
-    trusted = pickle.loads((folder / ".metadata").read_bytes())
-    assert isinstance(trusted, Metadata)
-    assert isinstance(trusted.storage_meta.checkpoint_id, pathlib.PurePath)
-    found = DCPFolder(folder)
-    entries = trusted.state_dict_metadata
-    assert {name: (t.shape, t.dtype) for name, t in found.tensors.items()} == {
-        name: (entry.size, entry.properties.dtype) for name, entry in entries.items()
-    }
-    stored = trusted.storage_data.items()
-    assert {
-        (name, chunk.begin): (chunk.file, chunk.offset, chunk.length)
-        for name, chunks in found._chunks.items()
-        for chunk in chunks
-    } == {(key.fqn, tuple(key.offset)): (i.relative_path, i.offset, i.length) for key, i in stored}
-
-
-def test_chunks_cover_every_element_once():
-    """Any tensor cut at random, and the same with one of the boxes moved, made larger, left out or
-    doubled; the answer is counted element by element."""
-    draw, verdicts = random.Random(3), Counter()
-    for _ in range(300):
-        size = tuple(draw.randint(0, 5) for _ in range(draw.randint(0, 3)))
-        boxes = [((0,) * len(size), size)]
-        for _ in range(draw.randint(0, 4) * bool(size)):  # halve a box
-            begin, sizes = boxes.pop(draw.randrange(len(boxes)))
-            d = draw.randrange(len(size))
-            first = draw.randint(0, sizes[d])
-            for at, n in ((0, first), (first, sizes[d] - first)):
-                moved = (*begin[:d], begin[d] + at, *begin[d + 1 :])
-                boxes.append((moved, (*sizes[:d], n, *sizes[d + 1 :])))
-        for _ in range(draw.randint(0, 2)):
-            i, which = draw.randrange(len(boxes)), draw.randint(0, 1)
-            changed = [list(side) for side in boxes[i]]
-            if size:
-                changed[which][draw.randrange(len(size))] = draw.randint(0, 5)
-            boxes[i : i + draw.randint(0, 1)] = [tuple(map(tuple, changed))] * draw.randint(0, 2)
-            boxes = boxes or [((0,) * len(size), size)]
-        covered = Counter(
-            element
-            for begin, sizes in boxes
-            for element in product(*(range(a, a + n) for a, n in zip(begin, sizes, strict=True)))
-        )
-        once = covered == Counter(product(*map(range, size)))
-        assert _cover_once(size, boxes) == once, (size, boxes)
-        verdicts[once] += 1
-    assert min(verdicts.values()) > 50
 
 
 def test_what_a_small_file_would_take_in_memory_is_refused(folder):
@@ -279,8 +223,6 @@ def test_a_mixture_that_is_none_is_refused_when_a_run_resumes(folder):
         assert f"data.{key}" in told and str(folder / "config.yaml") in told
 
 
-# ------------------------------------------------------------------- a folder of transformers
-
 ABSURD: dict[str, list[Any]] = {
     "num_hidden_layers": [10**9, 0, -1, True, 2.5, "2", [2], 10**400],
     "head_dim": [10**9, -2, {}],
@@ -320,9 +262,6 @@ def test_weights_of_a_folder_of_transformers_are_files_of_it(tmp_path):
         index.write_text(json.dumps({"weight_map": weight_map}))
         told = refusal(lambda: open_folder(llama, tmp_path))
         assert str(tmp_path) in told, weight_map
-
-
-# ----------------------------------------------------------------------- its config, its terminal
 
 
 def test_the_config_of_a_checkpoint_is_read_as_text(folder, monkeypatch, capsys):

@@ -49,11 +49,6 @@ class Config:
 
 
 def test_comments_beside_and_above_a_field_are_found():
-    comments = field_comments(Optim)
-    assert comments["lr"] == "peak learning rate"
-    assert comments["lr_min_ratio"] == "share of the peak that remains at the end"
-    assert "clip" not in comments  # a comment of the field above or below is not its own
-
     @dataclass
     class Odd(Optim):
         tag: Free[str] = "# no comment"
@@ -64,16 +59,12 @@ def test_comments_beside_and_above_a_field_are_found():
 
         last: Free[int] = 3
 
-    odd = field_comments(Odd)
-    assert odd["lr"] == "peak learning rate"
-    assert odd["long"] == "behind the bracket"
-    assert "tag" not in odd
-    assert "last" not in odd
-
-
-def test_a_class_without_source_has_help_without_comments():
+    # A comment of the field above or below is not its own.
+    comments = {"lr": "peak learning rate", "long": "behind the bracket"}
+    comments["lr_min_ratio"] = "share of the peak that remains at the end"
+    assert field_comments(Odd) == comments
     made = dataclass(type("Made", (), {"__annotations__": {"a": Free[int]}, "a": 1}))
-    assert field_comments(made) == {}
+    assert field_comments(made) == {}  # it has no source
     assert re.search(r"a +1 +free +int", help_text(made, [], None, 80))
 
 
@@ -91,20 +82,16 @@ def test_help_lists_every_key_within_the_width(width):
     assert re.search(r"wandb\.project +\(required\) +free +str", text)
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_printed_in_the_terminals_width_and_nothing_else_happens(flag, capsys, monkeypatch):
+def test_help_is_printed_in_the_terminals_width_and_nothing_else_happens(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "64")
-    with pytest.raises(SystemExit) as caught:
-        load(Config, ["config=missing.yaml", flag])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert "optim.lr" in text and 60 < max(map(len, text.splitlines())) <= 64
-
-
-def test_help_of_groups_and_keys_is_about_them_alone():
-    assert re.findall(r"^  (\S+)", help_text(Config, ["optim", "dump.every"], None, 80), re.M) == [
-        "optim.lr", "optim.lr_min_ratio", "optim.clip", "dump.every",
-    ]  # fmt: skip
+    for flag in ("-h", "--help"):
+        with pytest.raises(SystemExit) as caught:
+            load(Config, ["config=missing.yaml", flag])
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert "optim.lr" in text and 60 < max(map(len, text.splitlines())) <= 64
+    keys = re.findall(r"^  (\S+)", help_text(Config, ["optim", "dump.every"], None, 80), re.M)
+    assert keys == ["optim.lr", "optim.lr_min_ratio", "optim.clip", "dump.every"]
 
 
 PROGRAMS = {f"apps.main.{name}": f"apps.main.{name}" for name in ("train", "eval", "generate")}

@@ -1,7 +1,9 @@
-"""The same text in any form gives the same documents; a fault is named with its line or row."""
+"""Which files a source has. The same text in any form gives the same documents; a fault is named
+with its line or row."""
 
 import gzip
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -80,13 +82,13 @@ def test_every_form_gives_the_same_documents(tmp_path, form, unit_bytes):
     assert (len(source.manifest.shards) > 5) == is_cut
 
 
-@pytest.mark.parametrize("codec", ["gz", "zst"])
-def test_other_compressed_files_are_one_document(tmp_path, codec):
-    text = "# source\n" * 1000
-    compress = gzip.compress if codec == "gz" else zstd
-    (tmp_path / f"a.py.{codec}").write_bytes(compress(text.encode()))
-    args = make_args(tmp_path, sources={f"a.py.{codec}": 1.0})
-    assert train_tokens(Prepared(args, f"a.py.{codec}").source) == expected_tokens([text])
+@pytest.mark.parametrize("codec", ["", ".gz", ".zst"])
+def test_other_files_are_one_document_as_it_is(tmp_path, codec):
+    text = "zwei\r\nZeilen \u00fc\n" * 1000
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstd}[codec]
+    (tmp_path / f"a.py{codec}").write_bytes(compress(f"\ufeff{text}".encode()))
+    args = make_args(tmp_path, sources={f"a.py{codec}": 1.0})
+    assert train_tokens(Prepared(args, f"a.py{codec}").source) == expected_tokens([text])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,49 @@ def test_the_texts_key_can_be_given(tmp_path, form):
     assert f":1: no text (no {what} txt, but n, body)" in message
 
 
-# ---- patterns
+# ---- which files
+
+
+def test_a_folder_of_source_files_is_read_in_byte_order_with_what_it_links_to(tmp_path):
+    folder = tmp_path / "a"
+    texts = {"Z.py": "1", "a.md": "2", "a/b.c": "3", "a0": "4", "\u00e9.txt": "5"}
+    hidden = [".git/config", "x/.hidden.py", "__pycache__/a.pyc"]
+    for path in [*texts, *hidden]:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(texts.get(path, "hidden"), encoding="utf-8")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "x.txt").write_text("6", encoding="utf-8")
+    os.symlink(folder, folder / "circle")
+    os.symlink(tmp_path / "far", folder / "linked")
+    os.symlink(tmp_path / "far" / "x.txt", folder / "y.txt")
+    texts |= {"linked/x.txt": "6", "y.txt": "6"}
+    found = [file.path for file in find_files("a", tmp_path)]
+    assert found == sorted(texts, key=lambda path: path.encode())
+    tokens = train_tokens(Prepared(make_args(tmp_path)).source)
+    assert tokens == expected_tokens([texts[path] for path in found])
+
+
+def test_a_description_is_no_text_and_shards_that_have_one_stay(tmp_path):
+    write_jsonl(tmp_path / "a" / "x.jsonl", ["x"])
+    for name in ("README.md", "readme", "LICENSE", "in/README.txt", "dataset_infos.json"):
+        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "a" / name).write_text("about the data")
+    first = Prepared(make_args(tmp_path)).source
+    assert train_tokens(first) == expected_tokens(["x"])
+    manifest = first.folder / "manifest.json"  # as an earlier version wrote it
+    fields = json.loads(manifest.read_text())
+    fields["parts"].append(fields["parts"][0] | {"path": "README.md"})
+    fields["shards"][0]["parts"] += 1
+    manifest.write_text(json.dumps(fields))
+    assert not Prepared(make_args(tmp_path)).built
+    assert [file.path for file in find_files("README.md", tmp_path / "a")] == ["README.md"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_a_name_may_leave_out_the_suffix(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").write_text(json.dumps({"text": "x"}), encoding="utf-8")
+    for name in ("a", f"a{suffix}"):
+        assert [Path(file.full).name for file in find_files(name, tmp_path)] == [f"a{suffix}"]
 
 
 def test_patterns_say_which_files_a_source_has(tmp_path):
@@ -155,6 +199,59 @@ def test_source_files_come_from_the_config_and_have_shards_of_their_own(tmp_path
     assert train_tokens(by_pattern) == expected_tokens(["x"])
     assert train_tokens(by_name) == expected_tokens(["a"])
     assert by_pattern.folder != by_name.folder
+
+
+# ---- records
+
+GOOD = b'{"text": "ok"}\n'
+BAD_RECORDS = [
+    (b"{'text': 'x'}\n", "not JSON"),
+    (b'{"text": "x"\n', "not JSON"),
+    (b"[" * 100_000 + b"\n", "not JSON"),
+    (b'{"title": "x"}\n', "no text"),
+    (b'["text"]\n', "no text"),
+    (b"3\n", "no text"),
+    (b'{"text": null}\n', "null text"),
+    (b'{"content": null}\n', "null text"),
+    (b'{"text": 3}\n', "text is not a string"),
+    (b'{"text": ["x"]}\n', "text is not a string"),
+    (b'{"text": "caf\xe9"}\n', "not UTF-8"),
+    (b'{"text": "\\ud800"}\n', "not UTF-8"),
+    (b"\n", "blank line"),
+    (b" \t\r\n", "blank line"),
+    (b'{"text": ""}\n', "empty document"),
+]
+
+
+@pytest.mark.parametrize("record, kind", BAD_RECORDS, ids=lambda value: str(value)[:24])
+def test_a_bad_record_stops_with_file_and_line_or_is_counted(tmp_path, record, kind):
+    (tmp_path / "a.jsonl").write_bytes(GOOD + record + GOOD + record)
+    where = f"{tmp_path / 'a.jsonl'}:2: {kind}"
+    refused(lambda: Prepared(make_args(tmp_path)), where, "data.on_bad_record")
+    skipping = Prepared(make_args(tmp_path, on_bad_record="skip"))
+    assert train_tokens(skipping.source) == expected_tokens(["ok", "ok"])
+    assert skipping.source.manifest.skipped == {kind: 2}
+    line = f"data.sources.a: 2 bad records left out (2 {kind})"
+    assert line in skipping.lines
+    # Reported every time, not only when they are built; and stop still stops.
+    again = Prepared(make_args(tmp_path, on_bad_record="skip"))
+    assert line in again.lines and not again.built
+    refused(lambda: Prepared(make_args(tmp_path)), where)
+    assert not Prepared(make_args(tmp_path, on_bad_record="skip")).built
+
+
+def test_a_file_without_bad_records_serves_both_settings(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    Prepared(make_args(tmp_path))
+    assert not Prepared(make_args(tmp_path, on_bad_record="skip")).built
+    assert not Prepared(make_args(tmp_path)).built
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_line_ends_and_byte_order_mark_are_no_part_of_a_record(tmp_path, end):
+    lines = [b'\xef\xbb\xbf{"text": "one\\r\\n"}', b'{"text": "two", "content": "not this"}']
+    (tmp_path / "a.jsonl").write_bytes((end or b"\n").join(lines) + end)
+    assert train_tokens(Prepared(make_args(tmp_path)).source) == expected_tokens(["one\r\n", "two"])
 
 
 # ---- large files in parts
@@ -229,6 +326,10 @@ def test_a_source_without_any_text_is_refused_before_all_of_it_is_read(tmp_path)
 @pytest.mark.parametrize(
     "name, data, need",
     [
+        ("a.txt", b"", ":1: empty document"),
+        ("a.txt", b"\xef\xbb\xbf", ":1: empty document"),
+        ("a.txt", b"a\nb\xff", ":2: not UTF"),
+        ("a.jsonl.bz2", b"BZh9", "a.jsonl.bz2 cannot be read"),
         ("a.json", b'[{"text": "x"}, {"tex', ":1: not JSON (Unterminated string"),
         ("a.json", b'[{"text": "x"}, "y"]', ":2: no text (a str, not an object with a text)"),
         ("a.json", b'{\n "data": [{"text": "x"}]}', ":1: no text (neither key text nor content, b"),
@@ -256,9 +357,6 @@ def test_two_columns_of_one_name_are_no_text(tmp_path):
     pq.write_table(table, tmp_path / "a.parquet")
     message = error_of(make_args(tmp_path))
     assert "a.parquet:1: no text (2 columns are text); name the one that has" in message
-
-
-# ---- faults
 
 
 def damaged(data: bytes, how: str) -> bytes:

@@ -168,9 +168,6 @@ def test_a_budget_of_bytes_is_the_same_text_under_every_tokenizer(corpus):
     assert by_tokens[0].n_bytes != by_tokens[1].n_bytes and by_tokens[0].text != by_tokens[1].text
 
 
-# ---- validation.sources
-
-
 def test_validation_sources_are_measured_whole_and_never_trained_on(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:500])
     write_jsonl(tmp_path / "v" / "1.jsonl", TEXTS[500:600])

@@ -31,9 +31,6 @@ def long_documents() -> dict[str, str]:
     }
 
 
-# ---- pieces
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", long_documents())
 def test_a_document_in_pieces_has_the_tokens_of_the_whole(kind, what, paths):  # noqa: F811
@@ -66,8 +63,6 @@ def test_a_cut_that_no_place_allows_is_counted_and_loses_no_text():
     assert pieces.rough_cuts >= 4
     assert ids.sum() == sum(map(ord, text))
 
-
-# ---- in files
 
 # Long ones are read in blocks of 2**18 bytes: a boundary of these is inside a character.
 LONG = ["x" + "😀" * 300_000, 'größer 東京 😀 \\ "x"\n' * 30_000]

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
 from lingua.base.errors import UserError
 from lingua.base.lock import claimed
 from lingua.data.shards import Source
-from lingua.data.sources import open_sources, prepare_source, prepare_sources
+from lingua.data.sources import prepare_source, prepare_sources
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.data.prepared import (
     BOS,
@@ -46,19 +45,6 @@ def test_documents_keep_their_order_and_split_by_their_text(corpus):
     assert source.manifest.total("train", "bytes") == n_bytes
     assert source.manifest.total("train", "tokens") == source.n_tokens
     assert source.dtype == np.uint16
-
-
-def test_document_table_describes_the_tokens(corpus):
-    source = Prepared(make_args(corpus), unit_bytes=27_000).source
-    tables = [
-        np.fromfile(source.folder / f"{shard.name}.train.documents", "<i8").reshape(-1, 3)
-        for shard in source.manifest.shards
-    ]
-    kept = [text for text in TEXTS if not is_held_out(text)]
-    table = np.concatenate(tables).tolist()
-    for text, (n_tokens, n_bytes, text_hash) in zip(kept, table, strict=True):
-        assert n_bytes == len(text.encode()) == n_tokens - 2
-        assert text_hash % 2**64 == xxhash.xxh3_64_intdigest(text.encode())
 
 
 @pytest.mark.parametrize("bos, eos", [(True, False), (False, True), (False, False)])
@@ -132,15 +118,6 @@ def test_the_standard_library_is_there_without_a_download(tmp_path):
     assert bytes([*decoder]) in tokens.astype(np.uint8).tobytes() or is_held_out(decoder.decode())
 
 
-def test_open_sources_reads_what_was_prepared(corpus):
-    args = make_args(corpus, sources={"a": 1.0, "unused": 0.0})
-    tokenizer = build_tokenizer(args.tokenizer)
-    prepared = prepare_sources(args, tokenizer, lambda line: None)
-    opened = open_sources(args, tokenizer)
-    assert list(opened) == list(prepared) == ["a"]
-    assert train_tokens(opened["a"]) == train_tokens(prepared["a"])
-
-
 def test_the_text_that_a_tokenizer_loses_is_reported_at_each_start(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["abc ab é x", "AB"])  # é, x, A and B are lost
     vocabulary = {"[UNK]": 0, "a": 1, "b": 2, "c": 3, " ": 4}
@@ -156,14 +133,6 @@ def test_the_text_that_a_tokenizer_loses_is_reported_at_each_start(tmp_path):
 
 
 # ---- is it up to date
-
-
-def test_an_unchanged_source_is_not_built_again(corpus):
-    first = Prepared(make_args(corpus))
-    before = {p: p.stat().st_mtime_ns for p in first.source.folder.iterdir()}
-    again = Prepared(make_args(corpus))
-    assert first.built and not again.built
-    assert {p: p.stat().st_mtime_ns for p in first.source.folder.iterdir()} == before
 
 
 def test_a_touched_file_is_read_once_and_kept(corpus):

@@ -75,6 +75,11 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in listed.split()]
 
 
+def workers_of(pid: int) -> list[int]:
+    children = children_of(pid)
+    return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
 def wait_for(condition, timeout_s: float = 20):
     end = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -160,12 +165,8 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(big_corpus, tmp_path_fac
     process = start(work / "build.py", big_corpus, 2)
 
     def workers() -> list[int]:
-        found = [
-            pid
-            for pid in children_of(process.pid)
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        return found if list((big_corpus / ".tokens").glob("a-*/*.tmp-*")) else []
+        begun = list((big_corpus / ".tokens").glob("a-*/*.tmp-*"))
+        return workers_of(process.pid) if begun else []
 
     os.kill(wait_for(workers)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=30)
@@ -175,18 +176,10 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(big_corpus, tmp_path_fac
 
 def test_an_interrupt_while_workers_start_shows_no_traceback_of_them(big_corpus, tmp_path_factory):
     process = start(tmp_path_factory.mktemp("work") / "build.py", big_corpus, 2)
-
-    def workers() -> list[int]:
-        pids = children_of(process.pid)
-        return [p for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
-
-    for pid in [*wait_for(workers), process.pid]:  # as a terminal sends it
+    for pid in [*wait_for(lambda: workers_of(process.pid)), process.pid]:  # as a terminal sends it
         os.kill(pid, signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert errors.count("Traceback") == 1 and errors.endswith("\nKeyboardInterrupt\n"), errors
-
-
-# ---- python -m lingua data prepare
 
 
 def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, capsys):

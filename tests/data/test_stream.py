@@ -1,12 +1,15 @@
-"""The order of rows: a permutation per epoch, a mixture in exact integers, any position at once."""
+"""The order of rows: a permutation per epoch, a mixture in exact integers, whose weights may change
+on the way, any position at once."""
 
 import time
+from collections import Counter
 from fractions import Fraction
 from math import factorial
 
 import numpy as np
 import pytest
 
+from lingua.data.args import DataArgs, Stage
 from lingua.data.shards import Manifest, Shard, Source, Split
 from lingua.data.stream import Mixture, RowStream, Stages, permute, round_keys
 from tests.data.sources import make_source
@@ -24,6 +27,7 @@ WEIGHTS = [
     {"a": 1e-6, "b": 1.0},
     {"a": 1e6, "b": 1.0, "c": 1e6},
     {"a": 0.001, "b": 0.999},
+    {"tiny": 1e-6, "big": 1e6, "mid": 1.0},
     {f"s{i}": 1.0 + i for i in range(40)},
 ]
 
@@ -85,45 +89,41 @@ def test_small_permutations_are_all_about_equally_likely(n):
     assert seen.min() > 100 and seen.max() < 320
 
 
-def test_mixed_sizes_and_keys_in_one_call_equal_one_call_each():
-    sizes = np.array([5, 1000, 7, 2**33])
-    keys = [round_keys(3, "a", e) for e in range(4)]
-    together = permute(np.array([4, 900, 0, 2**32]), sizes, np.stack(keys, 1))
-    apart = [
-        permute(np.array([k]), n, key[:, None])[0]
-        for k, n, key in zip([4, 900, 0, 2**32], sizes, keys, strict=True)
-    ]
-    assert together.tolist() == apart
-
-
 # ---- mixture
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_counts_at_every_block_end_are_within_one_row_of_the_shares(weights):
-    mixture = Mixture(weights)
-    total = sum(Fraction(w) for w in weights.values())
-    for b in [*range(1, 40), 10**6 + 7]:
-        n = b * mixture.block
-        counts = mixture.counts(n)
+    """Also in a stage that begins on the way."""
+    stages = Stages([(0, {"a": 1.0, "b": 2.0}), (777, weights)])
+    total, block = sum(Fraction(w) for w in weights.values()), Mixture(weights).block
+    at_start = stages.counts(777)
+    for b in [*range(1, 40), 10**6 + 7, 10**15 // block]:
+        n = b * block
+        counts = [c - s for c, s in zip(stages.counts(777 + n), at_start, strict=True)]
         assert sum(counts) == n
-        for name, count in zip(sorted(weights), counts, strict=True):
-            assert abs(count - n * Fraction(weights[name]) / total) < 1
+        for name, count in zip(stages.names, counts, strict=True):
+            assert abs(count - n * Fraction(weights.get(name, 0)) / total) < 1
+
+
+def check_counts(mixture: Mixture | Stages, start: int, n: int) -> None:
+    """From `start` on they are those of counting one position after another."""
+    index, given = mixture.locate(np.arange(start, start + n))
+    counts = mixture.counts(start)
+    for i, (s, g) in enumerate(zip(index.tolist(), given.tolist(), strict=True)):
+        assert g == counts[s]
+        counts[s] += 1
+        if i % 97 == 0:
+            assert mixture.counts(start + i + 1) == counts
+    assert mixture.counts(start + n) == counts
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_counts_and_locate_agree_with_counting_one_position_after_another(weights):
     mixture = Mixture(weights)
     # From the start, across a block's end, and far out.
-    for start in (0, mixture.block - 1500 if mixture.block > 1500 else 0, 7 * mixture.block - 20):
-        index, given = mixture.locate(np.arange(start, start + 3000))
-        counts = mixture.counts(start)
-        for i, (s, g) in enumerate(zip(index.tolist(), given.tolist(), strict=True)):
-            assert g == counts[s]
-            counts[s] += 1
-            if i % 97 == 0:
-                assert mixture.counts(start + i + 1) == counts
-        assert mixture.counts(start + 3000) == counts
+    for start in (0, max(mixture.block - 1500, 0), 7 * mixture.block - 20, 10**15):
+        check_counts(mixture, start, 3000)
 
 
 def test_a_source_is_spread_over_its_block():
@@ -132,35 +132,22 @@ def test_a_source_is_spread_over_its_block():
     assert per_32.min() == per_32.max() == 8
 
 
-def test_extreme_weights_at_extreme_positions_stay_exact():
-    weights = {"tiny": 1e-6, "big": 1e6, "mid": 1.0}
-    mixture = Mixture(weights)
-    assert mixture.block >= 10**12
-    total = sum(Fraction(w) for w in weights.values())
-    start = 10**15 // mixture.block * mixture.block
-    for name, count in zip(sorted(weights), mixture.counts(start), strict=True):
-        assert abs(count - start * Fraction(weights[name]) / total) < 1
-    index, given = mixture.locate(np.arange(start, start + 4000))
-    counts = mixture.counts(start)
-    for s, g in zip(index.tolist(), given.tolist(), strict=True):
-        assert g == counts[s]
-        counts[s] += 1
-    assert mixture.counts(start + 4000) == counts
-
-
-def test_position_1e15_costs_what_position_0_costs():
-    mixture = Mixture({"a": 0.7, "b": 0.2, "c": 0.1})
+@pytest.mark.parametrize("n_stages", [1, 1000])
+def test_position_1e15_costs_about_what_position_0_costs(n_stages):
+    weights = [{"a": 0.7, "b": 0.2, "d": 0.1}, {"b": 0.5, "c": 0.5}]
+    stages = Stages([(i * 10**12, weights[i % 2]) for i in range(n_stages)])
 
     def seconds(start: int) -> float:
         times = []
         for i in range(20):
             begin = time.perf_counter()
-            mixture.locate(np.arange(start + i * 512, start + i * 512 + 512))
-            mixture.counts(start + i * 512)
+            stages.locate(np.arange(start + i * 512, start + i * 512 + 512))
+            stages.counts(start + i * 512)
             times.append(time.perf_counter() - begin)
         return min(times)
 
     assert seconds(10**15) < 3 * seconds(0)
+    check_counts(stages, 10**15 - 10**12 - 700, 1400)
 
 
 def test_the_order_of_the_config_does_not_matter_and_weight_zero_is_not_read():
@@ -170,6 +157,52 @@ def test_the_order_of_the_config_does_not_matter_and_weight_zero_is_not_read():
     middle = Mixture({"a": 1, "aa": 0, "b": 2}).locate(np.arange(5000))
     assert np.array_equal(np.minimum(middle[0], 1), other.locate(np.arange(5000))[0])
     assert Stages([(0, {"a": 1.0, "z": 0.0})]).names == ("a",)
+
+
+PLANS = [
+    [(0, {"a": 1.0, "b": 1.0}), (1, {"b": 1.0})],
+    [(0, {"a": 0.7, "b": 0.3}), (1500, {"b": 0.9, "a": 0.1}), (4096, {"c": 1.0, "a": 3.0})],
+    [(0, {"b": 1.0}), (333, {"a": 1.0}), (334, {"b": 1.0}), (2000, {"b": 1e-3, "c": 1, "a": 1})],
+    [(0, {"a": 1.0}), (1024, {"a": 1.0}), (3000, {"z": 0.0, "a": 2.0})],
+]
+
+
+def one_after_another(plan: list[tuple[int, dict[str, float]]], n: int) -> list[tuple[str, int]]:
+    """(source, rows it gave before) of the first n positions, walked: each stage is a mixture of
+    its own, and a counter for each source runs through all of them."""
+    given: Counter[str] = Counter()
+    walked = []
+    for (start, weights), (end, _) in zip(plan, [*plan[1:], (n, {})], strict=True):
+        mixture = Mixture(weights)
+        for source in mixture.locate(np.arange(end - start))[0].tolist():
+            name = sorted(weights)[source]
+            walked.append((name, given[name]))
+            given[name] += 1
+    return walked
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{len(plan)} stages")
+def test_stages_equal_walking_through_them_row_by_row(plan):
+    stages = Stages(plan)
+    n = 6000
+    expected = one_after_another(plan, n)
+    index, given = stages.locate(np.arange(n))
+    found = [(stages.names[s], g) for s, g in zip(index.tolist(), given.tolist(), strict=True)]
+    assert found == expected
+    # In any order, alone, and as counts.
+    for p in [0, *(start + d for start, _ in plan[1:] for d in (-1, 0, 1)), n - 1]:
+        (s,), (g,) = stages.locate(np.array([p]))
+        assert (stages.names[s], g) == expected[p]
+        before = Counter(name for name, _ in expected[:p])
+        counts = dict(zip(stages.names, stages.counts(p), strict=True))
+        assert counts == {name: before[name] for name in stages.names}
+        assert stages.stage_of(p) == sum(start <= p for start, _ in plan) - 1
+
+
+def test_the_sources_of_all_stages_are_used():
+    stages = [Stage(5, {"b": 1.0, "c": 0.0}), Stage(7, {"d": 1.0, "a": 1.0})]
+    args = DataArgs(sources={"a": 1.0, "e": 0.0}, stages=stages)
+    assert args.used_sources() == ["a", "b", "d"]
 
 
 # ---- rows
@@ -207,6 +240,27 @@ def test_a_mixture_reads_each_source_in_its_own_order(tmp_path):
     for name, n in (("a", 100), ("b", 40)):
         expected = [k for e in range(15) for k in order(n, 1, name, e).astype(int).tolist()]
         assert firsts[name] == expected[: len(firsts[name])]
+
+
+def test_no_row_of_an_epoch_is_repeated_or_left_out_where_the_stages_change(tmp_path):
+    sources = {
+        name: make_source(tmp_path, name, [np.arange(n * 4 + 1, dtype=np.uint32) + base])
+        for name, n, base in (("a", 500, 0), ("b", 300, 10**6), ("new", 200, 2 * 10**6))
+    }
+    plan = [(150, {"b": 1.0, "new": 3.0}), (151, {"a": 1.0}), (400, {"a": 5.0, "b": 3.0})]
+    stream = RowStream(sources, {"a": 0.9, "b": 0.1}, 4, 2, 7, plan)
+    rows = stream.rows(np.arange(2000))[:, 0].tolist()
+    for base, n in ((0, 500), (10**6, 300)):
+        read = [row for row in rows if base <= row < base + 10**6]
+        assert len(read) > 1.5 * n
+        every = [base + 4 * k for k in range(n)]
+        assert sorted(read[:n]) == every  # the first epoch, across every change
+        assert len(set(read[n : 2 * n])) == len(
+            read[n : 2 * n]
+        )  # and the second, as far as it goes
+    # The control: stages that forget what was given before do repeat rows.
+    late = RowStream(sources, plan[0][1], 4, 2, 7).rows(np.arange(1, 400))[:, 0]
+    assert set(late.tolist()) & set(rows[:150])
 
 
 def test_any_position_of_a_sparse_corpus_of_ten_billion_tokens_is_there_at_once(tmp_path):

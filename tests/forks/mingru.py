@@ -12,14 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from apps.main import app as main_app
-from apps.main.transformer import build_transformer, parallel_plan
+from apps.main.transformer import build as main_build
 from lingua.app import Built
-from lingua.model.transformer import Context, TransformerArgs, TransformerBlock, trunc_normal_
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.model.transformer import Context, TransformerArgs, TransformerBlock, init_projections
 
 
 def scan(a: Tensor, b: Tensor) -> Tensor:
@@ -36,9 +33,8 @@ class MinGRU(nn.Module):
     def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__()
         self.out_factor = out_factor
-        self.wz = nn.Linear(args.dim, args.dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.dim, bias=False)
-        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+        wz, wv, wo = (nn.Linear(args.dim, args.dim, bias=False) for _ in range(3))
+        self.wz, self.wv, self.wo = wz, wv, wo
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
         z = torch.sigmoid(self.wz(x))
@@ -53,28 +49,14 @@ class MinGRU(nn.Module):
         return self.wo(h)
 
     def reset_parameters(self) -> None:
-        std = self.wz.in_features**-0.5
-        for linear, scale in ((self.wz, 1.0), (self.wv, 1.0), (self.wo, self.out_factor)):
-            trunc_normal_(linear.weight, std / scale)
-
-
-def plan_of(args: Any) -> ParallelPlan:
-    """The features of the state are split over tp ranks; everything else is as in apps.main."""
-    plan = parallel_plan(args.model, args.data.seq_len)
-    kept = {name: style for name, style in plan.tp.items() if ".attention.w" not in name}
-    own = {
-        "layers.*.attention.wz": ColwiseParallel(),
-        "layers.*.attention.wv": ColwiseParallel(),
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    divides = {"model.dim": args.model.dim, "data.seq_len": args.data.seq_len}
-    return replace(plan, tp=kept | own, tp_divides=divides)
+        init_projections((self.wz, self.wv), self.wo, self.out_factor)
 
 
 def build(args: Any) -> Built:
-    model = build_transformer(args.model, partial(TransformerBlock, attention=MinGRU))
-    n_weights = sum(p.numel() for p in model.parameters()) - model.tok_embeddings.weight.numel()
-    return Built(model, plan_of(args), 6.0 * n_weights)
+    built = main_build(args, block=partial(TransformerBlock, attention=MinGRU))
+    _embedding, *weights = built.module.parameters()
+    plan = replace(built.plan, tp_divides=built.plan.tp_divides | {"model.dim": args.model.dim})
+    return replace(built, plan=plan, flops_per_token=6.0 * sum(w.numel() for w in weights))
 
 
 app = replace(main_app, path=__name__, build=build, hugging_face=None)

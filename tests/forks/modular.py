@@ -1,9 +1,7 @@
 """A fork with a task of its own: a + b modulo P, from rows `a + b = c` of which only c is a target
 (Power et al., 2022), with the share of right answers in training and held out."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -14,7 +12,7 @@ from apps.main.train import Objective
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.data.loader import MicroBatch
-from lingua.data.rows import HeldOut, OpenData
+from lingua.data.rows import Data, HeldOut, OpenData, Rows
 from lingua.model import Losses
 from lingua.parallel.tensors import whole
 from lingua.tokenizer import Tokenizer
@@ -25,14 +23,11 @@ SUMS = np.array([(a, PLUS, b, EQUALS, (a + b) % P) for a in range(P) for b in ra
 
 @dataclass
 class TrainArgs(MainArgs):
-    data: DataArgs = field(default_factory=lambda: DataArgs(sources={"sums": 1.0}, seq_len=4))
+    data: DataArgs = field(default_factory=lambda: DataArgs(seq_len=4))
 
 
-class Sums:
+class Sums(Data, Rows):
     seq_len, n_views = 4, 2
-
-    def check(self, args: TrainArgs, tokenizer: Tokenizer) -> None: ...
-    def prepare(self, args: Any, tokenizer: Tokenizer, report: Callable[[str], None]) -> None: ...
 
     def open(self, args: TrainArgs, tokenizer: Tokenizer) -> OpenData:
         windows = np.where(np.arange(5) == 4, SUMS, IGNORE)[::7, 1:]

@@ -14,22 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 from apps.main import app as main_app
 from apps.main.config import TrainArgs as MainArgs
 from apps.main.transformer import ModelArgs as MainModelArgs
-from apps.main.transformer import build_transformer, parallel_plan
+from apps.main.transformer import build as main_build
 from lingua.app import Built
-from lingua.config.schema import Guarded
+from lingua.config.schema import Guarded, bounds, require
 from lingua.model import PerRow
-from lingua.model.transformer import FeedForward, TransformerBlock, flops_per_token, trunc_normal_
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.model.transformer import FeedForward, TransformerBlock
 
 
 @dataclass
@@ -40,11 +34,8 @@ class ModelArgs(MainModelArgs):
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from super().validate()
-        if self.n_experts < 1:
-            yield "n_experts", "must be at least 1"
-        for key in ("capacity", "balance"):
-            if not getattr(self, key) > 0:
-                yield key, "must be above 0"
+        yield from bounds(self, 1, "n_experts")
+        yield from require(self, "above 0", lambda v: v > 0, "capacity", "balance")
 
 
 @dataclass
@@ -60,8 +51,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(FeedForward(args, out_factor) for _ in range(args.n_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, PerRow]:  # B S E -> B S E
-        n_rows, seq_len, dim = x.shape
-        n = len(self.experts)
+        seq_len, n = x.shape[1], len(self.experts)
         probabilities = self.router(x).float().softmax(-1)  # B S n
         gate, chosen = probabilities.max(-1)  # B S
         limit = min(seq_len, ceil(self.args.capacity * seq_len / n)) if self.training else seq_len
@@ -69,41 +59,30 @@ class Experts(nn.Module):
         for i, expert in enumerate(self.experts):
             # The positions that chose it, the most likely first; those behind them weigh nothing.
             weight, place = torch.where(chosen == i, gate, 0.0).topk(limit, dim=1)  # B limit
-            place = place[..., None].expand(n_rows, limit, dim)
+            place = place[..., None].expand(-1, -1, x.shape[2])
             result = expert(x.gather(1, place)) * weight[..., None].type_as(x)
             out = out.scatter_add(1, place, result)
         share = torch.stack([(chosen == i).float().mean(1) for i in range(n)], dim=1)  # B n
         balance = n * (share * probabilities.mean(1)).sum(1)  # B, 1 where all have an equal share
         return out, {"balance": self.args.balance * balance}
 
-    def reset_parameters(self) -> None:
-        trunc_normal_(self.router.weight, self.router.in_features**-0.5)
 
-
-def plan_of(args: Any) -> ParallelPlan:
+def build(args: Any) -> Built:
     """The hidden features of every expert are split; each tp rank routes all positions alike."""
-    plan = parallel_plan(args.model, args.data.seq_len)
-    kept = {name: style for name, style in plan.tp.items() if ".feed_forward" not in name}
-    of_expert = "layers.*.feed_forward.experts.*"
-    own = {
-        "layers.*.feed_forward": PrepareModuleInputOutput(
+    built = main_build(args, block=partial(TransformerBlock, feed_forward=Experts))
+    styles = {
+        "": parallel.PrepareModuleInputOutput(
             input_layouts=(Shard(1),),
             desired_input_layouts=(Replicate(),),
             use_local_input=True,
             output_layouts=(Replicate(), None),
             desired_output_layouts=(Shard(1), None),
         ),
-        f"{of_expert}.w1": ColwiseParallel(use_local_output=False),
-        f"{of_expert}.w3": ColwiseParallel(use_local_output=False),
-        f"{of_expert}.w2": RowwiseParallel(output_layouts=Replicate()),
+        "experts.*.w[13]": parallel.ColwiseParallel(use_local_output=False),
+        "experts.*.w2": parallel.RowwiseParallel(output_layouts=Replicate()),
     }
-    return replace(plan, tp=kept | own, tp_equal=("layers.*.feed_forward.router",))
-
-
-def build(args: Any) -> Built:
-    block = partial(TransformerBlock, feed_forward=Experts)
-    flops = flops_per_token(args.model, args.model.vocab_size, args.data.seq_len)
-    return Built(build_transformer(args.model, block), plan_of(args), flops)
+    plan = built.plan.with_part("layers.*.feed_forward", styles, tp_equal=("router",))
+    return replace(built, plan=plan)
 
 
 app = replace(main_app, path=__name__, config=TrainArgs, build=build, hugging_face=None)

@@ -1,33 +1,21 @@
-"""A fork that looks into the model: the norm of every gradient, every so many steps."""
+"""A fork that looks into the model, every `probe.every` steps: by layer, the root mean square of
+what it returns, over the rows of the global batch, and the norm of its gradients."""
 
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import replace
 
 from apps.main import app as main_app
-from apps.main.config import TrainArgs as MainArgs
 from apps.main.run import Run
-from lingua.config.schema import Free
-from lingua.parallel.init import canonical_name
-from lingua.parallel.tensors import whole
-
-
-@dataclass
-class GradientProbeArgs:
-    every: Free[int] = 2  # steps between two looks; 0: none
-
-
-@dataclass
-class TrainArgs(MainArgs):
-    gradients: GradientProbeArgs = field(default_factory=GradientProbeArgs)
+from lingua.monitor.means import Means
 
 
 def probe(run: Run) -> None:
-    step, every = run.progress.step + 1, run.args.gradients.every
-    if every and step % every == 0:
-        grads = {canonical_name(n): whole(p.grad) for n, p in run.model.named_parameters()}
-        norms = torch.stack([grad.norm() for grad in grads.values()])
-        run.report.event("gradients", step, norms=dict(zip(grads, norms.tolist(), strict=True)))
+    squares = Means()
+    for micro, states in run.hidden("layers.*"):
+        by_row = {name: x.float().square().mean((1, 2)) for name, x in states.items()}
+        squares.add(by_row, micro)
+    rms = {name: mean**0.5 for name, mean in squares.read(run.mesh).items()}
+    norms = run.grad_norms("layers.*")
+    run.report.event("layers", run.progress.step + 1, rms=rms, norms=norms)
 
 
-app = replace(main_app, path=__name__, config=TrainArgs, probe=probe)
+app = replace(main_app, path=__name__, probe=probe)

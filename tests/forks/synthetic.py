@@ -1,27 +1,19 @@
 """A fork whose rows are made by code: a random half, then the same half again."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from apps.main import app as main_app
-from apps.main.config import TrainArgs as MainArgs
+from apps.main.config import TrainArgs
 from lingua.base.errors import UserError
-from lingua.data.args import DataArgs
-from lingua.data.rows import HeldOut, OpenData
+from lingua.data.rows import Data, HeldOut, OpenData, Rows
 from lingua.tokenizer import Tokenizer
 
 HELD_OUT = 1 << 40  # the position of the first row that training never reaches
 
 
-@dataclass
-class TrainArgs(MainArgs):
-    data: DataArgs = field(default_factory=lambda: DataArgs(sources={"copy": 1.0}))
-
-
-class CopyRows:
+class CopyRows(Rows):
     def __init__(self, args: TrainArgs, vocab_size: int) -> None:
         self.seq_len, self.n_views = args.data.seq_len, args.data.n_views
         self.seed, self.vocab_size = args.seed, vocab_size
@@ -38,15 +30,12 @@ class CopyRows:
         return found
 
 
-class CopyTask:
+class CopyTask(Data):
     def check(self, args: TrainArgs, tokenizer: Tokenizer) -> None:
         if args.data.seq_len < 4:
             raise UserError(
                 f"data.seq_len = {args.data.seq_len}: must be at least 4 to copy a half"
             )
-
-    def prepare(self, args: Any, tokenizer: Tokenizer, report: Callable[[str], None]) -> None:
-        pass
 
     def open(self, args: TrainArgs, tokenizer: Tokenizer) -> OpenData:
         rows = CopyRows(args, tokenizer.vocab_size)
@@ -56,4 +45,4 @@ class CopyTask:
         return OpenData(rows, {"data.content.copy": "version 1"}, {"copy": held_out})
 
 
-app = replace(main_app, path=__name__, config=TrainArgs, data=CopyTask())
+app = replace(main_app, path=__name__, data=CopyTask())

@@ -50,7 +50,9 @@ def kernels(
     x = torch.zeros(ROWS, SEQ_LEN, DIM, device=device, dtype=dtype, requires_grad=True)
     starts = torch.tensor([[0, 100, 500], [0, 1000, SEQ_LEN]]).to(device) if documents else None
     with Kernels() as found:
-        layer(x, Context(args, SEQ_LEN, device, starts, dtype=dtype)).sum().backward()
+        ctx = Context(args, x[..., 0], starts)
+        ctx.set_mask(args, dtype)
+        layer(x, ctx).sum().backward()
     return sorted(found.seen)
 
 

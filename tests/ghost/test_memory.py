@@ -16,19 +16,14 @@ import pytest
     ],
 )
 def test_a_step_needs_no_more_than_this(ghost, config, ranks, rows, checkpointing, limit_gib):
-    keys = {
-        "config": f"apps/main/configs/{config}.yaml",
-        "data.seq_len": 4096,
-        "data.batch_size": rows,
-        "data.global_batch_size": rows * ranks,
-        "model.vocab_size": 128256,
-        "distributed.activation_checkpointing": checkpointing,
-        "distributed.dp_replicate": 1,
-    }
-    output = ghost(
-        *("python", "-m", "tests.ghost.memory", "--ranks", str(ranks)),
-        *(f"{key}={value}" for key, value in keys.items()),
-    )
+    keys = [
+        f"config=apps/main/configs/{config}.yaml",
+        "data.seq_len=4096",
+        f"data.batch_size={rows}",
+    ]
+    keys += [f"data.global_batch_size={rows * ranks}", "model.vocab_size=128256"]
+    keys += [f"distributed.activation_checkpointing={checkpointing}", "distributed.dp_replicate=1"]
+    output = ghost("python", "-m", "tests.ghost.memory", "--ranks", str(ranks), *keys)
     found = json.loads(output.splitlines()[-1])
     # float32 weights, gradients and two moments, of which each rank has its part
     least_gib = 16 * found["parameters"] / ranks / 2**30

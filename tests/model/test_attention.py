@@ -30,9 +30,6 @@ B, S, D, WINDOW = 3, 24, 8, 5
 WINDOWS = (None, 1, WINDOW, S)
 
 
-# ------------------------------------------------------------------------------------ the choice
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "masked", "head_dim", "expected"),
     [
@@ -64,9 +61,6 @@ def test_one_that_is_asked_for_and_cannot_serve_is_an_error(asked, device, dtype
     for masked in (False, True):
         with pytest.raises(UserError, match=rf"model\.attn_impl = {asked}: needs {need}"):
             choose_attention(asked, head_dim, device, dtype, masked)
-
-
-# -------------------------------------------------------------------------------- the reference
 
 
 def random_documents(seed: int) -> Tensor:
@@ -130,7 +124,7 @@ def mask_of(impl: AttnImpl, documents: Tensor | None, window: int | None) -> Mas
     """The mask that a forward makes for documents and a window."""
     if impl == "sdpa":
         args = TransformerArgs(dim=32, n_heads=4, sliding_window=window)
-        return Context(args, S, CPU, documents).mask
+        return Context(args, torch.arange(S)[None], documents).set_mask(args, torch.float32)
     place = torch.arange(S)
     starts = None
     if documents is not None:
@@ -159,14 +153,6 @@ CASES = pytest.mark.parametrize(
 )
 
 
-@CASES
-def test_sdpa_is_explicit_attention(documents, window, n_kv_heads):
-    check("sdpa", None if documents is None else random_documents(documents), window, n_kv_heads)
-
-
-# ------------------------------------------------------------------------- documents on a CPU
-
-
 def one_by_one(documents: Tensor, window: int | None) -> SeparateDocuments:
     """What long rows have."""
     first = torch.where(visible(documents, window), torch.arange(S), S).amin(-1)
@@ -184,8 +170,9 @@ def test_long_rows_on_a_cpu_have_no_dense_mask():
     args = TransformerArgs(dim=32, n_heads=4)
     for seq_len, expected in ((MIN_SEPARATED, SeparateDocuments), (MIN_SEPARATED - 1, Tensor)):
         documents = torch.tensor([[0, 7, seq_len], [0, 1, 2]])
-        assert isinstance(Context(args, seq_len, CPU, documents).mask, expected)
-    assert Context(args, MIN_SEPARATED, CPU).mask is None
+        ctx = Context(args, torch.arange(seq_len)[None], documents)
+        assert isinstance(ctx.set_mask(args, torch.float32), expected)
+    assert Context(args, ctx.tokens).set_mask(args, torch.float32) is None
 
 
 # --------------------------------------------------------------------------------------- varlen
@@ -227,13 +214,6 @@ def flash_on_the_cpu() -> Iterator[list[int]]:
         yield calls
 
 
-@CASES
-def test_varlen_is_explicit_attention(flash_on_the_cpu, documents, window, n_kv_heads):
-    starts = None if documents is None else random_documents(documents)
-    check("varlen", starts, window, n_kv_heads)
-    assert flash_on_the_cpu == [S]
-
-
 def block_with(mask: Callable[[int], Mask]) -> tuple[TransformerBlock, Callable[[int], Tensor]]:
     """A block, and what one step of it returns, for documents by their seed."""
     torch.manual_seed(0)
@@ -245,7 +225,7 @@ def block_with(mask: Callable[[int], Mask]) -> tuple[TransformerBlock, Callable[
     x = torch.randn(B, S, 32)
 
     def step(seed: int) -> Tensor:
-        ctx = Context(args, S, CPU, random_documents(seed))
+        ctx = Context(args, torch.arange(S)[None], random_documents(seed))
         ctx.mask = mask(seed)
         out = block(x, ctx)
         block.zero_grad()
@@ -364,36 +344,6 @@ def full(mask: Any) -> Iterator[Tensor]:
         yield row[:count].sort().values
 
 
-# ----------------------------------------------------------------------------------------- fmha
-
-
-def their_bias(documents: Tensor | None, window: int | None) -> Any:
-    """xformers' own bias for rows that are packed end to end."""
-    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
-
-    starts = torch.zeros(B, 1, dtype=torch.int64) if documents is None else documents
-    starts = (starts + S * torch.arange(B)[:, None]).flatten()
-    lengths = torch.cat((starts, torch.tensor([B * S]))).diff().tolist()
-    bias = BlockDiagonalCausalMask.from_seqlens([n for n in lengths if n], device=CPU)
-    return bias if window is None else bias.make_local_attention(window)
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("documents", [None, *range(6)])
-def test_masks_are_those_of_xformers(documents, window):
-    pytest.importorskip("xformers.ops")
-    starts = None if documents is None else random_documents(documents)
-    theirs = their_bias(starts, window).materialize((B * S, B * S)) == 0
-    mask = mask_of("sdpa", starts, window)
-    if mask is None:
-        mask = torch.ones(S, S, dtype=torch.bool).tril()
-    assert torch.equal(torch.block_diag(*mask.expand(B, 1, S, S)[:, 0]), theirs)
-    packed = mask_of("varlen", starts, window)
-    if packed.bounds is not None:
-        left = -1 if window is None else window - 1
-        assert torch.equal(of_packed(packed.bounds, left), theirs)
-
-
 def by_xformers(inp: Any, op: Any) -> Tensor:
     """The formula on the bias as xformers materializes it: of 1 N H D, and the same layout back."""
     from xformers.ops.fmha import attn_bias
@@ -411,10 +361,15 @@ def by_xformers(inp: Any, op: Any) -> Tensor:
 
 
 @CASES
-def test_fmha_is_explicit_attention(monkeypatch, documents, window, n_kv_heads):
-    pytest.importorskip("xformers.ops")
-    monkeypatch.setattr("xformers.ops.fmha._memory_efficient_attention", by_xformers)
-    check("fmha", None if documents is None else random_documents(documents), window, n_kv_heads)
+@pytest.mark.parametrize("impl", ["sdpa", "varlen", "fmha"])
+def test_an_implementation_is_explicit_attention(
+    monkeypatch, flash_on_the_cpu, impl, documents, window, n_kv_heads
+):
+    if impl == "fmha":
+        pytest.importorskip("xformers.ops")
+        monkeypatch.setattr("xformers.ops.fmha._memory_efficient_attention", by_xformers)
+    check(impl, None if documents is None else random_documents(documents), window, n_kv_heads)
+    assert flash_on_the_cpu == [S] * (impl == "varlen")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

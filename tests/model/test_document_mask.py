@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from apps.main.transformer import ModelArgs, Transformer, build_transformer
+from apps.mtp.model import ModelArgs as ManyArgs
+from apps.mtp.model import build_multi_token
 from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
@@ -19,11 +21,10 @@ LENGTHS = [5, 1, 9, 2, 3]  # of the documents in the row, 20 tokens in all
 LONG = [30 * n for n in LENGTHS]  # a row whose documents are computed one by one on a CPU
 
 
-def model(**changes: object) -> Transformer:
-    args = ModelArgs(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=8, vocab_size=258)
-    for key, value in changes.items():
-        setattr(args, key, value)
-    built = build_transformer(args)
+def model(n_heads: int, **changes: object) -> nn.Module:
+    sizes = {"dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 8}
+    args = ManyArgs(vocab_size=258, **(sizes | changes))
+    built = build_multi_token(args, n_heads)
     init_parameters(built, 5, torch.device("cpu"))
     return built
 
@@ -33,15 +34,20 @@ def documents_of(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([[0, *lengths[:-1]]]).cumsum(1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"sliding_window": 3}, {"n_kv_heads": 4}])
+@pytest.mark.parametrize(
+    ("n_heads", "changes"),
+    [(1, {}), (1, {"sliding_window": 3}), (1, {"n_kv_heads": 4}), (3, {"n_layers": 3})],
+)
 @pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
-def test_a_masked_row_is_each_document_alone(lengths, changes):
-    together, alone = model(**changes), model(**changes)
-    generator = torch.Generator().manual_seed(0)
-    row = torch.randint(0, 256, (1, sum(lengths) + 1), generator=generator)
-    tokens, targets = row[:, :-1], row[None, :, 1:].clone()
-    ends = np.cumsum(lengths) - 1
-    targets[..., ends] = IGNORE  # what crosses into the next document
+def test_a_masked_row_is_each_document_alone(lengths, n_heads, changes):
+    together, alone = (model(n_heads, **changes) for _ in range(2))
+    generator, n = torch.Generator().manual_seed(0), sum(lengths)
+    row = torch.randint(0, 256, (1, n + n_heads), generator=generator)
+    tokens = row[:, :n]
+    targets = torch.stack([row[:, view + 1 : view + 1 + n] for view in range(n_heads)])
+    for end in np.cumsum(lengths):  # what crosses into the next document
+        for view in range(n_heads):
+            targets[view, :, max(end - view - 1, 0) : end] = IGNORE
 
     sums, counts, *_ = together(tokens, targets, documents_of(lengths))
     sums.sum().backward()
@@ -49,14 +55,14 @@ def test_a_masked_row_is_each_document_alone(lengths, changes):
     for document, target in zip(tokens.split(lengths, 1), targets.split(lengths, 2), strict=True):
         part = alone(document, target).sums
         part.sum().backward()
-        expected += part.item()
-    assert counts.item() == sum(lengths) - len(lengths)
-    assert sums.item() == pytest.approx(expected, rel=1e-6)
+        expected += part.sum().item()
+    assert counts.tolist() == (targets != IGNORE).sum((1, 2)).tolist()
+    assert sums.sum().item() == pytest.approx(expected, rel=1e-6)
     for (name, p), q in zip(together.named_parameters(), alone.parameters(), strict=True):
         error = (p.grad - q.grad).norm() / q.grad.norm()
         assert error < 2e-6, (name, error)
 
-    unmasked = together(tokens, targets).sums  # the control: without the mask it is another loss
+    unmasked = together(tokens, targets).sums.sum()  # the control: without the mask it is another
     assert abs(unmasked.item() / expected - 1) > 1e-4
 
 

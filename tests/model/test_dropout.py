@@ -16,6 +16,8 @@ from lingua.base.hashing import hash_bits, key_of
 from lingua.model.transformer import Context, Dropout, TransformerArgs, kept_elements
 from lingua.parallel.init import init_parameters
 from tests.base.test_hashing import split_mix
+from tests.forks.looped import Looped
+from tests.forks.looped import ModelArgs as LoopedArgs
 
 CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8, dropout=0.25)
@@ -34,11 +36,8 @@ def kept(
     """Which elements of B S E stay."""
     rows = torch.arange(ROWS) if rows is None else rows
     noise = hash_bits(key_of(seed, "noise", step), rows)
-    ctx = Context(SMALL, seq, CPU, noise=noise).at(block)
+    ctx = Context(SMALL, torch.arange(seq)[None], noise=noise).at(block)
     return Dropout(p, site)(torch.ones(len(rows), seq, DIM), ctx.noise) != 0
-
-
-# ------------------------------------------------------------------------------- the formula
 
 
 def test_an_element_is_kept_by_the_hash_of_where_it_is():
@@ -54,16 +53,13 @@ def test_an_element_is_kept_by_the_hash_of_where_it_is():
 
 def test_what_is_kept_is_scaled_so_that_the_mean_stays():
     x = torch.rand(ROWS, SEQ, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
+    noise = Context(SMALL, torch.arange(SEQ)[None], noise=torch.arange(ROWS)).noise
     out = Dropout(0.2, "attention")(x, noise)
     mask = out != 0
     torch.testing.assert_close(out[mask], x[mask] / 0.8)
     out.sum().backward()
     torch.testing.assert_close(x.grad, mask / 0.8)
     assert Dropout(0.2, "attention")(x.bfloat16(), noise).dtype == torch.bfloat16
-
-
-# ----------------------------------------------------------------------------------- chance
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])
@@ -109,17 +105,8 @@ def test_masks_of_other_seeds_steps_rows_sites_positions_and_features_are_indepe
 # ------------------------------------------------------------------ what it does not depend on
 
 
-def test_a_part_of_the_rows_or_positions_has_its_part_of_the_mask():
-    mask = kept()
-    assert torch.equal(kept(rows=torch.tensor([2, 1])), mask[[2, 1]])
-    assert torch.equal(kept(seq=SEQ // 2), mask[:, : SEQ // 2])
-    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(2)).noise
-    dropout, x = Dropout(0.25, "attention"), torch.rand(2, SEQ, DIM)
-    assert torch.equal(dropout(x[:, 20:], noise[:, 20:]), dropout(x, noise)[:, 20:])
-
-
 def test_compiled_it_has_the_same_bits():
-    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
+    noise = Context(SMALL, torch.arange(SEQ)[None], noise=torch.arange(ROWS)).noise
     dropout, x = Dropout(0.25, "attention"), torch.rand(ROWS, SEQ, DIM)
     compiled = torch.compile(dropout, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, noise), dropout(x, noise))
@@ -129,7 +116,7 @@ def test_compiled_it_has_the_same_bits():
 def test_its_kernels_have_the_same_bits():
     """On the CPU an operator, on CUDA arithmetic in the kernel that uses it. The code of the latter
     for the CPU is right for features that fill its vector registers."""
-    noise = Context(SMALL, SEQ, CPU, noise=torch.arange(ROWS)).noise
+    noise = Context(SMALL, torch.arange(SEQ)[None], noise=torch.arange(ROWS)).noise
     dropout, x = Dropout(0.25, "attention"), torch.rand(ROWS, SEQ, 64)
     compiled, [code] = run_and_get_code(torch.compile(dropout), x, noise)
     assert torch.equal(compiled, dropout(x, noise)) and "lingua.keep" in code
@@ -142,9 +129,6 @@ def test_its_kernels_have_the_same_bits():
     compiled, [code] = run_and_get_code(torch.compile(fused), x, noise)
     assert torch.equal(compiled, dropout(x, noise))
     assert metrics.generated_kernel_count == 1 and "torch.bool" not in code
-
-
-# --------------------------------------------------------------------------------- in a model
 
 
 def test_without_noise_nothing_is_dropped():
@@ -160,17 +144,29 @@ def test_without_noise_nothing_is_dropped():
     assert (dropped - plain(tokens)).abs().max() > 0.1
 
 
-def test_every_sublayer_of_every_block_of_every_head_is_a_site_of_its_own():
-    args = ManyArgs(dim=32, n_layers=3, n_heads=4, vocab_size=50, head_layers=2, dropout=0.5)
-    model = build_multi_token(args, n_heads=3)
+SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": 50, "dropout": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("model", "n_calls"),
+    [
+        (build_multi_token(ManyArgs(**SIZES, head_layers=2), n_heads=3), 1 + 3 * 2),
+        (build_transformer(LoopedArgs(**SIZES, n_loops=3), Looped), 3 * 3),
+    ],
+    ids=["heads", "looped"],
+)
+def test_every_sublayer_of_every_call_of_a_block_is_a_site_of_its_own(model, n_calls):
     init_parameters(model, 1, CPU)
     masks = []
     for module in model.modules():
         if isinstance(module, Dropout):
             module.register_forward_hook(lambda m, args, out: masks.append(out != 0))
     tokens = torch.zeros(2, 40, dtype=torch.int64)
-    model(tokens, tokens.expand(3, -1, -1), noise=hash_bits(3, torch.arange(2)))
-    assert len(masks) == 2 * (1 + 3 * 2)
+    for _ in range(2):  # a forward does not depend on those before it
+        model(tokens, tokens.expand(3, -1, -1), noise=hash_bits(3, torch.arange(2)))
+    assert all(torch.equal(*pair) for pair in zip(masks, masks[2 * n_calls :], strict=False))
+    del masks[2 * n_calls :]
+    assert len(masks) == 2 * n_calls
     for i, one in enumerate(masks):
         for other in masks[:i]:
             assert abs(agreement(one, other)) < 5

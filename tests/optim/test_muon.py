@@ -1,6 +1,7 @@
 """Muon against the singular value decomposition, against torch's own, and sharded against whole."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -187,12 +188,9 @@ def test_in_bfloat16_it_is_torchs_muon_beside_torchs_adamw(momentum, nesterov, n
 # ------------------------------------------------------------------------------------ sharded
 
 
-def on_a_mesh(shape: tuple[int, int, int]) -> dict[str, tuple[Tensor, Tensor]]:
-    """(Parameter, momentum) of each matrix after three updates by given gradients, gathered.
-
-    The mesh is (dp_replicate, dp_shard, tp). The first block is not tensor-parallel; in the second,
-    FSDP splits the rows of `up` that tensor parallelism has split, both unevenly.
-    """
+def on_a_mesh(shape: tuple[int, int, int]) -> Model:
+    """The model on a mesh (dp_replicate, dp_shard, tp). The first block is not tensor-parallel; in
+    the second, FSDP splits the rows of `up` that tensor parallelism has split, both unevenly."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     model = a_model()
     if shape[2] > 1:
@@ -200,19 +198,23 @@ def on_a_mesh(shape: tuple[int, int, int]) -> dict[str, tuple[Tensor, Tensor]]:
         parallelize_module(model, mesh["tp"], plan)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["dp_replicate", "dp_shard"])
-    return given_updates(model)
+    return model
+
+
+def give_gradients(parameters: Iterable[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator)
+        if isinstance(p, DTensor):
+            p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
 
 
 def given_updates(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """(Parameter, momentum) of each matrix after three updates by given gradients, gathered."""
     optimizer = build_optimizer(model, muon_args(), BLOCKS)
     [group] = [g for g in optimizer.param_groups if g["algorithm"] == "muon"]
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for p in group["params"]:
-            grad = torch.randn(p.shape, generator=generator)
-            if isinstance(p, DTensor):
-                grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
-            p.grad = grad
+        give_gradients(group["params"], step)
         update(optimizer, 0.1, TRUE, ONE)
     found = {}
     for name, p in zip(group["param_names"], group["params"], strict=True):
@@ -223,7 +225,7 @@ def given_updates(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 def in_ranks(shape: tuple[int, int, int]) -> dict[str, tuple[Tensor, Tensor]]:
     dist.init_process_group("gloo")
-    return on_a_mesh(shape)
+    return given_updates(on_a_mesh(shape))
 
 
 SOAK = [pytest.param(shape, marks=pytest.mark.soak) for shape in ((2, 2, 1), (2, 1, 2))]

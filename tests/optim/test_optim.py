@@ -15,6 +15,7 @@ from lingua.optim.args import OptimArgs
 from lingua.optim.optimizer import build_optimizer, update
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import clip_divisor, grad_norm
+from lingua.parallel.init import canonical_name
 
 SCHEDULERS = ("constant", "linear", "inv_sqrt", "cosine", "wsd")
 
@@ -147,6 +148,34 @@ def test_only_matrices_that_are_not_embeddings_decay_and_names_are_canonical():
     untied.output.weight = nn.Parameter(torch.zeros(11, 4))
     decay, _ = build_optimizer(untied, OptimArgs()).param_groups
     assert decay["param_names"] == ["layers.0.weight", "output.weight"]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
+def test_clipping_is_torchs_own(max_norm):
+    ours, theirs = ([nn.Parameter(torch.ones(n)) for n in (3, 5)] for _ in range(2))
+    for p in (*ours, *theirs):
+        p.grad = torch.linspace(-1, 2, len(p))
+    norm = nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert grad_norm(ours) == norm
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.grad / clip_divisor(norm, max_norm), q.grad)
+    assert clip_divisor(torch.tensor(math.inf), max_norm) == 1  # such a step is skipped as it is
+
+
+def test_the_rate_of_a_parameter_is_multiplied_by_what_its_name_matches():
+    scales = {"layers": 2.0, "layers.*.bias": 3.0, "norm.weight": 0.0}
+    model = Tied()
+    before = {canonical_name(name): p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, OptimArgs(weight_decay=0.0, lr_scale=scales))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    update(optimizer, 0.01, torch.tensor(True), torch.ones(()))
+    # AdamW's first update of a gradient of ones is the rate.
+    steps = {n: before[n] - p for n, p in zip(before, model.parameters(), strict=True)}
+    expected = {"layers.0.weight": 0.02, "layers.0.bias": 0.06, "norm.weight": 0.0}
+    expected |= {"frozen.weight": 0.0}
+    for name, step in steps.items():
+        torch.testing.assert_close(step, torch.full_like(step, expected.get(name, 0.01)), msg=name)
 
 
 class Calls(TorchDispatchMode):

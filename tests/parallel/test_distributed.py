@@ -1,6 +1,5 @@
 """Launch detection, mesh and ranks, what parallelism refuses, clipping, work on rank 0."""
 
-import math
 import os
 import pickle
 from pathlib import Path
@@ -9,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.base.errors import UserError
-from lingua.parallel.gradients import clip_divisor, grad_norm
 from lingua.parallel.launch import Launch, detect_launch, pick_device, start
 from lingua.parallel.mesh import AXES, DistributedArgs, dp_degree, dp_rank, mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import parallelize_model
@@ -170,9 +166,6 @@ def test_the_dp_rank_of_every_coordinate(sizes):
             dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------- refusals
-
-
 def refusal(model: ModelArgs | None, tp: int, seq_len: int = 12) -> str:
     args = DistributedArgs(tp_size=tp)
     mesh = start(CPU, detect_launch(), args)
@@ -198,65 +191,6 @@ def test_what_tensor_parallelism_does_not_allow_is_refused_by_name(ranks):
     assert said == (
         "distributed.tp_size = 2: this model gives no tensor-parallel layout; set it to 1"
     )
-
-
-# ----------------------------------------------------------------------------------- clipping
-
-SHAPES = {"split twice": (5, 6), "shared by tp": (7,), "on no mesh": (3, 2), "empty here": (1, 4)}
-
-
-def gradients(factor: float) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {k: torch.randn(shape, generator=generator) * factor for k, shape in SHAPES.items()}
-
-
-def clipped(max_norm: float, factor: float) -> tuple[float, dict[str, Any]]:
-    """Norm and clipped gradients of parameters on three kinds of mesh."""
-    sizes = DistributedArgs(dp_shard=2, tp_size=2)
-    mesh = start(CPU, detect_launch(), sizes)
-    both, data = mesh["dp_shard", "tp"], mesh["dp_shard"]
-    layouts = {
-        "split twice": (both, [Shard(0), Shard(1)]),
-        "shared by tp": (data, [Shard(0)]),
-        "empty here": (both, [Shard(0), Replicate()]),
-    }
-    parameters = {}
-    for name, gradient in gradients(factor).items():
-        where = layouts.get(name)
-        on_mesh = (
-            (lambda t, w=where: distribute_tensor(t, *w, src_data_rank=None))
-            if where
-            else (lambda t: t)
-        )
-        p = parameters[name] = nn.Parameter(on_mesh(torch.zeros_like(gradient)))
-        p.grad = on_mesh(gradient)
-    unused = nn.Parameter(torch.zeros(2))  # without a gradient
-    norm = grad_norm([*parameters.values(), unused])
-    divisor = clip_divisor(norm, max_norm)
-    whole = {k: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-             for k, p in parameters.items()}  # fmt: skip
-    return norm.item(), {name: (t / divisor).numpy() for name, t in whole.items()}
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
-def test_the_norm_over_several_meshes_is_that_of_all_gradients(ranks, max_norm):
-    expected = [nn.Parameter(torch.zeros_like(g)) for g in gradients(1).values()]
-    for p, gradient in zip(expected, gradients(1).values(), strict=True):
-        p.grad = gradient
-    norm = nn.utils.clip_grad_norm_(expected, max_norm)
-    for found_norm, found in ranks.run(4, clipped, max_norm, 1.0):
-        assert found_norm == pytest.approx(norm.item(), rel=1e-6)
-        for p, gradient in zip(expected, found.values(), strict=True):
-            torch.testing.assert_close(torch.from_numpy(gradient), p.grad)
-
-
-def test_gradients_without_a_finite_norm_are_left_as_they_are(ranks):
-    for norm, found in ranks.run(4, clipped, 1.0, math.inf):
-        assert not math.isfinite(norm)
-        assert all(math.inf in abs(gradient) for gradient in found.values())
-
-
-# ------------------------------------------------------------------------------ work on rank 0
 
 
 def shared_work() -> list[Any]:

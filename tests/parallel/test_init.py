@@ -8,15 +8,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lingua.base.errors import UserError
 from lingua.parallel import init
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
-from lingua.parallel.parallelize import ParallelPlan, parallelize_model
-from tests.apps.meshes import on_mesh
+from lingua.parallel.parallelize import parallelize_model
 from tests.mistakes import refused
 
 CPU = torch.device("cpu")
@@ -127,49 +125,6 @@ def test_tied_parameters_stay_one():
     model[1].weight = model[0].weight
     values = initialised(model)
     assert model[1].weight is model[0].weight and list(values) == ["0.weight"]
-
-
-# ------------------------------------------------------------------------------- on any topology
-
-
-class Odd(nn.Module):
-    """Shapes that no mesh divides, some smaller than it."""
-
-    shapes = ((1,), (5,), (7, 3), (2, 3, 5), (13, 11))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in self.shapes)
-        self.first, self.second = nn.Linear(11, 13), nn.Linear(13, 11)
-        self.register_buffer("table", torch.empty(3, 7))
-
-    def reset_parameters(self) -> None:
-        for weight in self.weights:
-            nn.init.trunc_normal_(weight, std=0.1, a=-0.1, b=0.1)
-        nn.init.uniform_(self.table)
-
-
-def odd_values(sizes: tuple[int, int, int]) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        model = Odd()
-    plan = ParallelPlan(
-        units=(("first",),),
-        tp={"first": ColwiseParallel(), "second": RowwiseParallel()},
-        tp_equal=("weights",),
-    )
-    on_mesh(model, plan, sizes, seed=5)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in named}
-    return {name: t.detach().numpy() for name, t in whole.items()}
-
-
-@pytest.mark.parametrize("sizes", [(1, 3, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 3)])
-def test_every_topology_has_the_same_values(ranks, sizes):
-    expected = initialised(Odd(), seed=5)
-    for found in ranks.run(sizes[0] * sizes[1] * sizes[2], odd_values, sizes):
-        assert found.keys() == expected.keys()
-        for name, t in expected.items():
-            assert torch.equal(torch.from_numpy(found[name]), t), name
 
 
 # ------------------------------------------------------------------------------------- errors

@@ -1,4 +1,5 @@
-"""The outermost frame of a program, in real ranks that meet at a store of rank 0's own."""
+"""The outermost frame of a program, in real ranks that meet at a store of rank 0's own, and signals
+that stop it (what an interrupt and a later one do: tests/apps/test_stopping.py)."""
 
 import io
 import os
@@ -18,6 +19,7 @@ from lingua.base.errors import UserError
 from lingua.parallel.launch import detect_launch, set_timeout, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0
 from lingua.parallel.program import run_program
+from lingua.parallel.signals import StopRequest
 from lingua.tools.inference.trained import OpenArgs
 from tests.programs import python
 
@@ -228,3 +230,49 @@ def test_a_stopped_run_exits_with_its_signal_unless_it_would_be_restarted(env, c
     program = "from lingua.parallel.program import exit_stopped; exit_stopped('SIGTERM')"
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=env)
     assert done.returncode == code
+
+
+STOPPABLE = """
+import time
+from lingua.parallel.signals import STOPPING, StopRequest
+stop = StopRequest()
+print("ready", flush=True)
+seen = None
+end = time.monotonic() + 30
+while time.monotonic() < end:
+    if stop.signal != seen:
+        seen = stop.signal
+        print(seen, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals():
+    hold = ["env", "--block-signal=USR2,TERM,INT,HUP"]  # as in a batch script of lingua stool
+    slow = "import time; print('importing', flush=True); time.sleep(1)" + STOPPABLE
+    with subprocess.Popen(
+        [*hold, sys.executable, "-c", slow],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGUSR2)
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "SIGUSR2\n"]
+        process.kill()
+
+
+def test_a_process_forked_by_a_library_ends_by_a_signal():
+    """Process pools end their workers by SIGTERM and wait for them."""
+    stop = StopRequest()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"1")
+        time.sleep(30)
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    stop.close()
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM and stop.signal is None

@@ -1,4 +1,4 @@
-"""How a plan lays a model out, what it must declare, and gradients against one process."""
+"""How a plan lays a model out, and what it must declare. Runs: tests/apps/test_matrix.py."""
 
 import math
 import warnings
@@ -43,29 +43,14 @@ class Block(nn.Module):
             self.norm = nn.RMSNorm(4)
         self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x) if hasattr(self, "norm") else x
-        return x + self.down(self.up(h).relu())
-
 
 class Tree(nn.Module):
-    """Tokens in, their losses summed out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 4)
         self.blocks = nn.ModuleList(map(Block, (True, False, True)))
         self.head = nn.Linear(4, 11)
         self.scale = nn.Parameter(torch.empty(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).logsumexp(-1).sum()
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.scale, 0.5, 1.5)
 
 
 STYLES: dict[str, ParallelStyle] = {
@@ -198,9 +183,6 @@ def test_a_pattern_that_matches_some_blocks_gives_no_warning(ranks):
     assert ranks.run(2, refused_in_ranks, plan) == [("", [])] * 2
 
 
-# ----------------------------------------------------------------------------------- placement
-
-
 def placed(checkpointing: str) -> dict[str, str]:
     mesh, args = mesh_of((1, 2, 2), activation_checkpointing=checkpointing)
     model = parallelize_model(on_meta(), mesh, PLAN, args)
@@ -222,9 +204,6 @@ def test_a_plan_is_applied_by_name(ranks):
     assert [k for k, v in wrapped.items() if v == "FSDPCheckpointWrapper"] == blocks
 
 
-# ---------------------------------------------------------------------------------- gradients
-
-
 def tokens_of(mesh: DeviceMesh | None) -> Tensor:
     """6 rows, or those of this data-parallel rank."""
     tokens = torch.randint(0, 11, (6, 8), generator=torch.Generator().manual_seed(3))
@@ -234,23 +213,11 @@ def tokens_of(mesh: DeviceMesh | None) -> Tensor:
 def gradients(model: nn.Module, mesh: DeviceMesh | None) -> dict[str, Any]:
     """Whole gradients by name, and as "" their global norm."""
     tokens = tokens_of(mesh)
-    targets = [tokens.roll(1, 1)[None]] if isinstance(model, Transformer) else []
-    out = model(tokens, *targets)
-    (out[0].sum() if targets else out).backward()
-    parameters = list(model.parameters())
-    found = {"": grad_norm(parameters).item()}
+    model(tokens, tokens.roll(1, 1)[None]).sums.sum().backward()
+    found = {"": grad_norm(list(model.parameters())).item()}
     for name, p in model.named_parameters():
         found[canonical_name(name)] = whole(p.grad).numpy()
     return found
-
-
-def of_tree(sizes: Sizes | None) -> dict[str, Any]:
-    model, mesh = on_meta(), None
-    if sizes is not None:
-        mesh, args = mesh_of(sizes)
-        parallelize_model(model, mesh, PLAN, args)
-    init_parameters(model, 5, CPU)
-    return gradients(model, mesh)
 
 
 def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -260,20 +227,6 @@ def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
         abs(found[name] - value).max() / abs(value).max()
         for name, value in ((name, np.asarray(value)) for name, value in expected.items())
     )
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 2, 2),
-        pytest.param((1, 1, 2), marks=pytest.mark.soak),
-        pytest.param((2, 1, 2), marks=pytest.mark.soak),
-    ],
-)
-def test_gradients_of_what_is_declared_equal_are_those_of_one_process(ranks, sizes):
-    expected = of_tree(None)
-    for found in ranks.run(math.prod(sizes), of_tree, sizes):
-        assert apart(found, expected) < CLOSE
 
 
 ARGS = ModelArgs(dim=24, n_heads=4, n_kv_heads=2, n_layers=2, vocab_size=11, multiple_of=8)

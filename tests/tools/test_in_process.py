@@ -1,4 +1,5 @@
-"""`lingua.train`: the run of the command, in a process that is afterwards as it was."""
+"""`lingua.train` and `lingua.open_run`: the run of the command, in a process that is afterwards as
+it was."""
 
 import json
 import subprocess
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
+from jupyter_client.manager import start_new_kernel
 
 import lingua
 from lingua.base.errors import UserError
@@ -16,7 +19,7 @@ from tests.mistakes import refused
 from tests.programs import python
 
 CONFIG = """\
-steps: 4
+steps: 6
 device: cpu
 deterministic: true
 data: {sources: {text: 1}, seq_len: 32, global_batch_size: 4}
@@ -45,6 +48,45 @@ def interrupt(run):
     if run.progress.step + 1 == 2:
         os.kill(os.getpid(), signal.SIGINT)
 
+def look(run):  # what it leaves reaches no other step
+    assert run.model.training
+    run.model.eval()
+    run.model(run.batch[0].tokens, run.batch[0].targets)[0].sum().backward()
+    run.log("looked", norm=1.5)
+
+def loop(words):  # left in its second step, then by an interrupt, by an error, and never
+    losses = {}
+    try:
+        with lingua.open_run("apps.main", words) as run:
+            for step in run:
+                losses[step] = run.loss
+                look(run)
+                if step == 2:
+                    break
+        with lingua.open_run("apps.main", words) as run:
+            for step in run:
+                losses[step] = run.loss
+                os.kill(os.getpid(), signal.SIGINT)
+                while True:
+                    pass
+    except KeyboardInterrupt:
+        pass
+    try:
+        with lingua.open_run("apps.main", words) as run:
+            for step in run:
+                losses[step] = run.loss
+                look(run)
+                1 / (5 - step)
+    except ZeroDivisionError:
+        pass
+    with lingua.open_run("apps.main", words) as run:
+        losses |= {step: run.loss for step in run}
+    assert (run.record.metrics["loss"].astype("float32") == list(losses.values())).all(), losses
+    reasons = [line.get("reason", line["event"]) for line in run.record.events]
+    with lingua.open_run("apps.main", words) as run:
+        assert run.step == 6 and list(run) == [] and run.model.training
+    print("loop:", *losses, *reasons)
+
 if __name__ == "__main__":
     before = state()
     record = lingua.train("apps.main", "my.yaml")
@@ -68,14 +110,21 @@ if __name__ == "__main__":
         saved = sorted(os.listdir("runs/third/checkpoints"))
     third = lingua.train("apps.main", asked)
     print("saved:", *saved, third.events[-1]["reason"])
+    before = state()
+    loop(["config=my.yaml", "name=loop"])
+    assert state() == before
 """
 
 
-def test_a_run_in_python_is_that_of_the_command_and_leaves_its_process_as_it_was(tmp_path):
-    (tmp_path / "data").mkdir()
+def write_text(folder):
+    (folder / "data").mkdir()
     text = [json.dumps({"text": f"row {i} of the text " * 9}) + "\n" for i in range(40)]
-    (tmp_path / "data" / "text.jsonl").write_text("".join(text))
-    (tmp_path / "my.yaml").write_text(CONFIG)
+    (folder / "data" / "text.jsonl").write_text("".join(text))
+    (folder / "my.yaml").write_text(CONFIG)
+
+
+def test_a_run_in_python_is_that_of_the_command_and_leaves_its_process_as_it_was(tmp_path):
+    write_text(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ["-m", "apps.main.train", "config=my.yaml", "name=command"]
     where: Any = {"cwd": tmp_path, "capture_output": True, "text": True}
@@ -84,28 +133,64 @@ def test_a_run_in_python_is_that_of_the_command_and_leaves_its_process_as_it_was
     assert done.returncode == 0, done.stdout + done.stderr
     assert "refused: data.sources.none" in done.stdout, done.stdout
     assert "saved: 0000000002 done" in done.stdout
+    reasons = "looked looked left start SIGINT start looked looked error start done"
+    assert f"loop: 1 2 3 4 5 6 start {reasons}" in done.stdout, done.stdout
     subprocess.run([*python(), *words], env=env, check=True, **where)
-    names = ("lingua", "second", "third", "command")
+    names = ("lingua", "second", "third", "loop", "command")
     runs = {name: Record(tmp_path / "runs" / name).metrics for name in names}
     losses = runs["command"]["loss"]
-    assert len(losses) == 4 and len(set(losses)) == 4
+    assert len(losses) == 6 and len(set(losses)) == 6
     for metrics in runs.values():  # bitwise
         assert (metrics["loss"] == losses).all()
         assert metrics.text("batch_hash") == runs["command"].text("batch_hash")
 
 
-@pytest.mark.parametrize(
-    ("app", "config", "said"),
-    [
-        ("apps.none", None, "app = apps.none (lingua.train): cannot be imported"),
-        (json, None, "has no lingua.app.App"),
-        ("apps.main", 3, "must be a mapping or a YAML file"),
-        ("apps.main", "none.yaml", "config=none.yaml: cannot be read"),
-        ("apps.main", {"optim": {"lrr": 1}}, 'optim.lrr: unknown key (did you mean "optim.lr"?)'),
-    ],
-)  # fmt: skip
-def test_mistakes_are_exceptions(app, config, said):
-    refused(lambda: lingua.train(app, config), said)
+NOTEBOOK = """
+import lingua
+losses = {}
+with lingua.open_run("apps.main", "my.yaml") as run:
+    for step in run:
+        losses[step] = run.loss
+        print("step", step)
+        while WAIT:
+            pass
+print(list(losses), run.step)
+"""
+
+
+@pytest.mark.soak
+def test_a_notebook_interrupts_a_run_and_continues_it(tmp_path, monkeypatch):
+    write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        shown: list[str] = []  # the text of each stream, and the names of errors
+
+        def show(message: dict[str, Any]) -> None:
+            content = message["content"]
+            if "text" in content or "ename" in content:
+                shown.append(content.get("text") or content["ename"])
+                if "step 1\n" in shown[-1]:
+                    manager.interrupt_kernel()
+
+        def run(wait: bool) -> str:
+            cell = NOTEBOOK.replace("WAIT", str(wait))
+            client.execute_interactive(cell, output_hook=show, timeout=300)
+            return shown[-1].splitlines()[-1]
+
+        assert run(wait=True) == "KeyboardInterrupt"
+        assert run(wait=False) == "[2, 3, 4, 5, 6] 6"
+        assert run(wait=False) == "[] 6"  # it is finished
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    record = Record(tmp_path / "runs" / "lingua")
+    assert record.metrics.step.tolist() == [1, 2, 3, 4, 5, 6]
+    assert [line.get("reason") for line in record.events if line["event"] == "stop"] == [
+        "SIGINT",
+        "done",
+    ]
 
 
 CELL = "import lingua; lingua.train('apps.main', {'optim': {'lrr': '\x1b[31m'}})"
@@ -113,14 +198,22 @@ CELL = "import lingua; lingua.train('apps.main', {'optim': {'lrr': '\x1b[31m'}})
 
 def test_a_notebook_shows_the_message_of_a_mistake_alone(capsys):
     assert UserError("a\x1b\nb")._render_traceback_() == ["error: a\\x1b\nb"]  # IPython's hook
-    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
+    shell = InteractiveShell.instance()
     assert shell.run_cell(CELL).error_in_exec
     shown = capsys.readouterr().out
     assert shown.startswith("error: 3 mistakes in the configuration:\n  optim.lrr: unknown key")
     assert "Traceback" not in shown and "\x1b" not in shown and len(shown.splitlines()) == 4
 
 
-def test_it_needs_a_process_of_its_own(tmp_path):
+def test_mistakes_are_exceptions_and_it_needs_a_process_of_its_own(tmp_path):
+    for app, given, said in (
+        ("apps.none", None, "app = apps.none (lingua.train): cannot be imported"),
+        (json, None, "has no lingua.app.App"),
+        ("apps.main", 3, "must be a mapping or a YAML file"),
+        ("apps.main", "none.yaml", "config=none.yaml: cannot be read"),
+        ("apps.main", {"optim": {"lrr": 1}}, 'optim.lrr: unknown key (did you mean "optim.lr"?)'),
+    ):
+        refused(lambda app=app, given=given: lingua.train(app, given), said)
     config = {"data.sources.text": 1, "model.n_heads": 4, "dump_dir": tmp_path}
     with one_process():
         refused(lambda: lingua.train("apps.main", config), "process group")

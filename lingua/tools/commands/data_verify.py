@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
 
     tokenizer = build_tokenizer(args.data.tokenizer)
     wrong = []
-    for name in [*args.data.used_sources(), *args.validation.sources]:
+    for name in args.data.read_sources(args.validation.sources):
         try:
             held = verify_source(name, args.data, tokenizer)
             print(f"{args.data.source_key(name)}: {held}; as in its manifest", flush=True)

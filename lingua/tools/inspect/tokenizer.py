@@ -46,6 +46,7 @@ def train(texts: Iterator[str], vocab_size: int) -> Any:
 def mixture_texts(args: DataArgs, max_bytes: int) -> Iterator[str]:
     """Documents to train on: of each source its share of `max_bytes`, or of as many as it takes
     to read every source once. Raises UserError."""
+    args.read_sources()  # raises where there are none
     weights = {name: float(share) for name, share in shares(args.sources).items()}
     files = {name: source_files(name, args) for name in weights}
     sizes = {name: sum(file.size for file in source_parts) for name, source_parts in files.items()}

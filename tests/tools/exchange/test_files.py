@@ -18,6 +18,7 @@ from tests.checkpoints import CONFIG, refusal, save_here, whole_values
 from tests.disk import full_disk
 from tests.programs import python
 from tests.ranks import Ranks
+from tests.tools.exchange.converted import same
 
 REPO = Path(__file__).parents[3]
 
@@ -34,18 +35,7 @@ def convert_here(source: Path, out: Path, *keys: str) -> str:
     return refusal(lambda: main([f"source={source}", f"out={out}", *keys]))
 
 
-def model_values() -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix("model."): t
-        for name, t in whole_values(7).items()
-        if name.startswith("model.")
-    }
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in expected.items()
-    )
+VALUES = {k[6:]: t for k, t in whole_values(7).items() if k.startswith("model.")}
 
 
 def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
@@ -55,7 +45,7 @@ def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
     assert ranks.run(1, convert_here, saved, file) == ["not refused"]
     content = torch.load(file, weights_only=True)
     assert content.keys() == {"model", "config", "step"}
-    assert same(content["model"], model_values())
+    assert same(content["model"], VALUES)
     assert (content["config"], content["step"]) == (CONFIG, 7)
 
     assert ranks.run(1, convert_here, file, tmp_path / "back") == ["not refused"]
@@ -64,16 +54,14 @@ def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
     config = yaml.safe_load((tmp_path / "other" / "0000000007" / "config.yaml").read_text())
     assert config["data"]["tokenizer"]["name"] == "bytes"
     dcp_to_torch_save(tmp_path / "other" / "0000000007", tmp_path / "other.pth")
-    rounded = {
-        f"model.{name}": t.bfloat16() if t.is_floating_point() else t
-        for name, t in model_values().items()
-    }
-    assert same(torch.load(tmp_path / "other.pth", weights_only=True), rounded)
+    rounded = {name: t.bfloat16() if t.is_floating_point() else t for name, t in VALUES.items()}
+    expected = {f"model.{name}": t for name, t in rounded.items()}
+    assert same(torch.load(tmp_path / "other.pth", weights_only=True), expected)
     checkpoint, why = read_checkpoint(tmp_path / "back" / "0000000007")
     assert checkpoint is not None, why
     dcp_to_torch_save(checkpoint.path, tmp_path / "again.pth")
     again = torch.load(tmp_path / "again.pth", weights_only=True)
-    assert same(again, {f"model.{name}": t for name, t in model_values().items()})
+    assert same(again, {f"model.{name}": t for name, t in VALUES.items()})
     assert (checkpoint.path / "config.yaml").read_text() == CONFIG
     assert [p.name for p in (tmp_path / "back").iterdir()] == ["0000000007"]
     shown = summary(checkpoint)
@@ -126,19 +114,6 @@ def full_disk_here(src: Path, dst: Path) -> str:
         return convert_here(src, dst)
 
 
-def test_a_write_that_fails_is_told_and_leaves_nothing_that_looks_done(ranks, saved, tmp_path):
-    file, out = tmp_path / "model.pth", tmp_path / "out"
-    assert ranks.run(1, convert_here, saved, file) == ["not refused"]
-    [said] = ranks.run(1, full_disk_here, saved, out / "again.pth")
-    assert f"UserError: {out / 'again.pth'} cannot be written" in said
-    assert list(out.iterdir()) == []
-    [said] = ranks.run(1, full_disk_here, file, out)
-    assert said.startswith("NotSaved: step 7 could not be saved") and "File too large" in said
-    assert list(out.iterdir()) == []
-    for src, dst in ((saved, out / "again.pth"), (file, out)):  # and it can be tried again
-        assert ranks.run(1, convert_here, src, dst) == ["not refused"]
-
-
 KILLED = """
 import os, signal, sys
 from lingua.tools.exchange.convert import main
@@ -147,10 +122,14 @@ main(sys.argv[1:])
 """
 
 
-def test_a_kill_once_all_bytes_are_written_leaves_nothing_that_looks_done(ranks, saved, tmp_path):
-    """Later there is only a rename of what is whole and synced."""
+def test_a_write_that_fails_or_is_killed_leaves_nothing_that_looks_done(ranks, saved, tmp_path):
     file, out = tmp_path / "model.pth", tmp_path / "out"
     assert ranks.run(1, convert_here, saved, file) == ["not refused"]
+    unwritten = f"UserError: {out / 'again.pth'} cannot be written"
+    for src, dst, said in ((saved, out / "again.pth", unwritten), (file, out, "NotSaved: step 7")):
+        [message] = ranks.run(1, full_disk_here, src, dst)
+        assert said in message and list(out.iterdir()) == []
+    # A kill once all bytes are written: later there is only a rename of what is whole and synced.
     for src, dst in ((saved, out / "again.pth"), (file, out)):
         words = f"source={src}", f"out={dst}"
         job = subprocess.run([*python(), "-c", KILLED, *words], cwd=REPO, check=False)
@@ -158,5 +137,5 @@ def test_a_kill_once_all_bytes_are_written_leaves_nothing_that_looks_done(ranks,
     left = {path.name.partition(".tmp-")[0] for path in out.iterdir()}
     assert left == {"again.pth", "0000000007"}  # the killed were at work
     assert all(".tmp-" in path.name for path in out.iterdir())
-    for src, dst in ((saved, out / "again.pth"), (file, out)):
+    for src, dst in ((saved, out / "again.pth"), (file, out)):  # and it can be tried again
         assert ranks.run(1, convert_here, src, dst) == ["not refused"]

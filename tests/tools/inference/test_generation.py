@@ -2,12 +2,16 @@
 compares with transformers; alone, in batches, on any topology; where it stops, and its text."""
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
@@ -17,7 +21,9 @@ from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.tools.inference.sampling import SamplingArgs
+from lingua.tools.inference.score import score, windows
 from tests.apps.meshes import on_mesh
+from tests.apps.test_model import model_args
 from tests.mistakes import refused
 from tests.ranks import Ranks
 from tests.tokenizer.test_tokenizer import write_sentencepiece
@@ -119,16 +125,12 @@ def test_greedy_tokens_are_those_of_recomputing_every_one_alone_and_in_a_batch(r
         assert step_by_step(windowed, PROMPTS[2], 12)[0] != expected[2][0]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "wrap"),
-    [
-        ((2, 1, 1), with_cache),  # tensor-parallel by default in tests/apps/test_generate.py
-        pytest.param((1, 2, 2), with_cache, marks=pytest.mark.soak),
-        pytest.param((1, 1, 2), NoCache, marks=pytest.mark.soak),
-        pytest.param((1, 1, 2), with_cache, marks=pytest.mark.soak),
-        pytest.param(SINGLE, NoCache, marks=pytest.mark.soak),
-    ],
-)
+OTHERS = [((1, 2, 2), with_cache), ((1, 1, 2), NoCache), ((1, 1, 2), with_cache), (SINGLE, NoCache)]
+SOAK = [pytest.param(*case, marks=pytest.mark.soak) for case in OTHERS]
+
+
+# Tensor-parallel by default in tests/apps/test_generate.py.
+@pytest.mark.parametrize(("sizes", "wrap"), [((2, 1, 1), with_cache), *SOAK])
 def test_every_topology_generates_the_same_tokens_with_a_cache_and_without(run, sizes, wrap):
     """Fewer prompts than ranks, and other numbers of tokens on each, included."""
     given = requests(replace(GREEDY, max_gen_tokens=6))
@@ -159,14 +161,9 @@ def test_in_bfloat16_the_log_probabilities_are_those_of_float32_arithmetic(run):
 
 def test_a_prompt_draws_with_its_own_seed_and_settings_whatever_is_beside_it(run):
     hot = SamplingArgs(temperature=1.2, max_gen_tokens=10, stop_tokens=[])
-    given = [
-        Request(PROMPTS[1], hot, 3),
-        Request(PROMPTS[2], GREEDY, 3),
-        Request(PROMPTS[1], replace(hot, top_k=3, max_gen_tokens=7), 3),
-        Request(PROMPTS[1], replace(hot, top_p=0.5), 3),
-        Request(PROMPTS[1], hot, 4),
-        Request(PROMPTS[1], hot, 3),
-    ]
+    few = replace(hot, top_k=3, max_gen_tokens=7), replace(hot, top_p=0.5)
+    asked = [(1, hot, 3), (2, GREEDY, 3), (1, few[0], 3), (1, few[1], 3), (1, hot, 4), (1, hot, 3)]
+    given = [Request(PROMPTS[i], settings, seed) for i, settings, seed in asked]
     together, *alone = run(ARGS, SINGLE, (given, 8), *(([request], 8) for request in given))
     assert [c.tokens for c in together] == [c.tokens for [c] in alone]
     assert together[0].tokens == together[5].tokens
@@ -205,34 +202,31 @@ def recite_here(
 
 
 def test_it_ends_at_a_stop_string_a_stop_token_or_a_number_of_tokens(ranks):
-    cold = SamplingArgs(temperature=0.0)
-    cases = {
-        "eos": (cold, "stop_token", "Grüße aus Köln: \U0001f389 ende", None),
-        "no eos": (replace(cold, stop_tokens=[], max_gen_tokens=33), "length", None, 33),
-        "token": (replace(cold, stop_tokens=[ord("K")]), "stop_token", "Grüße aus ", 13),
-        "first": (replace(cold, stop_tokens=[ord("G")]), "stop_token", "", 1),
-        "string": (replace(cold, stop=["us K"]), "stop_string", "Grüße a", 13),
-        "first string": (replace(cold, stop=["Gr"]), "stop_string", "", 2),
-        "earliest": (replace(cold, stop=["Köln", "ße aus K", "ß"]), "stop_string", "Grü", 6),
-        "wide": (replace(cold, stop=["\U0001f389"]), "stop_string", "Grüße aus Köln: ", None),
-        "never": (replace(cold, stop=["Kö1n"]), "stop_token", None, None),
-        "length": (replace(cold, max_gen_tokens=5), "length", "Grü\ufffd", 5),
-        "length of one": (replace(cold, max_gen_tokens=1), "length", "G", 1),
-        "both": (replace(cold, max_gen_tokens=2, stop=["r"]), "stop_string", "G", 2),
-    }
     text = "Grüße aus Köln: \U0001f389 ende"
-    settings = [case[0] for case in cases.values()]
+    cold = SamplingArgs(temperature=0.0)
+    cases = [  # settings, why it ends, its text and number of tokens
+        (cold, "stop_token", text, 29),
+        (replace(cold, stop_tokens=[], max_gen_tokens=33), "length", None, 33),
+        (replace(cold, stop_tokens=[ord("K")]), "stop_token", "Grüße aus ", 13),
+        (replace(cold, stop_tokens=[ord("G")]), "stop_token", "", 1),
+        (replace(cold, stop=["us K"]), "stop_string", "Grüße a", 13),
+        (replace(cold, stop=["Gr"]), "stop_string", "", 2),
+        (replace(cold, stop=["Köln", "ße aus K", "ß"]), "stop_string", "Grü", 6),
+        (replace(cold, stop=["\U0001f389"]), "stop_string", "Grüße aus Köln: ", 23),
+        (replace(cold, stop=["Kö1n"]), "stop_token", text, 29),
+        (replace(cold, max_gen_tokens=5), "length", "Grü\ufffd", 5),
+        (replace(cold, max_gen_tokens=1), "length", "G", 1),
+        (replace(cold, max_gen_tokens=2, stop=["r"]), "stop_string", "G", 2),
+    ]
+    settings = [case[0] for case in cases]
     [found] = ranks.run(1, recite_here, TokenizerArgs(), text, 1, settings)
-    for (name, case), (completion, pieces) in zip(cases.items(), found, strict=True):
+    for case, (completion, pieces) in zip(cases, found, strict=True):
         _, finish, expected, n = case
-        assert completion.finish == finish, name
-        if expected is not None:
-            assert completion.text == expected, name
-        if n is not None:
-            assert len(completion.tokens) == n, name
+        assert (completion.finish, len(completion.tokens)) == (finish, n), case
+        assert completion.text == expected or expected is None, case
         assert len(completion.logprobs) == len(completion.tokens)
-        assert "".join(pieces) == completion.text, name  # nothing that was passed on changes
-        assert len(pieces) > 1 or len(completion.text) < 4, name
+        assert "".join(pieces) == completion.text, case  # nothing that was passed on changes
+        assert len(pieces) > 1 or len(completion.text) < 4, case
     assert found[0][1][2] == "ü"  # a character once it is whole
 
 
@@ -255,3 +249,101 @@ def test_prompts_without_room_for_their_tokens_are_cut_on_the_left_and_counted(c
     assert fit_prompts(requests, 15) == [cut, requests[1]]
     assert "1 of 2 prompts cut on the left" in caplog.text
     refused(lambda: fit_prompts(requests, 4), "max_gen_tokens = 4: leaves no room")
+
+
+# ---- log-probabilities of given texts
+
+
+MODEL = model_args(vocab_size=50, dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
+LENGTH = 12
+Pairs = list[tuple[list[int], list[int]]]
+
+plain = cache(lambda: plain_model(MODEL))  # not in the ranks: making one is work of all of them
+
+
+def plainly(context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Every token from the last LENGTH before it at most, as the windows of the harness have it."""
+    model, total, greedy = plain(), 0.0, True
+    if len(continuation) > LENGTH:
+        pieces = get_rolling_token_windows(continuation, context[-1], LENGTH, 1)
+        pieces = [make_disjoint_window(piece) for piece in pieces]
+    else:
+        pieces = [(context, continuation)]
+    for before, piece in pieces:
+        tokens = [*before, *piece][-LENGTH - 1 :]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
+        for at, token in zip(range(len(tokens) - 1 - len(piece), len(tokens)), piece, strict=False):
+            total += float(logprobs[at, token])
+            greedy &= int(logprobs[at].argmax()) == token
+    return total, greedy
+
+
+@cache
+def pairs() -> Pairs:
+    draw = random.Random(1)
+    made = [
+        ([draw.randrange(50) for _ in range(n)], [draw.randrange(50) for _ in range(m)])
+        for n, m in ((1, 1), (3, 4), (11, 1), (12, 1), (30, 3), (2, 12), (5, 13), (1, 40))
+    ]
+    for context, n in (([1, 2, 3], 1), ([7] * 20, 3)):  # the model's own greedy text
+        text = list(context)
+        for _ in range(n):
+            with torch.no_grad():
+                text.append(int(plain()(torch.tensor([text[-LENGTH:]]))[0, -1].argmax()))
+        made.append((context, text[len(context) :]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[float, bool]]:
+    return [plainly(*pair) for pair in pairs()]
+
+
+class Bigrams(nn.Module):
+    """A model of few digits: bfloat16 logits of each token, whatever came before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        self.table = (4 * torch.randn(50, 50, generator=draw)).bfloat16()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table[tokens]
+
+
+def score_here(given: Pairs, sizes: tuple[int, int, int], bigrams: bool = False):
+    model, mesh = on_mesh(build_transformer(MODEL), parallel_plan(MODEL, seq_len=0), sizes)
+    return score(Bigrams() if bigrams else model, given, mesh, 3, LENGTH)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 3)])
+def test_scores_are_those_of_each_text_alone_on_every_topology(ranks, expected, sizes):
+    n = sizes[0] * sizes[1] * sizes[2]
+    assert [greedy for _, greedy in expected][-2:] == [True, True]
+    assert not all(greedy for _, greedy in expected)
+    for found in ranks.run(n, score_here, pairs(), sizes):
+        for (ours, greedy), (theirs, likeliest) in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4) and greedy == likeliest
+
+
+def test_logits_of_bfloat16_are_summed_up_in_float32(ranks):
+    table = Bigrams().table
+    [found] = ranks.run(1, score_here, pairs(), (1, 1, 1), bigrams=True)
+    lost = []
+    for (context, continuation), (ours, _) in zip(pairs(), found, strict=True):
+        steps = list(pairwise([context[-1], *continuation]))
+        exact = sum(float(table[a].double().log_softmax(0)[b]) for a, b in steps)
+        assert ours == pytest.approx(exact, abs=1e-4)
+        lost.append(abs(exact - sum(float(table[a].log_softmax(0)[b]) for a, b in steps)))
+    assert max(lost) > 1e-2  # in bfloat16
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 9, 14])
+def test_the_windows_of_a_long_text_are_those_of_the_harness(n):
+    text = list(range(100, 100 + n))
+    pieces = map(make_disjoint_window, get_rolling_token_windows(text, 0, 4, 1))
+    theirs = [([*before, *piece], len(piece)) for before, piece in pieces]
+    assert list(windows([0], text, 4)) == theirs and sum(n for _, n in theirs) == n
+    # A context that is cut keeps its end and the whole continuation.
+    assert list(windows([1, 2, 3, 4, 5], [6, 7], 4)) == [([3, 4, 5, 6, 7], 2)]

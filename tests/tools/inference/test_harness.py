@@ -1,6 +1,5 @@
 """Requests of lm-evaluation-harness as tokens and settings. Scores are in apps/test_eval.py."""
 
-import re
 import subprocess
 import sys
 from typing import Any
@@ -10,13 +9,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from lingua.base.errors import UserError
-from lingua.config.help import help_text
 from lingua.monitor.evaluation import HarnessArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.inference.generate import Completion
 from lingua.tools.inference.harness import Evaluator, harness_names, to_settings
 from lingua.tools.inference.sampling import SamplingArgs
-from tests.mistakes import refused
 from tests.tokenizer.test_tokenizer import write_byte_level
 
 pytestmark = pytest.mark.quick
@@ -101,23 +98,10 @@ def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):
         ({"do_sample": False, "temperature": 1.0}, SamplingArgs(temperature=0, max_gen_tokens=5)),
         ({"temperature": 0.7, "top_k": 4}, SamplingArgs(0.7, top_k=4, max_gen_tokens=5)),
         ({"do_sample": True, "num_beams": 1}, SamplingArgs(max_gen_tokens=5)),
-        ({"num_beams": 4}, "num_beams: unknown key (generation_kwargs)"),
-        ({"max_gen_toks": 0}, "max_gen_tokens = 0: must be at least 1 (generation_kwargs)"),
-        ({"do_sample": True, "top_p": 2.0}, "top_p = 2.0: must be above 0"),
-        ({"max_gen_toks": "many"}, "generation_kwargs: invalid literal for int()"),
-        ({1: 2}, "generation_kwargs: keywords must be strings"),
     ],
 )
-def test_generation_kwargs_are_read_as_the_harness_does_or_refused(given, expected):
-    if isinstance(expected, SamplingArgs):
-        assert to_settings(given, 5) == expected
-        return
-    refused(lambda: to_settings(given, 5), expected)
-
-
-def test_help_says_that_files_of_tasks_execute_code():
-    assert re.search(r"files of tasks execute\s+code", help_text(HarnessArgs, ["tasks"]))
-    assert re.search(r"own task files, which\s+execute", help_text(HarnessArgs, ["task_dir"]))
+def test_generation_kwargs_are_read_as_the_harness_does(given, expected):
+    assert to_settings(given, 5) == expected
 
 
 WRONG_NAMES = """

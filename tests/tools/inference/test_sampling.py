@@ -29,20 +29,13 @@ def transformers_probabilities(settings: SamplingArgs) -> Tensor:
     return scores.softmax(-1)[0]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        SamplingArgs(),
-        SamplingArgs(temperature=0.6),
-        SamplingArgs(temperature=3.0),
-        SamplingArgs(top_k=3),
-        SamplingArgs(top_k=V + 5),
-        SamplingArgs(top_p=0.7),
-        SamplingArgs(top_p=1e-9),
-        SamplingArgs(temperature=1.5, top_k=8, top_p=0.8),
-    ],
-)
-def test_tokens_come_with_the_chances_that_transformers_gives_them(settings):
+SETTINGS = [{"temperature": t} for t in (1.0, 0.6, 3.0)] + [{"top_k": k} for k in (3, V + 5)]
+SETTINGS += [{"top_p": 0.7}, {"top_p": 1e-9}, {"temperature": 1.5, "top_k": 8, "top_p": 0.8}]
+
+
+@pytest.mark.parametrize("keys", SETTINGS, ids=str)
+def test_tokens_come_with_the_chances_that_transformers_gives_them(keys):
+    settings = SamplingArgs(**keys)
     sampler = Sampler([settings] * DRAWS, range(DRAWS), CPU)
     drawn = sampler(LOGITS.expand(DRAWS, V), step=0)
     expected = transformers_probabilities(settings)

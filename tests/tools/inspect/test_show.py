@@ -78,10 +78,8 @@ def opened(corpus):
 def test_a_row_is_shown_with_the_text_files_lines_and_documents_it_is_made_of(corpus, opened):
     tokenizer, stream = opened
     documents = {name: corpus.documents(name) for name in "ab"}
-    of_token = {
-        name: [(i, j) for i, (_, tokens) in enumerate(documents[name]) for j in range(len(tokens))]
-        for name in "ab"
-    }
+    lengths = {name: [len(tokens) for _, tokens in documents[name]] for name in "ab"}
+    of_token = {k: [(i, j) for i, n in enumerate(v) for j in range(n)] for k, v in lengths.items()}
     seen = set()
     for step, row in ((1, 0), (2, 7), (20, 3), (21, 0), (21, 1), (30, 5), (10**9, 2)):
         position = (step - 1) * 8 + row
@@ -97,14 +95,12 @@ def test_a_row_is_shown_with_the_text_files_lines_and_documents_it_is_made_of(co
         where = of_token[name][start : start + 50]
         text = []
         for i, (header, shown) in enumerate(zip(rest[::2], rest[1::2], strict=True)):
-            begin, end, number, record, inside, inside_end, length = HEADER.fullmatch(
-                header
-            ).groups()
+            begin, end, number, record, inside, inside_end, n = HEADER.fullmatch(header).groups()
             pieces = where[int(begin) : int(end) + 1]
             assert pieces[0] == (int(number), int(inside))
             assert pieces[-1] == (int(number), int(inside_end))
             expected_record, tokens = documents[name][int(number)]
-            assert record == expected_record and int(length) == len(tokens)
+            assert record == expected_record and int(n) == len(tokens)
             part = bytes(tokens[j] for _, j in pieces if tokens[j] < 256)
             assert shown == part.decode("utf-8", errors="replace")
             text.append(shown)

@@ -1,10 +1,7 @@
 """`python -m lingua tokenizer`: a tokenizer learned from the sources of a run, by their weights."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -21,8 +18,6 @@ from lingua.tools.prepare.records import HELD_OUT_BELOW
 from tests.tokenizer.test_tokenizer import TEXTS
 
 pytestmark = pytest.mark.quick
-
-REPO = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +36,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"  tokenizer: {{name: hf, path: {root}/made}}\n"  # which is made here
     )
     return root
-
-
-def command(*words: object, **env: str) -> None:
-    line = [sys.executable, "-m", "lingua", "tokenizer", *map(str, words)]
-    subprocess.run(line, cwd=REPO, env=os.environ | env, check=True, timeout=60)
 
 
 @pytest.fixture(scope="module")

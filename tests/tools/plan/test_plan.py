@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,18 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from apps.main.plan import read_config
+from lingua.base.dump_dir import PLAN
 from lingua.config.values import plain, read_file
-from lingua.tools.plan.device import TABLE, Device, step_times
+from lingua.tools.plan.choice import Sizes, meshes, scaled_trace, small_trace
+from lingua.tools.plan.device import TABLE, Device, find_device, step_times
+from lingua.tools.plan.fact import against_plan
 from lingua.tools.plan.make import make_plan
 from lingua.tools.plan.report import Plan
-from lingua.tools.plan.trace import StepPart, Trace
+from lingua.tools.plan.trace import StepPart, Trace, trace
 from lingua.tools.plan.work import Kernel
+from tests.forks import distillation
+from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +32,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vo
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 
 
-@pytest.mark.parametrize("app", ["apps.main", "apps.sft", "apps.dpo"])
+@pytest.mark.parametrize("app", ["apps.main", "apps.sft", "apps.dpo", "tests.forks.simpo"])
 def test_of_a_folder_that_a_run_starts_from_the_config_is_enough(tmp_path, app):
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
     words = [f"app={app}", f"checkpoint.init_from={tmp_path}", "data.sources={a: 1}", "device=cpu"]
@@ -37,22 +44,34 @@ def test_of_a_folder_that_a_run_starts_from_the_config_is_enough(tmp_path, app):
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "numbers"),
-    [
-        ("NAdam", {}, 2),
-        ("NAdam", {"capturable": True}, 2),
-        ("NAdam", {"foreach": True}, 2),
-        ("AdamW", {"fused": True}, 1),
-    ],
+    ("kind", "more"),
+    [("NAdam", ""), ("NAdam", "capturable"), ("NAdam", "foreach"), ("AdamW", "fused")],
 )
-def test_a_fork_with_an_optimizer_of_torchs_is_planned(monkeypatch, kind, more, numbers):
+def test_a_fork_with_an_optimizer_of_torchs_is_planned(monkeypatch, kind, more):
     """Both keep two numbers of a parameter, and some of a tensor, which their step may read."""
     make = getattr(torch.optim, kind)
+    more = {more: True} if more else {}
     monkeypatch.setattr(torch.optim, "NAdam", lambda *args, **_: make(*args, **more))
     words = ["app=tests.forks.optimizer", "model.vocab_size=300", "data.sources={one: 1}"]
     plan, _ = make_plan([*words, "model.n_layers=1", "model.n_heads=4", "ngpu=2", "device=cpu"])
-    found = plan.as_json()
+    found, numbers = plan.as_json(), {"NAdam": 2, "AdamW": 1}[kind]
     assert found["memory"]["optimizer"] == 2 * 4 * found["parameters"] / 2 + numbers * 4 * 12
+
+
+def test_forks_with_data_or_an_objective_of_their_own_are_planned_or_refused_by_name(monkeypatch):
+    words = ["model.vocab_size=300", "model.n_layers=1", "model.n_heads=4", "ngpu=2", "device=cpu"]
+    steps = {}
+    for fork in ("modular", "synthetic", "probe"):
+        plan, _ = make_plan([f"app=tests.forks.{fork}", "data.seq_len=4", *words])
+        steps[fork] = plan.trace.last.plus(plan.trace.micro, plan.trace.n_micro - 1).kernels
+    assert steps["synthetic"] == steps["probe"] != steps["modular"]  # its loss is another
+
+    def teacher(*_: Any) -> None:
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(distillation, "open_trained", teacher)
+    fork = "tests.forks.distillation"
+    refused(lambda: make_plan([f"app={fork}", "teacher=a", *words]), fork, "Distillation", "store")
 
 
 def device(**values: Any) -> Device:
@@ -107,13 +126,9 @@ LLAMA += ["model.dim=256", "model.n_heads=4", "data.seq_len=2048", "data.global_
 
 def test_what_hides_keys_takes_no_longer_and_attention_counts_the_visible_ones():
     steps, arithmetic = {}, {}
-    for case, words in {
-        "plain": [],
-        "documents": ["data.document_mask=ignore"],
-        "window": ["model.sliding_window=300"],
-    }.items():
+    mask, window = "data.document_mask=ignore", "model.sliding_window=300"
+    for case, words in {"plain": [], "documents": [mask], "window": [window]}.items():
         plan, _ = make_plan([*LLAMA, *words, "ngpu=2", "gpu=h100"])
-        assert plan.times is not None
         steps[case] = plan.times.compute
         kernels = plan.trace.last.plus(plan.trace.micro, plan.trace.n_micro - 1).kernels
         arithmetic[case] = sum(k.flops * n for k, n in kernels.items() if k.place == "attention")
@@ -141,14 +156,11 @@ PUBLISHED: dict[str, tuple[float, list[str]]] = {
 }
 
 
+SOAK = ("torchtitan 8B", "OLMo-core 1B")
+
+
 @pytest.mark.parametrize(
-    "run",
-    [
-        "torchtitan 8B, compiled",
-        pytest.param("torchtitan 8B", marks=pytest.mark.soak),
-        "OLMo-core 7B",
-        pytest.param("OLMo-core 1B", marks=pytest.mark.soak),
-    ],
+    "run", [pytest.param(run, marks=[pytest.mark.soak] * (run in SOAK)) for run in PUBLISHED]
 )
 def test_a_plan_is_as_near_to_published_runs_as_its_range(tmp_path, run):
     rate, words = PUBLISHED[run]
@@ -177,9 +189,8 @@ def test_a_plan_is_as_near_to_published_runs_as_its_range(tmp_path, run):
 def test_the_time_of_a_collective_is_that_of_a_ring_on_its_slowest_link(sizes, kind, axis, seconds):
     total = {"kind": kind, "axis": axis, "backward": True, "count": 1, "bytes": 4 * 10**9}
     nothing = StepPart(Counter(), [])
-    times = step_times(
-        traced(sizes, nothing, StepPart(Counter(), [total]), 1), device(), False, False
-    )
+    trace = traced(sizes, nothing, StepPart(Counter(), [total]), 1)
+    times = step_times(trace, device(), False, False)
     assert times.exposed == pytest.approx(seconds)
 
 
@@ -193,3 +204,86 @@ def test_the_seconds_between_saves_are_youngs():
     assert save["every_s"] == pytest.approx((2 * 2 * 360_000) ** 0.5)
     assert plan.needs_gib == pytest.approx(3 * 1.12 + 2)
     assert plan.fits
+
+
+# ---- other layouts: which there are, and how near the formula is to the trace
+
+
+DEBUG = "config=apps/main/configs/debug.yaml"  # 4 heads, 4 key-value heads, 16 rows a step
+
+
+# Weights with rows that 64 shards divide.
+MODEL = [DEBUG, "device=cuda", "distributed.model_dtype=bf16", "data.seq_len=512"]
+MODEL += ["model.n_layers=5", "model.multiple_of=64", "model.vocab_size=256"]
+MODEL += ["data.global_batch_size=1024"]
+VARIANTS = [
+    f"distributed.activation_checkpointing={kind}" for kind in ("none", "selective", "full")
+]
+VARIANTS += ["distributed.grad_sync=replica_last", "distributed.grad_sync=every", "optim.name=muon"]
+VARIANTS += ["model.weight_tying=true", "data.document_mask=ignore", "distributed.model_dtype=fp32"]
+VARIANTS += ["app=apps.mtp data.n_views=3"]
+
+
+def check_formula(variant: str, layouts: list[tuple[Sizes, int]]) -> None:
+    """Each layout is a mesh, and the rows of a micro-batch."""
+    app, args = read_config([*MODEL, *variant.split()])
+    found = {tp: small_trace(app, args, tp, "cuda") for tp in {sizes[2] for sizes, _ in layouts}}
+    for sizes, rows in layouts:
+        args.data.batch_size = rows
+        formula = scaled_trace(found[sizes[2]], args, sizes)
+        whole = trace(app, deepcopy(args), sizes, "cuda")
+        assert formula.allocated == pytest.approx(whole.allocated, rel=0.05), (sizes, rows)
+        assert formula.parameters == whole.parameters
+        times = [step_times(t, find_device("h100"), False, False) for t in (formula, whole)]
+        # The host is what this small model waits for, and FSDP launches more where it shards not.
+        share = 0.15 if "replica_last" in variant or sizes[1] == 1 else 0.1
+        assert times[0].step == pytest.approx(times[1].step, rel=share), (sizes, rows)
+        bytes_sent, expected = sent(formula), sent(whole)
+        if "muon" in variant:  # tensor parallelism pads what it gathers for it
+            expected = {key: pytest.approx(n, rel=0.03) for key, n in expected.items()}
+        assert bytes_sent == expected, (sizes, rows)
+
+
+def sent(found: Trace) -> dict[tuple[str, str, bool], tuple[int, int]]:
+    """Counts and bytes, but for the few numbers that tensor parallelism sums."""
+    totals = {(t["kind"], t["axis"], t["backward"]): t for t in found.collectives}
+    totals = {key: t for key, t in totals.items() if key[:2] != ("all_reduce", "tp")}
+    return {key: (t["count"], t["bytes"]) for key, t in totals.items()}
+
+
+def test_meshes_are_those_that_the_model_and_the_nodes_allow():
+    app, args = read_config([DEBUG, "data.global_batch_size=16"])
+    found = [sizes for _, several in meshes(app, args, 12, 6) for sizes in several]
+    of_1 = [(1, 12, 1), (2, 6, 1), (3, 4, 1), (4, 3, 1), (6, 2, 1), (12, 1, 1)]
+    assert found == [*of_1, (1, 6, 2), (2, 3, 2), (3, 2, 2), (6, 1, 2)]  # 3 and 6 split no heads
+    few = [tp for tp, _ in meshes(app, args, 32, 4)]  # 32 ranks have no row each
+    assert few == [2, 4]
+
+
+def test_the_formula_is_near_the_trace():
+    check_formula(VARIANTS[0], [((1, 16, 1), 2), ((2, 1, 1), 8)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_formula_is_near_the_trace_of_many_layouts(variant):
+    meshes = [(1, 2, 1), (2, 4, 1), (1, 64, 1), (8, 1, 1), (1, 8, 2), (4, 1, 2), (2, 2, 4)]
+    check_formula(variant, [(sizes, rows) for sizes in meshes for rows in (1, 8)])
+
+
+def test_a_plan_in_the_dump_dir_is_compared_with_what_was_measured(tmp_path):
+    cpu = torch.device("cpu")
+    assert against_plan(tmp_path, (1, 2, 1), cpu, 1.0) is None
+    gather = {"kind": "all_gather", "axis": "dp_shard", "bytes": 2048}
+    plan = {"mesh": {"dp_replicate": 1, "dp_shard": 2, "tp": 1}, "collectives": [gather]}
+    plan |= {"allocated": 1, "times": {"step": 2.0}}
+    (tmp_path / PLAN).write_text(json.dumps(plan))
+    assert against_plan(tmp_path, (1, 2, 1), cpu, 1.5) == "planned: a step 2 s, was 1.5"
+    (tmp_path / "profiling").mkdir()
+    counted = {"collectives": [gather, gather]}
+    (tmp_path / "profiling" / "collectives_step3.json").write_text(json.dumps(counted))
+    line = against_plan(tmp_path, (1, 2, 1), cpu, 1.5)
+    assert line == "planned: a step 2 s, was 1.5; sent 2.00 KiB, was 4.00 KiB"
+    assert "another mesh" in str(against_plan(tmp_path, (2, 1, 1), cpu, 1.5))
+    (tmp_path / PLAN).write_text("[]")
+    assert "cannot be compared" in str(against_plan(tmp_path, (1, 2, 1), cpu, 1.5))

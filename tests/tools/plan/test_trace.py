@@ -17,14 +17,8 @@ from tests.apps.runs import SMALL
 from tests.ranks import Ranks
 
 N_MICRO = 3
-MODEL = SMALL | {
-    "data.batch_size": 1,
-    "data.seq_len": 128,
-    "model.dim": 64,
-    "model.head_dim": 16,
-    "model.ffn_dim_multiplier": 1.0,
-    "model.multiple_of": 4,
-}
+MODEL = SMALL | {"data.batch_size": 1, "data.seq_len": 128, "model.dim": 64, "model.head_dim": 16}
+MODEL |= {"model.ffn_dim_multiplier": 1.0, "model.multiple_of": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "last": {},
     "replica_last": {"distributed.grad_sync": "replica_last"},
@@ -32,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one micro-step": {"data.batch_size": N_MICRO},
     "tied": {"model.weight_tying": True},
     "muon": {"optim.name": "muon"},
+    "adafactor": {"app": "tests.forks.adafactor"},
+    "soap": {"app": "tests.forks.soap"},
     "full": {"distributed.activation_checkpointing": "full"},
     "selective": {"distributed.activation_checkpointing": "selective"},
     "bf16": {"distributed.model_dtype": "bf16"},
@@ -105,7 +101,7 @@ def test_a_plan_sends_and_keeps_what_real_ranks_do(ranks, sizes):
 
 def test_a_plan_of_some_models_sends_and_keeps_what_real_ranks_do(ranks):
     check_plan(ranks, (1, 2, 2), {"every": VARIANTS["every"]})
-    check_plan(ranks, (1, 2, 1), {name: VARIANTS[name] for name in ("last", "tied", "mtp")})
+    check_plan(ranks, (1, 2, 1), {name: VARIANTS[name] for name in ("last", "tied", "mtp", "soap")})
 
 
 def check_plan(ranks: Ranks, sizes: Sizes, variants: dict[str, dict[str, Any]]) -> None:

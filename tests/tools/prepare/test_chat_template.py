@@ -77,8 +77,6 @@ def test_the_loss_is_on_the_answers_and_what_ends_them(tmp_path):
         assert answers_of(chat, [SYSTEM, *TURNS]) == expected[name], name
         assert [e.answers for e in chat.examples(TURNS)] in ([(1, 3)], [(1,), (3,)])
 
-
-def test_marked_answers_have_the_mask_of_transformers(tmp_path):
     chat = chat_of(tmp_path, TEMPLATES["marked"])
     reference = PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(
         TURNS, return_assistant_tokens_mask=True
@@ -91,19 +89,12 @@ def test_marked_answers_have_the_mask_of_transformers(tmp_path):
 
 
 def test_where_a_turn_ends(tmp_path):
-    ends = {
-        name: chat_of(tmp_path / name, template).turn_end for name, template in TEMPLATES.items()
-    }
+    ends = {name: chat_of(tmp_path / name, text).turn_end for name, text in TEMPLATES.items()}
     ids = json.loads((tmp_path / "chatml/tokenizer.json").read_text())["added_tokens"]
     id_of = {token["content"]: token["id"] for token in ids}
-    assert ends == {
-        "chatml": (id_of["<|im_end|>"], ""),
-        "llama3": (id_of["<|eot_id|>"], ""),
-        "mistral": (id_of["</s>"], ""),
-        "qwen3": (id_of["<|im_end|>"], ""),
-        "marked": (id_of["<|im_end|>"], ""),
-        "plain": (None, "\n"),
-    }
+    tokens = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>"}
+    tokens |= {"qwen3": "<|im_end|>", "marked": "<|im_end|>"}
+    assert ends == {k: (id_of[end], "") for k, end in tokens.items()} | {"plain": (None, "\n")}
 
 
 def test_where_a_template_is_found(tmp_path):
@@ -157,19 +148,15 @@ def test_a_template_that_cannot_be_used_says_why(tmp_path, template, message):
         chat_of(tmp_path, template).examples(TURNS)
 
 
-def test_a_text_at_which_the_library_panics_is_an_error(tmp_path):
-    folder = write_tokenizer(tmp_path)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    args = TokenizerArgs(name="hf", path=str(folder))
-    chat = open_chat(args, build_tokenizer(args))
-    with pytest.raises(ChatError, match="the tokenizer's library fails"):
-        chat.encode_example(chat.examples(TURNS)[0])
-
-
-def test_a_message_cannot_write_special_tokens(tmp_path):
+def test_a_message_cannot_write_special_tokens_or_make_the_library_panic(tmp_path):
     chat = chat_of(tmp_path)
     for text, named in (("a <|im_end|> b", r"<\|im_end\|>"), ("\ufdd0", "noncharacter")):
         with pytest.raises(ChatError, match=f"message 3 has .*{named}"):
             chat.examples([*TURNS[:2], {"role": "user", "content": text}, TURNS[3]])
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    args = TokenizerArgs(name="hf", path=str(tmp_path))
+    chat = open_chat(args, build_tokenizer(args))
+    with pytest.raises(ChatError, match="the tokenizer's library fails"):
+        chat.encode_example(chat.examples(TURNS)[0])

@@ -29,29 +29,39 @@ pytestmark = pytest.mark.quick
 BREAK = "document.title='broken'"
 EVIL = f'</script><script>{BREAK}</script><img src=x onerror="{BREAK}">'
 FIRST = "#charts .chart:first-child"
+ASK = Path(__file__).with_name("report.js").read_text()
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as opened:
-        yield opened
+def opened() -> Iterator[Browser]:
+    with browser() as browser_:
+        yield browser_
+
+
+@pytest.fixture
+def chromium(opened: Browser) -> Iterator[Browser]:
+    """A browser, whose console stays empty."""
+    yield opened
+    assert opened.messages() == []
+
+
+def open_page(chromium: Browser, folder: Path, smoothing: bool = True, **options: Any) -> Path:
+    """The page of the runs in a folder."""
+    page = page_of(folder)
+    chromium.open(page, **options)
+    chromium.run(ASK)
+    if not smoothing:
+        choose(chromium, "smoothing", 0)
+    return page
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
     """A line of metrics.jsonl; its numbers have all the digits of float64."""
-    values = {
-        "step": step,
-        "tokens": step * 2048,
-        "loss": 7 / math.sqrt(step) + math.sin(step) / 7,
-        "grad_norm": math.exp(math.sin(step)) / 3,
-        "lr": 3e-4 / step,
-        "tokens_per_s": 31_234.5678 + math.cos(step) * 777,
-        "step_time_s": 0.06543210987,
-        "peak_mem_gib": 0.7,
-        "data_time_s": 1e-7 * step**3,
-        "skipped_steps": 0,
-    }
-    return values | more
+    loss, speed = 7 / math.sqrt(step) + math.sin(step) / 7, 31_234.5678 + math.cos(step) * 777
+    values = {"step": step, "tokens": step * 2048, "loss": loss, "lr": 3e-4 / step}
+    values |= {"grad_norm": math.exp(math.sin(step)) / 3, "tokens_per_s": speed}
+    values |= {"step_time_s": 0.06543210987, "data_time_s": 1e-7 * step**3}
+    return values | {"peak_mem_gib": 0.7, "skipped_steps": 0} | more
 
 
 def page_of(folder: Path, *words: str) -> Path:
@@ -60,33 +70,23 @@ def page_of(folder: Path, *words: str) -> Path:
     return out
 
 
-def under_the_pointer(chromium: Browser, chart: str = FIRST) -> tuple[str, dict[str, list[str]]]:
-    """Where the pointer is, and of each line its number and, where it differs, its own place."""
-    script = """
-        const tip = document.querySelector(arguments[0]), place = tip.querySelector("strong");
-        return [place.innerText, [...tip.querySelectorAll("tr")].map(
-            row => [...row.cells].map(cell => cell.innerText.trim()))];"""
-    place, rows = chromium.run(script, f"{chart} .tip")
+def under_the_pointer(
+    chromium: Browser, x: int | None = None, chart: str = FIRST
+) -> tuple[str, dict[str, list[str]]]:
+    """Where the pointer is, once it is moved to `x`, and of each line its number and, where it
+    differs, its own place."""
+    if x is not None:
+        chromium.point_at(chromium.all(f"{chart} .u-over")[0], x)
+    place, rows = chromium.run("return ask.tip(arguments[0])", chart)
     return place, {name: numbers for name, *numbers in rows}
 
 
 def choose(chromium: Browser, switch: str, value: int) -> None:
-    script = "const s = document.getElementById(arguments[0]); s.value = arguments[1]; s.onchange()"
-    chromium.run(script, switch, value)
+    chromium.run("ask.choose(...arguments)", switch, value)
 
 
 def count_pixels(chromium: Browser, colour: tuple[int, int, int], chart: str = FIRST) -> int:
-    script = """
-        const drawn = document.querySelector(arguments[0]), [r, g, b] = arguments[1];
-        const canvas = new OffscreenCanvas(drawn.width, drawn.height);
-        const context = canvas.getContext("2d", {willReadFrequently: true});
-        context.drawImage(drawn, 0, 0);
-        const {data} = context.getImageData(0, 0, canvas.width, canvas.height);
-        let n = 0;
-        for (let i = 0; i < data.length; i += 4)
-            n += data[i] === r && data[i + 1] === g && data[i + 2] === b && data[i + 3] > 200;
-        return n;"""
-    return chromium.run(script, f"{chart} canvas", list(colour))
+    return chromium.run("return ask.pixels(...arguments)", chart, list(colour))
 
 
 BLUE, ORANGE = (0x42, 0x69, 0xD0), (0xE0, 0x93, 0x1F)  # of the first two runs
@@ -102,16 +102,14 @@ def test_numbers_under_the_pointer_are_those_of_the_files(tmp_path, chromium):
     a_run(tmp_path / "a", metrics=[line(s, own=own[s]) for s in range(1, 400)])
     a_run(tmp_path / "b", metrics=[line(s, loss=line(s)["loss"] + 1) for s in range(5, 300, 7)])
     files = {name: Record(tmp_path / name).metrics for name in "ab"}
-    chromium.open(page_of(tmp_path))
+    open_page(chromium, tmp_path)
     titles = [e.text for e in chromium.all("#charts h3")]
     columns = {"Training loss": "loss", "Learning rate": "lr", "own": "own"}
     n_raw = n_smoothed = 0
     for title, column in columns.items():
         chart = f"#charts .chart:nth-child({titles.index(title) + 1})"
-        (area,) = chromium.all(f"{chart} .u-over")
         for x in (3, 111, 242):
-            chromium.point_at(area, x)
-            place, numbers = under_the_pointer(chromium, chart)
+            place, numbers = under_the_pointer(chromium, x, chart)
             for name, (shown, own_place) in numbers.items():
                 run, _, is_smoothed = name.partition(", ")
                 step = int((own_place or place).removeprefix("step ").replace(",", ""))
@@ -125,11 +123,9 @@ def test_numbers_under_the_pointer_are_those_of_the_files(tmp_path, chromium):
                     n_smoothed += 1
     assert n_raw == 3 * (2 + 2 + 1) and n_smoothed == 3 * 2
     choose(chromium, "axis", 1)
-    chromium.point_at(chromium.all(f"{FIRST} .u-over")[0], 200)
-    place, numbers = under_the_pointer(chromium)
+    place, numbers = under_the_pointer(chromium, 200)
     loss = line(int(place.removesuffix(" tokens").replace(",", "")) // 2048)["loss"]
     assert f"{float(numbers['a'][0]):.6g}" == f"{loss:.6g}"
-    assert chromium.messages() == []
 
 
 @needs_chromium
@@ -138,7 +134,7 @@ def test_the_legend_shows_and_hides_a_run_in_every_chart(tmp_path, chromium):
         metrics = [line(s, loss=line(s)["loss"] + more) for s in range(1, 100)]
         held = [{"step": 50, "source": "wiki", "nats_per_byte": 1.5 + more, "bytes": 9}]
         a_run(tmp_path / name, metrics=metrics, metrics_validation=held)
-    chromium.open(page_of(tmp_path))
+    open_page(chromium, tmp_path)
     chromium.run("document.querySelector('#marks').click()")
     for chart in (FIRST, "#charts .chart:nth-child(2)"):  # a line, and one point
         (area,) = chromium.all(f"{chart} .u-over")
@@ -147,13 +143,11 @@ def test_the_legend_shows_and_hides_a_run_in_every_chart(tmp_path, chromium):
         assert count_pixels(chromium, BLUE, chart) and count_pixels(chromium, ORANGE, chart)
         first_box.click()
         assert not count_pixels(chromium, BLUE, chart) and count_pixels(chromium, ORANGE, chart)
-        chromium.point_at(area, 100)
-        assert {name[0] for name in under_the_pointer(chromium, chart)[1]} == {"b"}
+        assert {name[0] for name in under_the_pointer(chromium, 100, chart)[1]} == {"b"}
         first_box.click()
         assert count_pixels(chromium, BLUE, chart)
     chromium.all("#none")[0].click()
     assert not count_pixels(chromium, BLUE) and not count_pixels(chromium, ORANGE)
-    assert chromium.messages() == []
 
 
 @needs_chromium
@@ -165,14 +159,11 @@ def test_numbers_that_are_not_finite_are_gaps(tmp_path, chromium):
     gaps = []
     for value in ("null", "NaN", "Infinity", "2.0"):  # the last is the control
         a_run(tmp_path / value / "run", metrics=middle(value))
-        chromium.open(page_of(tmp_path / value))
-        choose(chromium, "smoothing", 0)
+        open_page(chromium, tmp_path / value, smoothing=False)
         gaps.append(count_pixels(chromium, BLUE))
         if value != "2.0":
-            chromium.point_at(chromium.all(f"{FIRST} .u-over")[0], 240)
-            assert under_the_pointer(chromium)[1]["run"][0] == "no number"
+            assert under_the_pointer(chromium, 240)[1]["run"][0] == "no number"
     assert 0 < gaps[0] == gaps[1] == gaps[2] < 0.7 * gaps[3]
-    assert chromium.messages() == []
 
 
 @needs_chromium
@@ -186,12 +177,11 @@ def test_text_of_a_run_is_shown_and_never_executed(tmp_path, chromium):
               metrics=[*events, line(1, **{EVIL: 2.5})], samples=[sample],
               metrics_validation=[{"step": 1, "source": EVIL, "nats_per_byte": 1.0}],
               metrics_eval=[{"step": 1, "task": EVIL, "acc": 0.5}])  # fmt: skip
-    chromium.open(page_of(tmp_path))
+    open_page(chromium, tmp_path)
     assert chromium.driver.title == "2 runs"
     assert not chromium.all("body img") and not chromium.all("main b:not(.sample b)")
     shown = chromium.run("return document.body.innerText.toWellFormed()")
     assert shown.count(EVIL) >= 8 and "{{payload}}" in shown and "<b>a" in shown
-    assert chromium.messages() == []
 
 
 @needs_chromium
@@ -204,15 +194,12 @@ def test_a_phone_never_scrolls_sideways_and_nothing_is_loaded(tmp_path, chromium
         lines = [line(s, loss=2.0 + (run == "b")) for s in range(1, 90)]
         a_run(tmp_path / run, f"steps: 2\noptim:\n  lr: {len(run)}\n",
               metrics=[event, *events, *lines], samples=[sample])  # fmt: skip
-    page = page_of(tmp_path)
     for width in (320, 390):
-        chromium.open(page, width=width, dark=True)
+        open_page(chromium, tmp_path, width=width, dark=True)
         assert chromium.run("return document.documentElement.scrollWidth") <= width
         assert count_pixels(chromium, BLUE)
-    pdf = chromium.command("Page.printToPDF")["data"]
-    assert len(pdf) > 10_000
+    assert len(chromium.command("Page.printToPDF")["data"]) > 10_000
     assert chromium.run("return performance.getEntriesByType('resource').length") == 0
-    assert chromium.messages() == []
 
 
 def seeds_of(folder: Path, arms: dict[float, list[list[float]]]) -> None:
@@ -234,17 +221,13 @@ def test_an_arm_is_the_mean_of_its_seeds_with_their_range_and_never_one_of_survi
     losses = {lr: values.tolist() for lr, values in arms.items()}
     losses[2.0][1] = losses[2.0][1][:50]  # failed
     seeds_of(tmp_path, losses)
-    chromium.open(page_of(tmp_path))
-    choose(chromium, "smoothing", 0)
-    (area,) = chromium.all(f"{FIRST} .u-over")
+    open_page(chromium, tmp_path, smoothing=False)
     names = [f"optim.lr={lr} (3 seeds), mean" for lr in arms]
     for x in (70, 160, 400):
-        chromium.point_at(area, x)
-        place, numbers = under_the_pointer(chromium)
+        place, numbers = under_the_pointer(chromium, x)
         step = int(place.removeprefix("step "))
-        assert (step > 50) == (names[1] not in numbers) == ("2.0/2" in numbers) and names[
-            0
-        ] in numbers
+        assert (step > 50) == (names[1] not in numbers) == ("2.0/2" in numbers)
+        assert names[0] in numbers
         for lr, name in zip(arms, names, strict=True):
             if name in numbers:
                 mean, low, high = map(float, re.findall(r"[\d.]+", numbers[name][0]))
@@ -252,23 +235,20 @@ def test_an_arm_is_the_mean_of_its_seeds_with_their_range_and_never_one_of_survi
                 assert mean == pytest.approx(column.mean(), rel=1e-5)
                 assert (low, high) == pytest.approx((column.min(), column.max()), rel=1e-5)
     chromium.run("state.zoom = [20, 22]; state.charts.forEach(chart => chart.follow())")
-    chromium.point_at(area, 70)  # far from the nearest point
-    assert set(under_the_pointer(chromium)[1]) == set(names)
+    assert set(under_the_pointer(chromium, 70)[1]) == set(names)  # far from the nearest point
     chromium.run("state.zoom = null")
     chromium.all("#seeds")[0].click()
-    chromium.point_at(area := chromium.all(f"{FIRST} .u-over")[0], 70)
-    place, numbers = under_the_pointer(chromium)
+    place, numbers = under_the_pointer(chromium, 70)
     step = int(place.removeprefix("step "))
     for lr, values in losses.items():
         for seed, of_seed in enumerate(values):
             assert float(numbers[f"{lr}/{seed}"][0]) == pytest.approx(of_seed[step - 1])
-    assert chromium.messages() == []
 
 
 @needs_chromium
 def test_the_page_has_the_verdict_of_compare_with_its_interval(tmp_path, chromium, capsys):
     seeds_of(tmp_path, {1.0: [[3.1], [3.25], [3.3], [3.4]], 2.0: [[3.0], [3.2], [3.1], [3.2]]})
-    chromium.open(page_of(tmp_path))
+    open_page(chromium, tmp_path)
     shown = chromium.all("#verdict")[0].text
     capsys.readouterr()
     compare([str(tmp_path), "--json"])
@@ -281,14 +261,12 @@ def test_the_page_has_the_verdict_of_compare_with_its_interval(tmp_path, chromiu
     bar, dot = chromium.all("#verdict .interval")[0], chromium.all("#verdict .mean")[0]
     ends = [float(bar.get_attribute(name)) for name in ("x1", "x2")]
     assert float(dot.get_attribute("cx")) == pytest.approx(sum(ends) / 2) and mean < 0
-    assert chromium.messages() == []
 
 
 @needs_chromium
 def test_a_dot_is_on_the_point_under_the_pointer(tmp_path, chromium):
     a_run(tmp_path / "a", metrics=[line(s, loss=2.0 + (s > 50)) for s in range(1, 101)])
-    chromium.open(page_of(tmp_path))
-    choose(chromium, "smoothing", 0)
+    open_page(chromium, tmp_path, smoothing=False)
     (area,) = chromium.all(f"{FIRST} .u-over")
     places = []
     for x in (100, 400):
@@ -302,21 +280,6 @@ def test_a_dot_is_on_the_point_under_the_pointer(tmp_path, chromium):
     assert not chromium.all(f"{FIRST} .dot")
 
 
-# Makes `window.written` what is drawn as text, with the ends in pixels and those of the canvas, and
-# `window.strokes` a count.
-RECORD = """
-    const canvas = CanvasRenderingContext2D.prototype, {fillText, stroke} = canvas;
-    window.written = []; window.strokes = 0;
-    canvas.stroke = function(...words) { window.strokes++; return stroke.apply(this, words); };
-    canvas.fillText = function(text, x, y) {
-        const {width} = this.measureText(text), turned = this.getTransform().b !== 0;
-        const left = x - {left: 0, center: width / 2, right: width}[this.textAlign];
-        const ends = turned ? [0, 0] : [left, left + width];
-        window.written.push([text, ...ends, this.canvas.width]);
-        return fillText.call(this, text, x, y);
-    };"""
-
-
 def drawn_texts(chromium: Browser) -> list[tuple[str, float, float, float]]:
     """What the first chart draws when it is drawn anew."""
     chromium.run("window.written.length = 0; state.charts[0].draw()")
@@ -326,16 +289,13 @@ def drawn_texts(chromium: Browser) -> list[tuple[str, float, float, float]]:
 
 @needs_chromium
 def test_ticks_differ_and_are_not_cut_and_outliers_do_not_set_the_range(tmp_path, chromium):
-    for name, loss in (
-        ("near", lambda s: 1.2345 + s * 1e-5),
-        ("far", lambda s: 1e6 * (s == 40) + 2 + s / 99),
-    ):
-        a_run(
-            tmp_path / name / "run", metrics=[line(s * 12_345, loss=loss(s)) for s in range(1, 100)]
-        )
-        chromium.open(page_of(tmp_path / name))
-        choose(chromium, "smoothing", 0)
-        chromium.run(RECORD)
+    near = [1.2345 + s * 1e-5 for s in range(1, 100)]
+    far = [1e6 * (s == 40) + 2 + s / 99 for s in range(1, 100)]
+    for name, losses in (("near", near), ("far", far)):
+        lines = [line(s * 12_345, loss=loss) for s, loss in enumerate(losses, 1)]
+        a_run(tmp_path / name / "run", metrics=lines)
+        open_page(chromium, tmp_path / name, smoothing=False)
+        chromium.run("ask.record()")
         texts = drawn_texts(chromium)
         assert all(0 <= left < right <= width for _, left, right, width in texts if right)
         ticks = [text for text, *_ in texts if text[:1].isdigit()]
@@ -344,14 +304,14 @@ def test_ticks_differ_and_are_not_cut_and_outliers_do_not_set_the_range(tmp_path
     assert max(numbers) < 4 and "1 outlier not in the picture" in chromium.all(FIRST)[0].text
     chromium.all("#outliers")[0].click()
     assert "1M" in [text for text, *_ in drawn_texts(chromium)]
-    assert "outlier" not in chromium.all(FIRST)[0].text and chromium.messages() == []
+    assert "outlier" not in chromium.all(FIRST)[0].text
 
 
 @needs_chromium
 def test_the_legend_is_searched_and_hides_nothing_and_tables_are_sorted(tmp_path, chromium):
     for i in range(40):
         a_run(tmp_path / f"run{i}", metrics=[line(s + i) for s in range(1, 9)])
-    chromium.open(page_of(tmp_path))
+    open_page(chromium, tmp_path)
     chromium.all("#search")[0].send_keys("run3")
     labels = chromium.all("#legend label")
     assert len(labels) == 40 and all(label.is_displayed() for label in labels)
@@ -361,22 +321,20 @@ def test_the_legend_is_searched_and_hides_nothing_and_tables_are_sorted(tmp_path
     assert len(chromium.all("#legend input:checked")) == 40
     chromium.all("#only")[0].click()
     assert len(chromium.all("#legend input:checked")) == 11
-    column = (
-        "[...document.querySelectorAll('[data-table=Runs] td:nth-child(%d)')].map(c => c.innerText)"
-    )
+    cells = "document.querySelectorAll('[data-table=Runs] td:nth-child(%d)')"
+    column = f"return [...{cells}].map(c => c.innerText)"
     steps = [str(i + 8) for i in range(40)]
     for press, expected in ((2, steps), (2, steps[::-1]), (1, [f"run{i}" for i in range(40)])):
         chromium.all("[data-table=Runs] th button")[press - 1].click()
-        assert chromium.run("return " + column % press) == expected
-    assert chromium.messages() == []
+        assert chromium.run(column % press) == expected
 
 
 @needs_chromium
 def test_four_thousand_events_are_drawn_once_a_pixel_and_all_listed(tmp_path, chromium):
     events = [{"event": "start", "step": s} for s in range(1, 4001)]
     a_run(tmp_path / "run", metrics=[x for s, e in enumerate(events, 1) for x in (e, line(s))])
-    chromium.open(page_of(tmp_path))
-    chromium.run(RECORD)
+    open_page(chromium, tmp_path)
+    chromium.run("ask.record()")
     drawn_texts(chromium)
     assert chromium.run("return strokes") < 2 * chromium.all(f"{FIRST} .u-over")[0].size["width"]
     assert len(chromium.all("[data-table^=Stops] tbody tr")) == 4000
@@ -393,6 +351,7 @@ def test_a_watched_page_follows_the_runs_and_keeps_what_the_reader_chose(tmp_pat
             wait = WebDriverWait(chromium.driver, 60)
             wait.until(lambda driver: out.exists())
             chromium.open(out)
+            chromium.run(ASK)
             choose(chromium, "axis", 1)
             chromium.all("#legend input")[1].click()
             chromium.all("[data-table=Runs] th button")[1].click()
@@ -429,9 +388,8 @@ def payload_of(page: Path) -> dict[str, Any]:
 
 
 def test_scores_stops_samples_and_differences_of_the_code_are_those_of_the_runs(tmp_path):
-    scores = [
-        {"step": s, "task": "arc", "acc,none": 0.1 * s, "acc_stderr,none": 0.02} for s in (4, 8)
-    ]
+    score = {"task": "arc", "acc_stderr,none": 0.02}
+    scores = [score | {"step": s, "acc,none": 0.1 * s} for s in (4, 8)]
     events = [{"event": "stop", "step": 4, "reason": "SIGTERM"}, {"event": "start", "step": 4}]
     texts = [{"step": s, "source": "a", "prompt": "p", "text": f"t{s}"} for s in (4, 8)]
     lines = [line(s, skipped_steps=2 * (s > 6)) for s in range(1, 9)]
@@ -485,4 +443,3 @@ def test_twenty_runs_of_ten_thousand_points_stay_below_six_megabytes(tmp_path, c
     assert page.stat().st_size < 6_000_000
     chromium.open(page)
     assert len(chromium.all("#charts canvas")) == 7
-    assert chromium.messages() == []

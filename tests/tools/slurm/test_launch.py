@@ -1,6 +1,6 @@
-"""Launching that needs no Slurm: the batch script, runs on this machine, and what is refused."""
+"""Launching that needs no Slurm: the batch script, runs on this machine, their progress, and what
+is refused."""
 
-import json
 import os
 import secrets
 import shutil
@@ -11,13 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lingua.tools.commands.stool import main
+from lingua.tools.runs.records import smooth
+from lingua.tools.slurm.jobs import environment_of_another
 from lingua.tools.slurm.launch import JobArgs, launch, split_values
 from lingua.tools.slurm.local import machine_shares, run_sweep
 from lingua.tools.slurm.status import status, status_table
 from tests.apps.runs import SMALL, write_sources
+from tests.locks import ELSEWHERE
 from tests.mistakes import refused
 from tests.programs import OF_OTHERS, python
 
@@ -100,35 +104,28 @@ def test_runs_that_run_at_once_divide_the_machine():
     refused(lambda: machine_shares(3, 2, list("01234"), 8), "at_once = 3", "2", "5 GPUs")
 
 
-def test_a_run_of_a_sweep_that_fails_does_not_end_the_others(tmp_path, capsys):
+def test_a_run_of_a_sweep_that_fails_or_is_stopped_does_not_end_the_others(tmp_path, capsys):
+    stop = """{"event": "stop", "step": 2, "reason": "SIGTERM", "created_at": "%s"}"""
+    stop = f"import datetime; print('{stop}' % datetime.datetime.now(datetime.UTC).isoformat(), "
+    stop += f"file=open('{tmp_path}/stopped/metrics.jsonl', 'w')); exit(1)"
+    codes = {"bad": "raise ValueError('why')", "good": "print('done')", "stopped": stop}
+    codes["killed"] = "import os; os.kill(os.getpid(), 9)"
     commands = []
-    killed = "import os; os.kill(os.getpid(), 9)"
-    for name, code in (("bad", "raise ValueError('why')"), ("good", "print('done')"),
-                       ("killed", killed)):  # fmt: skip
+    for name, code in codes.items():
         folder = tmp_path / name
         (folder / "logs").mkdir(parents=True)
         (folder / "base_config.yaml").write_text("steps: 5\n")
         commands.append((folder, [sys.executable, "-c", code]))
-    assert run_sweep(tmp_path, commands, [{}]) == [1, 0, 137]
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert lines[0] == "started  bad" and lines[1].startswith("1 of 3  bad  failed  step 0/5  ")
-    assert f"see {tmp_path}/bad/logs" in lines[1] and lines[3].startswith("2 of 3  good  ")
+    assert run_sweep(tmp_path, commands, [{}]) == [1, 0, 1, 137]
+    shown = capsys.readouterr().out
+    for n, name, how in ((1, "bad", "failed  step 0/5"), (2, "good", ""),
+                         (3, "stopped", "stopped  step 2/5"), (4, "killed", "failed")):  # fmt: skip
+        assert f"started  {name}\n" in shown and f"{n} of 4  {name}  {how}" in shown
+    assert f"see {tmp_path}/bad/logs" in shown
     assert "ValueError: why" in (tmp_path / "bad" / "logs" / "launcher.log").read_text()
-
-
-def test_a_run_of_a_sweep_that_is_asked_to_stop_has_not_failed(tmp_path, capsys):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "config.yaml").write_text("steps: 5\n")
-    line = {"event": "stop", "step": 2, "reason": "SIGTERM"}
-    write = "import json, sys, datetime; print(json.dumps(json.loads(sys.argv[1]) | {'created_at': "
-    write += "datetime.datetime.now(datetime.UTC).isoformat()}), file=open(sys.argv[2], 'w'))"
-    stopped = [sys.executable, "-c", f"{write}; sys.exit(1)"]
-    argv = [*stopped, json.dumps(line), str(tmp_path / "metrics.jsonl")]
-    assert run_sweep(tmp_path, [(tmp_path, argv)], [{}]) == [1]
-    assert f"{tmp_path.name}  stopped  step 2/5" in capsys.readouterr().out
-    # It fails before it writes a line.
-    assert run_sweep(tmp_path, [(tmp_path, [sys.executable, "-c", "exit(1)"])], [{}]) == [1]
-    assert f"{tmp_path.name}  failed  step 2/5" in capsys.readouterr().out
+    again = tmp_path / "stopped", [sys.executable, "-c", "exit(1)"]  # before it writes a line
+    assert run_sweep(tmp_path, [again], [{}]) == [1]
+    assert "stopped  failed  step 2/5" in capsys.readouterr().out
 
 
 def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, monkeypatch, capsys):
@@ -139,21 +136,10 @@ def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, m
     monkeypatch.setenv("PATH", str(tmp_path))
     main(argv)
     script = capsys.readouterr().out
-    for line in (
-        "#SBATCH --nodes=2",
-        "#SBATCH --ntasks-per-node=16",
-        "#SBATCH --gpus-per-task=1",
-        "#SBATCH --cpus-per-task=4",
-        "#SBATCH --mem=64G",
-        "#SBATCH --time=1-00",
-        "#SBATCH --signal=USR2@120",
-        "#SBATCH --reservation=r",
-        "#SBATCH --exclusive",
-        "#SBATCH --requeue",
-        "module load cuda",
-        'echo "a, b"',
-    ):
-        assert line in script.splitlines()
+    options = "nodes=2 ntasks-per-node=16 gpus-per-task=1 cpus-per-task=4 mem=64G time=1-00"
+    options += " signal=USR2@120 reservation=r exclusive requeue"
+    lines = {f"#SBATCH --{option}" for option in options.split()}
+    assert set(script.splitlines()) >= lines | {"module load cuda", 'echo "a, b"'}
     assert "--kill-on-bad-exit=1 --cpus-per-task=4" in script
     folder = tmp_path / "a run"
     assert (folder / "submit.slurm").read_text() == script
@@ -168,20 +154,13 @@ def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, m
     assert set(script.splitlines()) - printed == {"#SBATCH --time=1-00"}
 
 
-def test_the_name_of_a_run_with_long_values_is_cut(arguments, tmp_path):
-    long = {"data.cache_dir": [f"{tmp_path}/{c * 200}" for c in "ab"]}
-    assert isinstance(launch(JobArgs(launcher="print"), arguments, long), str)
-
-
 def test_runs_of_a_sweep_that_share_their_checkpoints_are_refused(arguments, tmp_path):
     words, rates = [*arguments, f"checkpoint.path={tmp_path / 'all'}"], {"optim.lr": ["1", "2"]}
-    need = f"checkpoint.path = {tmp_path / 'all'}: is that of several runs"
-    refused(lambda: launch(JobArgs(launcher="print"), words, rates), need)
-    each = {"checkpoint.path": [str(tmp_path / name) for name in "ab"]}
-    refused(
-        lambda: launch(JobArgs(launcher="print"), arguments, rates | each), "is that of several"
-    )
-    assert launch(JobArgs(launcher="print"), arguments, each)
+    each = {"checkpoint.path": [f"{tmp_path}/{c * 200}" for c in "ab"]}  # a name of a run is cut
+    job = JobArgs(launcher="print")
+    refused(lambda: launch(job, words, rates), f"checkpoint.path = {tmp_path / 'all'}", "several")
+    refused(lambda: launch(job, arguments, rates | each), "checkpoint.path", "several")
+    assert launch(job, arguments, each)
 
 
 def test_what_cannot_fit_by_the_plan_is_refused(arguments, tmp_path, capsys):
@@ -240,14 +219,35 @@ def test_status_does_not_obey_what_a_foreign_log_contains(tmp_path, monkeypatch)
     assert "\x1b" not in shown and "\x07" not in shown
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
+def test_the_values_of_a_sweep_are_split_at_commas_outside_of_brackets_and_quotes():
+    for text, values in (
         ("1e-3,3e-4", ["1e-3", "3e-4"]),
         ("{a: 1, b: 2},[1,2]", ["{a: 1, b: 2}", "[1,2]"]),
         ("'a,b', \"c']\",d", ["'a,b'", '"c\']"', "d"]),
         ("runs/a b.yaml", ["runs/a b.yaml"]),
-    ],
-)
-def test_the_values_of_a_sweep_are_split_at_commas_outside_of_brackets_and_quotes(text, values):
-    assert split_values("key", text) == values
+    ):
+        assert split_values("key", text) == values
+
+
+def test_another_job_does_not_inherit_the_variables_of_this_one(monkeypatch):
+    own = "SLURM_JOB_ID SLURM_MEM_PER_CPU PMIX_RANK RANK LOCAL_WORLD_SIZE MASTER_ADDR GROUP_RANK"
+    own += " TORCHELASTIC_RUN_ID CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL"
+    kept = "SLURM_CONF SBATCH_ACCOUNT HOME HF_HUB_OFFLINE OMP_NUM_THREADS"
+    for name in f"{own} ZE_AFFINITY_MASK {kept}".split():
+        monkeypatch.setenv(name, "1")
+    env = environment_of_another()
+    assert not env.keys() & {*own.split(), "ZE_AFFINITY_MASK"} and env.keys() >= set(kept.split())
+
+
+def test_status_shows_the_last_complete_line_about_a_step(tmp_path):
+    (tmp_path / "base_config.yaml").write_text("steps: 10\nstop_at: 8\n")
+    (tmp_path / "run.lock").write_text(ELSEWHERE)
+    text = "".join(f'{{"step": {s}, "loss": {1 / s}, "step_time_s": 0.5}}\n' for s in (2, 4))
+    text += '{"step": 5, "event": "topology"}\n\n[]\n{"step": 6, "loss": 0.1'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "job_id").touch()
+    [run] = status(tmp_path)
+    row = run.row
+    assert (row.state, row.step, row.steps, row.left_s) == ("running", 5, 8, 1.5)
+    assert row.loss == smooth(np.array([0.5, 0.25]), np.array([2, 4]))[-1]
+    assert not run.failed and run.state == "-"

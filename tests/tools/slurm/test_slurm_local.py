@@ -26,17 +26,10 @@ def processes_of(folder: Path) -> list[str]:
 def test_a_cluster_runs_jobs_on_its_nodes_and_stopping_it_leaves_nothing(tmp_path_factory):
     folder = tmp_path_factory.mktemp("local") / "cluster"  # Slurm's paths must be short
     with slurm_here(folder, 2) as env:
-        done = subprocess.run(
-            ["srun", "--nodes=2", "sh", "-c", 'echo "$SLURMD_NODENAME"'],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert sorted(done.stdout.split()) == ["n1", "n2"]
-        again = subprocess.run(
-            [SCRIPT, "start", "1", folder], env=env, capture_output=True, text=True
-        )
+        where = {"env": env, "capture_output": True, "text": True}
+        srun = ["srun", "--nodes=2", "sh", "-c", 'echo "$SLURMD_NODENAME"']
+        assert sorted(subprocess.run(srun, **where).stdout.split()) == ["n1", "n2"]
+        again = subprocess.run([SCRIPT, "start", "1", folder], **where)
         assert again.returncode == 2 and f"{folder} exists" in again.stderr
         # A job that still runs, on a node whose daemon is dead, when the cluster is stopped.
         seconds = "1234.5"

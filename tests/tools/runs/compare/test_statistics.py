@@ -37,6 +37,7 @@ from tests.tools.runs.compare.pool import LOSSES, POOL, SEEDS
 pytestmark = pytest.mark.quick
 
 CHANGES = [arm for arm in LOSSES if arm != "base"]
+BASE_LOSSES = LOSSES["base"][:, -1]
 LEVEL = 0.95
 DRAWS = 2000
 
@@ -46,24 +47,23 @@ def bound(draws: int, rate: float = 1 - LEVEL) -> float:
     return float(stats.binom.ppf(0.999, draws, rate)) / draws
 
 
+def ends(estimate: Estimate | None) -> tuple[float, float]:
+    assert estimate is not None
+    return estimate.low, estimate.high
+
+
 def test_intervals_are_those_of_scipy():
     rng = np.random.default_rng(0)
     a, b = rng.normal(1, 2, 6), rng.normal(0, 1, 4)
     one = stats.ttest_1samp(a, 0).confidence_interval(0.9)
-    ours = paired(a, 0.9)
-    assert ours is not None and (ours.low, ours.high) == pytest.approx(tuple(one))
+    assert ends(ours := paired(a, 0.9)) == pytest.approx(tuple(one))
     two = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.9)
-    other = unpaired(a, b, 0.9)
-    assert other is not None and (other.low, other.high) == pytest.approx(tuple(two))
+    assert ends(other := unpaired(a, b, 0.9)) == pytest.approx(tuple(two))
     assert ours.deviation == pytest.approx(np.std(a, ddof=1))
     assert other.deviation == pytest.approx(np.sqrt(np.var(a, ddof=1) + np.var(b, ddof=1)))
-
-
-def test_what_has_no_interval_or_no_width():
-    assert paired([1.0], LEVEL) is None
-    assert unpaired([1.0], [1.0, 2.0], LEVEL) is None
+    assert paired([1.0], LEVEL) is None and unpaired([1.0], [1.0, 2.0], LEVEL) is None
     for flat in (paired([0.5, 0.5], LEVEL), unpaired([1.5, 1.5], [1.0, 1.0], LEVEL)):
-        assert flat is not None and (flat.low, flat.high) == (0.5, 0.5) and flat.excludes_zero
+        assert ends(flat) == (0.5, 0.5) and flat.excludes_zero
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 5, 10, 40])
@@ -123,7 +123,6 @@ def shown_after(draws: np.ndarray, interval: Callable[..., Estimate | None]) -> 
     shown = np.zeros(draws.shape, bool)
     for n in range(2, draws.shape[1] + 1):
         estimate = interval(draws[0, :n], LEVEL)
-        assert estimate is not None
         width = (estimate.high - estimate.mean) / estimate.deviation
         shown[:, n - 1] = abs(draws[:, :n].mean(1)) > width * draws[:, :n].std(1, ddof=1)
     return np.where(shown.any(1), shown.argmax(1) + 1, np.inf)
@@ -132,10 +131,8 @@ def shown_after(draws: np.ndarray, interval: Callable[..., Estimate | None]) -> 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_one_who_looks_after_each_of_50_pairs_claims_nothing_in_95_percent(distribution):
     draws = DISTRIBUTIONS[distribution](np.random.default_rng(4), 10_000, 50)
-    claims, fixed = (
-        np.isfinite(shown_after(draws, of)).mean() for of in (anytime_interval, paired)
-    )
-    assert claims <= 0.05 and fixed > 0.15  # Student's t is not for that
+    shares = [np.isfinite(shown_after(draws, of)).mean() for of in (anytime_interval, paired)]
+    assert shares[0] <= 0.05 and shares[1] > 0.15  # Student's t is not for that
 
 
 def test_the_price_of_looking_is_the_one_that_is_printed():
@@ -157,8 +154,7 @@ def test_the_anytime_interval_has_the_differences_that_the_e_value_does_not_refu
         n = len(values)
         return integrate.quad(lambda s: density(values / s) * s ** (-n - 1), 0, np.inf)[0]
 
-    estimate = anytime_interval(x, LEVEL)
-    for end in (estimate.low, estimate.high):
+    for end in ends(anytime_interval(x, LEVEL)):
         e_value = likelihood(x - end, 1 / MIXTURE) / likelihood(x - end, 0.0)
         assert e_value == pytest.approx(1 / (1 - LEVEL), rel=1e-3)
     assert np.isinf(anytime_interval(x[:2], LEVEL).high)
@@ -198,10 +194,8 @@ def test_arms_without_common_seeds_have_the_intervals_of_dunnett_in_scipy():
     rng = np.random.default_rng(8)
     base, *arms = samples = [rng.normal(i / 2, 1, n) for i, n in enumerate((5, 4, 7))]
     other = stats.dunnett(*arms, control=base).confidence_interval(LEVEL)
-    ours = pooled(by_seed(*samples), LEVEL, blocks=False)
-    assert ours is not None
-    assert [e.low for e in ours.estimates] == pytest.approx(list(other.low), abs=0.01)
-    assert [e.high for e in ours.estimates] == pytest.approx(list(other.high), abs=0.01)
+    found = pooled(by_seed(*samples), LEVEL, blocks=False).estimates
+    np.testing.assert_allclose([*map(ends, found)], np.array(other).T, atol=0.01)
 
 
 def test_arms_of_common_seeds_have_the_variance_of_the_analysis_in_blocks():
@@ -212,7 +206,7 @@ def test_arms_of_common_seeds_have_the_variance_of_the_analysis_in_blocks():
     ours = pooled(by_seed(*table), LEVEL, blocks=True)
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
     deviation = np.sqrt(2 * (rest**2).sum() / 4)
-    assert ours is not None and len(ours.estimates) == 4
+    assert len(ours.estimates) == 4
     for estimate, row in zip(ours.estimates, table[1:], strict=True):
         assert estimate.mean == pytest.approx((row - table[0]).mean())
         assert (estimate.deviation, estimate.freedom) == (pytest.approx(deviation), 4)
@@ -220,15 +214,10 @@ def test_arms_of_common_seeds_have_the_variance_of_the_analysis_in_blocks():
     assert widths[0] / widths[1] > 13
     arms = by_seed(*table)
     del arms[4]["1"]
-    less = pooled(arms, LEVEL, blocks=True)
-    assert less is not None and less.estimates[0].freedom == 3
-    base, *others = by_seed(np.arange(4.0), np.arange(4.0) ** 2, np.arange(4.0) ** 3)
-    halves = [
-        {s: x for s, x in arm.items() if s in some}
-        for arm, some in zip(others, ("01", "23"), strict=True)
-    ]
-    no_common = pooled([base, *halves], LEVEL, blocks=True)
-    assert no_common is not None and no_common.unequal == 1.0
+    assert pooled(arms, LEVEL, blocks=True).estimates[0].freedom == 3
+    halves = [{"0": 0.0, "1": 1.0}, {"2": 8.0, "3": 27.0}]
+    no_common = pooled([*by_seed(np.arange(4.0)), *halves], LEVEL, blocks=True)
+    assert no_common.unequal == 1.0
     assert [e.mean for e in no_common.estimates] == pytest.approx([0.0, 15.0])
     apart = [{"0": 1.0, "1": 2.0}, {"5": 1.0, "6": 3.0}]
     assert pooled(apart, LEVEL, blocks=True) is None
@@ -249,8 +238,7 @@ def test_several_arms_claim_a_difference_that_is_none_as_rarely_as_the_level_say
         error = np.sqrt((rest**2).sum((1, 2)) / freedom * 2 / seeds)
         half = dunnett(0.5 + 0.5 * np.eye(3), freedom, LEVEL) * error
         assert np.mean(abs(differences).max(1) > half) <= 0.055
-        ours = pooled(by_seed(*tables[0]), LEVEL, blocks)
-        assert ours is not None  # that is what the tool computes
+        ours = pooled(by_seed(*tables[0]), LEVEL, blocks)  # that is what the tool computes
         assert [e.mean for e in ours.estimates] == pytest.approx(differences[0].tolist())
         assert [e.high - e.mean for e in ours.estimates] == pytest.approx([half[0]] * 3)
 
@@ -259,10 +247,8 @@ def test_several_arms_claim_a_difference_that_is_none_as_rarely_as_the_level_say
 def test_one_arm_that_varies_more_is_noticed_and_equal_ones_are_not(blocks):
     tables = np.random.default_rng(10).normal(size=(500, 4, 5))
     wide = np.array([[1.0], [10.0], [1.0], [1.0]])
-    equal, other = (
-        [unequal_variance(by_seed(*table), blocks) < UNEQUAL for table in some]
-        for some in (tables, tables[:100] * wide)
-    )
+    equal = [unequal_variance(by_seed(*table), blocks) < UNEQUAL for table in tables]
+    other = [unequal_variance(by_seed(*table * wide), blocks) < UNEQUAL for table in tables[:100]]
     assert np.mean(equal) <= bound(500) and np.mean(other) > 0.9
 
 
@@ -275,8 +261,7 @@ def test_the_sign_flip_test_counts_all_ways_to_flip():
 
 def test_a_far_pair_is_one_of_a_hundred_and_rare_failures_are_not_normal():
     rng = np.random.default_rng(12)
-    for n in (4, 6, 10):  # Grubbs 1969, table 1, two-sided 1 % is 1.496, 1.973, 2.482
-        critical = {4: 1.496, 6: 1.973, 10: 2.482}[n]
+    for n, critical in {4: 1.496, 6: 1.973, 10: 2.482}.items():  # Grubbs 1969, table 1: 1 %
         for x in rng.normal(size=(300, n)) ** 3:
             distance = abs(x - x.mean()).max() / x.std(ddof=1)
             if abs(distance - critical) > 0.001:
@@ -289,22 +274,18 @@ def test_a_far_pair_is_one_of_a_hundred_and_rare_failures_are_not_normal():
 # ---- on the pool
 
 
-def test_the_pool_has_at_least_40_pairs_of_the_changes_of_the_measurement():
-    assert POOL["changes"] == MEASURED and POOL["base"] == [*TINY, *BASE]
-    assert len(CHANGES) == 5 and SEEDS * len(CHANGES) >= 40
-
-
-def test_the_pool_has_pairs_of_a_change_without_effect_and_pairs_of_600_steps():
+def test_the_pool_has_40_pairs_of_changes_and_pairs_without_effect_and_of_600_steps():
     """Recomputation changes no bit; another start of the base, with other numbers of threads,
     differs by rounding. The learning rate still makes a difference after 600 steps."""
+    assert POOL["changes"] == MEASURED and POOL["base"] == [*TINY, *BASE]
+    assert len(CHANGES) == 5 and SEEDS * len(CHANGES) >= 40
     assert (POOL["same"]["changes"], POOL["long"]["changes"]) == (SAME, LONG)
     same = {arm: np.array(runs) for arm, runs in POOL["same"]["runs"].items()}
     assert np.array_equal(same["recomputation"], same["base"]) and len(same["base"]) == SEEDS
     assert abs(same["base"] / LOSSES["base"] - 1).max() < 1e-6
     long = {arm: np.array(runs)[:, -1] for arm, runs in POOL["long"]["runs"].items()}
     assert POOL["long"]["steps"][-1] == LONG_STEPS and len(long["base"]) == 5
-    estimate = paired(long["learning rate"] - long["base"], LEVEL)
-    assert estimate is not None and estimate.high < 0
+    assert ends(paired(long["learning rate"] - long["base"], LEVEL))[1] < 0
 
 
 def signs(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -320,17 +301,15 @@ def claimed(differences: np.ndarray, pairs: int, seed: int) -> float:
     for values in differences:
         drawn = rng.permuted(np.tile(values, (n, 1)), axis=1)[:, :pairs] * signs(rng, n, pairs)
         t = drawn.mean(1) / drawn.std(1, ddof=1) * pairs**0.5
-        rates.append(np.mean(abs(t) > stats.t.ppf((1 + LEVEL) / 2, pairs - 1)))
+        critical = stats.t.ppf((1 + LEVEL) / 2, pairs - 1)
+        rates.append(np.mean(abs(t) > critical))
         for some in drawn[:5]:  # that is what the tool computes
-            estimate = paired(some, LEVEL)
-            assert estimate is not None
             outside = abs(some.mean() / some.std(ddof=1)) * pairs**0.5
-            critical = stats.t.ppf((1 + LEVEL) / 2, pairs - 1)
-            assert estimate.excludes_zero == (outside > critical)
+            assert paired(some, LEVEL).excludes_zero == (outside > critical)
     return float(np.mean(rates))
 
 
-DIFFERENCES = {arm: (LOSSES[arm] - LOSSES["base"])[:, -1] for arm in CHANGES}
+DIFFERENCES = {arm: LOSSES[arm][:, -1] - BASE_LOSSES for arm in CHANGES}
 NOISE = {arm: values - values.mean() for arm, values in DIFFERENCES.items()}
 
 
@@ -360,11 +339,9 @@ def test_runs_of_disjoint_seeds_are_claimed_to_differ_as_rarely_as_the_level_say
     for _ in range(DRAWS):
         arm = LOSSES[CHANGES[rng.integers(len(CHANGES))]][:, -1]
         labels = rng.integers(0, 2, SEEDS).astype(bool)  # which of a pair is called the arm
-        first, second = np.where(labels, arm, LOSSES["base"][:, -1]), LOSSES["base"][:, -1].copy()
-        second[labels], second[~labels] = LOSSES["base"][labels, -1], arm[~labels]
+        first, second = np.where(labels, arm, BASE_LOSSES), np.where(labels, BASE_LOSSES, arm)
         seeds = rng.permutation(SEEDS)
         estimate = unpaired(first[seeds[: SEEDS // 2]], second[seeds[SEEDS // 2 :]], LEVEL)
-        assert estimate is not None
         claims.append(estimate.excludes_zero)
         narrow.append(abs(estimate.mean) > (estimate.high - estimate.low) / 6)
     assert np.mean(claims) <= bound(DRAWS)
@@ -383,13 +360,9 @@ def test_planted_differences_are_found_as_often_as_predicted():
     found: dict[tuple[str, int], float] = {}
     for arm, pairs in product(CHANGES, (4, 6, 8)):
         planted = float(NOISE[arm].std()) * shown_by(pairs)
-        hits = 0
-        for _ in range(DRAWS // 10):
-            drawn = rng.choice(NOISE[arm], pairs, replace=False) * signs(rng, pairs)
-            estimate = paired(drawn + planted, LEVEL)
-            assert estimate is not None
-            hits += estimate.low > 0
-        found[arm, pairs] = hits / (DRAWS // 10)
+        drawn = [rng.choice(NOISE[arm], pairs, replace=False) for _ in range(DRAWS // 10)]
+        lows = [ends(paired(some * signs(rng, pairs) + planted, LEVEL))[0] for some in drawn]
+        found[arm, pairs] = float(np.mean(np.array(lows) > 0))
     assert np.mean(list(found.values())) == pytest.approx(POWER, abs=0.05), found
     assert all(abs(rate - POWER) < 0.25 for rate in found.values()), found
 
@@ -397,9 +370,9 @@ def test_planted_differences_are_found_as_often_as_predicted():
 def test_the_real_difference_of_the_learning_rate_is_found_by_as_many_pairs_as_predicted():
     differences = DIFFERENCES["learning rate"]
     whole = paired(differences, LEVEL)
-    assert whole is not None and whole.high < 0
+    assert ends(whole)[1] < 0
     for pairs in (2, 3, 4):
         predicted = power(whole.mean, whole.deviation, pairs, LEVEL)
-        subsets = [paired(c, LEVEL) for c in combinations(differences, pairs)]
-        rate = np.mean([e is not None and e.high < 0 for e in subsets])
+        highs = [ends(paired(c, LEVEL))[1] for c in combinations(differences, pairs)]
+        rate = np.mean(np.array(highs) < 0)
         assert rate == pytest.approx(predicted, abs=0.2)
