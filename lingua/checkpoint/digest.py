@@ -1,0 +1,78 @@
+"""A hash of a run's tensors, to the bit, that does not depend on how ranks share them. Checkpoints
+record it, so that two of them can be compared, and one with what a run computes again.
+
+It is linear: the bits of each element times one odd number for its index in each dimension, summed
+modulo 2^64. That is a multiplication an element, less than writing it takes. It shows damage and
+mistakes; a forger can keep it.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lingua.base.hashing import hash_bits, key_of
+from lingua.checkpoint.source import TensorSource
+from lingua.checkpoint.tensors import Part, local_parts
+
+CHUNK = 1 << 17  # elements that are hashed at once: they stay in a cache of the CPU
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+
+def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
+    """The hash of tensors by name, such as those of `tensors_of`: 16 hexadecimal digits. Called by
+    every rank; `group` has all of them, over gloo. What several ranks hold counts once."""
+    parts = local_parts({name: t for name, t in tensors.items() if _counts(t)})
+    total = torch.zeros((), dtype=torch.int64)
+    for part in parts:
+        total += hash_part(part).cpu()
+    dist.all_reduce(total, group=group)
+    return _text(tensors, total)
+
+
+def digest_of_files(source: TensorSource) -> str:
+    """The same hash of tensors that are stored, read by this process alone. What a damaged file
+    raises is raised."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, t in source.tensors.items():  # one in memory at a time
+        for part in local_parts({name: torch.empty_like(t, device="cpu")}):
+            source.read_parts([part])
+            total += hash_part(part)
+    return _text(source.tensors, total)
+
+
+def hash_part(part: Part) -> Tensor:
+    """An int64 scalar on the device of the part. Those of the parts of a tensor have the same sum
+    modulo 2^64 for any division into boxes."""
+    t, device = part.out, part.out.device
+    sides = (torch.arange(side.start, side.stop, device=device) for side in part.box)
+    keys = (key_of(part.name, t.dtype, dim) for dim in range(t.dim()))
+    rows, *columns = [hash_bits(k, i) | 1 for k, i in zip(keys, sides, strict=True)] or [
+        torch.ones(1, dtype=torch.int64, device=device)
+    ]
+    inner = torch.ones(1, dtype=torch.int64, device=device)
+    for factors in columns:
+        inner = (inner[:, None] * factors).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    n = max(1, CHUNK // len(inner))
+    for values, factors in zip(t.reshape(len(rows), -1).split(n), rows.split(n), strict=True):
+        bits = values.contiguous().view(BITS[t.element_size()])
+        total += ((bits * inner).sum(1) * factors).sum()
+    return total
+
+
+def _counts(t: Tensor) -> bool:
+    """Whether this rank's part of a tensor counts: of ranks with equal parts, the first one's."""
+    if not isinstance(t, DTensor):
+        return dist.get_rank() == 0
+    mesh, place = t.device_mesh, t.device_mesh.get_coordinate()
+    assert place is not None
+    copies = any(i and p.is_replicate() for i, p in zip(place, t.placements, strict=True))
+    return not copies and bool((mesh.mesh == 0).any())  # replicas may each have a mesh
+
+
+def _text(tensors: Mapping[str, Tensor], total: Tensor) -> str:
+    shapes = sum(key_of(name, t.dtype, *t.shape) for name, t in tensors.items())
+    return f"{(int(total) + shapes) % 2**64:016x}"
