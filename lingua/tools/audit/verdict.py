@@ -45,12 +45,12 @@ class Verdict:
         return f"{self.kind}{separator}{self.detail}" if self.detail else self.kind
 
     def with_causes(self, prefix: str) -> Self:
-        """The verdict, whose detail names where it is from, and, where numbers differ, what is
-        known to differ besides them."""
+        """The verdict, whose detail begins with `prefix` where nothing was compared, and ends with
+        what is known to differ besides the numbers where they do."""
         causes = "; ".join(note for note in self.notes if " recorded, " in note)
         known = f"; known to differ: {causes}" if self.kind == DIFFERS and causes else ""
-        bad = self.kind in (DIFFERS, NOT_COMPARED)
-        return replace(self, detail=f"{prefix * bad}{self.detail}{known}")
+        prefix = prefix if self.kind == NOT_COMPARED else ""
+        return replace(self, detail=f"{prefix}{self.detail}{known}")
 
 
 def compare(segment: Segment, record: Record, computed: Computed) -> Verdict:
