@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lingua.app import choose_app, main_program
 from lingua.base.dump_dir import CHECKPOINTS, step_folder
@@ -20,11 +21,13 @@ from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.source import TensorSource, open_checkpoint
 from lingua.parallel.environment import detect_launch
+from lingua.parallel.launch import leave
 from lingua.tools.audit.receipt import saved_state
 from lingua.tools.audit.segments import Segment
 from lingua.tools.in_process import logging_restored, temporary_process_group, torch_restored
 from lingua.tools.runs.records import Record
 
+PATIENCE_S = 30.0  # for ranks that are not done with the store of rank 0
 # What a run does besides training. Its held-out part stays: it is not in the rows.
 OFF: dict[str, Any] = {
     "checkpoint.path": "null",
@@ -80,8 +83,13 @@ def compute(segment: Segment, record: Record, words: Sequence[str], folder: Path
         temporary_process_group(),
     ):
         args, _ = load_run(app, argv)
-        if import_module(main_program("train")).train(app, args):
-            raise KeyboardInterrupt
+        try:
+            stopped_by = import_module(main_program("train")).train(app, args)
+        finally:
+            if dist.is_initialized():
+                leave(PATIENCE_S)
+    if stopped_by is not None:
+        raise KeyboardInterrupt
     return read_computed(folder, segment)
 
 

@@ -12,14 +12,12 @@ from typing import Any
 
 import orjson
 import pytest
-import xxhash
 
 from apps.main import app as main
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from lingua.app import App
 from lingua.base.lock import claimed
-from lingua.checkpoint.folder import checksum_of
 from lingua.monitor.metrics import link
 from lingua.tools.audit.receipt import hash_of, write_receipt
 from lingua.tools.commands.audit import main as audit_command
@@ -29,7 +27,9 @@ from lingua.tools.runs.report.content import page_content
 from lingua.tools.runs.report.page import Arrays
 from tests.apps.meshes import Sizes
 from tests.apps.runs import Outcome, Runs
+from tests.checkpoints import resign
 from tests.forks import mingru
+from tests.mistakes import refused
 from tests.tools.audit import faulty
 
 ONE, SHARDS, TP = (1, 1, 1), (1, 2, 1), (1, 1, 2)
@@ -120,7 +120,7 @@ def test_a_run_that_was_stopped_and_resumed_is_computed_again_on_other_meshes(
         code, said = audit(runs, folder, *words, n=n)
         assert code == 0, said
         assert verdict(said).startswith(("equal up to rounding: at most ", "equal to the bit"))
-    assert re.search(r"mesh: \[1, 2, 1\] recorded, ", audit(runs, folder, "steps=1..4", *named)[1])
+    assert re.search(r"mesh: \[1, 2, 1\] recorded, ", audit(runs, folder, "steps=1..3", *named)[1])
 
 
 def test_a_segment_on_the_mesh_of_the_run_is_equal_to_the_bit(runs: Runs, whole: Outcome) -> None:
@@ -237,11 +237,7 @@ def test_a_damaged_tensor_and_a_swapped_checkpoint(runs: Runs, copy: Path) -> No
     code, said = audit(runs, copy, "steps=7..8")
     assert code == 1 and verdict(said).startswith("differs from step 7 on, loss first: ")
     edit(checkpoint / "config.yaml", lambda text: text.replace("lr: 0.003", "lr: 0.004"))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    content = (checkpoint / "config.yaml").read_bytes()
-    manifest["files"]["config.yaml"]["xxh3_64"] = xxhash.xxh3_64_hexdigest(content)
-    manifest["xxh3_64"] = checksum_of(manifest)
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    resign(checkpoint)
     code, said = audit(runs, copy, "steps=4..6")
     assert code == 1 and verdict(said).startswith("differs from step 6 on, weights first: ")
     assert "it is damaged, or that of another run" in said
@@ -290,43 +286,40 @@ def test_a_rank_that_flips_one_bit_of_a_gradient(runs: Runs) -> None:
 # ---- what cannot be audited
 
 
-def unusable(copy: Path, fault: str) -> list[str]:
-    """Makes a run unusable, and returns the words of the command."""
-    if fault == "data":
-        return ["data.root_dir=/nowhere"]
-    if fault == "app":
-        edit(copy / "config.yaml", lambda text: re.sub("app: .*", "app: gone", text))
-        shutil.rmtree(copy / "checkpoints")
-    if fault == "origin":
-        return ["checkpoint.init_from=/nowhere", "steps=1..3"]
-    return []
+def test_a_run_whose_data_origin_or_app_is_gone_cannot_be_compared(runs: Runs, copy: Path) -> None:
+    def not_compared(*words: str) -> str:
+        code, said = audit(runs, copy, *words)
+        assert code == 2 and verdict(said).startswith("cannot be compared: steps 1 to 3: ")
+        return verdict(said)
 
-
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        ("data", "data.sources.one: there is no /nowhere/one"),
-        ("app", "app = gone"),
-        ("origin", "checkpoint.init_from: /nowhere"),
-    ],
-)
-def test_a_run_whose_parts_are_gone_cannot_be_compared(
-    runs: Runs, copy: Path, fault: str, named: str
-) -> None:
-    words = unusable(copy, fault)
+    gone = not_compared("data.root_dir=/nowhere", "steps=1..3")
+    assert "data.sources.one: there is no /nowhere/one" in gone
+    assert "checkpoint.init_from: /nowhere" in not_compared(
+        "checkpoint.init_from=/nowhere", "steps=1..3"
+    )
+    for file in (copy / "config.yaml", copy / "checkpoints/0000000003/config.yaml"):
+        edit(file, lambda text: re.sub("app: .*", "app: gone", text))
+    resign(copy / "checkpoints/0000000003")
     write_receipt(copy)
-    code, said = audit(runs, copy, *words)
-    assert code == 2 and verdict(said).startswith("cannot be compared: ") and named in said
+    assert "app = gone" in not_compared("steps=1..3")
 
 
-def test_steps_without_a_checkpoint_are_computed_from_the_start(runs: Runs, copy: Path) -> None:
+def test_steps_without_a_checkpoint_are_computed_from_the_start_of_a_running_run(
+    runs: Runs, copy: Path
+) -> None:
     shutil.rmtree(copy / "checkpoints")
-    code, said = audit(runs, copy, "steps=5..6")
-    assert code == 0 and "steps 1 to 6: equal to the bit" in said
-
-
-def test_a_running_run_is_compared_up_to_here(runs: Runs, copy: Path) -> None:
     (copy / RECEIPT).unlink()
     with claimed(copy / "run.lock"):
-        code, said = audit(runs, copy, "steps=4..6")
-    assert code == 0 and f"{copy} is running: what it has recorded so far is checked" in said
+        code, said = audit(runs, copy, "steps=5..6")
+    assert code == 0 and "steps 1 to 6: equal to the bit" in said
+    assert f"{copy} is running: what it has recorded so far is checked" in said
+
+
+def test_what_is_asked_for_wrongly_is_refused(whole: Outcome, tmp_path: Path) -> None:
+    folder = str(whole.dump_dir)
+    refused(lambda: audit_command([folder, "steps=7..9"]), "steps = 7..9", "1 <= A <= B <= 8")
+    refused(lambda: audit_command([folder, "steps=x"]), "steps = x", "A..B")
+    refused(lambda: audit_command([folder, "ranks=all"]), "ranks = all", "1 rank", "nproc")
+    refused(lambda: audit_command([folder, "run=false", "ranks=all"]), "ranks", "run = false")
+    refused(lambda: audit_command([str(tmp_path)]), tmp_path, "dump dir", "config.yaml")
+    refused(lambda: audit_command([]), "audit RUN")
