@@ -17,7 +17,9 @@ from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import Part, local_parts
 
-CHUNK = 1 << 17  # elements that are hashed at once: they stay in a cache of the CPU
+# Elements that are hashed at once. On the CPU they stay in its cache, and are too few for torch to
+# divide among threads, which wait for each other where the machine is busy.
+CHUNKS = {"cpu": (1 << 15) - 1, "cuda": 1 << 22}
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
@@ -56,7 +58,7 @@ def hash_part(part: Part) -> Tensor:
     for factors in columns:
         inner = (inner[:, None] * factors).flatten()
     total = torch.zeros((), dtype=torch.int64, device=device)
-    n = max(1, CHUNK // len(inner))
+    n = max(1, CHUNKS[device.type] // len(inner))
     for values, factors in zip(t.reshape(len(rows), -1).split(n), rows.split(n), strict=True):
         bits = values.contiguous().view(BITS[t.element_size()])
         total += ((bits * inner).sum(1) * factors).sum()

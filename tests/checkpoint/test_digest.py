@@ -65,7 +65,7 @@ def test_a_bit_a_place_a_name_a_dtype_and_a_shape_change_it(monkeypatch):
     with one_process():
         hashes = [digest(tensors) for tensors in values]
         assert len(set(hashes)) == len(values)
-        monkeypatch.setattr(module, "CHUNK", 4)  # some rows at a time
+        monkeypatch.setitem(module.CHUNKS, "cpu", 4)  # some rows at a time
         assert [digest(tensors) for tensors in values] == hashes
 
 
@@ -75,4 +75,4 @@ def test_it_takes_little_memory():
     with torch.profiler.profile(profile_memory=True) as profile:
         hash_part(part)
     peak = max(event.cpu_memory_usage for event in profile.events())
-    assert peak <= 8 * module.CHUNK + (1 << 14)
+    assert peak <= 8 * module.CHUNKS["cpu"] + (1 << 14)
