@@ -116,13 +116,15 @@ def mesh_keys(record: Record, segment: Segment) -> dict[str, Any]:
 
 def topology_of(record: Record, segment: Segment) -> list[int]:
     """The mesh that a segment was computed on, as the run recorded it."""
-    return list(start_of(record, segment).get("topology") or [1, 1, 1])
+    starts = starts_of(record, segment)
+    return list(starts[0].get("topology") or [1, 1, 1]) if starts else [1, 1, 1]
 
 
-def start_of(record: Record, segment: Segment) -> dict[str, Any]:
-    """The event of the start that computed a segment: the last one before its steps."""
-    starts = [e for e in record.events if e["event"] == "start" and e["step"] < segment.first]
-    return starts[-1] if starts else {}
+def starts_of(record: Record, segment: Segment) -> list[dict[str, Any]]:
+    """The events of the starts that computed a segment: the last one before it, those inside."""
+    starts = [e for e in record.events if e["event"] == "start" and e["step"] < segment.last]
+    before = [e for e in starts if e["step"] < segment.first]
+    return before[-1:] + starts[len(before) :]
 
 
 def check_memory(segment: Segment) -> None:

@@ -112,8 +112,9 @@ def compute_all(
         words = [*words, *["deterministic=true"] * (not record.config.get("deterministic"))]
     on_ranks = _on_each if separately else _together
     with ExitStack() as folders:
-        makes = separately or ranks.rank == 0  # otherwise rank 0 makes that of all
-        made = makes and folders.enter_context(TemporaryDirectory(prefix="lingua-audit-"))
+        made = ""
+        if separately or ranks.rank == 0:
+            made = folders.enter_context(TemporaryDirectory(prefix="lingua-audit-"))
         shared = made if separately else ranks.share("folder", lambda: made)
         for i, segment in enumerate(segments):
             verdict = on_ranks(segment, record, words, Path(shared, str(i)), ranks)

@@ -32,7 +32,8 @@ class Segment:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        return cls(**{k: Path(v) if isinstance(v, str) else v for k, v in values.items()})
+        paths = {k: v and Path(v) for k, v in values.items() if k not in ("first", "last")}
+        return cls(**values | paths)
 
 
 def segments_of(record: Record, checkpoints: Sequence[Checkpoint]) -> list[Segment]:

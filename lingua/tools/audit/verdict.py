@@ -10,7 +10,7 @@ import torch
 
 from lingua.base.errors import UserError
 from lingua.checkpoint.digest import digest_of_files
-from lingua.tools.audit.again import Computed, open_saved, start_of, topology_of
+from lingua.tools.audit.again import Computed, open_saved, starts_of
 from lingua.tools.audit.receipt import saved_state
 from lingua.tools.audit.segments import Segment
 from lingua.tools.runs.records import Record
@@ -28,7 +28,7 @@ FACTORS = {"loss": 1, "grad_norm": 10, "weights": 100}  # norms and weights move
 MAX_TOLERANCE = 0.01  # of losses, however long the segment is
 EXACT = {"batch_hash": "rows", "skipped_steps": "skipped steps", "lr": "learning rate"}
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
-START = ("code", "lingua", "torch", "python", "device")  # of a start event
+START = ("code", "lingua", "torch", "python", "device")  # of a start event; bits depend on it
 
 
 @dataclass
@@ -142,20 +142,21 @@ def expects_equal(
 def differences(segment: Segment, record: Record, computed: Computed) -> list[str]:
     """What is known to differ between the start that made a segment and the computation: the likely
     cause where numbers differ."""
-    start, notes = start_of(record, segment), []
-    for key in START:
-        was, now = start.get(key), computed.start.get(key)
-        if was is not None and was != now:
-            notes.append(f"{key}: {was} recorded, {now} here")
+    starts, notes = starts_of(record, segment), []
+    for key in (*START, "topology"):
+        now = computed.start.get(key)
+        values = dict.fromkeys(str(start[key]) for start in starts if start.get(key) is not None)
+        if values and list(values) != [str(now)]:
+            notes.append(f"{key}: {' then '.join(values)} recorded, {now} here")
     saved = segment.end or segment.start
     data = saved_state(saved).get("data", {}) if saved is not None else {}
     for key, was in data.items():
         now = computed.state["data"].get(key)
         if now != was:
             notes.append(f"data: {key}: {was} recorded, {now} here")
-    mesh = topology_of(record, segment)
-    if mesh != list(computed.topology):
-        notes.append(f"mesh: {mesh} recorded, {list(computed.topology)} here")
+    if len(starts) > 1:  # config.yaml is that of the last one
+        steps = ", ".join(str(start["step"]) for start in starts[1:])
+        notes.append(f"starts after steps {steps} recorded, and the keys of the last one used here")
     return notes
 
 

@@ -120,7 +120,9 @@ def test_a_run_that_was_stopped_and_resumed_is_computed_again_on_other_meshes(
         code, said = audit(runs, folder, *words, n=n)
         assert code == 0, said
         assert verdict(said).startswith(("equal up to rounding: at most ", "equal to the bit"))
-    assert re.search(r"mesh: \[1, 2, 1\] recorded, ", audit(runs, folder, "steps=1..3", *named)[1])
+    assert re.search(
+        r"topology: \[1, 2, 1\] recorded, ", audit(runs, folder, "steps=1..3", *named)[1]
+    )
 
 
 def test_a_segment_on_the_mesh_of_the_run_is_equal_to_the_bit(runs: Runs, whole: Outcome) -> None:
