@@ -26,6 +26,7 @@ COMMANDS = {
     "runs": ("lingua.tools.commands.runs", "print a table of runs"),
     "report": ("lingua.tools.commands.report", "write a page with the curves of runs"),
     "compare": ("lingua.tools.commands.compare", "test whether runs differ beyond chance"),
+    "audit": ("lingua.tools.commands.audit", "check a run: compute steps again and compare"),
     "plan": ("lingua.tools.commands.plan", "estimate memory, traffic and time of a run"),
     "tokenizer": ("lingua.tools.commands.tokenizer", "train a tokenizer, or show one"),
     "convert": ("lingua.tools.exchange.convert", "convert to and from other forms of a model"),

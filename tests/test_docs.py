@@ -33,6 +33,7 @@ from lingua.base.errors import UserError
 from lingua.config.load import draft, load, meta_lingua
 from lingua.config.values import LocatedValue
 from lingua.tools.commands.arguments import split_folders
+from lingua.tools.commands.audit import arguments as arguments_of_audit
 from lingua.tools.commands.compare import arguments as arguments_of_compare
 from lingua.tools.commands.compare_plan import PilotArgs
 from lingua.tools.commands.data_prepare import PrepareArgs
@@ -255,6 +256,8 @@ def parse_program(module: str, argv: list[str]) -> None:
         load(classes[module], argv, meta_lingua, partial=module.startswith("lingua data "))
     elif module == "lingua runs":
         arguments_of_runs(argv)
+    elif module == "lingua audit":
+        arguments_of_audit(argv)
     elif module == "lingua report":
         load(ReportArgs, split_folders(argv)[1])
     elif module == "lingua compare" and argv[:1] == ["plan"]:

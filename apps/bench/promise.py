@@ -20,10 +20,9 @@ from lingua.app import App, choose_app
 from lingua.base.dump_dir import CHECKPOINTS
 from lingua.base.errors import UserError, import_optional
 from lingua.base.format import align
-from lingua.checkpoint.digest import hash_part
+from lingua.checkpoint.digest import digest_of_files
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
-from lingua.checkpoint.tensors import local_parts
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
 STARTS = (
@@ -110,10 +109,7 @@ def outcome_of(dump_dir: Path) -> dict[str, Any]:
         for line in steps_of(dump_dir)
     ]
     source = open_checkpoint(find(dump_dir / CHECKPOINTS)[0], alone=True)
-    total = 0
-    for part in local_parts(source.whole(source.tensors)):
-        total += hash_part(part, source.tensors[part.name].shape)
-    return {"lines": lines, "hash": f"{total % 2**64:016x}"}
+    return {"lines": lines, "hash": digest_of_files(source)}
 
 
 def starts_of(app: App, keys: list[str]) -> list[Start]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.main.check import Checked, resolve_attention
 from apps.main.config import TrainArgs
 from apps.main.run import Run
-from lingua.base.dump_dir import CONFIG, PLAN, step_folder
+from lingua.base.dump_dir import CONFIG, PLAN, RECEIPT, step_folder
 from lingua.base.errors import UserError, import_tool
 from lingua.base.files import write_atomically
 from lingua.base.format import counted, short_time
@@ -104,6 +104,12 @@ def finish(run: Run) -> None:
             fact = import_tool("lingua.tools.plan.fact", f"comparing the run with {PLAN}")
             logger.info(fact.against_plan(args.folder, run.mesh.shape, run.device, step_s))
         except UserError as error:  # the run is done
+            logger.info(error)
+    if reason == "done":
+        try:
+            receipt = import_tool("lingua.tools.audit.receipt", RECEIPT)
+            on_rank_0(partial(receipt.write_receipt, args.folder))
+        except UserError as error:
             logger.info(error)
     if not run.signals:
         logger.info(f"report: python -m lingua report {shlex.quote(str(args.folder))}")

@@ -10,6 +10,7 @@ METRICS = "metrics.jsonl"  # a line per log step, and events
 VALIDATION = "metrics.validation.jsonl"  # held-out losses, a line per source
 EVALUATION = "metrics.eval.jsonl"  # results of benchmarks, a line per task
 SAMPLES = "samples.jsonl"  # generated text
+RECEIPT = "receipt.json"  # of a finished run: what it is and what came of it, with hashes
 WANDB_ID = "wandb_id"  # id of the run in Weights & Biases
 LINES = (METRICS, VALIDATION, EVALUATION, SAMPLES)  # lines of JSON, each with a `step`
 FILES = (CONFIG, TRAIN_LOG, *LINES, WANDB_ID)
@@ -23,6 +24,7 @@ LOCK = "run.lock"  # held while the run trains
 RUN_ID = "run.id"  # random text; equal in a folder of checkpoints outside of the dump dir
 RESULTS = "results_*.json"  # an evaluation's results; the star stands for its time
 COLLECTIVES = "collectives_step*.json"  # the star stands for the counted step
+AUDIT = "audit.json"  # the newest verdict of `lingua audit` that was to be recorded
 
 # ---- written by a launch
 

@@ -1,57 +1,88 @@
-"""A hash of tensors that does not depend on how ranks share them: equal numbers, equal hash."""
+"""A hash of a run's tensors, to the bit, that does not depend on how ranks share them. Checkpoints
+record it, so that two of them can be compared, and one with what a run computes again.
 
-import math
-from collections.abc import Iterator, Mapping
+It is linear: the bits of each element times one odd number for its index in each dimension, summed
+modulo 2^64. That is a multiplication an element, less than writing it takes. It shows damage and
+mistakes; a forger can keep it.
+"""
+
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lingua.base.hashing import hash_bits, key_of
+from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import Part, local_parts
-from lingua.parallel.mesh import world_sum_
 
-CHUNK = 1 << 20  # elements that are hashed at once
+# Elements that are hashed at once. On the CPU they stay in its cache, and are too few for torch to
+# divide among threads, which wait for each other where the machine is busy.
+CHUNKS = {"cpu": (1 << 15) - 1, "cuda": 1 << 22}
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """The hash of tensors by name, such as those of `tensors_of`, 16 hexadecimal digits. Called by
-    every rank; what several ranks hold counts once. Nothing is gathered but the places of parts."""
-    parts = local_parts(tensors)
-    places = [(part.name, tuple((s.start, s.stop) for s in part.box)) for part in parts]
-    everyone = [places] * dist.get_world_size()
-    dist.all_gather_object(everyone, places)
-    elsewhere = set().union(*everyone[: dist.get_rank()])
+def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
+    """The hash of tensors by name, such as those of `tensors_of`: 16 hexadecimal digits. Called by
+    every rank; `group` has all of them, over gloo. What several ranks hold counts once."""
+    counted = _counted(tensors, group)
     total = torch.zeros((), dtype=torch.int64)
-    for part, place in zip(parts, places, strict=True):
-        if place not in elsewhere:
-            total += hash_part(part, tensors[part.name].shape)
-    return f"{int(world_sum_(total)) % 2**64:016x}"
+    for part in local_parts({name: tensors[name] for name in counted}):
+        total += hash_part(part).cpu()
+    dist.all_reduce(total, group=group)
+    return _text(tensors, total)
 
 
-def hash_part(part: Part, shape: torch.Size) -> int:
-    """Sum over the elements of a part, modulo 2^64, of a hash of (name and dtype, index in the
-    whole tensor, which has this shape, bits). Parts sum to the same in any division."""
-    key, total = key_of(part.name, part.out.dtype), torch.zeros((), dtype=torch.int64)
-    total = total.to(part.out.device)
-    for values, index in _chunks(part, shape):
-        bits = values.contiguous().view(BITS[values.element_size()]).long()
-        total += hash_bits(hash_bits(key, index), bits).sum()
-    return int(total)
+def digest_of_files(source: TensorSource) -> str:
+    """The same hash of tensors that are stored, read by this process alone. What a damaged file
+    raises is raised."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, t in source.tensors.items():  # one in memory at a time
+        for part in local_parts({name: torch.empty_like(t, device="cpu")}):
+            source.read_parts([part])
+            total += hash_part(part)
+    return _text(source.tensors, total)
 
 
-def _chunks(part: Part, shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some elements of a part at a time, and their indices in the tensor, row after row."""
-    if not part.box:
-        yield part.out, torch.zeros((), dtype=torch.int64, device=part.out.device)
-        return
-    index = torch.zeros((), dtype=torch.int64, device=part.out.device)
-    for box, n in zip(part.box[1:], shape[1:], strict=True):
-        index = index[..., None] * n + torch.arange(box.start, box.stop, device=index.device)
-    row_size, first = math.prod(shape[1:]), part.box[0].start
-    step = max(1, CHUNK // max(1, index.numel()))
-    for i in range(0, len(part.out), step):
-        values = part.out[i : i + step]
-        rows = torch.arange(first + i, first + i + len(values), device=index.device)
-        yield values, rows.view(-1, *[1] * index.dim()) * row_size + index
+def hash_part(part: Part) -> Tensor:
+    """An int64 scalar on the device of the part. Those of the parts of a tensor have the same sum
+    modulo 2^64 for any division into boxes."""
+    t, device = part.out, part.out.device
+    sides = (torch.arange(side.start, side.stop, device=device) for side in part.box)
+    keys = (key_of(part.name, t.dtype, dim) for dim in range(t.dim()))
+    rows, *columns = [hash_bits(k, i) | 1 for k, i in zip(keys, sides, strict=True)] or [
+        torch.ones(1, dtype=torch.int64, device=device)
+    ]
+    inner = torch.ones(1, dtype=torch.int64, device=device)
+    for factors in columns:
+        inner = (inner[:, None] * factors).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    n = max(1, CHUNKS[device.type] // len(inner))
+    for values, factors in zip(t.reshape(len(rows), -1).split(n), rows.split(n), strict=True):
+        bits = values.contiguous().view(BITS[t.element_size()])
+        total += ((bits * inner).sum(1) * factors).sum()
+    return total
+
+
+def _counted(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
+    """The names of those whose parts count on this rank: of ranks with equal parts, the first's."""
+    plain = [name for name, t in tensors.items() if not isinstance(t, DTensor)]
+    rank, none = dist.get_rank(), dist.get_world_size()
+    # Where the tensor is on the meta device, another rank has it.
+    first = torch.tensor([none if tensors[name].is_meta else rank for name in plain])
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    counted = [name for name, holder in zip(plain, first.tolist(), strict=True) if holder == rank]
+    return counted + [name for name, t in tensors.items() if isinstance(t, DTensor) and _counts(t)]
+
+
+def _counts(t: DTensor) -> bool:
+    mesh, place = t.device_mesh, t.device_mesh.get_coordinate()
+    assert place is not None
+    copies = any(i and p.is_replicate() for i, p in zip(place, t.placements, strict=True))
+    return not copies and bool((mesh.mesh == 0).any())  # replicas may each have a mesh
+
+
+def _text(tensors: Mapping[str, Tensor], total: Tensor) -> str:
+    shapes = sum(key_of(name, t.dtype, *t.shape) for name, t in tensors.items())
+    return f"{(int(total) + shapes) % 2**64:016x}"

@@ -26,6 +26,7 @@ from torch.utils.serialization import config as torch_config
 from lingua.base.dump_dir import CONFIG, MANIFEST, STATE, step_folder
 from lingua.base.errors import UserError
 from lingua.base.files import SyncedFile, sync_folder
+from lingua.checkpoint.digest import digest
 from lingua.checkpoint.folder import (
     Entry,
     checksum_of,
@@ -58,7 +59,7 @@ def save(
     Args:
         tensors: DTensors, or plain tensors, equal on every rank that has them; those on the meta
             device are left out.
-        state: JSON-able; written as `train_state.json`.
+        state: JSON-able; written as `train_state.json`, with the hash of the tensors.
         config: text of `config.yaml`.
         group: of all ranks, over gloo; another thread than the main one needs one of its own.
         check: called on rank 0 before the folder is published and after a failure; what it raises
@@ -75,6 +76,7 @@ def save(
     try:
         _writing(lambda: folder.mkdir(parents=True))
         files = _write_tensors(folder, tensors, group)
+        state = state | {"tensors": digest(tensors, group)}
         _writing(lambda: _publish(folder, final, step, files, state, config, check))
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))

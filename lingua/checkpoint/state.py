@@ -32,8 +32,8 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The content of `train_state.json`. Only `progress`, `data` and `held_out` matter when it is
-    read: the settings in `param_groups` come from the config, the mesh may be another."""
+    """The content of `train_state.json`. Only `progress`, `data` and `held_out` matter to a resume:
+    the settings in `param_groups` come from the config, the mesh may be another."""
 
     progress: Progress | None = None  # None: of a model that a program converted
     tokens: int = 0
@@ -42,6 +42,7 @@ class TrainState:
     topology: list[int] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)  # fingerprints
     held_out: float | None = None  # nats per byte, where this step was measured
+    tensors: str = ""  # lingua.checkpoint.digest of all tensors; earlier versions have none
     versions: dict[str, str] = field(default_factory=versions)
 
     def validate(self) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """What programs read: lines of JSON in the dump dir, and the numbers that depend on the
 device: peak FLOP/s, MFU, peak memory."""
 
+import hashlib
 import resource
 import sys
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,20 @@ class LoggingArgs:
 
 # ---- lines of JSON
 
+# Scalars of numpy become numbers; NaN and infinity, which JSON lacks, become null.
+OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+# What a run does not reproduce: the time, and what depends on the machine's speed and memory.
+NOT_CHAINED = {"created_at", "tokens_per_s", "tokens_per_s_per_device", "mfu", "step_time_s"}
+NOT_CHAINED |= {"data_time_s", "peak_mem_gib", "chain"}
+
+
+def link(previous: str, line: Mapping[str, Any]) -> str:
+    """The `chain` of a line, 16 hexadecimal digits: a hash of that of the line before it (empty for
+    the first) and of what this line has that a run reproduces."""
+    kept = {key: value for key, value in line.items() if key not in NOT_CHAINED}
+    text = orjson.dumps(kept, option=OPTIONS | orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(previous.encode() + text, digest_size=8).hexdigest()
+
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append `line`, which has a `step`, to a .jsonl file, with the time as `created_at`.
@@ -53,22 +68,22 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     before.
     """
     values = {**line, "created_at": datetime.now(UTC).isoformat()}
-    # Scalars of numpy become numbers; NaN and infinity, which JSON lacks, become null.
-    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
-    append_whole(path, orjson.dumps(values, option=options))
+    append_whole(path, orjson.dumps(values, option=OPTIONS | orjson.OPT_APPEND_NEWLINE))
 
 
-def cut_back(path: Path, step: int) -> None:
+def cut_back(path: Path, step: int) -> str:
     """Remove the lines of later steps than `step`, an incomplete last line, and what is no line of
-    a run. The file is replaced atomically, and not touched where all lines stay. Raises
-    UserError."""
+    a run. The file is replaced atomically, and not touched where all lines stay. Returns the
+    `chain` of the last line that has one, empty where none has. Raises UserError."""
     try:
         if not path.exists():
-            return
+            return ""
         lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _is_up_to(step, line)]
         if len(kept) < len(lines):
             write_atomically(path, b"".join(kept).decode())
+        links = (orjson.loads(line).get("chain") for line in reversed(kept))
+        return str(next(filter(None, links), ""))
     except OSError as error:
         raise UserError(f"{path}: cannot be cut back to step {step}: {error}") from None
 

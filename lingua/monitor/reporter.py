@@ -24,7 +24,7 @@ from lingua.config.load import flatten
 from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
-from lingua.monitor.metrics import append_line, cut_back, mfu, peak_mem_gib
+from lingua.monitor.metrics import append_line, cut_back, link, mfu, peak_mem_gib
 from lingua.parallel.mesh import dp_gather, dp_sum_, on_rank_0
 from lingua.parallel.tensors import to_host
 
@@ -83,6 +83,7 @@ class Reporter:
             self.device_name = torch.cuda.get_device_name()
             self.peak = peak_flops(self.device_name, args.distributed.dtype)
         self.wandb: WandbLog | None = None
+        self.chains: dict[str, str] = {}  # `chain` of the last line of each file, on rank 0
         on_rank_0(partial(self._open, progress.step))
         self.trained_s = (
             progress.trained_s
@@ -94,8 +95,7 @@ class Reporter:
         self._since = time.perf_counter()
 
     def _open(self, step: int) -> None:
-        for file in LINES:
-            cut_back(self.folder / file, step)
+        self.chains = {file: cut_back(self.folder / file, step) for file in LINES}
         if self.args.logging.wandb is not None:
             from lingua.monitor.wandb import WandbLog
 
@@ -202,8 +202,12 @@ class Reporter:
     def _write(self, file: str, line: dict[str, Any]) -> None:
         if dist.get_rank() != 0 or not self.may_write():
             return
+        chain = {}
+        if file in (METRICS, VALIDATION) and "event" not in line:
+            chain = {"chain": link(self.chains[file], line)}
         try:
-            append_line(self.folder / file, line)
+            append_line(self.folder / file, {**line, **chain})
+            self.chains[file] = chain.get("chain", self.chains[file])
         except OSError as error:  # a full disk must not end the run
             logger.error(f"{file}: the line of step {line['step']} was not written: {error}")
         if self.wandb is not None:

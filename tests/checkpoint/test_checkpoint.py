@@ -64,7 +64,8 @@ def test_the_manifest_lists_exactly_the_files(saved):
         assert entry["size"] == (folder / name).stat().st_size
     assert (manifest["step"], manifest["serial"]) == (2, 2)
     assert sorted(p.name for p in saved.iterdir()) == ["0000000001", "0000000002"]
-    assert json.loads((folder / "train_state.json").read_text()) == STATE
+    state = json.loads((folder / "train_state.json").read_text())
+    assert len(state.pop("tensors")) == 16 and state == STATE
     assert read_state(read_checkpoint(folder)[0]).progress.step == STATE["progress"]["step"]
     assert (folder / "config.yaml").read_text() == CONFIG
 

@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 
 from lingua.base.dump_dir import (
+    AUDIT,
     BASE_CONFIG,
     CODE,
     CODE_COMMIT,
@@ -30,7 +31,7 @@ from lingua.base.dump_dir import (
     VALIDATION,
 )
 from lingua.base.errors import UserError
-from lingua.base.files import file_size, read_bytes
+from lingua.base.files import file_size, load_json, read_bytes
 from lingua.base.format import counted
 from lingua.base.lock import LIFETIME_S, read_lock, runs_here
 from lingua.config.values import plain, read_file
@@ -277,6 +278,18 @@ class Record:
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         return self.lines(SAMPLES)
+
+
+def audited(record: Record) -> str:
+    """Date and verdict of the audit that is recorded in a run's folder; empty where none is."""
+    try:
+        entry = load_json(record.folder / AUDIT)
+        return f"{str(entry['date'])[:10]}, {entry['kind']}: {entry['verdict']}"
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError) as error:
+        record.problems.append(f"{record.folder / AUDIT}: cannot be read: {error}")
+        return ""
 
 
 def grouped(lines: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:

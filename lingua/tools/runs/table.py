@@ -15,7 +15,7 @@ from lingua.base.errors import UserError, nearest
 from lingua.base.format import align, printable, short_count, short_time
 from lingua.config.values import parse_argument, plain, show
 from lingua.tools.runs.compare.arms import find_arms
-from lingua.tools.runs.records import NOT_GIVEN, Record, heldout, setting, smooth
+from lingua.tools.runs.records import NOT_GIVEN, Record, audited, heldout, setting, smooth
 
 TAIL_BYTES = 96 << 10  # metrics.jsonl is read from here before its end: enough to smooth
 MAX_KEYS = 8  # config keys that the table shows unless asked for more
@@ -39,6 +39,7 @@ class Row:
     left_s: float | None  # seconds of training left, at the last measured speed
     sources: dict[str, float]  # the held-out loss of each source
     config: Mapping[str, Any]
+    audited: str = ""  # date, kind and verdict of an audit; empty: none is recorded
     n: int = 1  # number of runs
     # standard deviation over several runs, by column
     spread: dict[str, float] = field(default_factory=dict)
@@ -68,6 +69,7 @@ def row_of(record: Record) -> Row:
         left_s=left if state == "running" else None,
         sources={name: value for name, value in measured if value is not None},
         config=record.settings,
+        audited=audited(record),
     )
 
 
@@ -227,7 +229,9 @@ def table(
     more: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Lines for people. `more` are further columns at the right, a cell for each row."""
-    more = more or {}
+    more = dict(more or {})
+    if any(row.audited for row in rows):
+        more["audited"] = [row.audited or "-" for row in rows]
     names = sorted({name for row in rows for name in row.sources}) if sources else []
     runs = ["runs"] if any(row.n > 1 for row in rows) else []
     head = ["run", *map(_short(keys), keys), *runs, "state", "age", "step", "held-out", *names]
@@ -273,7 +277,7 @@ def _loss(row: Row, column: str, value: float | None) -> str:
 def entries(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every row as plain values for programs; what is not finite is None."""
     for row in rows:
-        entry = {name: getattr(row, name) for name in COLUMNS}
+        entry = {name: getattr(row, name) for name in (*COLUMNS, "audited")}
         entry |= {"folder": str(row.folder), "heldout_step": row.heldout_step, "runs": row.n}
         entry |= {f"heldout.{name}": value for name, value in row.sources.items()}
         entry |= {f"spread.{name}": value for name, value in row.spread.items()}

@@ -15,6 +15,7 @@ from lingua.tools.runs.records import (
     NOT_GIVEN,
     Columns,
     Record,
+    audited,
     differing,
     grouped,
     heldout,
@@ -231,8 +232,10 @@ def _overview(records: Sequence[Record], drawn: Sequence[Record]) -> list[list[s
     """A row for every run, also for those without curves."""
     header = ["run", "step", "of", "tokens", "held-out loss", "training loss, smoothed",
               "tokens/s, median"]  # fmt: skip
+    audits = [audited(record) for record in records]
+    header += ["audited"] * any(audits)
     rows = []
-    for record in records:
+    for record, audit in zip(records, audits, strict=True):
         metrics, held_out = record.metrics, heldout(record)[1]
         loss = smooth(metrics.numbers("loss"), metrics.step)
         speeds = metrics.numbers("tokens_per_s")
@@ -243,7 +246,7 @@ def _overview(records: Sequence[Record], drawn: Sequence[Record]) -> list[list[s
         steps = _shown(record, "steps")
         name = record.name if record in drawn else f"{record.name} (no curves)"
         rows.append([name, _whole(step), steps, _whole(tokens), _digits(held), _digits(trained),
-                     _whole(speed)])  # fmt: skip
+                     _whole(speed), *[audit] * any(audits)])  # fmt: skip
     return [header, *rows]
 
 

@@ -1,0 +1,97 @@
+"""The receipt of a finished run, `receipt.json` in its dump dir: what the run is and what came of
+it, with hashes, as a function of the files in the dump dir. `run` is the same for a run that was
+stopped and resumed, where its numbers are; `starts` are where and with what code it was computed.
+
+It shows damage and mistakes. It is no signature: who changes the files can write another.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from lingua.base.dump_dir import CHECKPOINTS, METRICS, RECEIPT, STATE, VALIDATION
+from lingua.base.errors import UserError
+from lingua.base.files import load_json, write_atomically
+from lingua.checkpoint.folder import Checkpoint, find
+from lingua.monitor.metrics import NOT_CHAINED
+from lingua.tools.runs.compare.differences import ADDITIONS
+from lingua.tools.runs.records import OPERATIONAL, Record, grouped
+
+FORMAT = 1
+
+
+def write_receipt(folder: Path) -> None:
+    """Write the receipt of the run in a dump dir. Raises UserError where the disk is full."""
+    try:
+        write_atomically(folder / RECEIPT, json.dumps(receipt_of(Record(folder)), indent=1))
+    except OSError as error:
+        raise UserError(f"{folder / RECEIPT}: cannot be written: {error}") from None
+
+
+def receipt_of(record: Record) -> dict[str, Any]:
+    """The receipt that the files of a run give now, as values of JSON."""
+    states = {c.step: saved_state(c.path) for c in checkpoints_of(record)}
+    newest = states[max(states)] if states else {}
+    run = {
+        "config": reproduced_config(record.config),
+        "data": newest.get("data", {}),
+        "chains": {file: chain_of(record, file) for file in (METRICS, VALIDATION)},
+        "tensors": {
+            str(step): state.get("tensors", "")
+            for step, state in sorted(states.items())
+            if is_due(record.config, step)
+        },
+        "held_out": {
+            source: {k: v for k, v in lines[-1].items() if k not in NOT_CHAINED}
+            for source, lines in sorted(grouped(record.lines(VALIDATION), "source").items())
+        },
+    }
+    starts = [event for event in record.events if event["event"] == "start"]
+    receipt = {"format": FORMAT, "run": run, "run_hash": hash_of(run), "starts": starts}
+    return json.loads(orjson.dumps(receipt | {"hash": hash_of(receipt)}))
+
+
+def chain_of(record: Record, file: str) -> dict[str, Any]:
+    """The number of lines of a file that have a link, and the last link."""
+    links = [line["chain"] for line in record.lines(file) if "chain" in line]
+    return {"lines": len(links), "chain": links[-1] if links else ""}
+
+
+def reproduced_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that the numbers of a run depend on, by more than rounding."""
+    left_out = (OPERATIONAL, ADDITIONS)
+    return {k: v for k, v in config.items() if not any(keys.fullmatch(k) for keys in left_out)}
+
+
+def checkpoints_of(record: Record) -> list[Checkpoint]:
+    """The whole checkpoints of a run, by step."""
+    return sorted(find(checkpoint_folder(record)), key=lambda c: c.step)
+
+
+def checkpoint_folder(record: Record) -> Path:
+    return Path(record.config.get("checkpoint.path") or record.folder / CHECKPOINTS)
+
+
+def saved_state(checkpoint: Path) -> dict[str, Any]:
+    """`train_state.json` of a checkpoint; empty where it cannot be read."""
+    try:
+        return load_json(checkpoint / STATE)
+    except (OSError, ValueError):
+        return {}
+
+
+def is_due(config: dict[str, Any], step: int) -> bool:
+    """Whether every start of the run saves this step, stopped or not."""
+    kinds = ("checkpoint.dump", "checkpoint.eval", "eval")
+    periods = [config.get(f"{kind}.every") for kind in kinds]
+    due = any(isinstance(n, int) and n > 0 and step % n == 0 for n in periods)
+    return due or step == config.get("steps")
+
+
+def hash_of(values: dict[str, Any]) -> str:
+    """A hash of values of JSON, 32 hexadecimal digits."""
+    text = orjson.dumps(values, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

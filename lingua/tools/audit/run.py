@@ -1,0 +1,178 @@
+"""An audit from its plan to its verdict."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from lingua.base.dump_dir import AUDIT, CONFIG
+from lingua.base.errors import UserError
+from lingua.base.files import write_atomically
+from lingua.base.format import counted
+from lingua.parallel.launch import one_process
+from lingua.tools.audit.again import Computed, check_memory, compute, remove
+from lingua.tools.audit.ranks import Ranks, bits, outliers
+from lingua.tools.audit.records import check_checkpoints, check_lines
+from lingua.tools.audit.segments import Segment, choose
+from lingua.tools.audit.verdict import (
+    CODES,
+    DIFFERS,
+    FITS,
+    NOT_COMPARED,
+    Verdict,
+    compare,
+    worst,
+)
+from lingua.tools.commands.audit import AuditArgs
+from lingua.tools.runs.records import Record
+
+MAX_WRONG = 3  # things that do not fit to name in a verdict
+
+Say = Callable[[str], None]
+
+
+def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
+    """Audit the run in a dump dir, and return the exit code. Called by every rank; `say` prints a
+    line on rank 0. `words` are keys of the training program. Raises UserError."""
+    ranks, record = Ranks(), Record(folder)
+    if not record.config:
+        raise UserError(f"{folder}: must be the dump dir of a run, with its {CONFIG}")
+    if args.ranks == "all" and ranks.n < 3:
+        need = "needs three ranks or more, such as torchrun --nproc-per-node 3"
+        raise UserError(f"ranks = all: {need}; here is {counted(ranks.n, 'rank')}")
+    segments: list[Segment] = []
+    if args.run:
+        seed = args.seed if args.seed is not None else datetime.now(UTC).date().isoformat()
+        chosen = ranks.share(
+            "segments", lambda: [s.to_json() for s in choose(record, args.steps, args.sample, seed)]
+        )
+        segments = [Segment.from_json(values) for values in chosen]
+        if args.steps is None:
+            say(f"{counted(len(segments), 'segment')} drawn by seed={seed}")
+    if record.state == "running":
+        say(f"{folder} is running: what it has recorded so far is checked")
+    verdicts = [ranks.share("files", lambda: check_files(record, args.run, segments, say))]
+    verdicts += compute_all(record, args.ranks == "all", segments, words, ranks, say)
+    verdict = worst([v if isinstance(v, Verdict) else Verdict(**v) for v in verdicts if v])
+    say(f"verdict: {verdict.text}")
+    ranks.gather("end", None)  # the store is rank 0's
+    if ranks.rank == 0:
+        what = "steps computed again" if args.run else "files"
+        entry = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "kind": f"{what}, each rank alone" if args.ranks == "all" else what,
+            "verdict": verdict.kind,
+            "detail": verdict.detail,
+        }
+        if args.out is not None:
+            _write(Path(args.out), entry)
+        if args.record:
+            _write(folder / AUDIT, entry)
+    return CODES[verdict.kind]
+
+
+def check_files(
+    record: Record, computes: bool, segments: Sequence[Segment], say: Say
+) -> dict[str, Any] | None:
+    """The verdict on the files, without the checkpoints that are in no segment if some are to be
+    computed; None where that decides and nothing is wrong. By rank 0."""
+    used = {str(path) for s in segments for path in (s.start, s.end)} if computes else None
+    findings = check_lines(record)
+    with one_process():
+        findings += check_checkpoints(record, used)
+    for text, fits in findings:
+        say(text if fits is not False else f"does not fit: {text}")
+    wrong = [f.text for f in findings if f.fits is False]
+    if wrong:
+        return vars(Verdict(DIFFERS, f"in its files: {'; '.join(wrong[:MAX_WRONG])}"))
+    if computes:
+        return None
+    if not any(f.fits for f in findings):
+        return vars(Verdict(NOT_COMPARED, "the run has recorded no hashes"))
+    return vars(Verdict(FITS))
+
+
+def compute_all(
+    record: Record,
+    separately: bool,
+    segments: Sequence[Segment],
+    words: Sequence[str],
+    ranks: Ranks,
+    say: Say,
+) -> Iterator[Verdict]:
+    """Yields the verdict on each segment, computed on one mesh or by every rank `separately`."""
+    if separately:
+        ranks.separate()
+        words = [*words, *["deterministic=true"] * (not record.config.get("deterministic"))]
+    on_ranks = _on_each if separately else _together
+    with ExitStack() as folders:
+        made = ""
+        if separately or ranks.rank == 0:
+            made = folders.enter_context(TemporaryDirectory(prefix="lingua-audit-"))
+        shared = made if separately else ranks.share("folder", lambda: made)
+        for i, segment in enumerate(segments):
+            verdict = on_ranks(segment, record, words, Path(shared, str(i)), ranks)
+            say(f"{segment}: {verdict.text}")
+            for note in verdict.notes:
+                say(f"  {note}")
+            yield verdict.with_causes(f"{segment}: ")
+
+
+def _together(
+    segment: Segment, record: Record, words: Sequence[str], folder: Path, ranks: Ranks
+) -> Verdict:
+    """The verdict on a segment that all ranks compute as one mesh."""
+    ranks.meet_anew(folder.name)
+    try:
+        computed = compute(segment, record, words, folder)
+        name = f"verdict/{folder.name}"
+        return Verdict(**ranks.share(name, lambda: vars(compare(segment, record, computed))))
+    except UserError as error:
+        return Verdict(NOT_COMPARED, str(error))
+    finally:
+        if ranks.rank == 0:
+            remove(folder)
+
+
+def _on_each(
+    segment: Segment, record: Record, words: Sequence[str], folder: Path, ranks: Ranks
+) -> Verdict:
+    """The verdict on a segment that every rank computes alone: which ranks are not as most, and
+    what the first of the others is, compared with the record."""
+    computed: Computed | None = None
+    try:
+        check_memory(segment)
+        computed = compute(segment, record, words, folder)
+        result = bits(computed)
+    except UserError as error:
+        result = {"error": str(error)}
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        result = {"error": f"ranks = all: one rank cannot hold this model: {error}"}
+    results = ranks.gather(f"result/{folder.name}", result)
+    if errors := [r["error"] for r in results if "error" in r]:
+        return Verdict(NOT_COMPARED, errors[0])
+    if ranks.rank:  # rank 0 reports
+        return Verdict(NOT_COMPARED)
+    try:
+        wrong = outliers(results, segment.last)
+    except UserError as error:
+        return Verdict(NOT_COMPARED, str(error))
+    if wrong:
+        return Verdict(DIFFERS, f"between ranks: {'; '.join(wrong)}")
+    assert computed is not None  # no rank has an error
+    verdict = compare(segment, record, computed)
+    remove(folder)
+    return replace(verdict, notes=[f"all {ranks.n} ranks compute equal bits", *verdict.notes])
+
+
+def _write(place: Path, entry: dict[str, Any]) -> None:
+    try:
+        write_atomically(place, json.dumps(entry, indent=1))
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written: {error}") from None

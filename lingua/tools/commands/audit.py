@@ -1,0 +1,71 @@
+"""Check a run: compute some of its steps again on this machine, and compare with what it recorded.
+
+    python -m lingua audit runs/debug
+    python -m lingua audit runs/debug steps=11..30 device=cpu
+    python -m lingua audit runs/debug run=false
+    torchrun --nproc-per-node 2 -m lingua audit runs/debug sample=1
+    torchrun --nproc-per-node 3 -m lingua audit runs/debug ranks=all
+
+A segment begins at a checkpoint and is computed by the training program, in a temporary folder (of
+TMPDIR). Rows, learning rate, loss and gradient norm are compared step by step, and all tensors with
+those of the next checkpoint. Other keys go to the training program, over the run's own. Nothing is
+written into the run's folder, unless record=true asks for it. Exit code: 0 where all is equal, to
+the bit or up to rounding; 1 where something differs; 2 where it cannot be compared.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from lingua.base.errors import UserError
+from lingua.base.format import printable
+from lingua.config.load import load
+from lingua.config.schema import Free, bounds
+from lingua.parallel.environment import detect_launch
+from lingua.tools.commands.arguments import split_folders
+
+
+@dataclass
+class AuditArgs:
+    steps: Free[str | None] = None  # the steps to compute again, A..B; null: a sample
+    sample: Free[int] = 5  # segments between saved steps that are drawn at random
+    seed: Free[int | None] = None  # seed of the sample; null: today's date
+    run: Free[bool] = True  # compute steps; false: check the files alone, all checkpoints included
+    # `all`: each of three ranks or more computes the same alone; those that differ from most are
+    # named
+    ranks: Free[Literal["all"] | None] = None
+    out: Free[str | None] = None  # file of JSON for the verdict; null: none
+    # write the verdict to audit.json in the run's folder, for `lingua runs` and the report
+    record: Free[bool] = False
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        yield from bounds(self, 1, "sample")
+        if self.ranks == "all" and not self.run:
+            yield "ranks", "must be null with run = false, which computes nothing"
+
+
+def arguments(argv: Sequence[str]) -> tuple[Path, AuditArgs, list[str]]:
+    """(dump dir, keys of the audit, keys of the training program). Raises UserError."""
+    folders, words = split_folders(argv)
+    names = {f.name for f in fields(AuditArgs)}
+    keys = [w for w in words if re.split("=", w)[0] in names or w.startswith("-")]
+    args, _ = load(AuditArgs, [*keys, *(folders if "--help" in argv else [])], program_doc=__doc__)
+    if len(folders) != 1:
+        raise UserError("usage: python -m lingua audit RUN [key=value ...]")
+    return Path(folders[0]), args, [word for word in words if word not in keys]
+
+
+def main(argv: Sequence[str]) -> None:
+    folder, args, words = arguments(argv)
+    from lingua.tools.audit.run import audit  # imported here, since --help needs no torch
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(printable(line), flush=True)
+
+    rank = detect_launch().rank
+    code = audit(folder, args, words, say)
+    sys.exit(code if rank == 0 else 0)

@@ -1,0 +1,327 @@
+"""`lingua audit`: a run is computed again on other meshes, and what is wrong with one is named."""
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from apps.main import app as main
+from apps.mtp import app as mtp
+from apps.sft import app as sft
+from lingua.app import App
+from lingua.base.lock import claimed
+from lingua.monitor.metrics import link
+from lingua.tools.audit.receipt import hash_of, write_receipt
+from lingua.tools.commands.audit import main as audit_command
+from lingua.tools.commands.runs import main as print_table
+from lingua.tools.runs.records import open_runs
+from lingua.tools.runs.report.content import page_content
+from lingua.tools.runs.report.page import Arrays
+from tests.apps.meshes import Sizes
+from tests.apps.runs import Outcome, Runs
+from tests.checkpoints import resign
+from tests.forks import mingru
+from tests.mistakes import refused
+from tests.tools.audit import faulty
+
+ONE, SHARDS, TP = (1, 1, 1), (1, 2, 1), (1, 1, 2)
+SETTINGS: dict[str, Any] = {"steps": 8, "stop_at": "null", "checkpoint.dump.every": 3}
+METRICS, RECEIPT = "metrics.jsonl", "receipt.json"
+
+
+def audit_here(argv: list[str], faulty_rank: int | None = None) -> tuple[int, str]:
+    """(exit code, output) of the command in this process."""
+    os.environ["FAULTY"] = "1" if os.environ["RANK"] == str(faulty_rank) else ""
+    said = io.StringIO()
+    environment = dict(os.environ)
+    try:
+        with redirect_stdout(said):
+            audit_command(argv)
+    except SystemExit as left:
+        return int(left.code or 0), said.getvalue()
+    finally:
+        os.environ.update(environment)
+    raise AssertionError("the command ends with an exit code")
+
+
+def audit(runs: Runs, folder: Path, *words: str, n: int = 1, **options: Any) -> tuple[int, str]:
+    """(exit code, output) of the command on n ranks. It changes no file of the run."""
+    before = contents(folder)
+    code, said = runs.ranks.run(n, audit_here, [str(folder), *words], **options)[0]
+    assert contents(folder) == before
+    return code, said
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    return {path: path.read_bytes() for path in files}
+
+
+def verdict(said: str) -> str:
+    return said.rpartition("verdict: ")[2].rstrip()
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs) -> Outcome:
+    """A finished run of one process. Tests copy it, or only read."""
+    return runs.train(ONE, SETTINGS)
+
+
+@pytest.fixture
+def copy(whole: Outcome, tmp_path: Path) -> Path:
+    return whole.copy(tmp_path / "run").dump_dir
+
+
+# ---- runs that are right
+
+
+def stop_and_resume(runs: Runs, app: App, settings: dict[str, Any]) -> Path:
+    """A run that two meshes have trained; the second start has another micro-batch."""
+    keys = SETTINGS | settings
+    stopped = runs.train(SHARDS, keys | {"stop_at": 4}, app=app)
+    keys |= {"data.batch_size": 2}
+    return runs.train(ONE, keys, app=app, dump_dir=stopped.dump_dir).dump_dir
+
+
+@pytest.mark.parametrize(
+    ("app", "settings", "meshes"),
+    [
+        pytest.param(main, {"model.dropout": 0.1}, [ONE, TP], id="main"),
+        pytest.param(main, {"data.document_mask": "ignore"}, [SHARDS], id="main, documents",
+                     marks=pytest.mark.soak),
+        pytest.param(sft, {}, [ONE, SHARDS, TP], id="sft", marks=pytest.mark.soak),
+        pytest.param(mtp, {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2},
+                     [ONE, SHARDS, TP], id="mtp", marks=pytest.mark.soak),
+        pytest.param(mingru.app, {}, [ONE, SHARDS], id="a fork", marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_a_run_that_was_stopped_and_resumed_is_computed_again_on_other_meshes(
+    runs: Runs, request: pytest.FixtureRequest, app: App, settings: dict[str, Any],
+    meshes: list[Sizes],
+) -> None:  # fmt: skip
+    if app is sft:
+        settings = settings | request.getfixturevalue("talk")
+    folder = stop_and_resume(runs, app, settings)
+    code, said = audit(runs, folder, "run=false")
+    assert (code, verdict(said)) == (0, "the files fit")
+    assert said.count("as in its train_state.json and receipt.json") == 3  # 3, 6, 8; not 4
+    named = [f"app={app.path}"] if app is mingru.app else []  # a file may not name it
+    for i, sizes in enumerate(meshes):
+        n = sizes[0] * sizes[1] * sizes[2]
+        words = [f"distributed.tp_size={sizes[2]}", f"seed={i}", "sample=2", *named]
+        code, said = audit(runs, folder, *words, n=n)
+        assert code == 0, said
+        assert verdict(said).startswith(("equal up to rounding: at most ", "equal to the bit"))
+    assert re.search(
+        r"topology: \[1, 2, 1\] recorded, ", audit(runs, folder, "steps=1..3", *named)[1]
+    )
+
+
+def test_a_segment_on_the_mesh_of_the_run_is_equal_to_the_bit(runs: Runs, whole: Outcome) -> None:
+    code, said = audit(runs, whole.dump_dir)
+    lines = [f"steps {a} to {b}: equal to the bit" for a, b in ((1, 3), (4, 6), (7, 8))]
+    assert code == 0 and said.splitlines()[-4:] == [*lines, "verdict: equal to the bit"]
+    code, said = audit(runs, whole.dump_dir, "steps=5")
+    assert code == 0 and "steps 4 to 5: equal to the bit" in said
+    assert "no checkpoint of step 5: weights are not compared" in said
+
+
+def test_a_run_that_was_killed_and_resumed_has_the_receipt_of_one_that_was_not(
+    runs: Runs, whole: Outcome, copy: Path
+) -> None:
+    receipt = json.loads((copy / RECEIPT).read_text())
+    (copy / RECEIPT).unlink()
+    for step in (6, 8):  # as it is when the run is killed in step 6
+        shutil.rmtree(copy / f"checkpoints/{step:010d}")
+    (copy / "metrics.validation.jsonl").unlink()
+    lines = (copy / METRICS).read_text().splitlines(keepends=True)
+    (copy / METRICS).write_text("".join(lines[:6]) + lines[6][:20])
+    runs.train(ONE, SETTINGS, dump_dir=copy)
+    again = json.loads((copy / RECEIPT).read_text())
+    assert again["run"] == receipt["run"] and again["run_hash"] == receipt["run_hash"]
+    assert len(again["starts"]) == 2 and len(receipt["starts"]) == 1
+    other = runs.train(ONE, SETTINGS | {"seed": 1}).dump_dir
+    assert json.loads((other / RECEIPT).read_text())["run_hash"] != receipt["run_hash"]
+
+
+def test_an_audit_is_shown_where_it_is_recorded(
+    runs: Runs, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_table([str(copy)])
+    assert "audited" not in capsys.readouterr().out
+    words = [str(copy), "run=false", "record=true", f"out={tmp_path}/verdict.json"]
+    runs.ranks.run(1, audit_here, words)
+    entry = json.loads((tmp_path / "verdict.json").read_text())
+    assert entry == json.loads((copy / "audit.json").read_text())
+    print_table([str(copy)])
+    shown = f"{entry['date'][:10]}, files: the files fit"
+    assert shown in capsys.readouterr().out
+    header, row = page_content(open_runs([copy]), Arrays())["overview"]
+    assert row[header.index("audited")] == shown
+
+
+# ---- faults, each named for what it is
+
+
+def edit(file: Path, change: Callable[[str], str]) -> None:
+    text = file.read_text()
+    assert change(text) != text
+    file.write_text(change(text))
+
+
+def change_line(folder: Path, step: int, key: str, factor: float) -> None:
+    lines = [orjson.loads(line) for line in (folder / METRICS).read_bytes().splitlines()]
+    for line in lines:
+        if "event" not in line and line["step"] == step:
+            line[key] *= factor
+    (folder / METRICS).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
+def forge(folder: Path) -> None:
+    """Write the links of metrics.jsonl anew."""
+    lines, chain = [orjson.loads(t) for t in (folder / METRICS).read_bytes().splitlines()], ""
+    for line in lines:
+        if "event" not in line:
+            line["chain"] = chain = link(chain, line)
+    (folder / METRICS).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
+def test_one_changed_line_of_metrics(runs: Runs, copy: Path) -> None:
+    change_line(copy, 5, "loss", 1.001)
+    code, said = audit(runs, copy, "run=false")
+    assert code == 1 and f"{copy}/{METRICS}:6: does not fit" in verdict(said)  # after the start
+    forge(copy)
+    code, said = audit(runs, copy, "run=false")
+    assert code == 1 and f"{METRICS}:9: its link is not that of receipt.json" in verdict(said)
+    write_receipt(copy)  # nothing but computing shows it now
+    assert audit(runs, copy, "run=false")[0] == 0
+    code, said = audit(runs, copy, "steps=4..6")
+    assert code == 1 and "differs from step 5 on, loss first" in verdict(said)
+    receipt = json.loads((copy / RECEIPT).read_text())
+    edit(copy / RECEIPT, lambda text: text.replace(receipt["run_hash"], hash_of({})))
+    code, said = audit(runs, copy, "run=false")
+    assert code == 1 and "receipt.json: does not fit its own hash" in verdict(said)
+
+
+def test_lines_that_were_removed(runs: Runs, copy: Path) -> None:
+    lines = (copy / METRICS).read_text().splitlines(keepends=True)
+    (copy / METRICS).write_text("".join(lines[:4] + lines[5:]))
+    assert f"{METRICS}:5: does not fit" in verdict(audit(runs, copy, "run=false")[1])
+    (copy / METRICS).write_text("".join(lines[:7]))
+    assert "2 lines at its end are missing" in verdict(audit(runs, copy, "run=false")[1])
+
+
+def test_a_damaged_tensor_and_a_swapped_checkpoint(runs: Runs, copy: Path) -> None:
+    checkpoint = copy / "checkpoints/0000000006"
+    file = checkpoint / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    for words in (["run=false"], ["steps=7..8"]):
+        code, said = audit(runs, copy, *words)
+        assert code == 1 and f"{checkpoint} is damaged (__0_0.distcp: wrong" in verdict(said)
+    shutil.rmtree(checkpoint)
+    other = runs.train(ONE, SETTINGS | {"optim.lr": 3e-3}).dump_dir
+    shutil.copytree(other / "checkpoints/0000000006", checkpoint)
+    code, said = audit(runs, copy, "run=false")
+    assert code == 1 and f"{checkpoint}: damaged, or that of another run" in verdict(said)
+    (copy / RECEIPT).unlink()  # nothing but computing shows it now
+    code, said = audit(runs, copy, "run=false")
+    assert code == 0 and "its config.yaml has optim.lr: 0.003, that of the run 0.004" in said
+    code, said = audit(runs, copy, "steps=7..8")
+    assert code == 1 and verdict(said).startswith("differs from step 7 on, loss first: ")
+    edit(checkpoint / "config.yaml", lambda text: text.replace("lr: 0.003", "lr: 0.004"))
+    resign(checkpoint)
+    code, said = audit(runs, copy, "steps=4..6")
+    assert code == 1 and verdict(said).startswith("differs from step 6 on, weights first: ")
+    assert "it is damaged, or that of another run" in said
+
+
+def test_one_changed_document_of_the_text(runs: Runs, copy: Path, tmp_path: Path) -> None:
+    text = shutil.copytree(runs.text, tmp_path / "text")
+    assert audit(runs, copy, f"data.root_dir={text}", "steps=4..6")[0] == 0
+    edit(text / "one.jsonl", lambda t: "".join(f"{line}\n" for line in t.splitlines()[:-40]))
+    code, said = audit(runs, copy, f"data.root_dir={text}", "steps=4..6")
+    assert code == 1 and " on, rows first: " in verdict(said)
+    assert "known to differ: data: data.content.one: " in verdict(said)
+
+
+def test_another_seed(runs: Runs, copy: Path) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    edit(copy / "config.yaml", lambda text: text.replace("seed: 42", "seed: 43"))
+    code, said = audit(runs, copy)
+    assert code == 1 and "config: seed: 42 in receipt.json, 43 in the run" in verdict(said)
+    assert "steps 1 to 8: differs from step 1 on, rows first" in said
+
+
+def test_a_changed_block_and_another_version_of_torch(runs: Runs, copy: Path) -> None:
+    words = ["app=tests.forks.mingru", "steps=1..3"]
+    code, said = audit(runs, copy, *words)
+    assert code == 1 and "from step 1 on, loss first: " in verdict(said)
+    assert re.search(r"known to differ: code: \w{12} recorded, \w{12} here", verdict(said))
+    edit(copy / METRICS, lambda text: re.sub(r'"torch":"[^"]+"', '"torch":"1.0"', text))
+    assert "the starts in metrics.jsonl are not those" in verdict(audit(runs, copy, "run=false")[1])
+    write_receipt(copy)
+    code, said = audit(runs, copy, "steps=1..3")
+    assert code == 0 and "torch: 1.0 recorded, " in said
+
+
+def test_a_rank_that_flips_one_bit_of_a_gradient(runs: Runs) -> None:
+    run = runs.train(ONE, SETTINGS, app=faulty.app).dump_dir
+    words = [f"app={faulty.app.path}", "ranks=all", "steps=4..6"]
+    code, said = audit(runs, run, *words, n=3, faulty_rank=1)
+    host = os.uname().nodename
+    assert code == 1 and f"rank 1 on {host}: other bits than 2 of 3 ranks" in verdict(said)
+    assert "from step 5 on" in verdict(said) and "rank 0" not in verdict(said)
+    code, said = audit(runs, run, *words, n=3)
+    assert code == 0 and "all 3 ranks compute equal bits" in said
+
+
+# ---- what cannot be audited
+
+
+def test_a_run_whose_data_origin_or_app_is_gone_cannot_be_compared(runs: Runs, copy: Path) -> None:
+    def not_compared(*words: str) -> str:
+        code, said = audit(runs, copy, *words)
+        assert code == 2 and verdict(said).startswith("cannot be compared: steps 1 to 3: ")
+        return verdict(said)
+
+    gone = not_compared("data.root_dir=/nowhere", "steps=1..3")
+    assert "data.sources.one: there is no /nowhere/one" in gone
+    assert "checkpoint.init_from: /nowhere" in not_compared(
+        "checkpoint.init_from=/nowhere", "steps=1..3"
+    )
+    for file in (copy / "config.yaml", copy / "checkpoints/0000000003/config.yaml"):
+        edit(file, lambda text: re.sub("app: .*", "app: gone", text))
+    resign(copy / "checkpoints/0000000003")
+    write_receipt(copy)
+    assert "app = gone" in not_compared("steps=1..3")
+
+
+def test_steps_without_a_checkpoint_are_computed_from_the_start_of_a_running_run(
+    runs: Runs, copy: Path
+) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    (copy / RECEIPT).unlink()
+    with claimed(copy / "run.lock"):
+        code, said = audit(runs, copy, "steps=5..6")
+    assert code == 0 and "steps 1 to 6: equal to the bit" in said
+    assert f"{copy} is running: what it has recorded so far is checked" in said
+
+
+def test_what_is_asked_for_wrongly_is_refused(whole: Outcome, tmp_path: Path) -> None:
+    folder = str(whole.dump_dir)
+    refused(lambda: audit_command([folder, "steps=7..9"]), "steps = 7..9", "1 <= A <= B <= 8")
+    refused(lambda: audit_command([folder, "steps=x"]), "steps = x", "A..B")
+    refused(lambda: audit_command([folder, "ranks=all"]), "ranks = all", "1 rank", "nproc")
+    refused(lambda: audit_command([folder, "run=false", "ranks=all"]), "ranks", "run = false")
+    refused(lambda: audit_command([str(tmp_path)]), tmp_path, "dump dir", "config.yaml")
+    refused(lambda: audit_command([]), "audit RUN")
