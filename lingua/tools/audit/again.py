@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lingua.app import choose_app, main_program
-from lingua.base.dump_dir import CHECKPOINTS, step_folder
+from lingua.base.dump_dir import CHECKPOINTS, METRICS, step_folder
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.run_config import load_run
@@ -96,7 +96,7 @@ def compute(segment: Segment, record: Record, words: Sequence[str], folder: Path
 def read_computed(folder: Path, segment: Segment) -> Computed:
     """What the folder of `compute` has."""
     again = Record(folder)
-    lines = {line["step"]: line for line in again.lines("metrics.jsonl") if "event" not in line}
+    lines = {line["step"]: line for line in again.lines(METRICS) if "event" not in line}
     starts = [event for event in again.events if event["event"] == "start"]
     end = folder / CHECKPOINTS / step_folder(segment.last)
     open_saved(end)

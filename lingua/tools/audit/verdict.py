@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
 from lingua.checkpoint.digest import digest_of_files
 from lingua.tools.audit.again import Computed, open_saved, starts_of
@@ -59,7 +60,7 @@ def compare(segment: Segment, record: Record, computed: Computed) -> Verdict:
     exact = expects_equal(segment, record, computed, notes)
     recorded = {
         line["step"]: line
-        for line in record.lines("metrics.jsonl")
+        for line in record.lines(METRICS)
         if "event" not in line and segment.first <= line["step"] <= segment.last
     }
     farthest, largest = "", 0.0
