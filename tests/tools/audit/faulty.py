@@ -2,18 +2,23 @@
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from apps.main import app as main_app
+from apps.main.train import Objective
+from lingua.data.loader import MicroBatch
 from lingua.parallel.tensors import local
 
 
-def flip(run: Any) -> None:
-    if os.environ.get("FAULTY") and run.progress.step + 1 == 5:
-        grad = local(next(run.model.parameters()).grad).view(-1)
-        grad.view(torch.int32)[grad.abs().argmax()] ^= 1 << 20
+class Flipped(Objective):
+    def gradients(self, batch: list[MicroBatch], counts: Tensor) -> tuple[Tensor, Tensor]:
+        result = super().gradients(batch, counts)
+        if os.environ.get("FAULTY") and self.run.progress.step + 1 == 5:
+            grad = local(next(self.run.model.parameters()).grad).view(-1)
+            grad.view(torch.int32)[grad.abs().argmax()] ^= 1 << 20
+        return result
 
 
-app = replace(main_app, path=__name__, probe=flip)
+app = replace(main_app, path=__name__, objective=Flipped)
