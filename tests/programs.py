@@ -74,8 +74,13 @@ def ask(address: str, argv: list[str]) -> None:
         request["blocked"] = list(map(int, blocked))
         server.sendall(json.dumps(request).encode() + b"\n")
         pid = int(answers.readline())
+
+        def pass_on(number: int, frame: object) -> None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, number)
+
         for number in PASSED_ON:
-            signal.signal(number, lambda number, _: os.kill(pid, number))
+            signal.signal(number, pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         code = int(answers.readline())
     if code < 0:

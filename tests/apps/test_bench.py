@@ -81,12 +81,13 @@ SMALLEST: dict[str, list[str]] = {
     "sync": [*RUN, "data.batch_size=1", "data.global_batch_size=16"],
     "checkpoint": [*RUN, "--repeats=1"],
     "exchange": [*RUN, "--repeats=1", VOCABULARY],
+    "exact": [*RUN, "--repeats=1"],
     "promise": [*RUN, "steps=5"],
     "pairs": ["--repeats=2", "data.seq_len=16", "steps=4", "validation.every=2"],
 }
 # What a measurement and its reference must agree on, by the end of its key.
 EQUAL = {"difference": 0.0, "equal_tokens": 1.0}
-MINUTES = ("attention", "sync", "exchange", "promise", "pairs")
+MINUTES = ("attention", "sync", "exchange", "exact", "promise", "pairs")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ KEYS = """
     data.n_views 2 guarded               data.global_batch_size None guarded
     data.on_bad_record stop announced    data.batch_size 2 free
     distributed.dp_replicate 1 free      distributed.dp_shard None free
-    distributed.grad_sync last free      distributed.model_dtype bf16 announced
+    distributed.grad_sync None free      distributed.model_dtype bf16 announced
     model.vocab_size -1 guarded          model.attn_impl auto announced
     checkpoint.allow_change [] free      logging.freq 10 free
     validation.every 0 free

@@ -60,7 +60,7 @@ def test_windows_that_cannot_be_measured_are_refused_before_the_first_step(runs:
     fork = replace(app, data=NarrowWindows())
     run = runs.train((1, 2, 1), {"validation.every": 3}, app=fork, refused=True)
     assert run.error.startswith("held-out targets of one: int32 [")
-    assert run.error.endswith("]; must be int64 [windows, 16]") and run.lines == []
+    assert "]; must be int64 [" in run.error and run.lines == []
     tokens = np.zeros((3, 16), np.int64)
     windows = HeldOut(tokens, tokens, n_bytes=9, documents=tokens)
     windows.check("one", 16)
