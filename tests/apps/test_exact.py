@@ -33,7 +33,7 @@ from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.tensors import local, whole
 from tests.apps.meshes import Sizes
 from tests.apps.runs import Outcome, Twist, arguments, digests
-from tests.forks import optimizer
+from tests.forks import looped, optimizer, soap
 from tests.mistakes import refused
 
 END = 4
@@ -68,6 +68,8 @@ SOAK = {
     "tied": Feature({"model.weight_tying": True} | BF16),
     "grains of a row": Feature({"data.batch_size": 1}),
     "one grain": Feature({"data.batch_size": 7}),
+    "blocks that run several times": Feature({}, looped.app),
+    "an optimizer of whole parameters": Feature({}, soap.app),
 }
 
 
