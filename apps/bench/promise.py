@@ -67,6 +67,8 @@ def measure(keys: list[str], png: Path | None = None) -> Report:
         _pyplot()  # a mistake is found before training
     app = choose_app(keys)
     if "deterministic=mesh" in keys:
+        if png is not None:
+            raise UserError("--png: draws losses that are apart; leave it out with this mode")
         return measure_exact(app, keys)
     keys = with_defaults(SHORT if app is main_app else SHORTER, keys)
     starts = starts_of(app, keys)
