@@ -54,7 +54,7 @@ class Run:
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
     batch: list[MicroBatch] = field(default_factory=list)  # this rank's rows of the newest step
-    loss: Tensor = field(init=False)  # that of the newest step; this data-parallel rank's share
+    loss: Tensor = field(init=False)  # of the newest step: parts of this data-parallel rank's share
     signals: list[str] = field(default_factory=list)  # stop signals that ended it, by name
     checked: bool = False  # whether an app's functions were seen to return what they must
     saved_at: float = field(default_factory=time.monotonic)  # end of the last save, or of the start

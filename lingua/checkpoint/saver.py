@@ -143,6 +143,7 @@ class Saver:
         copied = {}
         for name, t in tensors.items():
             if t.is_meta:  # another rank's
+                copied[name] = t
                 continue
             if name not in self._copies:
                 part = local(t)

@@ -27,6 +27,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.run_config import load_run
 from lingua.config.values import plain
 from lingua.data.loader import MicroBatch
+from lingua.monitor.means import exact_sum
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.parallelize import reshard
 from lingua.parallel.signals import Stopped, StopRequest
@@ -73,7 +74,7 @@ class OpenRun:
     def loss(self) -> float:
         """Loss of the newest step, in nats per token unless the app's objective has another unit.
         The host waits for the device."""
-        return float(self._run.loss)
+        return exact_sum(self._run.loss.flatten().tolist())
 
     @property
     def batch(self) -> list[MicroBatch]:

@@ -46,6 +46,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Describe a checkpoint without reading a tensor."""
     path = checkpoint.path
     state = read_json(path / STATE)
+    hashed = {"hash of tensors": state.pop("tensors")} if "tensors" in state else {}
     if groups := read_state(checkpoint).param_groups:
         state["param_groups"] = [
             group | {"param_names": f"{len(group['param_names'])} parameters"} for group in groups
@@ -54,14 +55,18 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     for name, t in open_checkpoint(checkpoint).tensors.items():
         kind, _, rest = name.partition(".")
         kinds.setdefault(rest.partition(".")[0] if kind == "optim" else kind, []).append(t)
-    return {
-        "checkpoint": str(path),
-        "step": checkpoint.step,
-        "saved": checkpoint.created_at,
-        "marks": marks(path),
-        "tensors": {kind: _describe(tensors) for kind, tensors in kinds.items()},
-        "files": human_bytes(sum(entry["size"] for entry in checkpoint.files.values())),
-    } | state
+    return (
+        {
+            "checkpoint": str(path),
+            "step": checkpoint.step,
+            "saved": checkpoint.created_at,
+            "marks": marks(path),
+            "tensors": {kind: _describe(tensors) for kind, tensors in kinds.items()},
+            "files": human_bytes(sum(entry["size"] for entry in checkpoint.files.values())),
+        }
+        | hashed
+        | state
+    )
 
 
 def _describe(tensors: list[Tensor]) -> str:

@@ -46,7 +46,7 @@ NAMES |= {"logging.wandb.name", "logging.wandb.dir"}
 # are divided. Machine and held-out text are compared by what runs have recorded of them.
 OPERATIONAL = re.compile(
     r"name|dump_dir|stop_at|device|data\.(root_dir|cache_dir|workers)"
-    r"|(logging|profiling|samples|eval|validation)(\..*)?"
+    r"|(logging|profiling|probe|samples|eval|validation)(\..*)?"
     r"|checkpoint\.(?!init_|continue_|allow_change).*|distributed\.(\w*timeout|rendezvous)_s"
 )
 CODE_HASH = "code"  # stands among the keys of a config: the hash of the code that trained the run
