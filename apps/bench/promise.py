@@ -20,9 +20,9 @@ from lingua.app import App, choose_app
 from lingua.base.dump_dir import CHECKPOINTS
 from lingua.base.errors import UserError, import_optional
 from lingua.base.format import align
-from lingua.checkpoint.digest import digest_of_files
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
+from lingua.tools.audit.receipt import digest_of_files
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
 STARTS = (

@@ -19,7 +19,7 @@ from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
 from lingua.base.errors import UserError, check_array, import_tool
 from lingua.base.format import counted
 from lingua.checkpoint.folder import check_run_id
-from lingua.checkpoint.resume import Change, Saved, check_config, find_start, flat_config
+from lingua.checkpoint.resume import Saved, find_start, flat_config
 from lingua.checkpoint.run_config import load_run
 from lingua.config.load import flatten, resume_classes
 from lingua.data.rows import Data
@@ -32,6 +32,7 @@ from lingua.parallel.parallelize import check_layout
 from lingua.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
+    from lingua.checkpoint.changes import Change
     from lingua.checkpoint.origin import Origin
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Checked:
     built: Built
     saved: Saved | None  # checkpoint to resume, if there is one
     origin: "Origin | None"  # otherwise the tensors that a new run starts from, if it names some
-    changes: list[Change]  # keys that differ from the checkpoint's
+    changes: "list[Change]"  # keys that differ from the checkpoint's
 
 
 def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
@@ -85,9 +86,13 @@ def check_run(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) ->
     saved, origin = find_start(args.checkpoint_folder, args.checkpoint, classes, app)
     resolve(args, replicas * shards, tokenizer, saved)
     config = flatten(args)
-    changes = check_config(saved, config, classes, allowed)
-    if origin is not None:
-        changes += origin.check(args.model, config, tokenizer, classes, allowed)
+    changes: list[Change] = []
+    if saved is not None:
+        from lingua.checkpoint.changes import check_config  # imported for a run that resumes
+
+        changes = check_config(saved, config, classes, allowed)
+    elif origin is not None:
+        changes = origin.check(args.model, config, tokenizer, classes, allowed)
     args.micro_steps(replicas * shards)
     resolve_attention(args, device)
     built = app.build(args)

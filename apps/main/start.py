@@ -16,9 +16,8 @@ from apps.main.check import Checked, check_dump_dir, check_run
 from apps.main.config import TrainArgs
 from lingua.app import App
 from lingua.checkpoint.folder import write_run_id
-from lingua.checkpoint.resume import TOKENIZER, Change, check_data, log_resume
+from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.saver import Saver
-from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
 from lingua.data.loader import n_grains
@@ -32,6 +31,7 @@ from lingua.parallel.signals import Stopped, StopRequest
 
 if TYPE_CHECKING:
     from apps.main.benchmarks import Benchmarks
+    from lingua.checkpoint.changes import Change
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def run_interruptibly(work: Callable[[], object], stop: StopRequest, what: str) 
 
 def open_data(
     args: TrainArgs, checked: Checked, stop: StopRequest
-) -> tuple[OpenData, dict[str, str], list[Change]]:
+) -> "tuple[OpenData, dict[str, str], list[Change]]":
     """Prepare data where it is not, and open it. Returns it with the hashes of what rows are made
     of, and keys whose value changed since the run was saved. Raises UserError, and Stopped where a
     signal came while text was prepared. Called by every rank."""
@@ -101,8 +101,12 @@ def open_data(
     opened = data.open(args, tokenizer)
     opened.check(args.data)
     fingerprints = {**opened.fingerprints, TOKENIZER: tokenizer.fingerprint()}
-    changes = check_data(checked.saved, fingerprints, args.checkpoint.allow_change)
-    return opened, fingerprints, checked.changes + changes
+    changes = checked.changes
+    if checked.saved is not None:
+        from lingua.checkpoint.changes import check_data  # imported for a run that resumes
+
+        changes = changes + check_data(checked.saved, fingerprints, args.checkpoint.allow_change)
+    return opened, fingerprints, changes
 
 
 def make_optimizer(
@@ -141,7 +145,7 @@ def load_benchmarks(args: TrainArgs) -> "Benchmarks | None":
 
 def restore(
     checked: Checked,
-    changes: list[Change],
+    changes: "list[Change]",
     args: TrainArgs,
     model: nn.Module,
     optimizer: LoopOptimizer,
@@ -151,6 +155,9 @@ def restore(
     continues. `changes` are logged. Called by every rank."""
     saved, origin = checked.saved, checked.origin
     if saved is not None:
+        from lingua.checkpoint.changes import log_resume
+        from lingua.checkpoint.source import open_checkpoint
+
         open_checkpoint(saved.checkpoint).load(tensors_of(model, optimizer))
         log_resume(saved, changes, mesh.shape)
         return saved.progress

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lingua.base.hashing import hash_bits, key_of
-from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import Part, local_parts
 
 # Elements that are hashed at once. On the CPU they stay in its cache, and are too few for torch to
@@ -31,18 +30,7 @@ def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
     for part in local_parts({name: tensors[name] for name in counted}):
         total += hash_part(part).cpu()
     dist.all_reduce(total, group=group)
-    return _text(tensors, total)
-
-
-def digest_of_files(source: TensorSource) -> str:
-    """The same hash of tensors that are stored, read by this process alone. What a damaged file
-    raises is raised."""
-    total = torch.zeros((), dtype=torch.int64)
-    for name, t in source.tensors.items():  # one in memory at a time
-        for part in local_parts({name: torch.empty_like(t, device="cpu")}):
-            source.read_parts([part])
-            total += hash_part(part)
-    return _text(source.tensors, total)
+    return digest_text(tensors, total)
 
 
 def hash_part(part: Part) -> Tensor:
@@ -83,6 +71,7 @@ def _counts(t: DTensor) -> bool:
     return not copies and bool((mesh.mesh == 0).any())  # replicas may each have a mesh
 
 
-def _text(tensors: Mapping[str, Tensor], total: Tensor) -> str:
+def digest_text(tensors: Mapping[str, Tensor], total: Tensor) -> str:
+    """The hash of tensors whose parts have the sum `total`."""
     shapes = sum(key_of(name, t.dtype, *t.shape) for name, t in tensors.items())
     return f"{(int(total) + shapes) % 2**64:016x}"

@@ -20,6 +20,7 @@ from lingua.app import App
 from lingua.base.dump_dir import CHECKPOINTS, CONFIG, MANIFEST, METADATA, STEP_FOLDER
 from lingua.base.errors import UserError, import_tool
 from lingua.base.files import read_bytes
+from lingua.checkpoint.changes import Change, Classes, changes, changes_table, check_changes
 from lingua.checkpoint.folder import (
     Checkpoint,
     find,
@@ -28,19 +29,7 @@ from lingua.checkpoint.folder import (
     read_checkpoint,
     read_state,
 )
-from lingua.checkpoint.resume import (
-    ABSENT,
-    TOKENIZER,
-    Change,
-    Classes,
-    Saved,
-    changes,
-    changes_table,
-    check_changes,
-    flat_config,
-    pick,
-    read_saved,
-)
+from lingua.checkpoint.resume import ABSENT, TOKENIZER, Saved, flat_config, pick, read_saved
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import TensorSource, on_every_rank, open_checkpoint
 from lingua.checkpoint.state import Progress

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint import digest as module
-from lingua.checkpoint.digest import BITS, digest, digest_of_files, hash_part
+from lingua.checkpoint.digest import BITS, digest, hash_part
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import local_parts
 from lingua.parallel.launch import one_process
+from lingua.tools.audit.receipt import digest_of_files
 from tests.apps.meshes import Sizes, on_meshes
 from tests.checkpoints import save_here, whole_values
 

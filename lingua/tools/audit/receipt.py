@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import torch
 
 from lingua.base.dump_dir import CHECKPOINTS, METRICS, RECEIPT, STATE, VALIDATION
 from lingua.base.errors import UserError
 from lingua.base.files import load_json, write_atomically
+from lingua.checkpoint.digest import digest_text, hash_part
 from lingua.checkpoint.folder import Checkpoint, find
+from lingua.checkpoint.source import TensorSource
+from lingua.checkpoint.tensors import local_parts
 from lingua.monitor.metrics import NOT_CHAINED
 from lingua.tools.runs.compare.differences import ADDITIONS
 from lingua.tools.runs.records import OPERATIONAL, Record, grouped
@@ -52,6 +56,17 @@ def receipt_of(record: Record) -> dict[str, Any]:
     starts = [event for event in record.events if event["event"] == "start"]
     receipt = {"format": FORMAT, "run": run, "run_hash": hash_of(run), "starts": starts}
     return json.loads(orjson.dumps(receipt | {"hash": hash_of(receipt)}))
+
+
+def digest_of_files(source: TensorSource) -> str:
+    """The `digest` of tensors that are stored, read by this process alone. What a damaged file
+    raises is raised."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, t in source.tensors.items():  # one in memory at a time
+        for part in local_parts({name: torch.empty_like(t, device="cpu")}):
+            source.read_parts([part])
+            total += hash_part(part)
+    return digest_text(source.tensors, total)
 
 
 def chain_of(record: Record, file: str) -> dict[str, Any]:

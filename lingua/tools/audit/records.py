@@ -10,7 +10,6 @@ from lingua.base.dump_dir import CONFIG, METRICS, RECEIPT, STEP_FOLDER, VALIDATI
 from lingua.base.errors import UserError
 from lingua.base.files import load_json, read_bytes
 from lingua.base.format import counted
-from lingua.checkpoint.digest import digest_of_files
 from lingua.checkpoint.folder import Checkpoint, damage, find
 from lingua.checkpoint.resume import flat_config
 from lingua.checkpoint.source import open_checkpoint
@@ -18,6 +17,7 @@ from lingua.monitor.metrics import link
 from lingua.tools.audit.receipt import (
     checkpoint_folder,
     checkpoints_of,
+    digest_of_files,
     hash_of,
     receipt_of,
     reproduced_config,

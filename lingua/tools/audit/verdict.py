@@ -10,9 +10,8 @@ import torch
 
 from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
-from lingua.checkpoint.digest import digest_of_files
 from lingua.tools.audit.again import Computed, open_saved, starts_of
-from lingua.tools.audit.receipt import saved_state
+from lingua.tools.audit.receipt import digest_of_files, saved_state
 from lingua.tools.audit.segments import Segment
 from lingua.tools.runs.records import Record
 

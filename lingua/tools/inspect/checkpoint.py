@@ -11,16 +11,10 @@ from lingua.base.dump_dir import STATE
 from lingua.base.errors import UserError
 from lingua.base.files import read_json
 from lingua.base.format import human_bytes, printable
+from lingua.checkpoint.changes import changes_table, check_changes, check_config, check_data
 from lingua.checkpoint.folder import Checkpoint, read_state
 from lingua.checkpoint.origin import locate
-from lingua.checkpoint.resume import (
-    TOKENIZER,
-    changes_table,
-    check_changes,
-    check_config,
-    check_data,
-    read_saved,
-)
+from lingua.checkpoint.resume import TOKENIZER, read_saved
 from lingua.checkpoint.retention import BEST, mark, marks, unmark
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.source import open_checkpoint
