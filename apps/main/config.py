@@ -93,6 +93,9 @@ class TrainArgs:
         if self.exact and self.distributed.grad_sync not in (None, "every"):
             need = "must be every or null with deterministic = mesh: between micro-steps a rank"
             yield "distributed.grad_sync", f"{need} would add up gradients in its own order"
+        if self.exact and self.distributed.float8 is not None:
+            need = "must be null with deterministic = mesh: its scales depend on the mesh"
+            yield "distributed.float8", need
         for i, name in enumerate(self.validation.sources):
             if name in self.data.used_sources():
                 yield f"validation.sources[{i}]", f"is trained on, as data.sources.{name}"

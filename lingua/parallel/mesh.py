@@ -47,6 +47,9 @@ class DistributedArgs:
     # dtype of forward and backward; parameters, gradients and their reduction stay float32; null:
     # bf16 on CUDA, fp32 on the CPU
     model_dtype: Announced[Literal["bf16", "fp32"] | None] = "bf16"
+    # precision of the blocks' matrix products where not `model_dtype`: tensorwise, float8 with a
+    # scale for each tensor (torchao), whose rounding depends on the mesh
+    float8: Announced[Literal["tensorwise"] | None] = None
     compile: Announced[bool] = False  # compile each block with torch.compile
     matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
     # what a block keeps for its backward: `none` all, `full` its input only, `selective` the

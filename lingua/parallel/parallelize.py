@@ -172,10 +172,15 @@ def parallelize_model(
     """
     plan = plan or ParallelPlan()
     check_layout(model, plan, mesh["tp"].size())
+    unsharded = mesh.size() == 1 and args.dtype == torch.float32 and not exact
+    if args.float8 is not None:
+        from lingua.parallel.float8 import to_float8
+
+        to_float8(model, plan, sharded=not unsharded)
     if mesh["tp"].size() > 1:
         _apply_tensor_parallel(model, mesh["tp"], plan)
     _wrap_blocks(model, plan, args)
-    if mesh.size() == 1 and args.dtype == torch.float32 and not exact:
+    if unsharded:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time
     replicas, shards = (mesh[axis].size() for axis in ("dp_replicate", "dp_shard"))
     shard = partial(
@@ -200,6 +205,10 @@ def parallelize_model(
             # does not have.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if args.float8 is not None:
+        from lingua.parallel.float8 import scale_at_once
+
+        scale_at_once(model)
     return model
 
 
@@ -278,7 +287,7 @@ def _selective(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     """Keep what is in _SAVED, and matrix products that do not narrow. The last product of a block
     narrows; nothing in the backward pass reads it, so that it is not even computed again."""
     saved = str(operator) in _SAVED
-    if operator is torch.ops.aten.mm.default:
+    if operator in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
         n_in, n_out = args[1].shape
         saved = n_in <= n_out
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -19,8 +19,9 @@ from lingua.tools.plan.work import Kernel
 
 TABLE = Path(__file__).with_name("devices.yaml")
 # Compiled blocks have this share of the memory traffic of kernels without matrix products, and of
-# the launches.
-FUSED_SHARE = 0.5
+# the launches. A cast to float8 becomes two kernels that read an element of bf16 and write it once:
+# 5 of the 33 bytes that torchao's operators move.
+FUSED = {"block": 0.5, "float8": 5 / 33}
 # Published runs take from so many to so many times the planned step (docs/planning.md).
 STEP_RANGE = 0.9, 1.25
 
@@ -35,6 +36,7 @@ class Device:
     memory_gb_per_s: Free[float] = 0.0
     # peak in bf16; null: the one that the MFU of a device of this name refers to
     bf16_tflops: Free[float | None] = None
+    float8_tflops: Free[float | None] = None  # peak in float8; null: it has no such products
     tf32_tflops: Free[float] = 0.0
     fp32_tflops: Free[float] = 0.0
     node_size: Free[int] = 8  # devices of a node
@@ -125,8 +127,8 @@ def step_times(trace: Trace, device: Device, tf32: bool, compiled: bool) -> Time
 
     def launched(part: StepPart) -> float:
         launches = [(kernel.place, n) for kernel, n in part.kernels.items() if not kernel.size]
-        fused = FUSED_SHARE if compiled else 1
-        n_launches = sum(n * (fused if place == "block" else 1) for place, n in launches)
+        fused = FUSED if compiled else {}
+        n_launches = sum(n * fused.get(place, 1) for place, n in launches)
         return n_launches * device.launch_us * 1e-6
 
     def sent(part: StepPart, is_tp: bool) -> float:
@@ -151,14 +153,15 @@ def step_times(trace: Trace, device: Device, tf32: bool, compiled: bool) -> Time
 
 
 def _kernel_s(kernel: Kernel, device: Device, tf32: bool, compiled: bool) -> float:
-    peak = (
-        device.bf16_flops
-        if kernel.size == 2
-        else 1e12 * getattr(device, "tf32_tflops" if tf32 else "fp32_tflops")
-    )
+    if kernel.place == "float8":
+        peak = 1e12 * (device.float8_tflops or math.nan)
+    elif kernel.size == 2:
+        peak = device.bf16_flops
+    else:
+        peak = 1e12 * (device.tf32_tflops if tf32 else device.fp32_tflops)
     is_attention = kernel.place == "attention"
     share = device.attention_share if is_attention else device.matmul_share
-    fused = FUSED_SHARE if compiled and kernel.place == "block" and not kernel.flops else 1
+    fused = FUSED.get(kernel.place, 1) if compiled and not kernel.flops else 1
     traffic = fused * kernel.n_bytes / (device.memory_gb_per_s * 1e9 * device.memory_share)
     return max(kernel.flops / (peak * share), traffic)
 

@@ -11,6 +11,7 @@ from lingua.app import App
 from lingua.base.errors import UserError, all_of
 from lingua.config.load import load
 from lingua.config.schema import Free, bounds, require
+from lingua.parallel.float8 import check_float8
 from lingua.parallel.mesh import mesh_sizes
 from lingua.parallel.parallelize import check_layout
 from lingua.tools.plan.choice import estimate
@@ -89,6 +90,8 @@ def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
     app, args = read
     if device is not None:
         device.node_size = options.ngpu
+        if args.distributed.float8 is not None and device.float8_tflops is None:
+            raise UserError(f"distributed.float8: {device.name} has no float8_tflops")
     compiled = args.distributed.compile
     follow = estimate if quick else trace
     traced = follow(app, args, sizes, "cpu" if args.device == "cpu" else "cuda")
@@ -106,3 +109,5 @@ def check_sizes(app: App, args: Any, sizes: tuple[int, int, int]) -> None:
     """Raise UserError where the model cannot be laid out on a mesh of these sizes."""
     built = program().build(app, args, sizes[0] * sizes[1])
     check_layout(built.module, built.plan, sizes[2])
+    if args.distributed.float8 is not None:
+        check_float8(built.module, built.plan, sizes[2], args.data.seq_len, "cpu")

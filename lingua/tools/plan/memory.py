@@ -49,6 +49,7 @@ class LiveMemory:
         self._fsdp: list[str] = []  # names of nested regions
         self._forward: list[str] = []
         self._n_blocks = 0  # blocks whose forward pass runs now
+        self._n_float8 = 0  # products in float8 that run now, with the casts of their operands
 
     def watch(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         """Tell the forward passes of a model from other work, the head from the rest, and the
@@ -62,11 +63,17 @@ class LiveMemory:
         for block in blocks:
             block.register_forward_pre_hook(lambda m, x: self._enter_block(1))
             block.register_forward_hook(lambda m, x, y: self._enter_block(-1))
+            for module in block.modules():
+                if type(module).__module__.startswith("torchao."):
+                    module.register_forward_pre_hook(lambda m, x: self._enter_float8(1))
+                    module.register_forward_hook(lambda m, x, y: self._leave_float8(y))
 
     def register(self, kind: str, tensors: Any) -> None:
         """Count these tensors as this kind, whatever made them."""
         for t in tensors_in(tensors):
-            self._follow(local(t).untyped_storage(), kind, again=True)
+            part = local(t)
+            part = getattr(part, "_tensor", part)  # of a weight that FSDP gathers in float8
+            self._follow(part.untyped_storage(), kind, again=True)
 
     def restart(self) -> None:
         """Measure `peak` and `kept` anew from here on."""
@@ -90,7 +97,22 @@ class LiveMemory:
         computed in its forward pass."""
         if any(name.startswith("FSDP::") for name in self._fsdp):
             return "fsdp"
+        if self._n_float8:
+            return "float8"
         return "block" if self._n_blocks or graph_task_id() != -1 else "outside"
+
+    def _enter_float8(self, n: int) -> None:
+        self._n_float8 += n
+
+    def _leave_float8(self, out: Any) -> None:
+        """The forward pass of a product ends; find its backward pass."""
+        self._enter_float8(-1)
+        node = out.grad_fn
+        while node is not None and "float8" not in node.name():
+            node = node.next_functions[0][0]
+        if node is not None:
+            node.register_prehook(lambda upstream: self._enter_float8(1))
+            node.register_hook(lambda grads, upstream: self._enter_float8(-1))
 
     def _enter_block(self, n: int) -> None:
         self._n_blocks += n

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import flop_registry
 
 from lingua.parallel.torch_private import OpOverload, schema
 
-# What a kernel is of: FSDP, attention, the rest of a block, which may be compiled, or neither.
-Place = Literal["fsdp", "block", "attention", "outside"]
+# What a kernel is of: FSDP, attention, a product in float8 with its casts, the rest of a block,
+# which may be compiled as those casts may, or neither.
+Place = Literal["fsdp", "block", "attention", "float8", "outside"]
 
 
 class Kernel(NamedTuple):

@@ -1,0 +1,64 @@
+"""Matrix products of the blocks in float8, by torchao: `distributed.float8`.
+
+Weights are gathered in float8, and stay float32 where they are kept, updated and saved. A weight,
+an input and a gradient each have one scale, from their largest absolute value: a weight's that of
+all of it, the others' that of what a rank has. So the rounding of products depends on the mesh.
+"""
+
+import torch
+from torch import nn
+
+from lingua.base.errors import UserError, import_optional
+from lingua.parallel.parallelize import ParallelPlan, blocks_of
+
+KEY = "distributed.float8 = tensorwise"
+MULTIPLE = 16  # of the sizes of a product's matrices; those of kernels for float8
+CAPABILITY = (8, 9)  # the least of CUDA devices that have such products
+
+
+def check_float8(
+    model: nn.Module, plan: ParallelPlan | None, tp: int, seq_len: int, device: str
+) -> None:
+    """Check that the blocks of a plain model can compute in float8. It needs no processes. Raises
+    UserError, which names everything that is wrong."""
+    import_optional("torchao", KEY)
+    n_multiple = MULTIPLE * tp
+    sizes = {
+        f"the block's {name} is {m.out_features} x {m.in_features}": (m.out_features, m.in_features)
+        for block in blocks_of(model, plan or ParallelPlan())
+        for name, m in block.named_modules()
+        if isinstance(m, nn.Linear)
+    }
+    if not sizes:
+        raise UserError(f"{KEY}: the model has no nn.Linear in a block of its ParallelPlan")
+    sizes[f"data.seq_len is {seq_len}"] = (seq_len,)
+    uneven = [what for what, dims in sizes.items() if any(n % n_multiple for n in dims)]
+    if uneven:
+        times = f"{MULTIPLE} x distributed.tp_size" if tp > 1 else str(MULTIPLE)
+        raise UserError(
+            f"{KEY}: must have sizes that are multiples of {times}: {'; '.join(uneven)}"
+        )
+    if device == "cuda" and torch.cuda.is_available():
+        found = torch.cuda.get_device_capability()
+        if found < CAPABILITY:
+            names = ["{}.{}".format(*c) for c in (CAPABILITY, found)]
+            raise UserError(f"{KEY}: needs a GPU of compute capability {names[0]}; has {names[1]}")
+
+
+def to_float8(model: nn.Module, plan: ParallelPlan, sharded: bool) -> None:
+    """Replace the linear layers of the blocks by torchao's, which have the same parameters.
+    `sharded`: FSDP gathers them."""
+    torchao = import_optional("torchao.float8", KEY)
+    config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=sharded)  # scaled by tensor
+    for block in blocks_of(model, plan):
+        torchao.convert_to_float8_training(block, config=config)
+
+
+def scale_at_once(model: nn.Module) -> None:
+    """Have each forward begin with the scales of all weights, which take one all-reduce, in place
+    of one for each weight that is gathered. Called once FSDP has the model."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    model.register_forward_pre_hook(
+        lambda module, args: precompute_float8_dynamic_scale_for_fsdp(module), prepend=True
+    )
