@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lingua.parallel.init import canonical_name
 from lingua.parallel.parallelize import reshard
-from lingua.parallel.tensors import local
+from lingua.parallel.tensors import as_shard, local
 from lingua.parallel.torch_private import (
     compute_local_shape_and_global_offset,
     non_persistent_buffers,
@@ -44,7 +44,7 @@ def tensors_of(model: nn.Module, optimizer: "LoopOptimizer | None" = None) -> di
     reshard(model)
     tensors: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
-        tensors[f"model.{canonical_name(name)}"] = p.detach()
+        tensors[f"model.{canonical_name(name)}"] = as_shard(local(p.detach()), p)
         state = {} if optimizer is None else optimizer.state_of(p)
         for key, value in sorted(state.items()):
             tensors[f"optim.{key}.{canonical_name(name)}"] = value

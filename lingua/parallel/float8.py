@@ -22,22 +22,20 @@ def check_float8(
     """Check that the blocks of a plain model can compute in float8. It needs no processes. Raises
     UserError, which names everything that is wrong."""
     import_optional("torchao", KEY)
-    n_multiple = MULTIPLE * tp
     sizes = {
-        f"the block's {name} is {m.out_features} x {m.in_features}": (m.out_features, m.in_features)
+        f"{name} of a block is {m.out_features} x {m.in_features}": (m.out_features, m.in_features)
         for block in blocks_of(model, plan or ParallelPlan())
         for name, m in block.named_modules()
         if isinstance(m, nn.Linear)
     }
     if not sizes:
         raise UserError(f"{KEY}: the model has no nn.Linear in a block of its ParallelPlan")
-    sizes[f"data.seq_len is {seq_len}"] = (seq_len,)
-    uneven = [what for what, dims in sizes.items() if any(n % n_multiple for n in dims)]
+    uneven = [what for what, dims in sizes.items() if any(n % (MULTIPLE * tp) for n in dims)]
     if uneven:
-        times = f"{MULTIPLE} x distributed.tp_size" if tp > 1 else str(MULTIPLE)
-        raise UserError(
-            f"{KEY}: must have sizes that are multiples of {times}: {'; '.join(uneven)}"
-        )
+        need = f"must have matrices of multiples of {MULTIPLE}{f' x {tp} (tp_size)' * (tp > 1)}"
+        raise UserError(f"{KEY}: {need}: {'; '.join(uneven)}")
+    if seq_len % MULTIPLE:
+        raise UserError(f"{KEY}: data.seq_len = {seq_len}: must be a multiple of {MULTIPLE}")
     if device == "cuda" and torch.cuda.is_available():
         found = torch.cuda.get_device_capability()
         if found < CAPABILITY:

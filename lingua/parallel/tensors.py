@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def local(t: Tensor) -> Tensor:
     """The part of `t` that this rank holds; of a plain tensor, all of it."""
-    return t.to_local() if isinstance(t, DTensor) else t
+    part = t.to_local() if isinstance(t, DTensor) else t
+    return getattr(part, "_tensor", part)  # within a weight that FSDP gathers in float8
 
 
 def whole(t: Tensor) -> Tensor:

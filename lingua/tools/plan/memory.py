@@ -71,9 +71,7 @@ class LiveMemory:
     def register(self, kind: str, tensors: Any) -> None:
         """Count these tensors as this kind, whatever made them."""
         for t in tensors_in(tensors):
-            part = local(t)
-            part = getattr(part, "_tensor", part)  # of a weight that FSDP gathers in float8
-            self._follow(part.untyped_storage(), kind, again=True)
+            self._follow(local(t).untyped_storage(), kind, again=True)
 
     def restart(self) -> None:
         """Measure `peak` and `kept` anew from here on."""
