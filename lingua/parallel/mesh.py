@@ -41,6 +41,9 @@ class DistributedArgs:
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient; null: last, or every with deterministic: mesh
     grad_sync: Free[Literal["last", "replica_last", "every"] | None] = None
+    # when gathered parameters are freed: `always`, after each forward and backward of a block, or
+    # at the end of the `step`, whose micro-steps gather them once
+    reshard: Free[Literal["always", "step"]] = "always"
     # CPU threads of the operators of a process, which rounding depends on; null: torch's choice, or
     # 1 with deterministic: mesh
     threads: Free[int | None] = None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -195,9 +195,13 @@ def parallelize_model(
         # The backward pass begins with the last unit, which would be gathered again at once; and
         # replicas that are not sharded have nothing to gather. One rank frees its copies in `dtype`
         # all the same: it has the least memory, and to cast again costs a percent of a step.
-        kept = unit is units[-1] or (shards == 1 and replicas > 1)
+        kept = unit is units[-1] or (shards == 1 and replicas > 1) or args.reshard == "step"
         shard(unit, reshard_after_forward=not kept)
     shard(model)
+    model.gathers_once = args.reshard == "step"  # type: ignore[assignment]  # for set_gradient_sync
+    in_order = units[: len(units) - len(plan.units)] + units[-1:] * bool(plan.units)
+    for (block, *_), (following, *_) in pairwise(in_order):  # gathered while the block computes
+        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loop divides the loss by the number of targets of the whole global batch. The

@@ -16,6 +16,13 @@ def traffic_notes(
 ) -> Iterator[str]:
     """Lines about a model that is laid out on the mesh, with `n_micro` micro-steps a step."""
     yield from grad_sync_note(model, mesh, args.grad_sync, n_micro)
+    if args.reshard == "step" and n_micro > 1 and mesh.shape[1] > 1:
+        gathered = sum(local(p).numel() for p in model.parameters()) * mesh.shape[1]
+        size = human_bytes(gathered * args.dtype.itemsize)
+        yield (
+            f"distributed.reshard = step: keeps {size} of gathered parameters through a step, and "
+            f"gathers them once in its {n_micro} micro-steps, not {2 * n_micro} times"
+        )
     yield from replicas_note(model, mesh, args, n_micro, detect_launch().local_world_size)
 
 

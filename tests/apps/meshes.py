@@ -43,7 +43,8 @@ def mesh(sizes: Sizes) -> dict[str, int]:
 def on_its_own(sizes: Sizes) -> dict[str, Any]:
     """Settings that may differ from topology to topology."""
     batch_size, grad_sync = TOPOLOGIES[sizes]
-    return {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
+    settings = {"data.batch_size": batch_size, "distributed.grad_sync": grad_sync}
+    return settings | {"distributed.reshard": "step" if batch_size in (1, 3) else "always"}
 
 
 def on_meshes(*default: Sizes, soak: Iterable[Sizes] = ()) -> pytest.MarkDecorator:

@@ -20,6 +20,7 @@ from torch import nn
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.monitor.profiling import ProfilingArgs, open_profiler
+from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from tests.apps.meshes import on_mesh
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "fsdp": ((1, 4, 1), {}),
     "bf16": ((1, 4, 1), {"model_dtype": "bf16"}),
     "hsdp": ((2, 2, 1), {}),
+    "gathered once": ((1, 4, 1), {"reshard": "step"}),
     "tp": ((1, 2, 2), {}),
     "tp checkpoint": ((1, 2, 2), {"activation_checkpointing": "full"}),
     "tp compile": ((1, 2, 2), {"compile": True}),
@@ -61,7 +63,7 @@ PROFILER_NAMES = {
 
 def run_step(model: nn.Module, n_micro: int = MICRO) -> None:
     for i in range(n_micro):
-        model.set_requires_gradient_sync(i == n_micro - 1)
+        set_gradient_sync(model, "last", i == n_micro - 1)
         tokens = torch.randint(0, ARGS.vocab_size, (ROWS, SEQ))
         model(tokens, tokens[None]).sums.sum().backward()
 
@@ -169,6 +171,9 @@ def test_collectives_are_those_of_the_dispatcher_and_bytes_those_of_the_dtype_se
     }
     if case == "hsdp":  # replicas reduce their shards
         expected["all_reduce", "dp_replicate", True] = (UNITS, WHOLE * FLOAT // 2)
+    if case == "gathered once":
+        expected["all_gather", "dp_shard", False] = (UNITS, WHOLE * FLOAT)
+        del expected["all_gather", "dp_shard", True]
     for result in results(case):
         kinds: Counter[str] = Counter()
         for (kind, *_), (count, _) in summary(result).items():
