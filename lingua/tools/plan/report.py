@@ -174,7 +174,11 @@ def _time(plan: Plan, device: Device, times: Times) -> Iterator[str]:
     facts = [
         f"matrix products reach {100 * device.matmul_share:.0f} % of {device.bf16_flops / 1e12:g} "
         f"TFLOP/s (bf16), attention {100 * device.attention_share:.0f} %",
-        *([f"in float8 of {device.float8_tflops:g}"] if plan.args.distributed.float8 else []),
+        *(
+            [f"in float8 {100 * device.float8_share:.0f} % of {device.float8_tflops:g}"]
+            if plan.args.distributed.float8
+            else []
+        ),
         f"other kernels {100 * device.memory_share:.0f} % of {device.memory_gb_per_s:g} GB/s",
         f"links {100 * device.link_share:.0f} % of {device.node_gb_per_s:g} GB/s in a node of "
         f"{device.node_size} and of {device.network_gb_per_s:g} outside",

@@ -150,13 +150,14 @@ PUBLISHED: dict[str, tuple[float, list[str]]] = {
     # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1: memory of 2.4 TB/s
     "torchtitan 8B, compiled": (6_667, [*SEVEN_B, *LLAMA_8B]),
     "torchtitan 8B": (5_762, [*SEVEN_B, *LLAMA_8B, "distributed.compile=false"]),
+    "torchtitan 8B, float8": (8_532, [*SEVEN_B, *LLAMA_8B, "distributed.float8=tensorwise"]),
     # OLMo-core 1.2.0, README and src/scripts/train: 9.7k to 10k, and 45k to 47k
     "OLMo-core 7B": (9_850, [*SEVEN_B, *OLMO]),
     "OLMo-core 1B": (46_000, [*OLMO, "model.n_layers=18"]),
 }
 
 
-SOAK = ("torchtitan 8B", "OLMo-core 1B")
+SOAK = ("torchtitan 8B", "torchtitan 8B, float8", "OLMo-core 1B")
 
 
 @pytest.mark.parametrize(
