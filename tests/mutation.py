@@ -100,9 +100,6 @@ def late(*_: Any) -> None:
     raise TimeoutError(f"no answer in {CASE_S} s")
 
 
-# ------------------------------------------------------------------------------------ changes
-
-
 def change_bytes(content: bytes, draw: random.Random) -> bytes:
     """Bytes changed, inserted, cut out, repeated or cut off, a few times."""
     changed = bytearray(content)

@@ -62,9 +62,6 @@ def start_server(modules: tuple[str, ...]) -> tuple[str, subprocess.Popen[bytes]
     return str(command), server
 
 
-# ------------------------------------------------------------------------ the process of a command
-
-
 def ask(address: str, argv: list[str]) -> None:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # by a batch script
     with socket.socket(socket.AF_UNIX) as server, server.makefile() as answers:
@@ -88,9 +85,6 @@ def ask(address: str, argv: list[str]) -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
-
-
-# ------------------------------------------------------------------------------------- the server
 
 
 def serve(listener: socket.socket, command_file: Path, modules: list[str]) -> list[str]:

@@ -134,9 +134,6 @@ def test_every_measurement_is_tested() -> None:
     assert MEASUREMENTS.keys() == {*SMALLEST, "data"}
 
 
-# ------------------------------------------------------------------------------------- controls
-
-
 def test_a_reference_on_other_rows_has_other_losses() -> None:
     """The control of loss_difference: the comparison notices a row shifted by one."""
     args, _ = load(TrainArgs, [*RUN, VOCABULARY])

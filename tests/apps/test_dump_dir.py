@@ -141,8 +141,6 @@ def test_checkpoints_are_one_runs(runs, tmp_path):
     assert runs.train((1, 1, 1), where, dump_dir=tmp_path / "third").column("step") == [1, 2]
 
 
-# ---- folders that a run cannot use
-
 ODD = {
     "config.yaml": Path.mkdir,
     "train.log": os.mkfifo,

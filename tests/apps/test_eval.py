@@ -166,9 +166,6 @@ def answers(samples: list[dict[str, Any]]) -> list[list[float]]:
     ]
 
 
-# ------------------------------------------------------------------------------- the same scores
-
-
 @pytest.fixture(scope="module")
 def expected(run: Path, task_dir: Path) -> dict[str, Any]:
     return theirs(run, task_dir, list(TASKS))

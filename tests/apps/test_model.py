@@ -145,9 +145,6 @@ def compare(model: Transformer, other: nn.Module) -> dict[str, float]:
     return differences
 
 
-# ------------------------------------------------------------------- against other implementations
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_gradients_equal_those_of_transformers(case):
     model = initialised(model_args(**CASES[case]))

@@ -42,9 +42,6 @@ def without(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t for name, t in tensors.items() if not name.startswith(kind)}
 
 
-# ------------------------------------------------------------------------------------ of our own
-
-
 def stopped_at_once(args: TrainArgs) -> Built:
     """A builder of the model, in processes that are asked to stop before they train."""
     built = build(args)

@@ -56,9 +56,6 @@ def test_a_global_batch_size_left_open_is_decided_once(runs, tmp_path):
     assert differs(run, four) == []
 
 
-# ----------------------------------------------------------------------------- what may change
-
-
 def test_a_guarded_change_is_refused_by_name_and_can_be_allowed(runs, tmp_path):
     """Also of a run that is finished."""
     run = runs.train((1, 2, 1), {"stop_at": K})
@@ -222,9 +219,6 @@ def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(runs, nan_at_step_3
     skip = {"optim.on_nonfinite": "skip", "stop_at": 4}
     run = runs.train((1, 2, 1), skip, build=nan_at_step_3, dump_dir=run.dump_dir)
     assert run.column("step") == [3, 4] and run.column("skipped_steps") == [1, 1]
-
-
-# --------------------------------------------------------------------------------- being asked
 
 
 BACKGROUND = {"checkpoint.dump.every": 2, "checkpoint.async_save": True}

@@ -52,9 +52,6 @@ def alone(runs: Runs) -> Outcome:
     return runs.train((1, 1, 1), MEASURED)
 
 
-# ------------------------------------------------------------------------------- the same run
-
-
 SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 
 
@@ -172,9 +169,6 @@ def test_one_wrong_row_on_any_rank_changes_the_hash_of_its_step(runs, alone, siz
     run = runs.train(sizes, {"stop_at": 4}, twist=Twist(wrong_token_on=rank))
     pairs = zip(run.column("batch_hash"), alone.column("batch_hash")[:4], strict=True)
     assert [found == expected for found, expected in pairs] == [True, True, False, True]
-
-
-# ------------------------------------------------------- gradients, and terms of a model per row
 
 
 class Balanced(FeedForward):
@@ -340,9 +334,6 @@ def of_log(log: str) -> tuple[float, float]:
     kept, unit, saved, unit_saved = found.groups()
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
     return float(kept) * units[unit], float(saved) * units[unit_saved]
-
-
-# ------------------------------------------------------------------ compilation, checkpointing
 
 
 def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):

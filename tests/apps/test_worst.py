@@ -99,8 +99,6 @@ def test_the_nearest_checkpoint_is_one_that_has_not_trained_on_later_rows():
     assert chosen == {5: 10, 10: 10, 11: 10, 18: 10, 20: 19, 21: 20, 29: 20, 30: 30, 99: 30}
 
 
-# ---- the command
-
 GARBAGE = "\u00ff\u00fe" * 60
 HEADER = re.compile(r"=== loss ([\d.]+) over 16 targets")
 

@@ -51,9 +51,6 @@ def newest_here(roots: list[Path], verify: str) -> list[tuple[str | None, list[s
     return results
 
 
-# --------------------------------------------------------------------------------- saved
-
-
 def test_the_manifest_lists_exactly_the_files(saved):
     folder = saved / "0000000002"
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -114,9 +111,6 @@ def test_the_last_published_is_the_newest_not_the_highest_step(ranks, tmp_path):
         [("0000000020", [])],
         [("0000000020", [])],
     ]
-
-
-# ------------------------------------------------------------------------------------------ damaged
 
 
 def flip_bit(path: Path) -> None:
@@ -201,9 +195,6 @@ def test_where_no_checkpoint_can_be_used_nothing_begins_anew_beside_them(ranks, 
     for told in ranks.run(2, refused_here, root):
         assert told == f"{root}: has checkpoints, but none that can be used; move them away to " \
             "start from scratch"  # fmt: skip
-
-
-# --------------------------------------------------------------------------------- saved over ruins
 
 
 def test_a_save_takes_nothing_from_earlier_attempts_and_replaces_a_damaged_step(

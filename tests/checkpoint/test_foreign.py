@@ -126,9 +126,6 @@ def test_what_a_small_file_would_take_in_memory_is_refused(folder):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
 
 
-# ------------------------------------------------------------------------------- wrong content
-
-
 STATES = {
     "not JSON": "{",
     "a list": "[]",

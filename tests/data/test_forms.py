@@ -119,9 +119,6 @@ def test_the_texts_key_can_be_given(tmp_path, form):
     assert f":1: no text (no {what} txt, but n, body)" in message
 
 
-# ---- which files
-
-
 def test_a_folder_of_source_files_is_read_in_byte_order_with_what_it_links_to(tmp_path):
     folder = tmp_path / "a"
     texts = {"Z.py": "1", "a.md": "2", "a/b.c": "3", "a0": "4", "\u00e9.txt": "5"}
@@ -201,8 +198,6 @@ def test_source_files_come_from_the_config_and_have_shards_of_their_own(tmp_path
     assert by_pattern.folder != by_name.folder
 
 
-# ---- records
-
 GOOD = b'{"text": "ok"}\n'
 BAD_RECORDS = [
     (b"{'text': 'x'}\n", "not JSON"),
@@ -252,9 +247,6 @@ def test_line_ends_and_byte_order_mark_are_no_part_of_a_record(tmp_path, end):
     lines = [b'\xef\xbb\xbf{"text": "one\\r\\n"}', b'{"text": "two", "content": "not this"}']
     (tmp_path / "a.jsonl").write_bytes((end or b"\n").join(lines) + end)
     assert train_tokens(Prepared(make_args(tmp_path)).source) == expected_tokens(["one\r\n", "two"])
-
-
-# ---- large files in parts
 
 
 def test_a_change_in_one_part_builds_that_part_again(tmp_path):

@@ -80,8 +80,6 @@ def test_the_budget_takes_whole_documents_in_an_order_of_their_own(corpus, tmp_p
     assert np.array_equal(rearranged.targets, windows.targets)
 
 
-# ---- a source that is one document
-
 BOOK = "".join(random.Random(0).choices(["word ", "line\n", "größe "], k=20_000))
 
 

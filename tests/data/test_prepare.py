@@ -34,8 +34,6 @@ from tests.data.test_forms import LINE_FORMS, write_form
 from tests.disk import full_disk
 from tests.mistakes import refused
 
-# ---- what is built
-
 
 def test_documents_keep_their_order_and_split_by_their_text(corpus):
     source = Prepared(make_args(corpus)).source
@@ -132,9 +130,6 @@ def test_the_text_that_a_tokenizer_loses_is_reported_at_each_start(tmp_path):
     assert not any("loses" in line for line in Prepared(make_args(tmp_path)).lines)
 
 
-# ---- is it up to date
-
-
 def test_a_touched_file_is_read_once_and_kept(corpus):
     Prepared(make_args(corpus))
     os.utime(corpus / "a" / "a.jsonl", (1, 1))
@@ -194,9 +189,6 @@ def test_a_cache_that_cannot_be_written_is_enough_when_it_is_up_to_date(corpus):
     lock.mkdir()
     again = Prepared(make_args(corpus))
     assert not again.built
-
-
-# ---- mistakes
 
 
 def test_sources_that_cannot_be_found_are_named_together_with_the_nearest(tmp_path):

@@ -175,9 +175,6 @@ def test_long_rows_on_a_cpu_have_no_dense_mask():
     assert Context(args, ctx.tokens).set_mask(args, torch.float32) is None
 
 
-# --------------------------------------------------------------------------------------- varlen
-
-
 def of_packed(bounds: Tensor, left: int) -> Tensor:
     """bool N N: what sequences with these bounds see, `left` positions back (-1: all)."""
     at = torch.arange(int(bounds[-1]))
@@ -288,9 +285,6 @@ def test_checkpointing_keeps_the_gradients_of_documents_one_by_one():
         out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
         for found, theirs in zip(torch.autograd.grad(out, leaves, grad), expected, strict=True):
             torch.testing.assert_close(found, theirs, rtol=1e-5, atol=2e-6)
-
-
-# ------------------------------------------------------------------------------- flex_attention
 
 
 @CASES

@@ -34,9 +34,6 @@ def test_a_window_that_hides_nothing_costs_no_mask():
         assert (mask is not None) == hides
 
 
-# ----------------------------------------------------------------------------------- rotation
-
-
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_pairs_of_neighbours_turn_as_complex_numbers(theta):
     """Meta's formula: view (2i, 2i+1) as a complex number, times exp(i * position * frequency)."""

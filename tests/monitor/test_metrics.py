@@ -93,9 +93,6 @@ def test_cutting_back_does_not_touch_a_file_whose_lines_all_stay(tmp_path):
     assert steps_of(path) == [0]
 
 
-# ---- the device
-
-
 def test_peaks_are_of_the_very_device_or_not_known():
     known = {"A100-SXM4-80GB": 312, "A100 80GB PCIe": 312, "H100 80GB HBM3": 989, "H100 PCIe": 756}
     known |= {"H100 NVL": 835.5, "H200": 989, "B200": 2250, "L40S": 362, "GeForce RTX 4090": 165.2}
@@ -116,9 +113,6 @@ def test_peak_memory_of_the_process_grows_by_what_it_touches():
     block = bytearray(b"x") * 2**28  # 0.25 GiB
     assert 0.05 < before < 50
     assert peak_mem_gib(torch.device("cpu")) >= min(before + 0.2, len(block) / 2**30)
-
-
-# ---- people
 
 
 @pytest.fixture
@@ -205,9 +199,6 @@ def test_a_log_that_cannot_be_written_is_reported_once(tmp_path):
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as closed:
         closed.stdout.close()
         assert "Logging error" not in closed.stderr.read()
-
-
-# ---- wandb
 
 
 def test_wandb_resumes_the_run_of_the_dump_dir(tmp_path, monkeypatch):

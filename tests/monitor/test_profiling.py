@@ -56,9 +56,6 @@ PROFILER_NAMES = {
 }
 
 
-# ------------------------------------------------------------------------- in each of the processes
-
-
 def run_step(model: nn.Module, n_micro: int = MICRO) -> None:
     for i in range(n_micro):
         model.set_requires_gradient_sync(i == n_micro - 1)
@@ -130,9 +127,6 @@ def measure_here(case: str, folder: Path) -> dict[str, Any]:
     if case == "axes":
         return measure_axes()
     return measure_profiler(folder) if case == "profiler" else measure(case)
-
-
-# -------------------------------------------------------------------------------------- in the test
 
 
 @pytest.fixture(scope="module")

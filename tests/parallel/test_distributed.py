@@ -22,8 +22,6 @@ from lingua.parallel.slurm import set_rendezvous
 CPU = torch.device("cpu")
 
 
-# ------------------------------------------------------------------------------------- launch
-
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -104,9 +102,6 @@ def test_a_process_takes_the_device_of_its_local_rank_or_the_one_bound_to_it(
             pick_device("auto", launch)
     else:
         assert pick_device("auto", launch) == torch.device(taken)
-
-
-# --------------------------------------------------------------------------------------- mesh
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,6 @@ class Filled(nn.Module):
             self.fill(self.weight)
 
 
-# ------------------------------------------------------------------------------------- values
-
-
 def test_values_depend_on_seed_name_and_index_alone():
     def model(n: int) -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(40, 50) for _ in range(n)))
@@ -125,9 +122,6 @@ def test_tied_parameters_stay_one():
     model[1].weight = model[0].weight
     values = initialised(model)
     assert model[1].weight is model[0].weight and list(values) == ["0.weight"]
-
-
-# ------------------------------------------------------------------------------------- errors
 
 
 class Holes(nn.Module):

@@ -81,9 +81,6 @@ def mesh_of(sizes: Sizes, **settings: Any) -> tuple[DeviceMesh, DistributedArgs]
     return start(CPU, detect_launch(), args), args
 
 
-# ----------------------------------------------------------------------------- what is refused
-
-
 def test_a_plan_that_fits_is_accepted_for_any_number_of_ranks():
     assert [problems(PLAN, tp) for tp in (1, 2, 3)] == ["", "", ""]
     assert problems(None, 1) == ""

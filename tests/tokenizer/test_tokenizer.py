@@ -205,9 +205,6 @@ def test_fingerprint_follows_the_content_not_the_place(paths, tmp_path):
     assert prints["tiktoken"] == recorded
 
 
-# ---- Hugging Face's files
-
-
 def test_bos_and_eos_of_a_tokenizer_config_win_over_usual_names(tmp_path):
     write_byte_level(tmp_path / "tokenizer.json")
     args = TokenizerArgs("hf", str(tmp_path))  # the folder is as good as the file
@@ -248,9 +245,6 @@ def test_padding_truncation_and_prefix_space_of_the_file_do_no_harm(tmp_path):
     ours = build_tokenizer(TokenizerArgs("hf", path))
     text = "日本語 ☃ text"
     assert ours.decode(ours.encode(text)) == " " + text
-
-
-# ---- mistakes
 
 
 def test_what_is_no_file_of_a_tokenizer_is_named(tmp_path, paths):

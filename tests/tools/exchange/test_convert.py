@@ -67,9 +67,6 @@ def logits_there(folder: Path, tokens: Tensor, kind: str = "LlamaForCausalLM") -
         return model(tokens).logits
 
 
-# ------------------------------------------------------------------------------------ out and in
-
-
 @pytest.mark.parametrize("case", EXPRESSIBLE)
 def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bit(
     ranks, tmp_path, case
@@ -200,9 +197,6 @@ def test_any_size_of_feed_forward_can_be_written():
             assert args.hidden_dim() == hidden
 
 
-# ------------------------------------------------------------------------------------- tokenizers
-
-
 @pytest.mark.parametrize("kind", ["byte level", "metaspace", "sp"])
 def test_a_tokenizer_travels_with_its_model_both_ways(ranks, tmp_path, kind):
     name, path = "hf", tmp_path / "some.json"
@@ -252,8 +246,6 @@ def test_a_tokenizer_that_transformers_has_no_form_for_is_not_written(ranks, tmp
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert {p.name for p in out.iterdir()} == names
 
-
-# ------------------------------------------------------------------------------------- the base
 
 BASE_GENERATION = {"eos_token_id": [1, 3], "pad_token_id": 0, "do_sample": True, "top_p": 0.9}
 TALK = [{"role": "user", "content": "zoo"}, {"role": "assistant", "content": "this and that"}]
@@ -338,9 +330,6 @@ def test_a_base_with_another_tokenizer_gives_no_ids(ranks, tmp_path):
     assert model.generation_config.top_p != 0.9
     assert "zoo" in tokenizer.apply_chat_template(TALK, tokenize=False)
     assert model.config.max_position_embeddings == 512 and model.config.initializer_range == 0.05
-
-
-# --------------------------------------------------------------------------------------- refusals
 
 
 def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:

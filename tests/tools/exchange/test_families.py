@@ -144,9 +144,6 @@ def test_a_family_has_its_own_meaning_of_keys_that_a_config_json_lacks(tmp_path,
     assert args.weight_tying == there.tie_word_embeddings
 
 
-# ---- a run that starts from a folder of transformers
-
-
 TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (1, 2, 2)]
 
 
@@ -190,9 +187,6 @@ def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_hold
             assert n_read == held
 
 
-# ---------------------------------------------------------------------------- memory and reads
-
-
 def peak_bytes() -> int:
     """The most memory of this process since its peak began again, mapped files included."""
     return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
@@ -226,9 +220,6 @@ def test_a_rank_loads_with_the_memory_of_its_part_and_no_more_than_one_tensor(ra
     for grown, held, of_all in ranks.run(2, growth_here, tmp_path):
         assert held <= grown < held + one_tensor
         assert of_all > 5 * one_tensor  # the count notices more
-
-
-# ------------------------------------------------------------------------------------- refusals
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [

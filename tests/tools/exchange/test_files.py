@@ -106,9 +106,6 @@ def test_what_cannot_be_converted_is_refused_by_name_and_nothing_is_executed(
     assert (tmp_path / "executed").exists()
 
 
-# --------------------------------------------------------------------------------- interrupted
-
-
 def full_disk_here(src: Path, dst: Path) -> str:
     with full_disk(1000):
         return convert_here(src, dst)

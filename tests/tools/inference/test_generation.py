@@ -107,9 +107,6 @@ def step_by_step(model: nn.Module, prompt: list[int], n: int) -> tuple[list[int]
     return tokens[len(prompt) :], logprobs
 
 
-# ----------------------------------------------------------------------------------------- greedy
-
-
 @pytest.mark.parametrize("args", [ARGS, WINDOW], ids=["all positions", "sliding window"])
 def test_greedy_tokens_are_those_of_recomputing_every_one_alone_and_in_a_batch(run, args):
     model = plain_model(args)
@@ -156,9 +153,6 @@ def test_in_bfloat16_the_log_probabilities_are_those_of_float32_arithmetic(run):
     assert len({math.frexp(x)[0] * 256 % 1 for x in found.logprobs}) > 1  # no bfloat16 numbers
 
 
-# -------------------------------------------------------------------------------------- sampling
-
-
 def test_a_prompt_draws_with_its_own_seed_and_settings_whatever_is_beside_it(run):
     hot = SamplingArgs(temperature=1.2, max_gen_tokens=10, stop_tokens=[])
     few = replace(hot, top_k=3, max_gen_tokens=7), replace(hot, top_p=0.5)
@@ -168,9 +162,6 @@ def test_a_prompt_draws_with_its_own_seed_and_settings_whatever_is_beside_it(run
     assert [c.tokens for c in together] == [c.tokens for [c] in alone]
     assert together[0].tokens == together[5].tokens
     assert len({tuple(c.tokens) for c in together}) == 5
-
-
-# --------------------------------------------------------------------------------------- the end
 
 
 class Recites(nn.Module):
@@ -249,9 +240,6 @@ def test_prompts_without_room_for_their_tokens_are_cut_on_the_left_and_counted(c
     assert fit_prompts(requests, 15) == [cut, requests[1]]
     assert "1 of 2 prompts cut on the left" in caplog.text
     refused(lambda: fit_prompts(requests, 4), "max_gen_tokens = 4: leaves no room")
-
-
-# ---- log-probabilities of given texts
 
 
 MODEL = model_args(vocab_size=50, dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)

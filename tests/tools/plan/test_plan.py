@@ -206,9 +206,6 @@ def test_the_seconds_between_saves_are_youngs():
     assert plan.fits
 
 
-# ---- other layouts: which there are, and how near the formula is to the trace
-
-
 DEBUG = "config=apps/main/configs/debug.yaml"  # 4 heads, 4 key-value heads, 16 rows a step
 
 

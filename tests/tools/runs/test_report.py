@@ -92,9 +92,6 @@ def count_pixels(chromium: Browser, colour: tuple[int, int, int], chart: str = F
 BLUE, ORANGE = (0x42, 0x69, 0xD0), (0xE0, 0x93, 0x1F)  # of the first two runs
 
 
-# ---------------------------------------------------------------------------------- in the browser
-
-
 @needs_chromium
 def test_numbers_under_the_pointer_are_those_of_the_files(tmp_path, chromium):
     # Unequal steps, and numbers from 1e-290 to 1e290 of both signs in a fork's own column.
@@ -363,9 +360,6 @@ def test_a_watched_page_follows_the_runs_and_keeps_what_the_reader_chose(tmp_pat
     chosen = "return [state.axis, [...state.hidden], document.querySelector('td').innerText]"
     assert chromium.run(chosen) == [1, [1], "b"]
     assert process.returncode == 0 and payload_of(out)["refresh_s"] is None
-
-
-# ------------------------------------------------------------------------------- without a browser
 
 
 def test_runs_with_nothing_to_show_are_listed_and_what_cannot_be_read_is_reported(tmp_path, capsys):

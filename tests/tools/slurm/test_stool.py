@@ -194,9 +194,6 @@ def same(dump_dir: Path, reference: Outcome) -> bool:
     return not {"batch_hash", "loss"} & set(differs(run, reference))
 
 
-# ------------------------------------------------------------------------------------- one run
-
-
 @needs_slurm
 def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(
     cluster, jobs, reference, tmp_path
@@ -342,9 +339,6 @@ def test_a_rank_sees_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_s
     }
 
 
-# --------------------------------------------------------------------------------------- sweeps
-
-
 @needs_slurm
 def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(cluster, monkeypatch):
     root = cluster.runs / "sweep"
@@ -376,9 +370,6 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(cluster, monke
     hashes = [tuple(Outcome(member, []).column("batch_hash")) for member in members]
     assert len(set(hashes)) == 3
     assert all((m / "logs" / f"{array}_{i}").is_dir() for i, m in enumerate(members))
-
-
-# ---------------------------------------------------------------------------------- wrong input
 
 
 @pytest.fixture

@@ -288,9 +288,6 @@ def test_configs_are_read_and_runs_compared_without_torch(out, tmp_path):
     assert done.stderr.strip() == ""
 
 
-# ---- what an arm is: keys, code, machines, rows and text of all its runs, and how they ended
-
-
 def edited(name: str, *words: str) -> None:
     """Lays keys over the config of a run."""
     path = Path(name, "config.yaml")

@@ -91,8 +91,6 @@ def test_the_number_of_pairs_inverts_power():
     assert pairs_for(0.1, 0.0, LEVEL) == 2
 
 
-# ---- simulated claims: float64 [draws, runs] of independent losses
-
 DISTRIBUTIONS = {
     "normal": lambda rng, *shape: rng.normal(size=shape),
     "t3": lambda rng, *shape: rng.standard_t(3, size=shape),
@@ -269,9 +267,6 @@ def test_a_far_pair_is_one_of_a_hundred_and_rare_failures_are_not_normal():
     failed = np.append(0.01 * rng.normal(size=9), 1.0)
     assert far_pair(failed) == 9 and not is_normal(failed)
     assert far_pair(failed[:9]) is None and is_normal(failed[:9])
-
-
-# ---- on the pool
 
 
 def test_the_pool_has_40_pairs_of_changes_and_pairs_without_effect_and_of_600_steps():
