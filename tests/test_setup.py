@@ -56,9 +56,7 @@ def repo(tmp_path_factory) -> Path:
     return repo
 
 
-def test_a_command_gets_its_arguments_unharmed_in_a_ready_environment_from_any_folder(
-    repo, tmp_path
-):
+def test_a_command_gets_its_arguments_unharmed_from_any_folder(repo, tmp_path):
     words = ["a b", "it's", '"', "$HOME", "`id`", "*", "", "-x", "back\\slash", "two\nlines"]
     script = "import os, sys; print(sys.prefix, os.getcwd(), sys.argv[1:], sep='|'); sys.exit(7)"
     code, out, err = run(repo, "python", "-c", script, *words, cwd=tmp_path)

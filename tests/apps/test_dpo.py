@@ -113,9 +113,7 @@ def test_the_loss_is_that_of_each_pair_alone_written_out(pairs, trained):
     assert last["loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
 
 
-def test_what_is_on_disk_is_read_and_what_is_stale_or_damaged_is_computed_again(
-    runs, pairs, trained, tmp_path
-):
+def test_what_is_stale_or_damaged_on_disk_is_computed_again(runs, pairs, trained, tmp_path):
     """In one process: numbers that were changed on disk are used, of another reference they are
     not."""
     stored = json.loads((trained.dump_dir / "reference.json").read_text())

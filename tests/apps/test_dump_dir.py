@@ -69,9 +69,7 @@ with Saver(folder / "checkpoints", CheckpointArgs()) as saver:
 """
 
 
-def test_of_two_that_wait_for_a_lost_run_one_goes_on_after_one_life_of_a_lock(
-    tmp_path: Path,
-) -> None:
+def test_of_two_that_wait_for_a_lost_run_one_goes_on_after_one_life_of_a_lock(tmp_path):
     """The lost run had locked two folders."""
     for folder in (tmp_path, tmp_path / "checkpoints"):
         folder.mkdir(exist_ok=True)

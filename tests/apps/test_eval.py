@@ -172,9 +172,7 @@ def expected(run: Path, task_dir: Path) -> dict[str, Any]:
 
 
 @on_meshes((1, 1, 1), (2, 1, 1), soak=[(1, 2, 1), (1, 1, 2)])
-def test_scores_are_those_of_the_harness_on_the_exported_model(
-    ranks, run, task_dir, expected, tmp_path, sizes
-):
+def test_scores_are_those_of_the_harness(ranks, run, task_dir, expected, tmp_path, sizes):
     words = [f"{key}={size}" for key, size in mesh(sizes).items()]
     out = ours(ranks, run, task_dir, tmp_path / "out", *words, n=prod(sizes))
     found, there = numbers(results_in(out)), numbers(expected)
@@ -203,7 +201,7 @@ def read_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokeniz
 
 
 @pytest.mark.parametrize("kind", ["sp", pytest.param("tiktoken", marks=pytest.mark.soak)])
-def test_with_other_tokenizers_and_tied_weights_scores_are_those_of_the_harness_too(
+def test_other_tokenizers_and_tied_weights_score_so(
     ranks, make_run, task_dir, tmp_path, monkeypatch, kind
 ):
     run = make_run(True, kind, weight_tying=True)
@@ -240,9 +238,7 @@ def test_groups_and_tags_are_those_of_the_harness(ranks, run, task_dir, tmp_path
     assert [json.loads(line)["task"] for line in lines].count("both") == 1
 
 
-def test_what_cannot_be_evaluated_is_refused_before_the_model_is_loaded(
-    ranks, run, task_dir, tmp_path
-):
+def test_what_cannot_be_evaluated_is_refused_before_it_is_loaded(ranks, run, task_dir, tmp_path):
     (tmp_path / "broken").mkdir()
     broken = TASKS["choice"] + "dataset_path: json\ntest_split: test\n"
     broken += "dataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"

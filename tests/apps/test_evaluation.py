@@ -43,9 +43,7 @@ def of_evals(run: Outcome) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_that_is_evaluated_is_the_same_and_scores_as_its_checkpoints_do(
-    runs, task_dir, tmp_path
-):
+def test_an_evaluated_run_is_the_same_and_scores_as_its_checkpoints(runs, task_dir, tmp_path):
     settings = TRAINED | {"eval.task_dir": task_dir}
     evaluated = runs.train((1, 2, 1), settings | {"eval.every": 2})
     plain = runs.train((1, 2, 1), {k: v for k, v in settings.items() if k[:5] != "eval."})
@@ -135,9 +133,7 @@ def checked_here(settings: dict[str, Any], cases: list[dict[str, Any]]) -> list[
     return errors
 
 
-def test_the_mistakes_of_an_evaluation_and_of_its_jobs_are_found_before_training(
-    runs, task_dir, tmp_path
-):
+def test_mistakes_of_an_evaluation_are_found_before_training(runs, task_dir, tmp_path):
     settings = TRAINED | {"eval.task_dir": task_dir}
     for wrong, need in (
         ({"data.seq_len": 12}, "tasks: reply: max_gen_tokens = 12: leaves no room"),

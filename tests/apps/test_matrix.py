@@ -202,9 +202,7 @@ def case(name: str, feature: Feature, *marks: pytest.MarkDecorator) -> Any:
     [case(name, feature) for name, feature in FEATURES.items()]
     + [case(f"{name}, soak", f, pytest.mark.soak) for name, f in SOAK.items()],
 )
-def test_a_run_stopped_on_one_mesh_and_resumed_on_another_is_that_of_one_process(
-    runs, tmp_path, request, feature
-):
+def test_a_run_resumed_on_another_mesh_is_that_of_one_process(runs, tmp_path, request, feature):
     settings = {"stop_at": END, "validation.every": END} | feature.settings
     if feature.reads:
         settings |= request.getfixturevalue(feature.reads)

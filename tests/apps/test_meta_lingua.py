@@ -15,7 +15,6 @@ from tests.apps import test_eval, test_generate
 from tests.apps.runs import SMALL, Outcome
 from tests.apps.tasks import write_tasks
 from tests.lingua_checkpoint import TOKENS, LMTransformer
-from tests.ranks import Ranks
 from tests.tools.exchange.converted import convert_here, convert_to
 from tests.tools.inference.test_generation import step_by_step
 
@@ -29,9 +28,7 @@ DIM = 24  # which the number of heads divides, as transformers asks
         pytest.param(True, id="tied"),
     ],
 )
-def theirs(
-    request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[bool, Path]:
+def theirs(request, ranks, tmp_path_factory) -> tuple[bool, Path]:
     """Whether its weights are tied, and a checkpoint that Meta Lingua wrote."""
     folder = tmp_path_factory.mktemp("lingua") / "0000000003"
     folder.mkdir()

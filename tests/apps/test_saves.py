@@ -130,9 +130,7 @@ def test_a_run_goes_on_over_a_save_that_fails(runs, through, kind, rank, setting
      (BACKGROUND | {"checkpoint.on_error": "stop"}, 4)],
     ids=["the last, in the background", "stop", "stop, in the background"],
 )  # fmt: skip
-def test_a_run_ends_with_an_error_where_its_last_save_fails_or_it_is_told_to(
-    runs, through, settings, step
-):
+def test_a_run_ends_with_an_error_where_its_last_save_fails(runs, through, settings, step):
     settings = OFTEN | settings | {"checkpoint.dump.keep": 1}
     run = train_with(Fault("full", 1, begin=4, end=99), runs, settings)
     assert f"step {step} could not be saved into {run.checkpoint(0).parent}: " in run.error

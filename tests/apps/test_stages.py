@@ -60,9 +60,7 @@ PAST = [
     "step, sources, stages, past",
     [(*edit, False) for edit in FUTURE] + [(*edit, True) for edit in PAST],
 )
-def test_an_edit_of_the_future_is_announced_and_of_the_past_refused_unless_allowed(
-    step, sources, stages, past
-):
+def test_an_edit_of_the_past_is_refused_unless_allowed(step, sources, stages, past):
     now, key = config(sources, *stages), f"data.{'stages' if sources == SOURCES else 'sources'}"
     if past:
         said = refused(lambda: check_config(saved_at(step, BEFORE), now, CLASSES, []), key)

@@ -251,9 +251,7 @@ SOAK: list[tuple[Sizes, str, dict[str, Any]]] = [
     KINDS + [pytest.param(*kind, marks=pytest.mark.soak) for kind in SOAK],
     ids=lambda value: name_of(value) if isinstance(value, tuple) else None,
 )
-def test_loss_gradient_and_terms_of_rows_are_those_of_plain_torch(
-    runs, expected, sizes, mode, settings
-):
+def test_loss_and_gradient_are_those_of_plain_torch(runs, expected, sizes, mode, settings):
     """Under uneven masks, and in any micro-batches."""
     settings = UNEVEN | {"distributed.grad_sync": mode} | settings
     run = runs.train(sizes, settings, build=build_balanced, twist=Twist(some_targets=True))

@@ -138,9 +138,7 @@ def damaged_roots(saved: Path, folder: Path, damage) -> dict[str, Path]:
 
 @pytest.mark.parametrize("damage", [flip_bit, cut, empty, os.remove])
 @pytest.mark.parametrize("verify", ["full", "size"])
-def test_a_damaged_file_of_any_kind_is_named_and_the_checkpoint_before_it_taken(
-    ranks, saved, tmp_path, damage, verify
-):
+def test_a_damaged_file_is_named_and_the_step_before_taken(ranks, saved, tmp_path, damage, verify):
     roots = damaged_roots(saved, tmp_path, damage)
     first, second = ranks.run(2, newest_here, list(roots.values()), verify)
     for name, (chosen, told), (also, _) in zip(roots, first, second, strict=True):
@@ -197,9 +195,7 @@ def test_where_no_checkpoint_can_be_used_nothing_begins_anew_beside_them(ranks, 
             "start from scratch"  # fmt: skip
 
 
-def test_a_save_takes_nothing_from_earlier_attempts_and_replaces_a_damaged_step(
-    ranks, saved, tmp_path
-):
+def test_a_save_takes_nothing_from_attempts_and_replaces_a_damaged_step(ranks, saved, tmp_path):
     root = shutil.copytree(saved, tmp_path / "root")
     for folder in ("0000000003", "0000000003.tmp-0123abcd"):  # by more ranks, not finished
         (root / folder).mkdir()
@@ -233,9 +229,7 @@ def synced_here(root: Path) -> list[tuple[str, int]]:
     return synced
 
 
-def test_every_file_is_on_the_disk_to_its_last_byte_before_its_folder_gets_its_name(
-    ranks, tmp_path
-):
+def test_every_file_is_on_the_disk_before_its_folder_gets_its_name(ranks, tmp_path):
     synced, of_rank_1 = ranks.run(2, synced_here, tmp_path / "root")
     files = {p.name: p.stat().st_size for p in (tmp_path / "root" / "0000000001").iterdir()}
     assert files.keys() == {*KINDS, "__1_0.distcp"}
@@ -261,9 +255,7 @@ def fail_here(root: Path, limits: dict[int, int], state: dict) -> tuple[str, lis
     [({1: 100}, False), ({0: 100}, False), ({0: 100, 1: 100}, False), ({0: 100_000}, True)],
     ids=["tensors of rank 1", "tensors of rank 0", "tensors of both", "state after the tensors"],
 )
-def test_a_write_that_fails_publishes_nothing_and_raises_on_every_rank(
-    ranks, saved, tmp_path, limits, big_state
-):
+def test_a_write_that_fails_raises_on_every_rank(ranks, saved, tmp_path, limits, big_state):
     root = shutil.copytree(saved, tmp_path / "root")
     state = {"big": "x" * 200_000} if big_state else STATE
     for told, found in ranks.run(2, fail_here, root, limits, state):
@@ -318,9 +310,7 @@ def stopped(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("written", [".metadata", "__1_0.distcp"])
-def test_a_kill_in_the_middle_of_a_save_leaves_whole_checkpoints_and_a_leftover(
-    ranks, tmp_path, written
-):
+def test_a_kill_in_a_save_leaves_whole_checkpoints_and_a_leftover(ranks, tmp_path, written):
     victims = Ranks()
     victims._grow(2)
     saving = threading.Thread(

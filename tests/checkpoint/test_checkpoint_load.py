@@ -234,9 +234,7 @@ def cut_off(folder: Path) -> None:
         (cut_off, ".metadata cannot be read"),
     ],
 )
-def test_a_metadata_that_does_not_describe_its_folder_is_refused(
-    ranks, saved, tmp_path, damage, named
-):
+def test_a_metadata_of_another_folder_is_refused(ranks, saved, tmp_path, damage, named):
     folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
     damage(folder)
     for said in ranks.run(2, trusting_here, folder):

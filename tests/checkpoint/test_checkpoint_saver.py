@@ -84,9 +84,7 @@ def open_requeued_here(root: Path) -> str:
 
 
 @pytest.mark.parametrize("folder", ["dump dir", "checkpoints"])
-def test_a_second_run_on_the_same_folder_is_refused_and_one_of_a_requeued_job_waits(
-    ranks, tmp_path, folder
-):
+def test_a_second_run_is_refused_and_one_of_a_requeued_job_waits(ranks, tmp_path, folder):
     root = tmp_path / "checkpoints"
     root.mkdir()
     held = (tmp_path if folder == "dump dir" else root) / "run.lock"

@@ -225,9 +225,7 @@ NO_PAIRS = [
     [({"messages": [USER, BOT]}, *case) for case in NO_CONVERSATIONS]
     + [(PAIR, *case) for case in NO_PAIRS],
 )
-def test_what_is_no_conversation_and_no_pair_is_an_error_with_its_line(
-    tmp_path, good, record, named
-):
+def test_what_is_no_conversation_is_an_error_with_its_line(tmp_path, good, record, named):
     chat = {"chat": ChatArgs(pairs=good == PAIR)}
     stop = make_args(tmp_path, [good, record, good], **chat)
     refused(lambda: prepared(stop), "a.jsonl:2: ", named, "data.on_bad_record: skip")

@@ -356,7 +356,7 @@ def by_xformers(inp: Any, op: Any) -> Tensor:
 
 @CASES
 @pytest.mark.parametrize("impl", ["sdpa", "varlen", "fmha"])
-def test_an_implementation_is_explicit_attention(
+def test_it_is_explicit_attention(
     monkeypatch, flash_on_the_cpu, impl, documents, window, n_kv_heads
 ):
     if impl == "fmha":
@@ -368,9 +368,7 @@ def test_an_implementation_is_explicit_attention(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_xformers_kernels_refuse_our_calls_for_the_device_and_the_build_alone(
-    monkeypatch, window, dtype
-):
+def test_xformers_refuses_our_calls_for_the_device_alone(monkeypatch, window, dtype):
     pytest.importorskip("xformers.ops")
     from xformers.ops import fmha
 

@@ -128,9 +128,7 @@ def restored_logging():
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-def test_rank_0_logs_and_other_ranks_only_warn_and_name_themselves(
-    tmp_path, capsys, restored_logging
-):
+def test_rank_0_logs_and_other_ranks_only_warn(tmp_path, capsys, restored_logging):
     dump_dir = tmp_path / "runs" / "a"
     for message in ("first start", "second start"):
         init_logger(dump_dir, rank=0)

@@ -91,9 +91,7 @@ def test_a_device_that_is_not_there_is_refused_by_the_machine_that_lacks_it():
         ("slurm", 3, 2, None),
     ],
 )
-def test_a_process_takes_the_device_of_its_local_rank_or_the_one_bound_to_it(
-    monkeypatch, by, local_rank, visible, taken
-):
+def test_the_device_is_of_the_local_rank(monkeypatch, by, local_rank, visible, taken):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     launch = Launch(local_rank, 4, local_rank, 4, by)

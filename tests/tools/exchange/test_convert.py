@@ -68,9 +68,7 @@ def logits_there(folder: Path, tokens: Tensor, kind: str = "LlamaForCausalLM") -
 
 
 @pytest.mark.parametrize("case", EXPRESSIBLE)
-def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bit(
-    ranks, tmp_path, case
-):
+def test_an_exported_model_is_the_same_and_comes_back_bit_for_bit(ranks, tmp_path, case):
     args = a_model(**EXPRESSIBLE[case])
     ranks.run(1, save_here, tmp_path / "ours", args, {})
     out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")

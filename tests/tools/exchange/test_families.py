@@ -173,9 +173,7 @@ def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> An
 @pytest.mark.parametrize(
     ("tied", "topologies"), [(False, TOPOLOGIES), (True, TOPOLOGIES[-1:])], ids=["untied", "tied"]
 )
-def test_a_folder_gives_every_topology_its_weights_and_a_rank_reads_what_it_holds(
-    ranks, tmp_path, tied, topologies
-):
+def test_every_topology_has_its_weights_and_reads_what_it_holds(ranks, tmp_path, tied, topologies):
     args = a_model(dim=36, n_heads=4, n_kv_heads=2, head_dim=10, multiple_of=7, weight_tying=tied)
     ranks.run(1, save_here, tmp_path / "ours", args, {})
     folder = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs", "shard_gb=3e-5")

@@ -72,7 +72,7 @@ def page_of(folder: Path, *words: str) -> Path:
 
 def under_the_pointer(
     chromium: Browser, x: int | None = None, chart: str = FIRST
-) -> tuple[str, dict[str, list[str]]]:
+) -> tuple[str, dict]:
     """Where the pointer is, once it is moved to `x`, and of each line its number and, where it
     differs, its own place."""
     if x is not None:
@@ -210,9 +210,7 @@ def seeds_of(folder: Path, arms: dict[float, list[list[float]]]) -> None:
 
 
 @needs_chromium
-def test_an_arm_is_the_mean_of_its_seeds_with_their_range_and_never_one_of_survivors(
-    tmp_path: Path, chromium: Browser
-) -> None:
+def test_an_arm_is_the_mean_of_its_seeds_and_never_of_survivors(tmp_path, chromium):
     random = np.random.default_rng(1)
     arms = {lr: (3 + lr + random.random((3, 100)) / 4).round(4) for lr in (1.0, 2.0)}
     losses = {lr: values.tolist() for lr, values in arms.items()}

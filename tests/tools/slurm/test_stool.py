@@ -195,9 +195,7 @@ def same(dump_dir: Path, reference: Outcome) -> bool:
 
 
 @needs_slurm
-def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(
-    cluster, jobs, reference, tmp_path
-):
+def test_a_job_trains_from_the_code_it_was_launched_with(cluster, jobs, reference, tmp_path):
     dump_dir, job = jobs["plain"]
     cluster.ended(job)
     assert same(dump_dir, reference)
@@ -217,9 +215,7 @@ def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(
 
 
 @needs_slurm
-def test_a_printed_script_is_the_same_run_when_it_is_edited_and_submitted_by_hand(
-    cluster, reference, monkeypatch
-):
+def test_a_printed_script_is_the_same_run_by_hand(cluster, reference, monkeypatch):
     dump_dir = cluster.runs / "by hand"
     job = "script=tests.slurm_app launcher=print nodes=2 gpus=none time=5 slurm.exclude='n3,n4'"
     command = [*python(OF_OTHERS), "-m", "lingua", "stool", *job.split()]
@@ -280,9 +276,7 @@ def test_a_job_saves_and_comes_back_before_its_time_limit(cluster, reference):
 
 
 @needs_slurm
-def test_a_cancelled_job_stays_cancelled_and_resumes_on_fewer_nodes_when_launched_again(
-    cluster, jobs, reference
-):
+def test_a_cancelled_job_resumes_on_fewer_nodes_when_launched(cluster, jobs, reference):
     dump_dir, job = jobs["cancel"]
     assert cluster.ended(job, "CANCELLED")["Restarts"] == "0"
     again = {"nodes": 1, "exclude": "n3,n4,n5", "dirs_exists_ok": True}
@@ -295,9 +289,7 @@ def test_a_cancelled_job_stays_cancelled_and_resumes_on_fewer_nodes_when_launche
 
 
 @needs_slurm
-def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_shows(
-    cluster, jobs, monkeypatch
-):
+def test_a_failing_rank_is_the_first_error_that_status_shows(cluster, jobs, monkeypatch):
     dump_dir, job = jobs["fail"]
     cluster.ended(job, "FAILED")
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
@@ -309,9 +301,7 @@ def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_sho
 
 
 @needs_slurm
-def test_a_rank_sees_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_sees(
-    cluster, tmp_path
-):
+def test_a_rank_sees_all_gpus_of_its_job_or_one_that_no_other_sees(cluster, tmp_path):
     # Another job has the first GPU of n1, so that what a job has is another part of either node.
     other = ["--parsable", "--nodelist=n1", "--gpus=1", "--output=/dev/null", "--wrap=sleep 300"]
     holder = cluster.ask("sbatch", *other).strip()
@@ -373,9 +363,7 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(cluster, monke
 
 
 @pytest.fixture
-def launches(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., None]:
+def launches(cluster, monkeypatch, tmp_path):
     """A launch that is refused by names, and has submitted, written and deleted nothing."""
     for key in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(key, cluster.env[key])

@@ -223,9 +223,7 @@ def test_arms_of_common_seeds_have_the_variance_of_the_analysis_in_blocks():
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("seeds", [2, 3, 5, 10])
-def test_several_arms_claim_a_difference_that_is_none_as_rarely_as_the_level_says(
-    distribution, seeds
-):
+def test_several_arms_claim_as_rarely_as_the_level_says(distribution, seeds):
     rng = np.random.default_rng(seeds)
     tables = DISTRIBUTIONS[distribution](rng, 10_000, 4, seeds)
     differences = tables[:, 1:].mean(2) - tables[:, :1].mean(2)
