@@ -13,13 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lingua.checkpoint.folder import Checkpoint, read_checkpoint
 from lingua.checkpoint.source import open_checkpoint
-from tests.checkpoints import (
-    ANY,
-    join,
-    refusal,
-    tensors_on,
-    whole,
-)
+from tests.checkpoints import ANY, join, refusal, tensors_on, whole
 
 DTYPES = (
     # with a storage class of their own in torch, and without
