@@ -67,9 +67,8 @@ class LMTransformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
-        angle = torch.outer(
-            torch.arange(tokens.shape[1]), 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-        )
+        frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angle = torch.outer(torch.arange(tokens.shape[1]), frequencies)
         turns = torch.polar(torch.ones_like(angle), angle)[:, None]  # S 1 D/2
         for layer in self.layers:
             h = layer(h, turns)

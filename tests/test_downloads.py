@@ -43,9 +43,7 @@ def hub() -> Iterator[Hub]:
     server.close()
 
 
-def start(
-    script: str, hub: Hub, home: Path, *words: str, before: str = "", **env: str
-) -> subprocess.Popen[str]:
+def start(script: str, hub: Hub, home: Path, *words: str, before: str = "", **env: str):
     clean = {key: value for key, value in os.environ.items() if key != "HF_TOKEN"}
     clean |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [*python(SHARED), "-c", before + RUN.format(script=script), *map(str, words)]

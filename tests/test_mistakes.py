@@ -118,9 +118,8 @@ def mistakes():
         command, *names = re.split(r"  +", line)
         if command.startswith("range "):
             continue
-        program, *argv = shlex.split(
-            re.sub(r"\{(many|deep|long)\}", lambda m: filled[m[0]], command)
-        )
+        words = re.sub(r"\{(many|deep|long)\}", lambda m: filled[m[0]], command)
+        program, *argv = shlex.split(words)
         yield pytest.param(program, argv, names, id=command)
     for argv, *names in TOO_LONG:
         yield pytest.param("example", argv, names, id=argv[0][:20])

@@ -123,9 +123,8 @@ def test_commands_are_lists_of_words_that_no_shell_reads():
 
 
 def test_the_names_of_files_in_a_dump_dir_are_written_in_one_place():
-    names = {
-        v for k, v in vars(dump_dir).items() if k.isupper() and isinstance(v, str) and "." in v
-    }
+    values = [value for name, value in vars(dump_dir).items() if name.isupper()]
+    names = {value for value in values if isinstance(value, str) and "." in value}
     assert {"config.yaml", "metrics.jsonl", "run.lock", "code.diff"} <= names
     written = {
         (str(file.relative_to(ROOT)), node.value)

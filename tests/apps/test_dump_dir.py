@@ -74,10 +74,9 @@ def test_of_two_that_wait_for_a_lost_run_one_goes_on_after_one_life_of_a_lock(tm
     for folder in (tmp_path, tmp_path / "checkpoints"):
         folder.mkdir(exist_ok=True)
         (folder / "run.lock").write_text(ELSEWHERE)
-    command, pipe = [*python(), "-c", CLAIM, str(tmp_path)], subprocess.PIPE
-    both = [
-        subprocess.Popen(command, cwd=REPO, text=True, stdout=pipe, stderr=pipe) for _ in range(2)
-    ]
+    command = [*python(), "-c", CLAIM, str(tmp_path)]
+    options = {"cwd": REPO, "text": True, "stdout": -1, "stderr": -1}
+    both = [subprocess.Popen(command, **options) for _ in range(2)]
     ends = sorted((process.communicate(timeout=60), process.returncode) for process in both)
     assert [code for _, code in ends] == [1, 0], ends
     (_, refused), (seconds, _) = (said for said, _ in ends)

@@ -89,11 +89,8 @@ def task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
-WRITE = {
-    "hf": write_byte_level,
-    "sp": partial(write_sentencepiece, model_type="bpe"),
-    "tiktoken": write_ranks,
-}
+BPE = partial(write_sentencepiece, model_type="bpe")
+WRITE = {"hf": write_byte_level, "sp": BPE, "tiktoken": write_ranks}
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +191,8 @@ def read_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokeniz
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # it would keep a copy under the name of the file
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     made = TikTokenConverter(str(path), extra_special_tokens=special).converted()
-    bos, eos = special
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=bos, eos_token=eos, add_bos_token=True
-    )
+    tokens = dict(zip(("bos_token", "eos_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=made, add_bos_token=True, **tokens)
 
 
 @pytest.mark.parametrize("kind", ["sp", pytest.param("tiktoken", marks=pytest.mark.soak)])

@@ -214,10 +214,8 @@ def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_p
             """The output of a process that is itself in a job; each of them ends well."""
             words = (settings | {"stop_at": stop_at, "eval.job": job}).items()
             command = [sys.executable, "-m", "apps.main.train", *(f"{k}={v}" for k, v in words)]
-            place = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_MEM_PER_CPU": "1"}
-            done = subprocess.run(
-                command, cwd=REPO, env=env | place, capture_output=True, text=True
-            )
+            job_7 = env | {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_MEM_PER_CPU": "1"}
+            done = subprocess.run(command, cwd=REPO, env=job_7, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
 

@@ -132,12 +132,7 @@ def pair(saved: Sizes, loaded: Sizes) -> Feature:
 
 
 # Together of every kind; the other pairs are for soak.
-DEFAULT: list[tuple[Sizes, Sizes]] = [
-    ((1, 3, 1), (1, 2, 2)),
-    ((1, 2, 2), (1, 3, 1)),
-    ((2, 2, 1), TP),
-    (TP, ONE),
-]
+DEFAULT = [((1, 3, 1), (1, 2, 2)), ((1, 2, 2), (1, 3, 1)), ((2, 2, 1), TP), (TP, ONE)]
 PAIRS = [(saved, loaded) for loaded in MESHES for saved in MESHES if saved != loaded]
 PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  # for time
 FEATURES |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in DEFAULT}
@@ -216,9 +211,7 @@ def test_a_run_resumed_on_another_mesh_is_that_of_one_process(runs, tmp_path, re
     assert state["progress"]["position"] == K * GLOBAL_BATCH
     saved = {"tensors": digests(stopped.tensors(K)), "progress": state["progress"]}
 
-    def resume(
-        name: str, sizes: Sizes, twist: Twist, other: dict[str, Any], build: Build | None
-    ) -> dict[str, float]:
+    def resume(name: str, sizes: Sizes, twist: Twist, other: Any, build: Build | None) -> Any:
         """Go on from a copy; how far it is then from the run of one process."""
         copy = stopped.copy(tmp_path / name).dump_dir
         start = {"app": feature.app, "build": build, "twist": twist, "look": True}

@@ -38,6 +38,7 @@ K, END = 4, 7  # where the run stops first, and then
 GO_ON = {"stop_at": END}
 MUON = {"optim.name": "muon", "optim.muon.dtype": "fp32"}
 REPO = Path(__file__).parents[2]
+Process = subprocess.Popen[str]
 SECRET = secrets.token_hex()  # of the environment of every program here
 
 
@@ -245,10 +246,7 @@ def test_a_signal_at_any_moment_stops_and_saves_all(runs, through, moment):
     assert expected in (None, step)
     number = signal.Signals(interrupt.number).name
     last = run.log.splitlines()[-1]
-    assert (
-        f"stopped by {number} after step {step}, which is saved. The same command resumes it"
-        in last
-    )
+    assert f"stopped by {number} after step {step}, which is saved. The same command" in last
     assert run.checkpoint(step).is_dir() and not list(run.checkpoint(0).parent.glob("*.tmp-*"))
     run = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir)
     assert differs(run, through) == []
@@ -262,30 +260,24 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
     [unit] = plan_units(source_files("one", args.data), UNIT_BYTES)
     folder.mkdir(parents=True)
     with claimed(folder / f"{unit.id}.lock"):
-        where = {
-            "data.root_dir": tmp_path,
-            "data.sources": "{one: 1}",
-            "dump_dir": tmp_path / "run",
-        }
-        job = start(2, python(), **where)
-        log = tmp_path / "run" / "train.log"
+        run = tmp_path / "run"
+        where = {"data.root_dir": tmp_path, "data.sources": "{one: 1}", "dump_dir": run}
+        job, log = start(2, python(), **where), run / "train.log"
         wait_for(lambda: log.exists() and "waiting for 1 part " in log.read_text(), job)
-        os.kill(process_of_rank(tmp_path / "run", 0), signal.SIGUSR2)
+        os.kill(process_of_rank(run, 0), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
     assert job.returncode == 1 and said.count("exitcode  : 140 (pid: ") == 2, said
     assert "stopped by SIGUSR2 while the text was prepared. The same command resumes it" in said
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert list((run / "checkpoints").iterdir()) == []
 
 
-def start(
-    n_ranks: int, python: list[str], max_restarts: int = 0, **overrides: Any
-) -> subprocess.Popen[str]:
+def start(n_ranks: int, python: list[str], max_restarts: int = 0, **overrides: Any) -> Process:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     torchrun += [f"--max-restarts={max_restarts}"]
     launcher = [*python, *torchrun, "--no-python"] if n_ranks > 1 else []
+    words = [f"{k}={v}" for k, v in (SMALL | overrides).items()]
     return subprocess.Popen(
-        [*launcher, *python, "-m", "apps.main.train"]
-        + [f"{k}={v}" for k, v in (SMALL | overrides).items()],
+        [*launcher, *python, "-m", "apps.main.train", *words],
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1", "A_SECRET": SECRET},
         stdout=subprocess.PIPE,

@@ -20,6 +20,7 @@ from tests.apps.runs import Outcome, Runs, differs, digests, train_here
 LIBC = ctypes.CDLL(None)
 LIMIT = 30_000  # bytes: enough for the lines of a run, not for its tensors
 OFTEN = {"checkpoint.dump.every": 2, "stop_at": 7}
+STOP = {"checkpoint.on_error": "stop"}
 BACKGROUND = {"checkpoint.async_save": True}
 
 
@@ -126,10 +127,9 @@ def test_a_run_goes_on_over_a_save_that_fails(runs, through, kind, rank, setting
 
 @pytest.mark.parametrize(
     ("settings", "step"),
-    [(BACKGROUND, 7), ({"checkpoint.on_error": "stop"}, 4),
-     (BACKGROUND | {"checkpoint.on_error": "stop"}, 4)],
+    [(BACKGROUND, 7), (STOP, 4), (BACKGROUND | STOP, 4)],
     ids=["the last, in the background", "stop", "stop, in the background"],
-)  # fmt: skip
+)
 def test_a_run_ends_with_an_error_where_its_last_save_fails(runs, through, settings, step):
     settings = OFTEN | settings | {"checkpoint.dump.keep": 1}
     run = train_with(Fault("full", 1, begin=4, end=99), runs, settings)

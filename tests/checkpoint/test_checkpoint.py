@@ -92,9 +92,8 @@ def test_the_tensors_of_a_run_are_parameters_moments_and_lasting_buffers():
 
 
 def photograph(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    return {
-        p.name: (p.stat().st_mtime_ns, p.stat().st_ino, p.read_bytes()) for p in folder.iterdir()
-    }
+    files = [(p, p.stat()) for p in folder.iterdir()]
+    return {p.name: (stat.st_mtime_ns, stat.st_ino, p.read_bytes()) for p, stat in files}
 
 
 def test_saving_a_published_step_again_changes_nothing(ranks, saved, tmp_path):
@@ -107,10 +106,7 @@ def test_saving_a_published_step_again_changes_nothing(ranks, saved, tmp_path):
 def test_the_last_published_is_the_newest_not_the_highest_step(ranks, tmp_path):
     ranks.run(1, save_here, tmp_path, [10, 30, 20])
     assert [c.step for c in find(tmp_path)] == [20, 30, 10]
-    assert ranks.run(2, newest_here, [tmp_path], "full") == [
-        [("0000000020", [])],
-        [("0000000020", [])],
-    ]
+    assert ranks.run(2, newest_here, [tmp_path], "full") == [[("0000000020", [])]] * 2
 
 
 def flip_bit(path: Path) -> None:
@@ -313,9 +309,8 @@ def stopped(pid: int) -> bool:
 def test_a_kill_in_a_save_leaves_whole_checkpoints_and_a_leftover(ranks, tmp_path, written):
     victims = Ranks()
     victims._grow(2)
-    saving = threading.Thread(
-        target=lambda: refusal(lambda: victims.run(2, save_for_ever, tmp_path), ANY)
-    )
+    work = lambda: victims.run(2, save_for_ever, tmp_path)  # noqa: E731
+    saving = threading.Thread(target=refusal, args=(work, ANY))
     saving.start()
     pids = [process.pid for process in victims.processes]
 

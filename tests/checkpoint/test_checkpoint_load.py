@@ -208,9 +208,8 @@ def moved(folder: Path) -> None:
     before, chunk.offsets = chunk.offsets, torch.Size((chunk.offsets[0] - 1, 0))
     for index in [i for i in metadata.storage_data if i.fqn == "model.matrix"]:
         if index.offset == before:
-            metadata.storage_data[replace(index, offset=chunk.offsets)] = metadata.storage_data.pop(
-                index
-            )
+            entry = metadata.storage_data.pop(index)
+            metadata.storage_data[replace(index, offset=chunk.offsets)] = entry
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 

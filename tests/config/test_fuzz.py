@@ -38,12 +38,8 @@ PROGRAMS = [
 
 def special_files(folder: Path) -> list[Path]:
     """What a `config=` or a `base:` may name by mistake."""
-    texts = {
-        "self": "base: self\n",
-        "of_fifo": "base: fifo\n",
-        "empty": "",
-        "zeros": "\0" * (2 << 20),
-    }
+    texts = {"self": "base: self\n", "of_fifo": "base: fifo\n", "empty": ""}
+    texts["zeros"] = "\0" * (2 << 20)
     texts["many"] = "".join(f"k{i}: 1\n" for i in range(20_000))
     for name, text in texts.items():
         (folder / name).write_text(text)

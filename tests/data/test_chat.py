@@ -139,14 +139,12 @@ def test_forms_of_records_give_the_same_shards(tmp_path):
     (tmp_path / "parquet/a.jsonl").unlink()
     pq.write_table(pa.Table.from_pylist(messages), tmp_path / "parquet/a.parquet")
     keyed = [{"chat": c} for c in single]
-    made["key"] = make_args(
-        tmp_path / "key", keyed, source_files={"a": SourceFiles(["a.jsonl"], "chat")}
-    )
+    files = {"a": SourceFiles(["a.jsonl"], "chat")}
+    made["key"] = make_args(tmp_path / "key", keyed, source_files=files)
     prints = {name: prepared(args)[0].fingerprint for name, args in made.items()}
     assert len(set(prints.values())) == 1, prints
-    other = make_args(
-        tmp_path / "other", [{"messages": [*c[:1], c[1] | {"content": "?"}]} for c in single]
-    )
+    changed = [{"messages": [*c[:1], c[1] | {"content": "?"}]} for c in single]
+    other = make_args(tmp_path / "other", changed)
     assert prepared(other)[0].fingerprint not in prints.values()
 
 
@@ -244,9 +242,8 @@ def test_what_is_no_source_of_conversations_is_named(tmp_path):
     refused(lambda: prepared(text), "a.txt:1: ")
 
 
-PAIRS = [
-    {"prompt": f"q {i}", "chosen": "x" * (i % 9 + 1), "rejected": f"no {i}"} for i in range(150)
-]
+PAIRS = [(f"q {i}", "x" * (i % 9 + 1), f"no {i}") for i in range(150)]
+PAIRS = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in PAIRS]
 AS_PAIRS = {"chat": ChatArgs(pairs=True)}
 
 
@@ -265,9 +262,7 @@ def test_forms_of_pairs_give_the_same_rows_which_hold_both_answers(tmp_path):
         "both": [{**pair, **both} for pair, both in zip(PAIRS, whole, strict=True)],
         "parquet": whole,
     }
-    made = {
-        name: make_args(tmp_path / name, records, **AS_PAIRS) for name, records in forms.items()
-    }
+    made = {name: make_args(tmp_path / name, form, **AS_PAIRS) for name, form in forms.items()}
     (tmp_path / "parquet/a.jsonl").unlink()
     pq.write_table(pa.Table.from_pylist(whole), tmp_path / "parquet/a.parquet")
     sources = {name: prepared(args)[0] for name, args in made.items()}
@@ -302,9 +297,8 @@ def test_only_the_last_answers_of_a_pair_carry_loss_and_long_ones_are_cut_to_one
     source, _ = prepared(args)
     assert source.manifest.cut == 1
     rows = rows_of(args, source)
-    (tokens,), (target,), (index,) = (
-        of(np.array([0])) for of in (rows.rows, rows.is_target, rows.documents)
-    )
+    read = (rows.rows, rows.is_target, rows.documents)
+    (tokens,), (target,), (index,) = (of(np.array([0])) for of in read)
     assert np.bincount(index).tolist()[:2] == [args.row_tokens // 2] * 2
     decode = build_tokenizer(args.tokenizer).decode
     for document, letter in ((0, "y"), (1, "z")):
@@ -335,9 +329,8 @@ def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs, 
     n_held_out = source.manifest.total("heldout", "documents")
     assert len(set(seen)) == len(seen) == len(records) - n_held_out
     _, _, of_source, _ = describe_mixture(args, rows.stream, 10)
-    assert [len(seen), source.n_tokens, n_rows] == [
-        int(n.replace(",", "")) for n in of_source.split()[1:4]
-    ]
+    numbers = [int(n.replace(",", "")) for n in of_source.split()[1:4]]
+    assert numbers == [len(seen), source.n_tokens, n_rows]
     shutil.rmtree(tmp_path / ".tokens")  # the program makes the shards again
     words = ["sources={a: 1}", f"root_dir={tmp_path}", f"seq_len={S}", "global_batch_size=4"]
     words += ["tokenizer.name=hf", f"tokenizer.path={args.tokenizer.path}"]

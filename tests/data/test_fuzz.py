@@ -15,12 +15,7 @@ from lingua.data.sources import held_out_windows
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.data.prepared import TEXTS, Prepared, expected_tokens, make_args, train_tokens
 from tests.mutation import change_bytes, change_file, change_json, fuzz
-from tests.tokenizer.test_tokenizer import (
-    write_byte_level,
-    write_metaspace,
-    write_ranks,
-    write_sentencepiece,
-)
+from tests.tokenizer import test_tokenizer as tokenizers
 
 pytestmark = pytest.mark.soak
 
@@ -71,10 +66,8 @@ def test_any_change_to_a_shard_is_named_by_a_run_and_built_again_by_the_next(tmp
 
         def read_and_build_again():
             errors = []
-            for read in (
-                train_tokens,
-                lambda source: held_out_windows(source, 64, (10**6, "tokens")),
-            ):
+            held_out = lambda source: held_out_windows(source, 64, (10**6, "tokens"))  # noqa: E731
+            for read in (train_tokens, held_out):
                 try:
                     read(source)  # as a run that has them open
                 except UserError as error:
@@ -91,10 +84,10 @@ def test_any_change_to_a_shard_is_named_by_a_run_and_built_again_by_the_next(tmp
 
 def test_any_change_to_a_tokenizer_gives_ids_of_its_vocabulary_or_a_named_error(tmp_path):
     files = [
-        ("sp", write_sentencepiece(tmp_path / "bpe.model", model_type="bpe")),
-        ("tiktoken", write_ranks(tmp_path / "ranks")),
-        ("hf", write_byte_level(tmp_path / "byte_level.json")),
-        ("hf", write_metaspace(tmp_path / "metaspace.json")),
+        ("sp", tokenizers.write_sentencepiece(tmp_path / "bpe.model", model_type="bpe")),
+        ("tiktoken", tokenizers.write_ranks(tmp_path / "ranks")),
+        ("hf", tokenizers.write_byte_level(tmp_path / "byte_level.json")),
+        ("hf", tokenizers.write_metaspace(tmp_path / "metaspace.json")),
     ]
     config = json.dumps({"bos_token": "<s>", "eos_token": {"content": "<s>"}, "x": [1]}).encode()
     pattern = rb"\w+|\s+|[^\w\s]+(?!\S)|."

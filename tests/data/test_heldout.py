@@ -40,9 +40,7 @@ def corpus(tmp_path):
 
 
 def held_out_in_order():
-    return sorted(
-        filter(is_held_out, TEXTS), key=lambda text: xxhash.xxh3_64_intdigest(text.encode())
-    )
+    return sorted(filter(is_held_out, TEXTS), key=lambda t: xxhash.xxh3_64_intdigest(t.encode()))
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,8 @@ def test_any_topology_and_workers_give_the_same_rows(sources, workers, dp_size, 
     stream = make_stream(sources, n_views=3)
     expected = stream.rows(np.arange(start, start + steps * G)).astype(np.int64)
     n_micro, rows = micro_steps(G, dp_size, batch_size)
-    ranks = [
-        Loader(stream, G, r, dp_size, n_micro, rows).steps(start, workers) for r in range(dp_size)
-    ]
+    loaders = [Loader(stream, G, r, dp_size, n_micro, rows) for r in range(dp_size)]
+    ranks = [loader.steps(start, workers) for loader in loaders]
     for step in range(steps):
         batches = [next(loader) for loader in ranks]
         for batch in batches:

@@ -135,10 +135,8 @@ def test_a_touched_file_is_read_once_and_kept(corpus):
     os.utime(corpus / "a" / "a.jsonl", (1, 1))
     again = Prepared(make_args(corpus))
     assert not again.built
-    recorded = {
-        file.path: file.mtime_ns for file in Source.open(again.source.folder).manifest.parts
-    }
-    assert recorded["a.jsonl"] == 10**9
+    parts = Source.open(again.source.folder).manifest.parts
+    assert {part.path: part.mtime_ns for part in parts}["a.jsonl"] == 10**9
 
 
 def test_a_changed_added_or_removed_file_is_seen(corpus):

@@ -98,9 +98,7 @@ def inputs(n_kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tens
     return q, k, v, grad
 
 
-def explicit(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """Softmax attention over the keys seen (... S L) and its gradients by q, k and v, as formulas
     (Dao, 2023, section 2.1). All are ... H S D."""
     n, scale = q.shape[-3] // k.shape[-3], q.shape[-1] ** -0.5
@@ -356,9 +354,7 @@ def by_xformers(inp: Any, op: Any) -> Tensor:
 
 @CASES
 @pytest.mark.parametrize("impl", ["sdpa", "varlen", "fmha"])
-def test_it_is_explicit_attention(
-    monkeypatch, flash_on_the_cpu, impl, documents, window, n_kv_heads
-):
+def test_it_is_explicit(monkeypatch, flash_on_the_cpu, impl, documents, window, n_kv_heads):
     if impl == "fmha":
         pytest.importorskip("xformers.ops")
         monkeypatch.setattr("xformers.ops.fmha._memory_efficient_attention", by_xformers)

@@ -77,14 +77,8 @@ BOUND = math.sqrt(3 / 200) * math.sqrt(2 / 6)  # kaiming_uniform_ with a = sqrt(
     [
         (lambda w: nn.init.uniform_(w, -2, 6), lambda x: ((x + 2) / 8).clamp(0, 1)),
         (lambda w: nn.init.normal_(w, 3, 0.5), lambda x: normal_cdf((x - 3) / 0.5)),
-        (
-            lambda w: nn.init.trunc_normal_(w, std=0.02, a=-0.06, b=0.06),
-            lambda x: truncated_cdf(x / 0.02),
-        ),
-        (
-            lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5)),
-            lambda x: ((x + BOUND) / (2 * BOUND)).clamp(0, 1),
-        ),
+        (lambda w: nn.init.trunc_normal_(w, 0, 0.02, -0.06, 0.06), lambda x: truncated_cdf(50 * x)),
+        (lambda w: nn.init.kaiming_uniform_(w, 5**0.5), lambda x: (x / BOUND + 1).clamp(0, 2) / 2),
         (lambda w: nn.init.xavier_normal_(w), lambda x: normal_cdf(x / math.sqrt(2 / 500))),
     ],
     ids=["uniform", "normal", "trunc_normal", "kaiming_uniform", "xavier_normal"],

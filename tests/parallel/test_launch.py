@@ -150,9 +150,7 @@ def start_rank(**place: object) -> subprocess.Popen[str]:
     command = [*python(), "-m", "apps.main.train", "config=apps/main/configs/debug.yaml"]
     command += ["distributed.rendezvous_s=1"]
     env = os.environ | {"WORLD_SIZE": "2"} | {key: str(value) for key, value in place.items()}
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True)
 
 
 def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2():

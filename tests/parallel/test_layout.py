@@ -53,10 +53,7 @@ class Tree(nn.Module):
         self.scale = nn.Parameter(torch.empty(4))
 
 
-STYLES: dict[str, ParallelStyle] = {
-    "blocks.*.up": ColwiseParallel(),
-    "blocks.*.down": RowwiseParallel(),
-}
+STYLES = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 EQUAL = ("embed", "blocks.*.norm", "head", "scale")
 PLAN = ParallelPlan(blocks=("blocks.*",), units=(("embed", "head"),), tp=STYLES, tp_equal=EQUAL)
 

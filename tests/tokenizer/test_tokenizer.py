@@ -83,9 +83,8 @@ def write_byte_level(path: Path, prefix_space: bool = False) -> str:
 def write_metaspace(path: Path) -> str:
     made = HfTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(parts)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False)
     made.train_from_iterator(CORPUS, trainer)
@@ -99,9 +98,8 @@ def write_metaspace(path: Path) -> str:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerArgs]:
     folder = tmp_path_factory.mktemp("tokenizers")
     bpe = write_sentencepiece(folder / "bpe.model", model_type="bpe")
-    unigram = write_sentencepiece(
-        folder / "unigram.model", add_dummy_prefix=False, hard_vocab_limit=False
-    )
+    options = {"add_dummy_prefix": False, "hard_vocab_limit": False}
+    unigram = write_sentencepiece(folder / "unigram.model", **options)
     return {
         "bytes": TokenizerArgs("bytes"),
         "sp-bpe": TokenizerArgs("sp", bpe),
@@ -273,10 +271,7 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
     beside, split = "tokenizer_config.json", "tokenizer.pattern"
     odd = [5, ["<s>"], {"content": 5}, True]
     for name, content, others, *named in [
-        *(
-            (n, c, {})
-            for n, c in product(("sp", "tiktoken", "hf"), (b"", b"{}", b"\xff\0 x", b"a"))
-        ),
+        *product(("sp", "tiktoken", "hf"), (b"", b"{}", b"\xff\0 x", b"a"), ({},)),
         ("sp", model.replace("ü".encode(), b"\xff\xff"), {}),
         ("hf", far, {}, "16,777,216", "4,294,967,295"),
         ("hf", words({}, "x"), {}, "-1"),

@@ -187,10 +187,8 @@ def test_a_notebook_interrupts_a_run_and_continues_it(tmp_path, monkeypatch):
         manager.shutdown_kernel(now=True)
     record = Record(tmp_path / "runs" / "lingua")
     assert record.metrics.step.tolist() == [1, 2, 3, 4, 5, 6]
-    assert [line.get("reason") for line in record.events if line["event"] == "stop"] == [
-        "SIGINT",
-        "done",
-    ]
+    stops = [line["reason"] for line in record.events if line["event"] == "stop"]
+    assert stops == ["SIGINT", "done"]
 
 
 CELL = "import lingua; lingua.train('apps.main', {'optim': {'lrr': '\x1b[31m'}})"

@@ -286,9 +286,8 @@ def test_what_a_base_has_and_training_did_not_change_is_carried_over(ranks, tmp_
     chat = {"chat": {"template": str(tmp_path / "t.jinja")}, "sources": {"talks": 1.0}}
     ranks.run(1, save_here, tmp_path / "sft/checkpoints", args, trained | {"data": chat})
     ranks.run(1, save_here, tmp_path / "dpo", args, trained | {"init_from": str(tmp_path / "sft")})
-    (tmp_path / "sft/metrics.jsonl").write_text(
-        '{"step": 2, "loss": 1.25}\n{"step": 4, "loss": 9.0}'
-    )
+    metrics = '{"step": 2, "loss": 1.25}\n{"step": 4, "loss": 9.0}'
+    (tmp_path / "sft/metrics.jsonl").write_text(metrics)
     cases = {"plain": ("chatml", [1, 3]), "sft": ("llama3", [1, 4, 3]), "dpo": ("chatml", [1, 3])}
     for case, (template, ends) in cases.items():
         out = convert_to(ranks, tmp_path / case, tmp_path / f"{case}-hf")
@@ -299,9 +298,8 @@ def test_what_a_base_has_and_training_did_not_change_is_carried_over(ranks, tmp_
         assert after["eos_token_id"] == ends and after["initializer_range"] == 0.05
         settings = again.generation_config
         assert (settings.eos_token_id, settings.pad_token_id, settings.top_p) == (ends, 0, 0.9)
-        text = tokenizer.apply_chat_template(
-            TALK, tokenize=False, chat_template=TEMPLATES[template]
-        )
+        options = {"tokenize": False, "chat_template": TEMPLATES[template]}
+        text = tokenizer.apply_chat_template(TALK, **options)
         assert tokenizer_there.apply_chat_template(TALK, tokenize=False) == text
         for end in ends:
             ids = torch.tensor([[5, 6]])

@@ -70,13 +70,10 @@ def page_of(folder: Path, *words: str) -> Path:
     return out
 
 
-def under_the_pointer(
-    chromium: Browser, x: int | None = None, chart: str = FIRST
-) -> tuple[str, dict]:
+def under_the_pointer(chromium: Browser, x: int, chart: str = FIRST) -> tuple[str, dict]:
     """Where the pointer is, once it is moved to `x`, and of each line its number and, where it
     differs, its own place."""
-    if x is not None:
-        chromium.point_at(chromium.all(f"{chart} .u-over")[0], x)
+    chromium.point_at(chromium.all(f"{chart} .u-over")[0], x)
     place, rows = chromium.run("return ask.tip(arguments[0])", chart)
     return place, {name: numbers for name, *numbers in rows}
 

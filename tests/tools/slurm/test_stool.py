@@ -10,7 +10,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,16 +68,13 @@ class Cluster:
         values |= {"checkpoint.dump.every": 2, "dump_dir": dump_dir}
         return [f"{k}={'null' if v is None else v}" for k, v in values.items()]
 
-    def launch(
-        self, *jobs: tuple[dict[str, Any], list[str]], within: tuple[str, ...] = ()
-    ) -> list[list[Any]]:
+    def launch(self, *jobs: tuple[dict, list[str]], within: Sequence[str] = ()) -> list[list[Any]]:
         """(job id, exit code) of each, launched from the checkout (by the command `within`)."""
         common = {"script": "tests.slurm_app", "gpus": "none", "time": "5"}
         given = json.dumps([(common | job, arguments) for job, arguments in jobs])
         command = [*within, *python(OF_OTHERS), "-c", LAUNCH]
-        done = subprocess.run(
-            command, cwd=self.repo, env=self.env, input=given, capture_output=True, text=True
-        )
+        where = {"cwd": self.repo, "env": self.env, "capture_output": True, "text": True}
+        done = subprocess.run(command, input=given, **where)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
         return [json.loads(line[1]) for line in lines if line[0] == "launched"]
@@ -146,9 +143,8 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     }
     places = [cluster.runs / (HOSTILE if name == "plain" else name) for name in wanted]
     asked = zip(wanted.values(), places, strict=True)
-    launched = cluster.launch(
-        *((ON_TWO_NODES | job, cluster.arguments(place)) for job, place in asked)
-    )
+    pairs = [(ON_TWO_NODES | job, cluster.arguments(place)) for job, place in asked]
+    launched = cluster.launch(*pairs)
     jobs = dict(zip(wanted, zip(places, (job for job, _ in launched), strict=True), strict=True))
     edited = cluster.repo / "tests" / "slurm_app.py"
     edited.rename(edited.with_suffix(".was"))
