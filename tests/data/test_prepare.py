@@ -22,9 +22,9 @@ from tests.data.prepared import (
     EOS,
     TEXTS,
     Prepared,
+    check,
     contents,
     error_of,
-    expected_tokens,
     is_held_out,
     make_args,
     train_tokens,
@@ -37,7 +37,7 @@ from tests.mistakes import refused
 
 def test_documents_keep_their_order_and_split_by_their_text(corpus):
     source = Prepared(make_args(corpus)).source
-    assert train_tokens(source) == expected_tokens(TEXTS)
+    check(source, TEXTS)
     assert sum(map(is_held_out, TEXTS)) == source.manifest.total("heldout", "documents") > 0
     n_bytes = sum(len(text.encode()) for text in TEXTS if not is_held_out(text))
     assert source.manifest.total("train", "bytes") == n_bytes
@@ -146,18 +146,18 @@ def test_a_changed_added_or_removed_file_is_seen(corpus):
     changed = Prepared(make_args(corpus), unit_bytes=27_000)
     assert changed.built and "parts to build: 1 of 3)" in changed.lines[0]
     assert "a.jsonl has changed" in changed.lines[0]
-    assert train_tokens(changed.source) == expected_tokens(same_size + TEXTS[300:])
+    check(changed, same_size + TEXTS[300:])
 
     (corpus / "a" / "m.txt").write_text("neu\r\n", encoding="utf-8", newline="")
     added = Prepared(make_args(corpus), unit_bytes=27_000)
     assert "m.txt was added, removed or changed" in added.lines[0]
     expected = [*same_size, *TEXTS[300:500], "neu\r\n", *TEXTS[500:]]
-    assert train_tokens(added.source) == expected_tokens(expected)
+    check(added, expected)
 
     (corpus / "a" / "a.jsonl").unlink()
     removed = Prepared(make_args(corpus), unit_bytes=27_000)
     assert "a.jsonl was added, removed or changed" in removed.lines[0]
-    assert train_tokens(removed.source) == expected_tokens(expected[300:])
+    check(removed, expected[300:])
     left = {path.name.split(".")[0] for path in removed.source.folder.glob("*.tokens")}
     assert left == {shard.name for shard in removed.source.manifest.shards}
 
@@ -177,7 +177,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(corpus):
     args = make_args(corpus)
     with pytest.raises(UserError, match=r"z\.jsonl: changed while it was read; start again"):
         prepare_source("a", args, build_tokenizer(args.tokenizer), change)
-    assert train_tokens(Prepared(args).source) == expected_tokens([*TEXTS[:500], "other"])
+    check(Prepared(args), [*TEXTS[:500], "other"])
 
 
 def test_a_cache_that_cannot_be_written_is_enough_when_it_is_up_to_date(corpus):

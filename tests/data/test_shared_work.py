@@ -19,11 +19,10 @@ from lingua.tools.prepare.units import plan_units
 from tests.data.prepared import (
     TEXTS,
     Prepared,
+    check,
     contents,
-    expected_tokens,
     is_held_out,
     make_args,
-    train_tokens,
     write_jsonl,
 )
 from tests.locks import ELSEWHERE, hold_lock
@@ -144,7 +143,7 @@ def test_a_part_that_another_process_builds_is_waited_for_and_the_rest_built(cor
         assert time.monotonic() - begin > 1.5
     (line,) = [line for line in waited.lines if "waiting" in line]
     assert f"waiting for 1 part of other processes, such as process {process.pid} on " in line
-    assert train_tokens(waited.source) == expected_tokens(TEXTS)
+    check(waited, TEXTS)
 
 
 @pytest.mark.parametrize("content", [ELSEWHERE, ""], ids=["elsewhere", "unreadable"])
@@ -156,7 +155,7 @@ def test_a_part_whose_builder_died_elsewhere_is_taken_over(corpus, monkeypatch, 
     begin = time.monotonic()
     taken = Prepared(args, processes=1, unit_bytes=27_000)
     assert time.monotonic() - begin > 1
-    assert train_tokens(taken.source) == expected_tokens(TEXTS)
+    check(taken, TEXTS)
     assert not list(lock.parent.glob("*.lock*"))
 
 

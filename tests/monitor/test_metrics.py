@@ -7,14 +7,12 @@ import re
 import subprocess
 import sys
 from datetime import datetime, timedelta
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from lingua.base.errors import UserError
-from lingua.base.format import short_count, short_time
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.monitor.logger import init_logger, progress_line
@@ -158,24 +156,12 @@ LINE = {"loss": 2.13449, "grad_norm": 0.8123, "lr": 3e-4, "tokens_per_s": 31_234
 LINE |= {"peak_mem_gib": 1.23, "skipped_steps": 0}
 
 
-def test_the_progress_line_shows_what_is_known_and_fits_80_columns_with_its_time():
+def test_the_progress_line_shows_what_is_known():
     shown = progress_line(120, 2000, LINE, 125.2)
     assert shown == "step  120 loss 2.134 grad 0.81 lr 3.0e-4 31.2k tok/s mfu 41% eta 2.1m"
     unknown = LINE | {"mfu": None, "skipped_steps": 2, "loss": math.nan}
     shown = progress_line(120, 2000, unknown, 125.2)
     assert "loss nan" in shown and shown.endswith(" tok/s 1.2 GiB eta 2.1m skipped 2")
-    speeds, times = (950.0, 18_100.0, 1_250_000.0), (6, 59.6, 3599, 50 * 3600, 120 * 86_400)
-    for share, steps, speed, s in product((None, 41.23), (700, 60_000, 250_000), speeds, times):
-        line = LINE | {"mfu": share, "peak_mem_gib": 7.2, "tokens_per_s": speed}
-        assert len(f"08:05:17 {progress_line(steps - 10, steps, line, s)}") <= 80
-
-
-def test_counts_and_times_are_short():
-    counts = {0: "0", 999: "999", 999.6: "1.00k", 12_345: "12.3k", 999_600: "1.00M", 2.5e9: "2.50G"}
-    assert {count: short_count(count) for count in counts} == counts
-    times = {0.4: "0s", 59.6: "1.0m", 90: "1.5m", 599: "10m", 3570: "1.0h", 86_399: "1.0d"}
-    times |= {45: "45s", 190_000: "2.2d", 120 * 86_400: "120d"}
-    assert {seconds: short_time(seconds) for seconds in times} == times
 
 
 FULL_DISK = """

@@ -21,7 +21,7 @@ from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.tools.inference.sampling import SamplingArgs
-from lingua.tools.inference.score import score, windows
+from lingua.tools.inference.score import score
 from tests.apps.meshes import on_mesh
 from tests.apps.test_model import model_args
 from tests.mistakes import refused
@@ -325,13 +325,3 @@ def test_logits_of_bfloat16_are_summed_up_in_float32(ranks):
         assert ours == pytest.approx(exact, abs=1e-4)
         lost.append(abs(exact - sum(float(table[a].log_softmax(0)[b]) for a, b in steps)))
     assert max(lost) > 1e-2  # in bfloat16
-
-
-@pytest.mark.parametrize("n", [1, 4, 5, 9, 14])
-def test_the_windows_of_a_long_text_are_those_of_the_harness(n):
-    text = list(range(100, 100 + n))
-    pieces = map(make_disjoint_window, get_rolling_token_windows(text, 0, 4, 1))
-    theirs = [([*before, *piece], len(piece)) for before, piece in pieces]
-    assert list(windows([0], text, 4)) == theirs and sum(n for _, n in theirs) == n
-    # A context that is cut keeps its end and the whole continuation.
-    assert list(windows([1, 2, 3, 4, 5], [6, 7], 4)) == [([3, 4, 5, 6, 7], 2)]

@@ -255,23 +255,6 @@ def test_the_page_has_the_verdict_of_compare_with_its_interval(tmp_path, chromiu
     assert float(dot.get_attribute("cx")) == pytest.approx(sum(ends) / 2) and mean < 0
 
 
-@needs_chromium
-def test_a_dot_is_on_the_point_under_the_pointer(tmp_path, chromium):
-    a_run(tmp_path / "a", metrics=[line(s, loss=2.0 + (s > 50)) for s in range(1, 101)])
-    open_page(chromium, tmp_path, smoothing=False)
-    (area,) = chromium.all(f"{FIRST} .u-over")
-    places = []
-    for x in (100, 400):
-        chromium.point_at(area, x)
-        [dot] = chromium.all(f"{FIRST} .dot")
-        style = dot.get_attribute("style")
-        places.append([float(n) for n in re.findall(r"(?:left|top): ([\d.]+)px", style)])
-        assert abs(places[-1][0] - x) < area.size["width"] / 99
-    assert places[0][1] - places[1][1] > 0.8 * area.size["height"]  # from 2 up to 3
-    chromium.point_at(chromium.all("h1")[0], 5)
-    assert not chromium.all(f"{FIRST} .dot")
-
-
 def drawn_texts(chromium: Browser) -> list[tuple[str, float, float, float]]:
     """What the first chart draws when it is drawn anew."""
     chromium.run("window.written.length = 0; state.charts[0].draw()")
@@ -319,17 +302,6 @@ def test_the_legend_is_searched_and_hides_nothing_and_tables_are_sorted(tmp_path
     for press, expected in ((2, steps), (2, steps[::-1]), (1, [f"run{i}" for i in range(40)])):
         chromium.all("[data-table=Runs] th button")[press - 1].click()
         assert chromium.run(column % press) == expected
-
-
-@needs_chromium
-def test_four_thousand_events_are_drawn_once_a_pixel_and_all_listed(tmp_path, chromium):
-    events = [{"event": "start", "step": s} for s in range(1, 4001)]
-    a_run(tmp_path / "run", metrics=[x for s, e in enumerate(events, 1) for x in (e, line(s))])
-    open_page(chromium, tmp_path)
-    chromium.run("ask.record()")
-    drawn_texts(chromium)
-    assert chromium.run("return strokes") < 2 * chromium.all(f"{FIRST} .u-over")[0].size["width"]
-    assert len(chromium.all("[data-table^=Stops] tbody tr")) == 4000
 
 
 @needs_chromium
