@@ -178,57 +178,7 @@ def test_long_examples_are_refused_or_cut_and_counted(tmp_path):
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
-def said(content):
-    return {"messages": [USER, BOT | {"content": content}]}
-
-
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
-NO_CONVERSATIONS = [
-    ({"messages": [USER, USER]}, "message 2 is of user after user"),
-    ({"messages": [BOT]}, "message 1 is of assistant"),
-    ({"messages": [USER, BOT, USER]}, "last message is of user"),
-    (said(" \n"), "empty answer (message 2)"),
-    (said(3), "content is not a string (that of message 2)"),
-    (said(None), "content is not a string"),
-    (said("a<|im_end|>"), "<|im_end|>"),
-    ({"messages": [USER, BOT], "tools": "x"}, "tools must be a list"),
-    ({"messages": []}, "messages must be a list"),
-    ({"messages": "x"}, "messages must be a list"),
-    ({"messages": [USER, "x"]}, "message 2 must be an object"),
-    ({"messages": [USER | {"role": None}, BOT]}, "message 1 must be an object"),
-    ({"prompt": "q"}, "neither messages nor prompt and completion, but prompt"),
-    ({"prompt": "q", "completion": ""}, "empty answer (message 2)"),
-    ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "not UTF-8"),
-    ("[1]", "not an object"),
-    ("{", "not JSON"),
-    ("", "blank line"),
-]
-NO_PAIRS = [
-    (PAIR | {"chosen": None}, "no pair (no key chosen, but prompt, chosen, rejected)"),
-    (PAIR | {"rejected": 3}, "no pair (prompt and rejected must be texts or lists of messages)"),
-    (PAIR | {"rejected": []}, "no pair (prompt and rejected must be texts or lists of messages)"),
-    (PAIR | {"prompt": {"a": 1}}, "no pair (prompt and chosen must be texts or lists of messages)"),
-    (PAIR | {"prompt": None}, "roles out of order (chosen: message 1 is of assistant"),
-    (PAIR | {"rejected": "a"}, "no pair (chosen and rejected are equal)"),
-    (PAIR | {"rejected": " "}, "empty answer (rejected: message 2)"),
-    (PAIR | {"rejected": [USER]}, "roles out of order (rejected: the last message is of user"),
-    (PAIR | {"rejected": [USER | {"content": "other"}, BOT]}, "differ before their last message"),
-    (PAIR | {"chosen": "<|im_end|>"}, "has the special token <|im_end|>"),
-    (PAIR | {"tools": "x"}, "tools must be a list"),
-]
-
-
-@pytest.mark.parametrize(
-    ("good", "record", "named"),
-    [({"messages": [USER, BOT]}, *case) for case in NO_CONVERSATIONS]
-    + [(PAIR, *case) for case in NO_PAIRS],
-)
-def test_what_is_no_conversation_is_an_error_with_its_line(tmp_path, good, record, named):
-    chat = {"chat": ChatArgs(pairs=good == PAIR)}
-    stop = make_args(tmp_path, [good, record, good], **chat)
-    refused(lambda: prepared(stop), "a.jsonl:2: ", named, "data.on_bad_record: skip")
-    skip = make_args(tmp_path, [good, record, good], on_bad_record="skip", **chat)
-    assert sum(prepared(skip)[0].manifest.skipped.values()) == 1
 
 
 def test_what_is_no_source_of_conversations_is_named(tmp_path):

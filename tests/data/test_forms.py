@@ -305,31 +305,6 @@ def test_a_source_without_any_text_is_refused_before_all_of_it_is_read(tmp_path)
     assert Prepared(args).source.manifest.skipped == {"blank line": 999}
 
 
-@pytest.mark.parametrize(
-    "name, data, need",
-    [
-        ("a.txt", b"", ":1: empty document"),
-        ("a.txt", b"\xef\xbb\xbf", ":1: empty document"),
-        ("a.txt", b"a\nb\xff", ":2: not UTF"),
-        ("a.jsonl.bz2", b"BZh9", "a.jsonl.bz2 cannot be read"),
-        ("a.json", b'[{"text": "x"}, {"tex', ":1: not JSON (Unterminated string"),
-        ("a.json", b'[{"text": "x"}, "y"]', ":2: no text (a str, not an object with a text)"),
-        ("a.json", b'{\n "data": [{"text": "x"}]}', ":1: no text (neither key text nor content, b"),
-        ("a.json", b'{"text": "x"}\n{"text": "y"\n', ":2: not JSON"),
-        ("a.csv", b"text,n\nx,1\ny\n", ":2: wrong number of columns (1, and 2 names)"),
-        ("a.csv", b'text,n\nx,1\n"y,2\nz,3\n', ":2: damaged file (as csv: unexpected end of data)"),
-        ("a.csv", b"text\nx\ncaf\xe9\n", ":2: not UTF-8"),
-        ("a.tsv", b"text\ttext\nx\ty\n", ":1: damaged file (as tsv: two columns have one name)"),
-        ("a.md", "tokens".encode("utf-16-le"), ":1: binary file (byte 2 is NUL, which no"),
-        ("a.npy", b"\x93NUMPY", "a.npy cannot be read; must be .jsonl, .json, .csv"),
-        ("a.idx", b"", "a.idx cannot be read; must be .jsonl, .json, .csv"),
-    ],
-)
-def test_what_is_no_list_no_table_and_no_text_is_refused(tmp_path, name, data, need):
-    (tmp_path / name).write_bytes(data)
-    refused(lambda: Prepared(make_args(tmp_path, sources={name: 1.0}), name), str(tmp_path), need)
-
-
 def damaged(data: bytes, how: str) -> bytes:
     if how == "cut":
         return data[: len(data) * 2 // 3]

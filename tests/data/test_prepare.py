@@ -189,14 +189,6 @@ def test_a_cache_that_cannot_be_written_is_enough_when_it_is_up_to_date(corpus):
     assert not again.built
 
 
-def test_sources_that_cannot_be_found_are_named_together_with_the_nearest(tmp_path):
-    write_jsonl(tmp_path / "fineweb.jsonl", ["x"])
-    near = make_args(tmp_path, sources={"fineweeb": 1.0, "stdlb": 1.0})
-    tokenizer, message = build_tokenizer(near.tokenizer), str(tmp_path / "fineweeb")
-    names = ["data.sources.fineweeb", message, '"fineweb"', "data.sources.stdlb", '"stdlib"']
-    refused(lambda: prepare_sources(near, tokenizer, print), *names)
-
-
 def test_a_tokenizer_without_bos_and_eos_is_refused_with_the_names_looked_for(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     made = HfTokenizer(models.BPE(vocab={"x": 0, "<|start|>": 1, "<|end|>": 2}, merges=[]))

@@ -119,21 +119,6 @@ def test_the_axis_left_open_takes_what_remains(given, world, sizes):
     assert mesh_sizes(args, world) == sizes
 
 
-@pytest.mark.parametrize(
-    ("given", "world", "message"),
-    [
-        ((1, 2, 1), 4, "dp_replicate = 1, dp_shard = 2, tp_size = 1: their product is 2, but 4"),
-        ((2, 2, 2), 4, "their product is 8, but 4 processes run"),
-        ((1, None, 4), 6, "dp_shard = null, tp_size = 4: 4 does not divide the number of .* 6"),
-        ((None, 3, 1), 4, "dp_replicate = null, dp_shard = 3, tp_size = 1: 3 does not divide"),
-    ],
-)
-def test_sizes_that_do_not_fit_the_processes_are_refused(given, world, message):
-    args = DistributedArgs(dp_replicate=given[0], dp_shard=given[1], tp_size=given[2])
-    with pytest.raises(UserError, match=message):
-        mesh_sizes(args, world)
-
-
 MANY_MESHES = [
     (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2),
     (1, 3, 1), (3, 1, 2), (1, 5, 1), (4, 2, 1), (2, 4, 1), (2, 3, 4), (3, 2, 2), (8, 1, 8),
