@@ -12,33 +12,16 @@ from transformers import AutoModelForCausalLM
 from apps.main import train
 from tests import lingua_checkpoint
 from tests.apps import test_eval, test_generate
-from tests.apps.runs import SMALL, Outcome
+from tests.apps.runs import Outcome
 from tests.apps.tasks import write_tasks
-from tests.lingua_checkpoint import TOKENS, LMTransformer
+from tests.lingua_checkpoint import DIM, TOKENS, LMTransformer
 from tests.tools.exchange.converted import convert_here, convert_to
 from tests.tools.inference.test_generation import step_by_step
 
-DIM = 24  # which the number of heads divides, as transformers asks
 
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(False, id="untied", marks=pytest.mark.soak),
-        pytest.param(True, id="tied"),
-    ],
-)
-def theirs(request, ranks, tmp_path_factory) -> tuple[bool, Path]:
-    """Whether its weights are tied, and a checkpoint that Meta Lingua wrote."""
-    folder = tmp_path_factory.mktemp("lingua") / "0000000003"
-    folder.mkdir()
-    ranks.run(2, lingua_checkpoint.save_here, folder, request.param, DIM)
-    return request.param, folder
-
-
-def load_theirs(file: Path, tied: bool, dim: int) -> nn.Module:
+def load_theirs(file: Path, tied: bool) -> nn.Module:
     """As its programs load a consolidated.pth: strictly."""
-    model = LMTransformer(tied, dim)
+    model = LMTransformer(tied)
     model.load_state_dict(torch.load(file, weights_only=True)["model"])
     return model.eval()
 
@@ -50,9 +33,9 @@ def logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
 
 
 def test_a_model_of_meta_linguas_generates_is_evaluated_and_exported(ranks, theirs, tmp_path):
-    tied, folder = theirs
+    tied, folder, _ = theirs
     consolidated = folder / "consolidated" / "consolidated.pth"
-    model = load_theirs(consolidated, tied, DIM)
+    model = load_theirs(consolidated, tied)
     expected, _ = step_by_step(model, [256, *b"some words"], 8)  # 256: bos
     for i, (source, step) in enumerate(((folder, 3), (consolidated, 0))):
         ckpt = tmp_path / str(i)
@@ -88,10 +71,10 @@ def test_a_model_of_meta_linguas_generates_is_evaluated_and_exported(ranks, thei
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_file_of_a_model_is_one_that_meta_lingua_loads(runs, ranks, tmp_path, tied):
-    run = runs.train((1, 2, 1), {"model.weight_tying": tied, "stop_at": 2})
+    run = runs.train((1, 2, 1), {"model.dim": DIM, "model.weight_tying": tied, "stop_at": 2})
     file = tmp_path / "consolidated.pth"
     convert_to(ranks, run.dump_dir, file)
-    found = load_theirs(file, tied, SMALL["model.dim"]).state_dict()
+    found = load_theirs(file, tied).state_dict()
     saved = run.tensors(2)
     for name, t in found.items():
         ours = "tok_embeddings.weight" if "tied_module" in name else name
@@ -100,8 +83,8 @@ def test_the_file_of_a_model_is_one_that_meta_lingua_loads(runs, ranks, tmp_path
     places = {t.untyped_storage().data_ptr() for t in content.values()}
     assert len(places) == len(content) - tied  # the tied weight is in the file once
     # And the file begins a run here.
-    settings = {"model.weight_tying": tied, "stop_at": 1, "checkpoint.init_from": file}
-    assert "starting from the model" in runs.train((1, 1, 1), settings).log
+    settings = {"model.dim": DIM, "model.weight_tying": tied, "checkpoint.init_from": file}
+    assert "starting from the model" in runs.train((1, 1, 1), settings | {"stop_at": 1}).log
 
 
 def test_the_resolved_config_of_meta_lingua_trains_here(runs, ranks, tmp_path):

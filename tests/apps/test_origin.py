@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -18,12 +17,10 @@ from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.transformer import Transformer, build
 from lingua.app import Built
-from tests import lingua_checkpoint
 from tests.apps.meshes import mesh
 from tests.apps.runs import TOLERANCES, Outcome, arguments, differs, digest, digests, opened, whole
 from tests.checkpoint.test_checkpoint_load import Evil
-from tests.lingua_checkpoint import STEP, TOKENS
-from tests.ranks import Ranks
+from tests.lingua_checkpoint import DIM, STEP, TOKENS
 from tests.tools.exchange.converted import convert_to
 
 K, END = 4, 7
@@ -134,20 +131,6 @@ def logits_here(overrides: dict[str, Any]) -> Tensor:
         return whole(run.model(TOKENS))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(False, id="untied"),
-        pytest.param(True, id="tied", marks=pytest.mark.soak),
-    ],
-)
-def theirs(request, ranks: Ranks, tmp_path_factory) -> tuple[bool, Path, Tensor]:
-    folder = tmp_path_factory.mktemp("lingua") / "0000000003"
-    folder.mkdir()
-    logits, _ = ranks.run(2, lingua_checkpoint.save_here, folder, request.param)
-    return request.param, folder, logits
-
-
 def by_our_names(folder: Path) -> dict[str, str]:
     """Digests of what Meta Lingua saved, as torch's own converter reads it."""
     dcp_to_torch_save(folder, folder.with_suffix(".pt"))
@@ -161,7 +144,7 @@ def by_our_names(folder: Path) -> dict[str, str]:
 
 def test_a_checkpoint_of_meta_linguas_gives_its_state(runs, ranks, theirs, tmp_path):
     tied, folder, logits = theirs
-    same = {"model.weight_tying": tied}
+    same = {"model.dim": DIM, "model.weight_tying": tied}
     for n, path in enumerate((folder, folder / "consolidated", *folder.glob("*/*.pth"))):
         where = {"dump_dir": tmp_path / str(n)} | mesh((1, 1, 2))
         config = {"data.root_dir": runs.text} | same | where | start(path)
@@ -188,7 +171,7 @@ def test_a_checkpoint_of_meta_linguas_gives_its_state(runs, ranks, theirs, tmp_p
 
 def test_what_of_meta_linguas_does_not_fit_is_refused(runs, theirs, tmp_path):
     tied, folder, _ = theirs
-    same = {"model.weight_tying": tied}
+    same = {"model.dim": DIM, "model.weight_tying": tied}
     copy = shutil.copytree(folder, tmp_path / "copy")
 
     def refused(path: Path, changed: dict[str, Any]) -> str:
