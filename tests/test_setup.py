@@ -96,16 +96,6 @@ def test_an_install_killed_half_way_is_made_again_and_by_only_one_of_two(tmp_pat
     assert "".join(err for _, err, _ in ends).count(SAYS_INSTALLING) == 1
 
 
-@pytest.mark.soak
-def test_a_failed_install_shows_pips_error_and_is_not_taken_for_ready(tmp_path):
-    repo = make_repo(tmp_path)
-    (repo / "requirements.txt").write_text("./no-such-package\n")
-    code, out, err = run(repo, "echo", "ran")
-    assert (code, out) == (1, "")
-    assert "no-such-package" in err and "pip failed" in err
-    assert not (repo / ".venv" / "made-from").exists()
-
-
 def test_a_python_that_is_too_old_or_absent_is_a_clear_error(repo, tmp_path):
     for version in ("3.9", "2.7", "3.10"):
         old = tmp_path / "python"  # which only prints a version

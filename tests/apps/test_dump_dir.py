@@ -10,12 +10,12 @@ from typing import Any
 
 from apps.main.check import check_dump_dir
 from tests.apps.runs import train_here
-from tests.apps.test_resume import REPO, start, wait_for
+from tests.apps.test_resume import REPO, start
 from tests.apps.test_saves import set_privileged
 from tests.apps.test_stopping import ENDLESS, n_lines, text_of
 from tests.locks import ELSEWHERE, lose
 from tests.mistakes import refused
-from tests.programs import python
+from tests.programs import python, wait_for
 
 
 def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(runs, tmp_path):

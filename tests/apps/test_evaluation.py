@@ -4,8 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import eval_here, results_in
 from tests.local_slurm import needs_slurm, slurm_here
+from tests.programs import wait_for
 
 TRAINED = {
     "steps": 4,
@@ -182,13 +181,6 @@ REPO = Path(__file__).parents[2]
 WAIT_S = 180.0  # of a job, where others run too
 
 
-def until(found: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not found():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.2)
-
-
 @needs_slurm
 @pytest.mark.soak
 def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_path_factory):
@@ -227,7 +219,7 @@ def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_p
         # A job that fails: the task needs more room than it is given there.
         output = train(2, "{gpus: none, time: 5, context: 12}")
         [failed] = re.findall(r"step 2 is evaluated by a job: job (\d+) was submitted", output)
-        until(lambda: state(failed) == "FAILED", "the first job to fail")
+        wait_for(lambda: state(failed) == "FAILED", seconds=WAIT_S)
         assert marked(2) == [WAITING] and marked(4) == []
 
         # The next evaluation logs it; its own job completes.
@@ -235,7 +227,7 @@ def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_p
         assert f"error: job {failed}, which evaluates 0000000002, is FAILED: error: " in output
         assert "must be below the context of 12 tokens" in output
         [good] = re.findall(r"step 4 is evaluated by a job: job (\d+) was submitted", output)
-        until(lambda: state(good) == "COMPLETED", "the second job to end well")
+        wait_for(lambda: state(good) == "COMPLETED", seconds=WAIT_S)
         [line] = (dump_dir / "metrics.eval.jsonl").read_text().splitlines()
         assert (json.loads(line)["step"], json.loads(line)["task"]) == (4, "reply")
         assert results_in(evaluation(4))["config"]["num_fewshot"] is None

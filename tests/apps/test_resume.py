@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from tests.apps.runs import (
     relative,
 )
 from tests.forks import optimizer, soap
-from tests.programs import python
+from tests.programs import python, wait_for
 from tests.tokenizer.test_tokenizer import write_byte_level
 
 K, END = 4, 7  # where the run stops first, and then
@@ -284,14 +283,6 @@ def start(n_ranks: int, python: list[str], max_restarts: int = 0, **overrides: A
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def wait_for(condition: Any, job: subprocess.Popen, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert job.poll() is None, "the run has ended"
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 def process_of_rank(dump_dir: Path, rank: int) -> int:

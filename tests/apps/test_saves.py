@@ -4,8 +4,6 @@ import ctypes
 import itertools
 import os
 import resource
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import Built
 from tests.apps.runs import Outcome, Runs, differs, digests, train_here
+from tests.programs import wait_for
 
 LIBC = ctypes.CDLL(None)
 LIMIT = 30_000  # bytes: enough for the lines of a run, not for its tensors
@@ -42,22 +41,17 @@ class Fault:
                 return
             step = next(forwards)
             if int(os.environ["RANK"]) == self.rank and step == self.begin:
-                wait_until((dump_dir / "checkpoints" / "0000000002").exists)
+                wait_for((dump_dir / "checkpoints" / "0000000002").exists)
                 if self.kind == "full":
                     limit(LIMIT)
                 else:
                     protect(dump_dir / "checkpoints")
             elif int(os.environ["RANK"]) == self.rank and step == self.end:
-                wait_until(lambda: "could not be saved" in (dump_dir / "train.log").read_text())
+                wait_for(lambda: "could not be saved" in (dump_dir / "train.log").read_text())
                 mend(dump_dir / "checkpoints")
 
         built.module.register_forward_pre_hook(forward_pre)
         return built
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.001)
 
 
 def limit(n_bytes: int) -> None:

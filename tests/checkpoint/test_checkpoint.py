@@ -26,6 +26,7 @@ from lingua.optim.optimizer import build_optimizer
 from lingua.parallel.mesh import on_rank_0
 from tests.checkpoints import ANY, CONFIG, STATE, join, load_here, refusal, save_here, tensors_on
 from tests.disk import full_disk
+from tests.programs import state_of, wait_for
 from tests.ranks import Ranks
 
 KINDS = ("__0_0.distcp", ".metadata", "train_state.json", "config.yaml", "manifest.json")
@@ -301,10 +302,6 @@ def save_for_ever(root: Path) -> None:
         save(root, step, tensors, STATE, CONFIG)
 
 
-def stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 @pytest.mark.parametrize("written", [".metadata", "__1_0.distcp"])
 def test_a_kill_in_a_save_leaves_whole_checkpoints_and_a_leftover(ranks, tmp_path, written):
     victims = Ranks()
@@ -323,8 +320,7 @@ def test_a_kill_in_a_save_leaves_whole_checkpoints_and_a_leftover(ranks, tmp_pat
         if not (tmp_path / "0000000001").exists() or not any(tmp_path.glob(f"*.tmp-*/{written}")):
             continue
         signal_all(signal.SIGSTOP)
-        while not all(stopped(pid) for pid in pids):  # a rename may be under way
-            time.sleep(0.001)
+        wait_for(lambda: {state_of(pid) for pid in pids} == {"T"})  # a rename may be under way
         if any(tmp_path.glob(f"*.tmp-*/{written}")):  # not published in the meantime
             break
         signal_all(signal.SIGCONT)

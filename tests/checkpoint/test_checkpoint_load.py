@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,16 +66,17 @@ def read_here(path: Path, size: int) -> int:
     mesh = join()
     t = distribute_tensor(torch.zeros(size, 256), mesh["dp_shard"], [Shard(0)])
     source = open_checkpoint(Checkpoint(path, 1, 1, {}))
-    before = bytes_read()
-    source.load({"t": t})
-    n_read = bytes_read() - before
+    n_read = bytes_read(lambda: source.load({"t": t}))
     assert whole(t).eq(torch.arange(size)[:, None]).all()
     return n_read
 
 
-def bytes_read() -> int:
-    """What this process has read from files, so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+def bytes_read(work: Callable[[], None]) -> int:
+    """By this process while it does `work`, as the system counts them."""
+    before = Path("/proc/self/io").read_text()
+    work()
+    after = Path("/proc/self/io").read_text()
+    return int(after.split()[1]) - int(before.split()[1]) - len(before)
 
 
 def save_whole_here(path: Path, size: int) -> None:

@@ -27,7 +27,7 @@ from tests.data.prepared import (
 )
 from tests.locks import ELSEWHERE, hold_lock
 from tests.mistakes import refused
-from tests.programs import python
+from tests.programs import python, wait_for
 
 BUILD = """
 import sys
@@ -77,14 +77,6 @@ def children_of(pid: int) -> list[int]:
 def workers_of(pid: int) -> list[int]:
     children = children_of(pid)
     return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
-
-
-def wait_for(condition, timeout_s: float = 20):
-    end = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.002)
-    return value
 
 
 def test_kill_9_loses_only_the_parts_under_way(big_corpus, tmp_path_factory):

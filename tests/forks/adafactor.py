@@ -6,16 +6,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from apps.main import app as main_app
 from lingua.optim.whole import on_whole
 from lingua.parallel.parallelize import ParallelPlan
 
 
-def build_adafactor(model: nn.Module, args: Any, plan: ParallelPlan | None) -> Optimizer:
-    groups = [{"params": list(model.parameters())}]
-    return on_whole(groups, lambda groups: torch.optim.Adafactor(groups, args.optim.lr))
+def build_adafactor(
+    model: nn.Module, args: Any, plan: ParallelPlan | None
+) -> torch.optim.Optimizer:
+    return on_whole(
+        [{"params": list(model.parameters())}],
+        lambda groups: torch.optim.Adafactor(groups, args.optim.lr),
+    )
 
 
 app = replace(main_app, path=__name__, optimizer=build_adafactor)

@@ -14,7 +14,10 @@ from lingua.parallel.parallelize import ParallelPlan
 
 def build_nadam(model: nn.Module, args: Any, plan: ParallelPlan | None) -> torch.optim.Optimizer:
     decay, rest = split_by_decay(model)
-    groups = [{"params": decay, "weight_decay": args.optim.weight_decay}, {"params": rest}]
+    groups = [
+        {"params": decay, "weight_decay": args.optim.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     betas = (args.optim.beta1, args.optim.beta2)
     return on_shards(
         groups,

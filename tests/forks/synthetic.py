@@ -33,7 +33,9 @@ class CopyRows(Rows):
 class CopyTask(Data):
     def check(self, args: TrainArgs, tokenizer: Tokenizer) -> None:
         if args.data.seq_len < 4:
-            raise UserError(f"data.seq_len = {args.data.seq_len}: must be at least 4")
+            raise UserError(
+                f"data.seq_len = {args.data.seq_len}: must be at least 4 to copy a half"
+            )
 
     def open(self, args: TrainArgs, tokenizer: Tokenizer) -> OpenData:
         rows = CopyRows(args, tokenizer.vocab_size)

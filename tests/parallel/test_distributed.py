@@ -18,6 +18,7 @@ from lingua.parallel.launch import Launch, detect_launch, pick_device, start
 from lingua.parallel.mesh import AXES, DistributedArgs, dp_degree, dp_rank, mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.slurm import set_rendezvous
+from tests.checkpoint.test_checkpoint_load import Evil
 
 CPU = torch.device("cpu")
 
@@ -194,21 +195,11 @@ def test_the_result_or_error_of_rank_0_is_that_of_all(ranks):
     assert ranks.run(3, shared_work) == [expected] * 3
 
 
-class Planted:
-    """A pickle that creates a file where it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
 def read_what_was_planted(path: Path) -> str:
     start(CPU, detect_launch(), DistributedArgs())
     if dist.get_rank() == 0:
         store = dist.distributed_c10d._get_default_store()
-        store.set("lingua/on_rank_0/MainThread/1", pickle.dumps(Planted(path)))
+        store.set("lingua/on_rank_0/MainThread/1", pickle.dumps(Evil(path)))
         return ""
     try:
         return on_rank_0(lambda: "")
@@ -218,5 +209,5 @@ def read_what_was_planted(path: Path) -> str:
 
 def test_what_another_program_puts_into_the_store_is_not_executed(ranks, tmp_path):
     assert ranks.run(2, read_what_was_planted, tmp_path / "made")[1] == "refused"
-    pickle.loads(pickle.dumps(Planted(tmp_path / "control")))
+    pickle.loads(pickle.dumps(Evil(tmp_path / "control")))
     assert [file.name for file in tmp_path.iterdir()] == ["control"]

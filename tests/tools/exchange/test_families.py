@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
 from lingua.tools.exchange.hugging_face import INDEX, SINGLE, open_folder
 from tests.apps.meshes import on_mesh
+from tests.checkpoint.test_checkpoint_load import bytes_read
 from tests.mistakes import refused
 from tests.tools.exchange.converted import SCALING, a_model, convert_to, same, save_here, tensors_in
 
@@ -145,14 +145,6 @@ def test_a_family_has_its_own_meaning_of_keys_that_a_config_json_lacks(tmp_path,
 
 
 TOPOLOGIES = [(1, 1, 1), (1, 3, 1), (1, 2, 2)]
-
-
-def bytes_read(work: Callable[[], None]) -> int:
-    """By this process while it does `work`, as the system counts them."""
-    before = Path("/proc/self/io").read_text()
-    work()
-    after = Path("/proc/self/io").read_text()
-    return int(after.split()[1]) - int(before.split()[1]) - len(before)
 
 
 def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> Any:

@@ -385,22 +385,3 @@ def test_of_very_many_runs_those_drawn_do_not_depend_on_their_losses(tmp_path):
     assert all(arm["name"].endswith("(3 seeds)") for arm in first["arms"])
     assert first["notes"][0].startswith("Curves are of 48 of the 60 runs")
     assert len(first["overview"]) == 61
-
-
-@needs_chromium
-@pytest.mark.soak
-def test_twenty_runs_of_ten_thousand_points_stay_below_six_megabytes(tmp_path, chromium):
-    random = np.random.default_rng(0)
-    for run in range(20):
-        noise = random.standard_normal((10_000, 6)) * 0.05 + 1
-        lines = [
-            line(10 * s, loss=float(np.float32((2 + 9 / math.sqrt(s)) * a)), grad_norm=float(b),
-                 lr=1e-3 * (run + 1) * (1 + math.cos(s / 3184)), tokens_per_s=3e4 * c,
-                 mfu=40 * c, step_time_s=0.2 * d, data_time_s=1e-4 * e)
-            for s, (a, b, c, d, e, _) in enumerate(noise.tolist(), 1)
-        ]  # fmt: skip
-        a_run(tmp_path / f"run{run}", metrics=lines)
-    page = page_of(tmp_path)
-    assert page.stat().st_size < 6_000_000
-    chromium.open(page)
-    assert len(chromium.all("#charts canvas")) == 7
