@@ -74,7 +74,7 @@ def test_retention_touches_nothing_that_is_not_its_own(saved, tmp_path):
     assert [c.step for c in find(root)] == [2] and marks(two) == []
 
 
-def test_a_checkpoint_with_a_file_that_no_save_wrote_is_kept(saved, tmp_path, caplog):
+def test_a_file_of_others_is_kept_and_a_damaged_step_not_counted(saved, tmp_path, caplog):
     root = shutil.copytree(saved, tmp_path / "root")
     notes = root / "0000000001" / "notes.txt"
     notes.write_text("mine")
@@ -82,11 +82,5 @@ def test_a_checkpoint_with_a_file_that_no_save_wrote_is_kept(saved, tmp_path, ca
     assert prune(root, one) == [] and notes.exists()
     assert f"{notes.parent} is kept: it has other files (notes.txt)" in caplog.text
     notes.unlink()
-    assert prune(root, one) == [notes.parent]
-
-
-def test_a_damaged_checkpoint_does_not_count_as_one_to_keep(saved, tmp_path):
-    root = shutil.copytree(saved, tmp_path / "root")
-    os.truncate(root / "0000000002" / "__0_0.distcp", 1)
-    assert prune(root, CheckpointArgs(dump=SaveEvery(keep=1))) == []
-    assert [c.step for c in find(root)] == [1]
+    os.truncate(root / "0000000002" / "__0_0.distcp", 1)  # does not count as one to keep
+    assert prune(root, one) == [] and [c.step for c in find(root)] == [1]

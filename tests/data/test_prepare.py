@@ -205,23 +205,17 @@ def test_a_tokenizer_without_bos_and_eos_is_refused_with_the_names_looked_for(tm
     assert train_tokens(Prepared(make_args(tmp_path, tokenizer=named)).source) == [1, 0, 2]
 
 
-def test_an_ambiguous_or_empty_source_is_refused(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["x"])
-    for name, named in (("a", "a.jsonl"), ("b", "has no files")):
-        (tmp_path / name).mkdir()
-        assert named in error_of(make_args(tmp_path), name)
-
-
-def test_a_cache_that_cannot_be_made_is_named(corpus):
-    (corpus / "file").write_text("", encoding="utf-8")
-    message = error_of(make_args(corpus, cache_dir=str(corpus / "file" / "cache")))
-    assert str(corpus / "file") in message and os.strerror(errno.ENOTDIR) in message
-
-
-def test_a_full_disk_is_one_clear_error(corpus):
+def test_what_cannot_be_prepared_is_one_clear_error(corpus):
     """A file size limit of the operating system stops a write as a full disk does."""
     with full_disk(8192):
         message = error_of(make_args(corpus))
     assert "data.sources.a: cannot be prepared" in message and ".tokens" in message
     assert os.strerror(errno.EFBIG) in message
     assert not list((corpus / ".tokens").glob("a-*/*.tmp-*"))
+    (corpus / "file").write_text("", encoding="utf-8")
+    message = error_of(make_args(corpus, cache_dir=str(corpus / "file" / "cache")))
+    assert str(corpus / "file") in message and os.strerror(errno.ENOTDIR) in message
+    (corpus / "b").mkdir()
+    write_jsonl(corpus / "a.jsonl", ["x"])
+    for name, named in (("a", "a.jsonl"), ("b", "has no files")):
+        assert named in error_of(make_args(corpus), name)

@@ -109,9 +109,7 @@ def test_modules_run_before_what_holds_them():
     values = initialised(Parent())
     assert torch.equal(values["linear.weight"], torch.ones(3, 3))
     assert values["linear.bias"].abs().max() <= 1 / math.sqrt(3)
-
-
-def test_tied_parameters_stay_one():
+    # Tied parameters stay one.
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
     values = initialised(model)
@@ -141,11 +139,6 @@ class Identity(Filled):
 HOLES = "no reset_parameters of the model fills part.weight, scale, index: "
 
 
-def test_what_is_not_filled_is_named():
-    with pytest.raises(UserError, match=HOLES):
-        initialised(Holes())
-
-
 def error_of(build: Callable[[], nn.Module]) -> str:
     mesh = start(CPU, detect_launch(), DistributedArgs(dp_shard=3))
     with torch.device("meta"):
@@ -158,7 +151,8 @@ def error_of(build: Callable[[], nn.Module]) -> str:
     return ""
 
 
-def test_every_rank_names_it_though_only_one_has_a_part_of_it(ranks):
+def test_what_is_not_filled_is_named_on_every_rank_though_one_has_a_part_of_it(ranks):
+    refused(lambda: initialised(Holes()), HOLES)
     errors = ranks.run(3, error_of, Holes)
     assert errors[0].startswith(HOLES) and set(errors) == {errors[0]}
 

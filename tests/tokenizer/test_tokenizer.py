@@ -133,9 +133,6 @@ def test_tokens_decode_to_the_text_in_a_batch_and_alone(tokenizer):
         plain = tokenizer.encode("a")
         assert framed.tolist() == [tokenizer.bos_id, *plain.tolist(), tokenizer.eos_id]
         assert framed.dtype == plain.dtype and tokenizer.decode(framed) == "a"
-
-
-def test_half_a_character_and_an_id_outside_the_vocabulary_are_errors(tokenizer):
     with pytest.raises(UnicodeEncodeError):
         tokenizer.encode_batch(["fine", "half \ud83d of one"])
     for wrong in (-1, tokenizer.vocab_size):
