@@ -83,9 +83,8 @@ def save_here(folder: Path, tied: bool) -> Tensor:
     torch.manual_seed(3)
     model = LMTransformer(tied)
     fully_shard(model, mesh=mesh["dp_shard"])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8, fused=True
-    )
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **settings)
     for _ in range(STEP):
         F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.roll(-1, 1).flatten()).backward()
         optimizer.step()

@@ -52,9 +52,8 @@ def test_an_evaluated_run_is_the_same_and_scores_as_its_checkpoints(runs, task_d
     assert not (plain.dump_dir / "metrics.eval.jsonl").exists()
     found = of_evals(evaluated)
     tasks = ["choice", "rolling", "reply"]
-    assert [(line["step"], line["task"]) for line in found] == [
-        (step, task) for step in (2, 4) for task in tasks
-    ]
+    expected = [(step, task) for step in (2, 4) for task in tasks]
+    assert [(line["step"], line["task"]) for line in found] == expected
     assert "|choice" in evaluated.log and "bits_per_byte" in evaluated.log
     for step, lines in ((2, found[:3]), (4, found[3:])):
         assert results_in(evaluated.dump_dir / "evals" / f"{step:010d}")["step"] == step

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find, read_checkpoint
@@ -19,6 +18,7 @@ from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
 from lingua.parallel.mesh import on_rank_0
+from lingua.parallel.tensors import local
 from tests.checkpoints import CONFIG, STATE, equal, join, refusal, tensors_on
 from tests.locks import hold_lock, lose
 
@@ -53,10 +53,7 @@ def moving_here(root: Path) -> dict[str, Any]:
 
 def change(tensors: dict[str, Tensor], to: dict[str, Tensor]) -> None:
     for name, value in to.items():
-        t = tensors[name]
-        (t.to_local() if isinstance(t, DTensor) else t).copy_(
-            value.to_local() if isinstance(value, DTensor) else value
-        )
+        local(tensors[name]).copy_(local(value))
 
 
 def test_what_is_saved_in_the_background_is_the_state_of_its_step(ranks, tmp_path):

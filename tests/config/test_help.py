@@ -62,9 +62,8 @@ def test_help_is_printed_in_the_terminals_width_and_nothing_else_happens(capsys,
         assert caught.value.code == 0
         text = capsys.readouterr().out
         assert "optim.lr" in text and 60 < max(map(len, text.splitlines())) <= 64
-    keys = re.findall(
-        r"^  (\S+)", help_text(Config, ["optim", "checkpoint.dump.every"], None, 80), re.M
-    )
+    text = help_text(Config, ["optim", "checkpoint.dump.every"], None, 80)
+    keys = re.findall(r"^  (\S+)", text, re.M)
     names = ("lr", "name", "clip", "warmup", "ratios")
     assert keys == [*(f"optim.{name}" for name in names), "checkpoint.dump.every"]
 

@@ -187,9 +187,8 @@ def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, cap
     first = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert first.returncode == 0, first.stderr
     held_out = [text for text in TEXTS if is_held_out(text)]
-    tokens, held_out_tokens = (
-        sum(len(text.encode()) + 2 for text in texts) for texts in (TEXTS, held_out)
-    )
+    count = lambda texts: sum(len(text.encode()) + 2 for text in texts)  # noqa: E731
+    tokens, held_out_tokens = count(TEXTS), count(held_out)
     lines = [line for line in first.stdout.splitlines() if "data.sources.a: 700 documents" in line]
     assert lines[0].startswith(
         f"data.sources.a: 700 documents, {tokens:,} tokens "

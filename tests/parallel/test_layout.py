@@ -159,11 +159,8 @@ def test_ranks_refuse_what_the_check_refuses_and_what_an_unknown_style_leaves(ra
     forgotten = replace(PLAN, tp_equal=("embed", "head"))
     assert ranks.run(2, refused_in_ranks, forgotten) == [(problems(forgotten, 2), [])] * 2
     for distributes in (True, False):
-        plan = replace(
-            PLAN,
-            tp=STYLES | {"blocks.*.norm": Own(distributes)},
-            tp_equal=("embed", "head", "scale"),
-        )
+        styles = STYLES | {"blocks.*.norm": Own(distributes)}
+        plan = replace(PLAN, tp=styles, tp_equal=("embed", "head", "scale"))
         assert problems(plan, 2) == ""
         [(error, _), (other, _)] = ranks.run(2, refused_in_ranks, plan)
         assert error == other and ("norm.weight" in error) != distributes

@@ -52,9 +52,8 @@ def write_sentencepiece(path: Path, **options: object) -> str:
         "vocab_size": 450, "byte_fallback": True, "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False, "character_coverage": 0.98, "minloglevel": 2,
     }  # fmt: skip
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=model, **(given | options)
-    )
+    given |= {"sentence_iterator": iter(CORPUS), "model_writer": model}
+    sentencepiece.SentencePieceTrainer.train(**(given | options))
     path.write_bytes(model.getvalue())
     return str(path)
 
@@ -72,9 +71,8 @@ def write_byte_level(path: Path, prefix_space: bool = False) -> str:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     made.decoder = decoders.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", "<s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, **options)
     made.train_from_iterator(CORPUS, trainer)
     made.save(str(path))
     return str(path)

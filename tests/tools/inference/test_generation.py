@@ -175,9 +175,7 @@ class Recites(nn.Module):
         return self.logits[: tokens.shape[1]].expand(len(tokens), -1, -1)
 
 
-def recite_here(
-    tokenizer: TokenizerArgs, text: str, n_prompt: int, cases: list[SamplingArgs]
-) -> list[tuple[Completion, list[str]]]:
+def recite_here(tokenizer: TokenizerArgs, text: str, n: int, cases: list[SamplingArgs]) -> Any:
     """The completion for each setting, and the pieces in which its text is passed on."""
     made = build_tokenizer(tokenizer)
     tokens = made.encode(text, bos=tokenizer.name == "bytes").tolist()
@@ -185,7 +183,7 @@ def recite_here(
     mesh = start(CPU, detect_launch(), DistributedArgs(model_dtype="fp32"))
     pieces: list[list[str]] = [[] for _ in cases]
     requests = [
-        Request(tokens[:n_prompt], settings, on_text=passed.append)
+        Request(tokens[:n], settings, on_text=passed.append)
         for settings, passed in zip(cases, pieces, strict=True)
     ]
     model = Recites(continued, made.vocab_size)

@@ -75,9 +75,8 @@ def test_the_loss_is_on_the_answers_and_what_ends_them(tmp_path):
         assert [e.answers for e in chat.examples(TURNS)] in ([(1, 3)], [(1,), (3,)])
 
     chat = chat_of(tmp_path, TEMPLATES["marked"])
-    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(
-        TURNS, return_assistant_tokens_mask=True
-    )
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    reference = theirs.apply_chat_template(TURNS, return_assistant_tokens_mask=True)
     [example] = chat.examples(TURNS)
     ids, is_answer = chat.encode_example(example)
     assert ids.tolist() == reference["input_ids"]

@@ -135,12 +135,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     """Dump dir and job id of every job of two ranks on two nodes, by what happens to it."""
-    wanted = {
-        "plain": {"slurm": {"hold": True}},
-        "fail": {"setup": ["export FAIL_RANK=1"]},
-        "signal": SLOW,
-        "cancel": SLOW,
-    }
+    wanted = {"plain": {"slurm": {"hold": True}}, "fail": {"setup": ["export FAIL_RANK=1"]}}
+    wanted |= {"signal": SLOW, "cancel": SLOW}
     places = [cluster.runs / (HOSTILE if name == "plain" else name) for name in wanted]
     asked = zip(wanted.values(), places, strict=True)
     pairs = [(ON_TWO_NODES | job, cluster.arguments(place)) for job, place in asked]

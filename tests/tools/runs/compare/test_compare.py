@@ -51,9 +51,7 @@ def out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     return run
 
 
-def arm(
-    name: str, value: float, losses: Any, steps: tuple[int, ...] = (10, 20), first: int = 0
-) -> None:
+def arm(name: str, value: float, losses: Any, steps: Any = (10, 20), first: int = 0) -> None:
     """Runs `<name>-<seed>` with these losses by seed, or with 3.0 and then one of a list."""
     if not isinstance(losses, dict):
         losses = {first + seed: [3.0, loss] for seed, loss in enumerate(losses)}
