@@ -38,7 +38,7 @@ from lingua.tools.exchange import convert
 from tests.apps.meshes import mesh, on_meshes
 from tests.apps.tasks import TASKS, write_tasks
 from tests.apps.test_model import initialised, model_args
-from tests.ranks import Ranks
+from tests.ranks import Ranks, each_here
 from tests.tokenizer.test_tokenizer import write_byte_level, write_ranks, write_sentencepiece
 
 CPU = torch.device("cpu")
@@ -78,10 +78,6 @@ def eval_here(*arguments: str, hidden: str | None = None) -> tuple[str, str]:
             if dist.is_initialized():
                 leave(patience_s=30)  # as the program does
     return refused, printed.getvalue()
-
-
-def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
-    return {case: eval_here(*arguments)[0] for case, arguments in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +256,9 @@ def test_what_cannot_be_evaluated_is_refused_before_it_is_loaded(ranks, run, tas
         ),
         "ckpt": ([*good, "tasks=[choice]", f"ckpt={task_dir}"], f"ckpt: {task_dir} has no whole"),
     }
-    [found] = ranks.run(1, refusals_here, {case: argv for case, (argv, _) in cases.items()})
+    [found] = ranks.run(1, each_here, eval_here, {case: argv for case, (argv, _) in cases.items()})
     for case, (_, need) in cases.items():
-        assert all(part in found[case] for part in need.split(" ... ")), (case, found[case])
+        assert all(part in found[case][0] for part in need.split(" ... ")), (case, found[case])
     assert not list(tmp_path.glob("out/*"))
 
 

@@ -24,7 +24,7 @@ from lingua.base.errors import UserError
 from tests.apps.meshes import mesh
 from tests.apps.test_model import initialised, model_args
 from tests.programs import python
-from tests.ranks import Ranks
+from tests.ranks import Ranks, each_here
 from tests.tools.exchange.converted import a_model, save_here
 from tests.tools.inference.test_generation import step_by_step
 
@@ -62,10 +62,6 @@ def main_here(*arguments: str, stdin: bytes = b"", at_most: int = -1) -> tuple[s
 def one_file(folder: Path, name: str) -> Path:
     [path] = folder.rglob(name)
     return path
-
-
-def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
-    return {case: main_here(*arguments)[0] for case, arguments in cases.items()}
 
 
 @pytest.fixture
@@ -229,9 +225,9 @@ def test_mistakes_are_reported(ranks, ckpt, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(content)
         cases.append((name, [f"ckpt={ckpt}", f"prompts={tmp_path}/{name}.jsonl"], need))
     words = {name: [*arguments, "max_gen_tokens=8"] for name, arguments, _ in cases}
-    [found] = ranks.run(1, refusals_here, words)
+    [found] = ranks.run(1, each_here, main_here, words)
     for name, _, need in cases:
-        assert need in found[name], (name, found[name])
+        assert need in found[name][0], (name, found[name])
 
 
 def test_a_full_disk_leaves_a_file_that_the_same_command_may_write(ranks, ckpt, tmp_path):

@@ -27,6 +27,7 @@ from lingua.tools.inspect.checkpoint import summary
 from tests.apps.test_model import CASES, initialised, model_args
 from tests.chats import TEMPLATES, write_tokenizer
 from tests.mistakes import refused
+from tests.ranks import each_here
 from tests.tokenizer import test_tokenizer as tokenizers
 from tests.tools.exchange.converted import (
     SCALING,
@@ -123,7 +124,7 @@ def test_another_app_has_another_form(ranks, tmp_path):
     cases |= {"mtp folder": [f"source={out}", "app=apps.mtp"]}
     cases |= {"mtp checkpoint": [f"source={tmp_path / 'ours'}", "app=apps.mtp"]}
     arguments = {case: [*words, f"out={tmp_path / 'x'}"] for case, words in cases.items()}
-    [said] = ranks.run(1, refusals_here, arguments)
+    [said] = ranks.run(1, each_here, convert_here, arguments)
     assert "model.embed_tokens.weight: (259, 32) in config.json" in said["folder"]
     assert f"app = {__name__}" in said["checkpoint"] and "To trust it" in said["checkpoint"]
     for case, source in (("mtp folder", out), ("mtp checkpoint", tmp_path / "ours/0000000003")):
@@ -328,10 +329,6 @@ def test_a_base_with_another_tokenizer_gives_no_ids(ranks, tmp_path):
     assert model.config.max_position_embeddings == 512 and model.config.initializer_range == 0.05
 
 
-def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
-    return {case: convert_here(*arguments) for case, arguments in cases.items()}
-
-
 def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
     models = {  # that transformers cannot express
         "window": (a_model(**OTHERS["Olmo2ForCausalLM"], sliding_window=9), {}),
@@ -375,7 +372,7 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
     needs["there"] = "exists already"
     cases["file"] = [f"source={good}", f"out={good / 'config.json'}/x", "tokenizer.name=bytes"]
     needs["file"] = f"could not be saved into {good / 'config.json'}"
-    [said] = ranks.run(1, refusals_here, cases)
+    [said] = ranks.run(1, each_here, convert_here, cases)
     for case, need in needs.items():
         assert need in said[case], (case, said[case])
         assert case in models or str(tmp_path) in said[case]

@@ -214,11 +214,8 @@ def test_a_rank_loads_with_the_memory_of_its_part_and_no_more_than_one_tensor(ra
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"dim": 48}, "model.dim = 48: must be 32"),
-    ({"n_layers": 3}, "model.n_layers = 3: must be 2"),
-    ({"n_kv_heads": 2}, "model.n_kv_heads = 2: must be 4"),
     ({"multiple_of": 64}, "which give a hidden size = 128: must be 88"),
     ({"rope_theta": 5e5}, "model.rope_theta = 500000.0: must be 10000.0"),
-    ({"sliding_window": 8}, "model.sliding_window = 8: must be null"),
     ({"qk_norm": "per_head"}, "model.qk_norm = per_head: must be null"),
     ({"weight_tying": True}, "model.weight_tying = True: must be False"),
     ({"rope_scaling": SCALING}, "model.rope_scaling = RopeScaling(factor=4.0"),
