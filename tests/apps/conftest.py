@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from apps.dpo import app as dpo
 from apps.sft import app as sft
 from lingua.tokenizer import build_tokenizer
-from tests import lingua_checkpoint
 from tests.apps.runs import Outcome, Runs, arguments, prepare, write_sources
 from tests.chats import CHATML, write_tokenizer
 from tests.ranks import Ranks
@@ -83,17 +82,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         nn.init.normal_(p, std=0.3)
     llama.save_pretrained(folder / "llama")
     return settings
-
-
-@pytest.fixture(
-    scope="session", params=[pytest.param(False, marks=pytest.mark.soak, id="untied"), True]
-)
-def theirs(request, ranks: Ranks, tmp_path_factory) -> tuple[bool, Path, Tensor]:
-    """Whether it ties weights, a checkpoint that Meta Lingua wrote, and its logits of TOKENS."""
-    folder = tmp_path_factory.mktemp("lingua") / "0000000003"
-    folder.mkdir()
-    logits, _ = ranks.run(2, lingua_checkpoint.save_here, folder, request.param)
-    return request.param, folder, logits
 
 
 @pytest.fixture(scope="session")
