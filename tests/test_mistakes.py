@@ -1,5 +1,5 @@
-"""Mistakes on a command line. tests/mistakes.txt has the table: what a user types, and what the
-refusal must name. `refused` of tests/mistakes.py says what is compared."""
+"""Mistakes on a command line and in files of a few lines. tests/mistakes.txt has the table: what a
+user types, and what the refusal must name. What is compared: `refused` of tests/mistakes.py."""
 
 import json
 import re
