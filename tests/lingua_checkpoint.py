@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoints import join
 
-DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 22, 4, 2, 6, 2, 259
+DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 24, 4, 2, 6, 2, 259
 STEP = 3  # updates made
 CONFIG = Path(__file__).parent / "apps/meta_lingua/resolved.yaml"
 TOKENS = torch.arange(32).view(2, 16) * 37 % VOCABULARY
@@ -31,9 +31,10 @@ def linears(**sizes: tuple[int, int]) -> nn.ModuleDict:
 
 
 class Layer(nn.Module):
-    def __init__(self, dim: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        q, kv, hidden = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, int(0.92 * int(8 * dim / 3))
+        dim, hidden = DIM, int(0.92 * int(8 * DIM / 3))
+        q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
         self.attention = linears(wq=(dim, q), wk=(dim, kv), wv=(dim, kv), wo=(q, dim))
         self.feed_forward = linears(w1=(dim, hidden), w3=(dim, hidden), w2=(hidden, dim))
         self.attention_norm, self.ffn_norm = nn.RMSNorm(dim, 1e-5), nn.RMSNorm(dim, 1e-5)
@@ -55,21 +56,20 @@ class Layer(nn.Module):
 
 
 class LMTransformer(nn.Module):
-    def __init__(self, tied: bool, dim: int = DIM) -> None:
+    def __init__(self, tied: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(dim) for _ in range(LAYERS))
-        self.tok_embeddings = nn.Embedding(VOCABULARY, dim)
-        self.norm = nn.RMSNorm(dim, 1e-5)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.tok_embeddings = nn.Embedding(VOCABULARY, DIM)
+        self.norm = nn.RMSNorm(DIM, 1e-5)
         if tied:  # its TiedLinear keeps the embedding as a module of its own
             self.output = nn.ModuleDict({"tied_module": self.tok_embeddings})
         else:
-            self.output = nn.Linear(dim, VOCABULARY, bias=False)
+            self.output = nn.Linear(DIM, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
-        angle = torch.outer(
-            torch.arange(tokens.shape[1]), 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-        )
+        frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angle = torch.outer(torch.arange(tokens.shape[1]), frequencies)
         turns = torch.polar(torch.ones_like(angle), angle)[:, None]  # S 1 D/2
         for layer in self.layers:
             h = layer(h, turns)
@@ -77,15 +77,14 @@ class LMTransformer(nn.Module):
         return F.linear(self.norm(h), head.weight)
 
 
-def save_here(folder: Path, tied: bool, dim: int = DIM) -> Tensor:
+def save_here(folder: Path, tied: bool) -> Tensor:
     """Train a little on these ranks, save, and return the logits of TOKENS."""
     mesh = join()
     torch.manual_seed(3)
-    model = LMTransformer(tied, dim)
+    model = LMTransformer(tied)
     fully_shard(model, mesh=mesh["dp_shard"])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8, fused=True
-    )
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **settings)
     for _ in range(STEP):
         F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.roll(-1, 1).flatten()).backward()
         optimizer.step()
@@ -98,16 +97,16 @@ def save_here(folder: Path, tied: bool, dim: int = DIM) -> Tensor:
     with torch.no_grad():
         logits = model(TOKENS)
     if rank == 0:
-        (folder / "params.json").write_text(json.dumps(params(tied, dim)))
+        (folder / "params.json").write_text(json.dumps(params(tied)))
         whole = folder / "consolidated"
         whole.mkdir()
         dcp_to_torch_save(folder, whole / "consolidated.pth")
-        (whole / "params.json").write_text(json.dumps(params(tied, dim)))
+        (whole / "params.json").write_text(json.dumps(params(tied)))
     return logits
 
 
-def params(tied: bool, dim: int = DIM) -> dict[str, Any]:
+def params(tied: bool) -> dict[str, Any]:
     """The whole configuration, resolved, as its config.yaml and params.json have it."""
     config = yaml.safe_load(CONFIG.read_text())
-    config["model"] |= {"dim": dim, "weight_tying": tied}
+    config["model"] |= {"dim": DIM, "weight_tying": tied}
     return config

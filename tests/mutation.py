@@ -100,9 +100,6 @@ def late(*_: Any) -> None:
     raise TimeoutError(f"no answer in {CASE_S} s")
 
 
-# ------------------------------------------------------------------------------------ changes
-
-
 def change_bytes(content: bytes, draw: random.Random) -> bytes:
     """Bytes changed, inserted, cut out, repeated or cut off, a few times."""
     changed = bytearray(content)
@@ -147,10 +144,8 @@ def places_in(tree: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key or index) of every value of dicts and lists, and attributes of objects."""
     if hasattr(tree, "__dict__") and not isinstance(tree, type):
         tree = vars(tree)
-    pairs = (
-        tree.items() if isinstance(tree, dict) else enumerate(tree if type(tree) is list else [])
-    )
-    for key, value in list(pairs)[:50]:
+    pairs = dict(enumerate(tree)) if type(tree) is list else tree if isinstance(tree, dict) else {}
+    for key, value in list(pairs.items())[:50]:
         yield tree, key
         yield from places_in(value)
 

@@ -22,9 +22,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 SHARED = ("torch.distributed.run", "torch._dynamo", "apps.main.train", "apps.main.generate")
 # For programs that import this repository from a copy of it, and have all of it still to import.
@@ -62,7 +65,22 @@ def start_server(modules: tuple[str, ...]) -> tuple[str, subprocess.Popen[bytes]
     return str(command), server
 
 
-# ------------------------------------------------------------------------ the process of a command
+def wait_for(condition: Callable[[], Any], job: Any = None, seconds: float = 60.0) -> Any:
+    """What `condition` returns, once that is true; fails where a process ends before."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert job is None or job.poll() is None, "the process has ended"
+        assert time.monotonic() < end, f"it took more than {seconds} s"
+        time.sleep(0.005)
+    return value
+
+
+def state_of(pid: int) -> str:
+    """The state of a process in the process table, of one that is gone Z like a zombie's."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
 
 
 def ask(address: str, argv: list[str]) -> None:
@@ -88,9 +106,6 @@ def ask(address: str, argv: list[str]) -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
-
-
-# ------------------------------------------------------------------------------------- the server
 
 
 def serve(listener: socket.socket, command_file: Path, modules: list[str]) -> list[str]:

@@ -29,6 +29,11 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def each_here(work: Callable[..., Any], cases: dict[str, list[str]]) -> dict[str, Any]:
+    """What a program returns for each case, one after another in this rank."""
+    return {case: work(*arguments) for case, arguments in cases.items()}
+
+
 def _caches() -> list[Any]:
     """What torch remembers by the layout of a mesh, and the mesh with it."""
     wrapper = functools._lru_cache_wrapper

@@ -58,9 +58,8 @@ def test_another_package_called_apps_is_not_trusted(tmp_path):
         (tmp_path / module).write_text("raise SystemExit('executed')\n")
     code = "from lingua.app import known_apps; print(known_apps())"
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **options)
     assert done.stdout.strip() == "{}", done.stderr
 
 

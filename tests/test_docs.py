@@ -117,9 +117,6 @@ def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
-# ------------------------------------------------------------------------------------ what exists
-
-
 def test_the_readme_is_a_front_page():
     assert len(README.read_text(encoding="utf-8").split()) <= 2000  # as wc -w counts
 
@@ -168,9 +165,6 @@ def is_program(module: str) -> bool:
 def plain_lines(text: str) -> str:
     """Lines without indentation and blank lines, which ruff changes where it formats a page."""
     return "\n" + "".join(f"{line.strip()}\n" for line in text.splitlines() if line.strip())
-
-
-# ----------------------------------------------------------------------------- what can be parsed
 
 
 @pytest.fixture(scope="module")
@@ -321,9 +315,6 @@ def test_a_mistyped_word_of_a_command_is_noticed(monkeypatch):
     for words in simple_commands(MISTYPED):
         with pytest.raises((UserError, SystemExit)):
             parse(words)
-
-
-# ---------------------------------------------------------------------------------- what is run
 
 
 @pytest.fixture(scope="module")

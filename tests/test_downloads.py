@@ -43,9 +43,7 @@ def hub() -> Iterator[Hub]:
     server.close()
 
 
-def start(
-    script: str, hub: Hub, home: Path, *words: str, before: str = "", **env: str
-) -> subprocess.Popen[str]:
+def start(script: str, hub: Hub, home: Path, *words: str, before: str = "", **env: str):
     clean = {key: value for key, value in os.environ.items() if key != "HF_TOKEN"}
     clean |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [*python(SHARED), "-c", before + RUN.format(script=script), *map(str, words)]
@@ -125,15 +123,12 @@ def test_what_is_missing_is_one_clear_message(hub, tmp_path):
     for words, options, named in [
         (["fineweb"], {}, "fineweb_edu, fineweb_edu_10bt"),
         ([some], {}, "--pattern"),
-        (["fineweb_edu", *pattern], {}, "--pattern: fineweb_edu"),
         ([some, *pattern, "--name", "../x"], {}, '--name "../x"'),
         ([some, "--pattern", "*.gz"], {}, "*.gz"),
         (["some/absent", *pattern], {}, "some/absent"),
-        (["some/gated", *pattern], {}, gated),
         (["some/gated", *pattern], {"HF_TOKEN": "hf_of_another"}, gated),
         (quoting, {"HF_TOKEN": " hf_of_another "}, "Bearer <HF_TO"),
         ([some, *pattern], {"HF_TOKEN": "hf_of_two\nlines"}, "HF_TOKEN"),
-        ([some, *pattern], {"HF_TOKEN": "hf_of two"}, "HF_TOKEN"),
         ([some, *pattern], absent, "pip install huggingface_hub"),
         ([some, *pattern], full, "0.00 GB"),
     ]:

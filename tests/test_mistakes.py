@@ -1,6 +1,7 @@
-"""Mistakes on a command line. tests/mistakes.txt has the table: what a user types, and what the
-refusal must name. `refused` of tests/mistakes.py says what is compared."""
+"""Mistakes on a command line and in files of a few lines. tests/mistakes.txt has the table: what a
+user types, and what the refusal must name. What is compared: `refused` of tests/mistakes.py."""
 
+import json
 import re
 import shlex
 import shutil
@@ -8,20 +9,26 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+import lingua
 from apps.dpo import TrainArgs as DPOArgs
 from apps.main.config import TrainArgs
 from apps.main.eval import EvalArgs
-from apps.main.generate import GenerateArgs
+from apps.main.generate import GenerateArgs, read_prompts
 from apps.main.hugging_face import from_config
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
 from lingua.checkpoint.run_config import load_run
 from lingua.config.help import help_text
 from lingua.config.load import load, meta_lingua
+from lingua.data.args import ChatArgs
+from lingua.model.attention import choose_attention
+from lingua.parallel.launch import detect_launch
+from lingua.parallel.mesh import DistributedArgs, mesh_sizes
 from lingua.tokenizer import TokenizerArgs
-from lingua.tools.commands import checkpoint, compare, report, runs, tokenizer
+from lingua.tools.commands import checkpoint, compare, data_prepare, report, runs, tokenizer
 from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
@@ -29,7 +36,10 @@ from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
-from tests.config.example import Config, write
+from tests.config.example import Config
+from tests.data.prepared import Prepared, make_args
+from tests.data.test_chat import BOT, PAIR, USER, prepared
+from tests.data.test_chat import make_args as chat_args
 from tests.mistakes import refused
 from tests.tools.runs.compare.pool import write_run
 
@@ -46,9 +56,38 @@ def stool(argv):
     stool_command.main(["launcher=print", *(f"{k}={v}" for k, v in words.items()), *argv])
 
 
-def load_file(argv):
-    text = argv[0].encode().decode("unicode_escape")
-    load(Config, [write(Path("../file.yaml"), text)])
+def of_file(read, folder, name=None):
+    """Reads a file beside the folder in which nothing may be written. Its content is the last
+    argument, with Python's escapes; without a `name` the first one is that."""
+
+    def program(argv):
+        path = Path("..", folder, name or argv[0])
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(argv[-1].encode().decode("unicode_escape").encode("latin-1"))
+        read(path)
+
+    return program
+
+
+def read_text(path):
+    Prepared(make_args(path.parent, sources={path.name: 1.0}), path.name)
+
+
+def prepare_chat(argv, good, pairs):
+    """Of three records, the second is the argument."""
+    record = good | json.loads(argv[0]) if pairs else argv[0]
+    make = partial(chat_args, Path("../chat"), [good, record, good], chat=ChatArgs(pairs=pairs))
+    assert sum(prepared(make(on_bad_record="skip"))[0].manifest.skipped.values()) == 1
+    prepared(make())
+
+
+def read_prompts_of(path):
+    read_prompts(load(GenerateArgs, ["ckpt=a", f"prompts={path}"])[0])
+
+
+def choose(argv):
+    impl, device, dtype, head_dim = argv
+    choose_attention(impl, int(head_dim), torch.device(device), getattr(torch, dtype), True)
 
 
 def load_family(argv):
@@ -69,7 +108,7 @@ PAIRS = ("data.chat={pairs: true}", "data.document_mask=ignore", "checkpoint.ini
 BATCH = ("data.sources={a: 1}", "data.global_batch_size=8")
 PROGRAMS = {
     "example": loads(Config, foreign=meta_lingua),
-    "file": load_file,
+    "file": of_file(lambda path: load(Config, [f"config={path}"]), "configs", "file.yaml"),
     "help": partial(help_text, Config),
     "train": loads(TrainArgs, *SOURCES),
     "run": lambda argv: load_run(choose_app([]), [*SOURCES, *argv]),
@@ -80,6 +119,15 @@ PROGRAMS = {
     "tokens": loads(TokenizerArgs),
     "tokenizer": tokenizer.main,
     "family": load_family,
+    "text": of_file(read_text, "text"),
+    "conversation": partial(prepare_chat, good={"messages": [USER, BOT]}, pairs=False),
+    "pair": partial(prepare_chat, good=PAIR, pairs=True),
+    "prompts": of_file(read_prompts_of, "prompts"),
+    "python": lambda argv: lingua.train(argv[0], yaml.safe_load(argv[1])),
+    "data": lambda argv: data_prepare.main(["data.root_dir=.", *argv]),
+    "mesh": lambda argv: mesh_sizes(load(DistributedArgs, argv[1:])[0], int(argv[0])),
+    "environment": lambda argv: detect_launch(dict(word.split("=", 1) for word in argv)),
+    "attention": choose,
     "harness": lambda argv: to_settings(yaml.safe_load(argv[0]), 5),
     "show": loads(ShowArgs, *BATCH, partial=True),
     "plan": lambda argv: make_plan([f"config={DEBUG}", *argv]),
@@ -113,14 +161,13 @@ RANGES.append(["evaluated", "name=a\x1b[31m", "checkpoint.path=a\x7f", "dump_dir
 def mistakes():
     """(program, its arguments, what must be named)."""
     filled = {"{many}": ",".join(map(str, range(1, 40))), "{deep}": 500 * "[" + 500 * "]"}
-    filled["{long}"] = 300 * "a"
+    filled |= {"{long}": 300 * "a", "{U}": json.dumps(USER), "{A}": json.dumps(BOT)}
     for line in LINES:
         command, *names = re.split(r"  +", line)
         if command.startswith("range "):
             continue
-        program, *argv = shlex.split(
-            re.sub(r"\{(many|deep|long)\}", lambda m: filled[m[0]], command)
-        )
+        words = re.sub(r"\{(many|deep|long|U|A)\}", lambda m: filled[m[0]], command)
+        program, *argv = shlex.split(words)
         yield pytest.param(program, argv, names, id=command)
     for argv, *names in TOO_LONG:
         yield pytest.param("example", argv, names, id=argv[0][:20])

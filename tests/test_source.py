@@ -27,9 +27,6 @@ def test_each_ignored_type_error_has_a_code_and_a_reason():
         assert re.search(r"# type: ignore\[[\w-]+\]  # \w+", line), f"{file}: {line}"
 
 
-# ---- imports
-
-
 # Packages of the floor, each of which imports only those before it.
 ORDER = ["base", "config", "app", "tokenizer", "parallel", "data", "model", "optim"]
 ORDER += ["checkpoint", "monitor"]
@@ -100,9 +97,6 @@ def f():
     assert set(imported(ast.parse(source))) == {"triton", "flash_attn.layers.rotary"}
 
 
-# ---- commands
-
-
 def through_a_shell(tree: ast.AST) -> Iterator[str]:
     """The calls that give a text to a shell, or could."""
     for node in ast.walk(tree):
@@ -128,13 +122,9 @@ def test_commands_are_lists_of_words_that_no_shell_reads():
     assert found == {("lingua/tools/slurm/launch.py", "[bash]")}
 
 
-# ---- names of files
-
-
 def test_the_names_of_files_in_a_dump_dir_are_written_in_one_place():
-    names = {
-        v for k, v in vars(dump_dir).items() if k.isupper() and isinstance(v, str) and "." in v
-    }
+    values = [value for name, value in vars(dump_dir).items() if name.isupper()]
+    names = {value for value in values if isinstance(value, str) and "." in value}
     assert {"config.yaml", "metrics.jsonl", "run.lock", "code.diff"} <= names
     written = {
         (str(file.relative_to(ROOT)), node.value)

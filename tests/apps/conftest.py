@@ -69,10 +69,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a run of apps.dpo on pairs, and a model of transformers that is the reference."""
     folder, chance = tmp_path_factory.mktemp("pairs"), random.Random(1)
     said = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 9))) for _ in range(400)]
-    records = [
-        {"prompt": said[i], "chosen": said[i + 1] + "!", "rejected": said[i + 2]}
-        for i in range(0, 390, 3)
-    ]
+    triples = zip(said[:390:3], said[1:390:3], said[2:390:3], strict=True)
+    records = [{"prompt": p, "chosen": c + "!", "rejected": r} for p, c, r in triples]
     settings = write_chats(folder, "pairs", records)
     settings |= {"data.seq_len": 120, "model.dim": 24, "checkpoint.init_from": folder / "llama"}
     args = arguments(prepare(settings, dpo), dpo)

@@ -53,13 +53,14 @@ def on_meshes(*default: Sizes, soak: Iterable[Sizes] = ()) -> pytest.MarkDecorat
     return pytest.mark.parametrize("sizes", [*default, *cases], ids=name_of)
 
 
-def on_mesh(
-    module: nn.Module, plan: ParallelPlan, sizes: Sizes, seed: int = 1, **settings: Any
-) -> tuple[nn.Module, DeviceMesh]:
+OnMesh = tuple[nn.Module, DeviceMesh]
+
+
+def on_mesh(module: nn.Module, plan: ParallelPlan, sizes: Sizes, **settings: Any) -> OnMesh:
     """The module on a mesh of these ranks, in float32 unless `settings` have another dtype, with
-    the initial values of `seed`."""
+    the initial values of seed 1."""
     args, cpu = DistributedArgs(*sizes, **({"model_dtype": "fp32"} | settings)), torch.device("cpu")
     mesh = start(cpu, detect_launch(), args)
     model = parallelize_model(module, mesh, plan, args)
-    init_parameters(model, seed, cpu)
+    init_parameters(model, 1, cpu)
     return model, mesh

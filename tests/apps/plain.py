@@ -36,18 +36,15 @@ class Block(nn.Module):
 class Plain(nn.Sequential):
     """Embedding, two blocks, head: torch's own modules, initialised as torch does it."""
 
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(
-            nn.Embedding(vocab_size, 13), Block(13), Block(13), nn.Linear(13, vocab_size)
-        )
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__(nn.Embedding(n_tokens, 13), Block(13), Block(13), nn.Linear(13, n_tokens))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
         logits = super().forward(tokens)
         if targets is None:
             return logits
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-        )
+        options = {"ignore_index": IGNORE, "reduction": "sum"}
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
         return torch.stack([losses]), (targets != IGNORE).sum((1, 2))
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from apps.bench import data, promise
-from apps.bench.__main__ import CONFIG, MEASUREMENTS
+from apps.bench.__main__ import MEASUREMENTS
 from apps.bench.loop import Reference
-from apps.bench.turns import Turn
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.config.load import load
@@ -134,9 +133,6 @@ def test_every_measurement_is_tested() -> None:
     assert MEASUREMENTS.keys() == {*SMALLEST, "data"}
 
 
-# ------------------------------------------------------------------------------------- controls
-
-
 def test_a_reference_on_other_rows_has_other_losses() -> None:
     """The control of loss_difference: the comparison notices a row shifted by one."""
     args, _ = load(TrainArgs, [*RUN, VOCABULARY])
@@ -160,21 +156,3 @@ def test_a_broken_promise_shows() -> None:
     stopped[2]["loss"] = 2.5
     assert promise.compare(never, stopped) == ([0, 0, 0.25], [True, False, True])
     refused(lambda: promise.compare(never, stopped[1:]), "same steps")
-
-
-def test_sides_that_did_not_do_the_same_work_are_not_compared() -> None:
-    for results in ((1000, 1001), (0, 0)):
-        ours, reference = (Turn(1.0, 1.0, result) for result in results)
-        with pytest.raises(AssertionError):
-            data.speeds([{"ours": ours, "reference": reference}])
-
-
-def test_a_mistake_is_one_message(tmp_path: Path) -> None:
-    for name, word, message in (
-        ("loop", "modle.dim=3", "error: modle"),
-        ("step", f"config={CONFIG}", "error: model.vocab_size"),  # a mistake of every case
-        ("sync", "--repeats=2", "--repeats: sync has no rounds"),
-    ):
-        done = bench(tmp_path, name, *RUN, word)
-        assert done.returncode == 2
-        assert message in done.stderr and "Traceback" not in done.stderr

@@ -50,9 +50,8 @@ def test_show_says_what_a_checkpoint_holds_and_reads_no_tensor(run, tmp_path, ca
     assert (shown["step"], shown["tokens"]) == (3, 3 * 7 * 16)
     model_size = f"{values:,} values, {len(model)} tensors, float32, {size / 1024:.2f} KiB"
     assert shown["tensors"]["model"] == shown["tensors"]["exp_avg_sq"] == model_size
-    assert sum(int(group["param_names"].split()[0]) for group in shown["param_groups"]) == len(
-        model
-    )
+    names = [group["param_names"] for group in shown["param_groups"]]
+    assert sum(int(n.split()[0]) for n in names) == len(model)
     state = run.state(3)
     del state["param_groups"]
     assert shown["hash of tensors"] == state.pop("tensors")
@@ -71,9 +70,8 @@ def test_diff_prints_the_table_of_a_resume_and_refuses_what_it_would(runs, run, 
 
     change = {"steps": 9, "optim.lr": 1e-3, "stop_at": 4}
     table = said(capsys, "diff", copy, f"config={config}", *(f"{k}={v}" for k, v in change.items()))
-    resumed = runs.train(
-        (1, 1, 1), change, dump_dir=shutil.copytree(run.dump_dir, tmp_path / "resumed")
-    )
+    dump_dir = shutil.copytree(run.dump_dir, tmp_path / "resumed")
+    resumed = runs.train((1, 1, 1), change, dump_dir=dump_dir)
     log = resumed.log.splitlines()
     words = [line.split()[1:] for line in log]
     begin = words.index(["key", "saved", "now", "class"])

@@ -55,13 +55,8 @@ def pairs_of(data: OpenData, positions: np.ndarray) -> list[list[Encoded]]:
     found = []
     for row, index, target in zip(*(of(positions) for of in read), strict=True):
         for d in range(0, index[target].max(), 2):
-            both = [index == i for i in (d, d + 1)]
-            found.append(
-                [
-                    tuple(torch.from_numpy(a[i]) for a in (row.astype(np.int64), target))
-                    for i in both
-                ]
-            )
+            parts = [(row[i].astype(np.int64), target[i]) for i in (index == d, index == d + 1)]
+            found.append([tuple(map(torch.from_numpy, part)) for part in parts])
     return found
 
 
@@ -95,13 +90,9 @@ def test_the_loss_is_that_of_each_pair_alone_written_out(pairs, trained):
     seen = {str(pair) for pair in pairs_of(data, np.arange(n_rows))}
     for text in (Path(args.data.root_dir) / "pairs.jsonl").read_text().splitlines():
         record = json.loads(text)
-        said = [
-            [
-                {"role": "user", "content": record["prompt"]},
-                {"role": "assistant", "content": answer},
-            ]
-            for answer in (record["chosen"], record["rejected"])
-        ]
+        prompt = {"role": "user", "content": record["prompt"]}
+        both = record["chosen"], record["rejected"]
+        said = [[prompt, {"role": "assistant", "content": answer}] for answer in both]
         encoded = [chat.encode_example(chat.examples(c)[0]) for c in said]
         records.append([tuple(map(torch.from_numpy, e)) for e in encoded])
     held_out = [pair for pair in records if str(pair) not in seen]
@@ -113,9 +104,7 @@ def test_the_loss_is_that_of_each_pair_alone_written_out(pairs, trained):
     assert last["loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
 
 
-def test_what_is_on_disk_is_read_and_what_is_stale_or_damaged_is_computed_again(
-    runs, pairs, trained, tmp_path
-):
+def test_what_is_stale_or_damaged_on_disk_is_computed_again(runs, pairs, trained, tmp_path):
     """In one process: numbers that were changed on disk are used, of another reference they are
     not."""
     stored = json.loads((trained.dump_dir / "reference.json").read_text())
@@ -135,10 +124,8 @@ def test_what_is_on_disk_is_read_and_what_is_stale_or_damaged_is_computed_again(
 
     # A run does not go on with another reference.
     other = shutil.copytree(pairs["checkpoint.init_from"], tmp_path / "llama")
-    weights = load_file(other / "model.safetensors")
-    save_file(
-        {n: t + 0.01 for n, t in weights.items()}, other / "model.safetensors", {"format": "pt"}
-    )
+    file = other / "model.safetensors"
+    save_file({n: t + 0.01 for n, t in load_file(file).items()}, file, {"format": "pt"})
     settings |= {"stop_at": 2, "checkpoint.init_from": other}
     again = runs.train((1, 1, 1), settings, app=app, dump_dir=folder, refused=True)
     assert "data.reference" in again.error

@@ -38,7 +38,7 @@ from lingua.tools.exchange import convert
 from tests.apps.meshes import mesh, on_meshes
 from tests.apps.tasks import TASKS, write_tasks
 from tests.apps.test_model import initialised, model_args
-from tests.ranks import Ranks
+from tests.ranks import Ranks, each_here
 from tests.tokenizer.test_tokenizer import write_byte_level, write_ranks, write_sentencepiece
 
 CPU = torch.device("cpu")
@@ -80,20 +80,13 @@ def eval_here(*arguments: str, hidden: str | None = None) -> tuple[str, str]:
     return refused, printed.getvalue()
 
 
-def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
-    return {case: eval_here(*arguments)[0] for case, arguments in cases.items()}
-
-
 @pytest.fixture(scope="module")
 def task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
-WRITE = {
-    "hf": write_byte_level,
-    "sp": partial(write_sentencepiece, model_type="bpe"),
-    "tiktoken": write_ranks,
-}
+BPE = partial(write_sentencepiece, model_type="bpe")
+WRITE = {"hf": write_byte_level, "sp": BPE, "tiktoken": write_ranks}
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +159,13 @@ def answers(samples: list[dict[str, Any]]) -> list[list[float]]:
     ]
 
 
-# ------------------------------------------------------------------------------- the same scores
-
-
 @pytest.fixture(scope="module")
 def expected(run: Path, task_dir: Path) -> dict[str, Any]:
     return theirs(run, task_dir, list(TASKS))
 
 
 @on_meshes((1, 1, 1), (2, 1, 1), soak=[(1, 2, 1), (1, 1, 2)])
-def test_scores_are_those_of_the_harness_on_the_exported_model(
-    ranks, run, task_dir, expected, tmp_path, sizes
-):
+def test_scores_are_those_of_the_harness(ranks, run, task_dir, expected, tmp_path, sizes):
     words = [f"{key}={size}" for key, size in mesh(sizes).items()]
     out = ours(ranks, run, task_dir, tmp_path / "out", *words, n=prod(sizes))
     found, there = numbers(results_in(out)), numbers(expected)
@@ -199,14 +187,12 @@ def read_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokeniz
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # it would keep a copy under the name of the file
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     made = TikTokenConverter(str(path), extra_special_tokens=special).converted()
-    bos, eos = special
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=bos, eos_token=eos, add_bos_token=True
-    )
+    tokens = dict(zip(("bos_token", "eos_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=made, add_bos_token=True, **tokens)
 
 
 @pytest.mark.parametrize("kind", ["sp", pytest.param("tiktoken", marks=pytest.mark.soak)])
-def test_with_other_tokenizers_and_tied_weights_scores_are_those_of_the_harness_too(
+def test_other_tokenizers_and_tied_weights_score_so(
     ranks, make_run, task_dir, tmp_path, monkeypatch, kind
 ):
     run = make_run(True, kind, weight_tying=True)
@@ -243,9 +229,7 @@ def test_groups_and_tags_are_those_of_the_harness(ranks, run, task_dir, tmp_path
     assert [json.loads(line)["task"] for line in lines].count("both") == 1
 
 
-def test_what_cannot_be_evaluated_is_refused_before_the_model_is_loaded(
-    ranks, run, task_dir, tmp_path
-):
+def test_what_cannot_be_evaluated_is_refused_before_it_is_loaded(ranks, run, task_dir, tmp_path):
     (tmp_path / "broken").mkdir()
     broken = TASKS["choice"] + "dataset_path: json\ntest_split: test\n"
     broken += "dataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
@@ -272,9 +256,9 @@ def test_what_cannot_be_evaluated_is_refused_before_the_model_is_loaded(
         ),
         "ckpt": ([*good, "tasks=[choice]", f"ckpt={task_dir}"], f"ckpt: {task_dir} has no whole"),
     }
-    [found] = ranks.run(1, refusals_here, {case: argv for case, (argv, _) in cases.items()})
+    [found] = ranks.run(1, each_here, eval_here, {case: argv for case, (argv, _) in cases.items()})
     for case, (_, need) in cases.items():
-        assert all(part in found[case] for part in need.split(" ... ")), (case, found[case])
+        assert all(part in found[case][0] for part in need.split(" ... ")), (case, found[case])
     assert not list(tmp_path.glob("out/*"))
 
 

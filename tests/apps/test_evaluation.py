@@ -4,8 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import eval_here, results_in
 from tests.local_slurm import needs_slurm, slurm_here
+from tests.programs import wait_for
 
 TRAINED = {
     "steps": 4,
@@ -43,9 +42,7 @@ def of_evals(run: Outcome) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_that_is_evaluated_is_the_same_and_scores_as_its_checkpoints_do(
-    runs, task_dir, tmp_path
-):
+def test_an_evaluated_run_is_the_same_and_scores_as_its_checkpoints(runs, task_dir, tmp_path):
     settings = TRAINED | {"eval.task_dir": task_dir}
     evaluated = runs.train((1, 2, 1), settings | {"eval.every": 2})
     plain = runs.train((1, 2, 1), {k: v for k, v in settings.items() if k[:5] != "eval."})
@@ -55,9 +52,8 @@ def test_a_run_that_is_evaluated_is_the_same_and_scores_as_its_checkpoints_do(
     assert not (plain.dump_dir / "metrics.eval.jsonl").exists()
     found = of_evals(evaluated)
     tasks = ["choice", "rolling", "reply"]
-    assert [(line["step"], line["task"]) for line in found] == [
-        (step, task) for step in (2, 4) for task in tasks
-    ]
+    expected = [(step, task) for step in (2, 4) for task in tasks]
+    assert [(line["step"], line["task"]) for line in found] == expected
     assert "|choice" in evaluated.log and "bits_per_byte" in evaluated.log
     for step, lines in ((2, found[:3]), (4, found[3:])):
         assert results_in(evaluated.dump_dir / "evals" / f"{step:010d}")["step"] == step
@@ -135,9 +131,7 @@ def checked_here(settings: dict[str, Any], cases: list[dict[str, Any]]) -> list[
     return errors
 
 
-def test_the_mistakes_of_an_evaluation_and_of_its_jobs_are_found_before_training(
-    runs, task_dir, tmp_path
-):
+def test_mistakes_of_an_evaluation_are_found_before_training(runs, task_dir, tmp_path):
     settings = TRAINED | {"eval.task_dir": task_dir}
     for wrong, need in (
         ({"data.seq_len": 12}, "tasks: reply: max_gen_tokens = 12: leaves no room"),
@@ -186,13 +180,6 @@ REPO = Path(__file__).parents[2]
 WAIT_S = 180.0  # of a job, where others run too
 
 
-def until(found: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not found():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.2)
-
-
 @needs_slurm
 @pytest.mark.soak
 def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_path_factory):
@@ -218,10 +205,8 @@ def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_p
             """The output of a process that is itself in a job; each of them ends well."""
             words = (settings | {"stop_at": stop_at, "eval.job": job}).items()
             command = [sys.executable, "-m", "apps.main.train", *(f"{k}={v}" for k, v in words)]
-            place = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_MEM_PER_CPU": "1"}
-            done = subprocess.run(
-                command, cwd=REPO, env=env | place, capture_output=True, text=True
-            )
+            job_7 = env | {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_MEM_PER_CPU": "1"}
+            done = subprocess.run(command, cwd=REPO, env=job_7, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
 
@@ -233,7 +218,7 @@ def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_p
         # A job that fails: the task needs more room than it is given there.
         output = train(2, "{gpus: none, time: 5, context: 12}")
         [failed] = re.findall(r"step 2 is evaluated by a job: job (\d+) was submitted", output)
-        until(lambda: state(failed) == "FAILED", "the first job to fail")
+        wait_for(lambda: state(failed) == "FAILED", seconds=WAIT_S)
         assert marked(2) == [WAITING] and marked(4) == []
 
         # The next evaluation logs it; its own job completes.
@@ -241,7 +226,7 @@ def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_p
         assert f"error: job {failed}, which evaluates 0000000002, is FAILED: error: " in output
         assert "must be below the context of 12 tokens" in output
         [good] = re.findall(r"step 4 is evaluated by a job: job (\d+) was submitted", output)
-        until(lambda: state(good) == "COMPLETED", "the second job to end well")
+        wait_for(lambda: state(good) == "COMPLETED", seconds=WAIT_S)
         [line] = (dump_dir / "metrics.eval.jsonl").read_text().splitlines()
         assert (json.loads(line)["step"], json.loads(line)["task"]) == (4, "reply")
         assert results_in(evaluation(4))["config"]["num_fewshot"] is None

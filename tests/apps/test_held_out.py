@@ -110,6 +110,7 @@ def test_a_model_that_cannot_generate_is_reported_before_step_1(runs):
 # The rate is far too high after its warm-up: the loss falls and then rises.
 RISING = {"optim.lr": 2, "optim.warmup": 8, "optim.clip": 100, "steps": 8, "stop_at": "null"}
 SAVED = RISING | {"checkpoint.dump.every": 1, "checkpoint.dump.keep": 2}
+BACKGROUND = {"checkpoint.async_save": True}
 BEST = SAVED | {"checkpoint.keep_best": True}
 
 
@@ -137,10 +138,7 @@ def lowest(losses: dict[int, float]) -> int:
 
 @pytest.mark.parametrize(
     ("sizes", "more"),
-    [
-        ((1, 2, 1), {"checkpoint.async_save": True}),
-        pytest.param((1, 1, 2), {}, marks=pytest.mark.soak),
-    ],
+    [((1, 2, 1), BACKGROUND), pytest.param((1, 1, 2), {}, marks=pytest.mark.soak)],
 )
 def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(runs, sizes, more):
     begun = runs.train(sizes, BEST | more | {"stop_at": 5})

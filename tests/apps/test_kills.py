@@ -23,6 +23,7 @@ import xxhash
 
 from tests.apps.meshes import Sizes, mesh
 from tests.apps.runs import SMALL, Runs, differs
+from tests.programs import state_of, wait_for
 
 REPO = Path(__file__).parents[2]
 PATIENCE_S = 120
@@ -125,10 +126,7 @@ class Killed:
             for pid in (*ranks, job.pid):  # torchrun gives each rank a process group of its own
                 os.killpg(pid, signal.SIGKILL)
             job.wait()
-        end = time.monotonic() + PATIENCE_S
-        while any(alive(pid) for pid in ranks):
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        wait_for(lambda: {state_of(pid) for pid in ranks} <= {*"ZX"}, seconds=PATIENCE_S)
 
     def unfinished(self) -> set[str]:
         """Folders of saves that are under way or never will be: no old checkpoint, half removed."""
@@ -144,10 +142,8 @@ class Killed:
             assert manifest["step"] == int(folder.name)
             for name, entry in manifest["files"].items():
                 content = (folder / name).read_bytes()
-                assert (len(content), xxhash.xxh3_64_hexdigest(content)) == (
-                    entry["size"],
-                    entry["xxh3_64"],
-                )
+                assert len(content) == entry["size"]
+                assert xxhash.xxh3_64_hexdigest(content) == entry["xxh3_64"]
             steps.append(int(folder.name))
         return steps
 
@@ -156,13 +152,6 @@ def children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task")
     found = [int(c) for task in tasks.iterdir() for c in (task / "children").read_text().split()]
     return [c for c in found if b"RANK=" in Path(f"/proc/{c}/environ").read_bytes()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def survives(runs: Runs, folder: Path, topologies: list[Sizes], seed: int) -> Killed:

@@ -136,12 +136,7 @@ def pair(saved: Sizes, loaded: Sizes) -> Feature:
 
 
 # Together of every kind; the other pairs are for soak.
-DEFAULT: list[tuple[Sizes, Sizes]] = [
-    ((1, 3, 1), (1, 2, 2)),
-    ((1, 2, 2), (1, 3, 1)),
-    ((2, 2, 1), TP),
-    (TP, ONE),
-]
+DEFAULT = [((1, 3, 1), (1, 2, 2)), ((1, 2, 2), (1, 3, 1)), ((2, 2, 1), TP), (TP, ONE)]
 PAIRS = [(saved, loaded) for loaded in MESHES for saved in MESHES if saved != loaded]
 PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  # for time
 FEATURES |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in DEFAULT}
@@ -206,9 +201,7 @@ def case(name: str, feature: Feature, *marks: pytest.MarkDecorator) -> Any:
     [case(name, feature) for name, feature in FEATURES.items()]
     + [case(f"{name}, soak", f, pytest.mark.soak) for name, f in SOAK.items()],
 )
-def test_a_run_stopped_on_one_mesh_and_resumed_on_another_is_that_of_one_process(
-    runs, tmp_path, request, feature
-):
+def test_a_run_resumed_on_another_mesh_is_that_of_one_process(runs, tmp_path, request, feature):
     settings = {"stop_at": END, "validation.every": END} | feature.settings
     if feature.reads:
         settings |= request.getfixturevalue(feature.reads)
@@ -222,9 +215,7 @@ def test_a_run_stopped_on_one_mesh_and_resumed_on_another_is_that_of_one_process
     assert state["progress"]["position"] == K * GLOBAL_BATCH
     saved = {"tensors": digests(stopped.tensors(K)), "progress": state["progress"]}
 
-    def resume(
-        name: str, sizes: Sizes, twist: Twist, other: dict[str, Any], build: Build | None
-    ) -> dict[str, float]:
+    def resume(name: str, sizes: Sizes, twist: Twist, other: Any, build: Build | None) -> Any:
         """Go on from a copy; how far it is then from the run of one process."""
         copy = stopped.copy(tmp_path / name).dump_dir
         start = {"app": feature.app, "build": build, "twist": twist, "look": True}

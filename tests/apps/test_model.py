@@ -136,16 +136,11 @@ def compare(model: Transformer, other: nn.Module) -> dict[str, float]:
 
     head_dim = model.args.heads()[2]
     grads = {name: p.grad for name, p in other.named_parameters()}
-    differences = {
-        "logits": apart(model(tokens), expected.logits),
-        "loss": apart(sums / counts, expected.loss),
-    }
+    differences = {"logits": apart(model(tokens), expected.logits)}
+    differences["loss"] = apart(sums / counts, expected.loss)
     for name, p in model.named_parameters():
         differences[name] = apart(half_split(name, p.grad, head_dim), grads[theirs(name)])
     return differences
-
-
-# ------------------------------------------------------------------- against other implementations
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -196,16 +191,14 @@ PUBLISHED = {  # dim, layers, heads, kv heads, vocabulary, multiple_of, multipli
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_parameters_of_a_published_model_are_as_many_as_published(name):
-    dim, layers, heads, kv_heads, vocabulary, multiple, multiplier, tied, published = PUBLISHED[
-        name
-    ]
+    dim, layers, heads, kv_heads, vocab_size, multiple, multiplier, tied, n = PUBLISHED[name]
     args = ModelArgs(
-        dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, vocab_size=vocabulary,
+        dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, vocab_size=vocab_size,
         multiple_of=multiple, ffn_dim_multiplier=multiplier, weight_tying=tied,
     )  # fmt: skip
     model = build_transformer(args)
     assert all(p.is_meta for p in model.parameters())
-    assert sum(p.numel() for p in model.parameters()) == published
+    assert sum(p.numel() for p in model.parameters()) == n
 
 
 def cut_off(std: float) -> float:

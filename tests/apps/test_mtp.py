@@ -55,9 +55,6 @@ def plain_model_of(model: MultiToken, head: int):
     return plain, names
 
 
-# --------------------------------------------------------------------------------------- the model
-
-
 @pytest.mark.parametrize(
     "args",
     [

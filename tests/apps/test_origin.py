@@ -1,5 +1,6 @@
 """What a new run starts from: another run's model or everything of it, Meta Lingua's checkpoints,
-files of torch.save; on any topology, and never what does not fit."""
+files of torch.save; on any topology, and never what does not fit. Models that come from Meta Lingua
+are used here by every program, and go there."""
 
 import json
 import os
@@ -11,20 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM
 
-from apps.main import app
+from apps.main import app, train
 from apps.main.config import TrainArgs
 from apps.main.transformer import Transformer, build
 from lingua.app import Built
 from tests import lingua_checkpoint
+from tests.apps import test_eval, test_generate
 from tests.apps.meshes import mesh
 from tests.apps.runs import TOLERANCES, Outcome, arguments, differs, digest, digests, opened, whole
+from tests.apps.tasks import write_tasks
 from tests.checkpoint.test_checkpoint_load import Evil
-from tests.lingua_checkpoint import STEP, TOKENS
-from tests.ranks import Ranks
-from tests.tools.exchange.converted import convert_to
+from tests.lingua_checkpoint import DIM, STEP, TOKENS, LMTransformer
+from tests.tools.exchange.converted import convert_here, convert_to
+from tests.tools.inference.test_generation import step_by_step
 
 K, END = 4, 7
 EVERYTHING = {"checkpoint.continue_training_from_init": True}
@@ -40,9 +45,6 @@ def only(kind: str, digests_by_name: dict[str, str]) -> dict[str, str]:
 
 def without(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t for name, t in tensors.items() if not name.startswith(kind)}
-
-
-# ------------------------------------------------------------------------------------ of our own
 
 
 def stopped_at_once(args: TrainArgs) -> Built:
@@ -78,9 +80,7 @@ def test_the_model_of_another_run_begins_a_new_one_on_any_topology(runs, stopped
     assert not any(row[:1] == ["optim.lr"] for row in table)  # nothing of it is taken
 
 
-def test_a_branch_is_the_same_run_in_another_folder_and_goes_on_with_its_own_checkpoints(
-    runs, stopped, through, tmp_path
-):
+def test_a_branch_goes_on_in_its_own_folder(runs, stopped, through, tmp_path):
     branch = EVERYTHING | start(stopped.checkpoint(K).parent)
     run = runs.train((1, 1, 2), branch | {"stop_at": K + 1}, look=True)
     assert run.restored["tensors"] == digests(stopped.tensors(K))
@@ -140,13 +140,10 @@ def logits_here(overrides: dict[str, Any]) -> Tensor:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(False, id="untied"),
-        pytest.param(True, id="tied", marks=pytest.mark.soak),
-    ],
+    scope="module", params=[pytest.param(False, marks=pytest.mark.soak, id="untied"), True]
 )
-def theirs(request, ranks: Ranks, tmp_path_factory) -> tuple[bool, Path, Tensor]:
+def theirs(request, ranks, tmp_path_factory) -> tuple[bool, Path, Tensor]:
+    """Whether it ties weights, a checkpoint that Meta Lingua wrote, and its logits of TOKENS."""
     folder = tmp_path_factory.mktemp("lingua") / "0000000003"
     folder.mkdir()
     logits, _ = ranks.run(2, lingua_checkpoint.save_here, folder, request.param)
@@ -164,11 +161,9 @@ def by_our_names(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_a_checkpoint_of_meta_linguas_gives_its_logits_its_adamw_state_and_its_step(
-    runs, ranks, theirs, tmp_path
-):
+def test_a_checkpoint_of_meta_linguas_gives_its_state(runs, ranks, theirs, tmp_path):
     tied, folder, logits = theirs
-    same = {"model.weight_tying": tied}
+    same = {"model.dim": DIM, "model.weight_tying": tied}
     for n, path in enumerate((folder, folder / "consolidated", *folder.glob("*/*.pth"))):
         where = {"dump_dir": tmp_path / str(n)} | mesh((1, 1, 2))
         config = {"data.root_dir": runs.text} | same | where | start(path)
@@ -193,11 +188,9 @@ def test_a_checkpoint_of_meta_linguas_gives_its_logits_its_adamw_state_and_its_s
     assert ["data.seq_len", "1024", "16", "announced"] in table
 
 
-def test_what_of_meta_linguas_does_not_fit_or_is_damaged_is_refused_and_nothing_executed(
-    runs, theirs, tmp_path
-):
+def test_what_of_meta_linguas_does_not_fit_is_refused(runs, theirs, tmp_path):
     tied, folder, _ = theirs
-    same = {"model.weight_tying": tied}
+    same = {"model.dim": DIM, "model.weight_tying": tied}
     copy = shutil.copytree(folder, tmp_path / "copy")
 
     def refused(path: Path, changed: dict[str, Any]) -> str:
@@ -238,3 +231,83 @@ def test_a_model_alone_is_no_run_to_go_on_with(runs, ranks, tmp_path):
         where = dump_dir if not settings else tmp_path / "b"
         said = runs.train((1, 1, 1), same | settings, dump_dir=where, refused=True).error
         assert "has only a model, and no run to resume" in said
+
+
+def load_theirs(file: Path, tied: bool) -> nn.Module:
+    """As its programs load a consolidated.pth: strictly."""
+    model = LMTransformer(tied)
+    model.load_state_dict(torch.load(file, weights_only=True)["model"])
+    return model.eval()
+
+
+def logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad():
+        found = model(tokens)
+    return getattr(found, "logits", found)
+
+
+def test_a_model_of_meta_linguas_generates_is_evaluated_and_exported(ranks, theirs, tmp_path):
+    tied, folder, _ = theirs
+    consolidated = folder / "consolidated" / "consolidated.pth"
+    model = load_theirs(consolidated, tied)
+    expected, _ = step_by_step(model, [256, *b"some words"], 8)  # 256: bos
+    for i, (source, step) in enumerate(((folder, 3), (consolidated, 0))):
+        ckpt = tmp_path / str(i)
+        convert_to(ranks, source, ckpt)
+        assert [path.name for path in ckpt.iterdir()] == [f"{step:010d}"]
+        out = tmp_path / f"{i}.jsonl"
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("some words\n")
+        argv = [f"prompts={prompts}", f"out={out}", "max_gen_tokens=8"]
+        argv += ["temperature=0", "stop_tokens=[]"]
+        for path in (ckpt, source):  # which are the same model
+            [(refused, _)] = ranks.run(1, test_generate.main_here, f"ckpt={path}", *argv)
+            assert not refused
+            assert json.loads(out.read_text())["tokens"] == expected
+            out.unlink()
+
+    tasks = write_tasks(tmp_path / "tasks")
+    argv = [f"ckpt={ckpt}", f"task_dir={tasks}", "tasks=[choice]", f"dump_dir={tmp_path / 'x'}"]
+    [(refused, _)] = ranks.run(1, test_eval.eval_here, *argv)
+    assert not refused
+    sample = test_eval.samples_in(tmp_path / "x", "choice")[0]
+    context, choice = sample["arguments"][0]
+    tokens = torch.tensor([[256, *(context + choice).encode()]])
+    of_each = logits(model, tokens)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])
+    score = of_each[len(context.rstrip().encode()) :].sum().item()  # a space is the choice's
+    assert test_eval.answers([sample])[0][0] == pytest.approx(score, rel=1e-4)
+
+    [refused] = ranks.run(1, convert_here, f"source={ckpt}", f"out={tmp_path / 'hf'}")
+    assert not refused
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(logits(exported), logits(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_file_of_a_model_is_one_that_meta_lingua_loads(runs, ranks, tmp_path, tied):
+    run = runs.train((1, 2, 1), {"model.dim": DIM, "model.weight_tying": tied, "stop_at": 2})
+    file = tmp_path / "consolidated.pth"
+    convert_to(ranks, run.dump_dir, file)
+    found = load_theirs(file, tied).state_dict()
+    saved = run.tensors(2)
+    for name, t in found.items():
+        ours = "tok_embeddings.weight" if "tied_module" in name else name
+        assert torch.equal(t, saved[f"model.{ours}"])
+    content = torch.load(file, weights_only=True)["model"]
+    places = {t.untyped_storage().data_ptr() for t in content.values()}
+    assert len(places) == len(content) - tied  # the tied weight is in the file once
+    # And the file begins a run here.
+    settings = {"model.dim": DIM, "model.weight_tying": tied, "checkpoint.init_from": file}
+    assert "starting from the model" in runs.train((1, 1, 1), settings | {"stop_at": 1}).log
+
+
+def test_the_resolved_config_of_meta_lingua_trains_here(runs, ranks, tmp_path):
+    """All but where its files are and on how many processes it ran."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(lingua_checkpoint.params(tied=True)))
+    argv = [f"config={config}", f"dump_dir={tmp_path / 'run'}", "stop_at=1", "device=cpu"]
+    argv += [f"data.root_dir={runs.text}", "data.sources={one: 1}", "data.seq_len=16"]
+    argv += ["distributed.dp_shard=1", "checkpoint.path=null"]
+    ranks.run(1, train.main, argv)
+    run = Outcome(tmp_path / "run", [])
+    assert "stopped after step 1" in run.log and run.checkpoint(1).is_dir()

@@ -92,9 +92,6 @@ def test_hidden_states_and_gradients_are_those_of_plain_torch(runs, sizes, setti
     assert far(event["padded"], rms) > 1e-3  # rows that do not count are seen
 
 
-# ---- what a probe may not do
-
-
 def scale(run: Run) -> None:
     run.model.norm.weight.grad.mul_(2)
 

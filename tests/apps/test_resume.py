@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,14 @@ from tests.apps.runs import (
     relative,
 )
 from tests.forks import optimizer, soap
-from tests.programs import python
+from tests.programs import python, wait_for
 from tests.tokenizer.test_tokenizer import write_byte_level
 
 K, END = 4, 7  # where the run stops first, and then
 GO_ON = {"stop_at": END}
 MUON = {"optim.name": "muon", "optim.muon.dtype": "fp32"}
 REPO = Path(__file__).parents[2]
+Process = subprocess.Popen[str]
 SECRET = secrets.token_hex()  # of the environment of every program here
 
 
@@ -54,9 +54,6 @@ def test_a_global_batch_size_left_open_is_decided_once(runs, tmp_path):
     shutil.rmtree(run.dump_dir / "checkpoints")  # as if killed before the first save
     run = runs.train((1, 1, 1), left_open | {"stop_at": 4}, dump_dir=run.dump_dir)
     assert differs(run, four) == []
-
-
-# ----------------------------------------------------------------------------- what may change
 
 
 def test_a_guarded_change_is_refused_by_name_and_can_be_allowed(runs, tmp_path):
@@ -224,9 +221,6 @@ def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(runs, nan_at_step_3
     assert run.column("step") == [3, 4] and run.column("skipped_steps") == [1, 1]
 
 
-# --------------------------------------------------------------------------------- being asked
-
-
 BACKGROUND = {"checkpoint.dump.every": 2, "checkpoint.async_save": True}
 # The step after which a run stops: ranks agree while the device works on a step, so before its
 # validation and its save.
@@ -251,10 +245,7 @@ def test_a_signal_at_any_moment_stops_and_saves_all(runs, through, moment):
     assert expected in (None, step)
     number = signal.Signals(interrupt.number).name
     last = run.log.splitlines()[-1]
-    assert (
-        f"stopped by {number} after step {step}, which is saved. The same command resumes it"
-        in last
-    )
+    assert f"stopped by {number} after step {step}, which is saved. The same command" in last
     assert run.checkpoint(step).is_dir() and not list(run.checkpoint(0).parent.glob("*.tmp-*"))
     run = runs.train((1, 1, 1), settings | GO_ON, dump_dir=run.dump_dir)
     assert differs(run, through) == []
@@ -268,44 +259,30 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
     [unit] = plan_units(source_files("one", args.data), UNIT_BYTES)
     folder.mkdir(parents=True)
     with claimed(folder / f"{unit.id}.lock"):
-        where = {
-            "data.root_dir": tmp_path,
-            "data.sources": "{one: 1}",
-            "dump_dir": tmp_path / "run",
-        }
-        job = start(2, python(), **where)
-        log = tmp_path / "run" / "train.log"
+        run = tmp_path / "run"
+        where = {"data.root_dir": tmp_path, "data.sources": "{one: 1}", "dump_dir": run}
+        job, log = start(2, python(), **where), run / "train.log"
         wait_for(lambda: log.exists() and "waiting for 1 part " in log.read_text(), job)
-        os.kill(process_of_rank(tmp_path / "run", 0), signal.SIGUSR2)
+        os.kill(process_of_rank(run, 0), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
     assert job.returncode == 1 and said.count("exitcode  : 140 (pid: ") == 2, said
     assert "stopped by SIGUSR2 while the text was prepared. The same command resumes it" in said
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert list((run / "checkpoints").iterdir()) == []
 
 
-def start(
-    n_ranks: int, python: list[str], max_restarts: int = 0, **overrides: Any
-) -> subprocess.Popen[str]:
+def start(n_ranks: int, python: list[str], max_restarts: int = 0, **overrides: Any) -> Process:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     torchrun += [f"--max-restarts={max_restarts}"]
     launcher = [*python, *torchrun, "--no-python"] if n_ranks > 1 else []
+    words = [f"{k}={v}" for k, v in (SMALL | overrides).items()]
     return subprocess.Popen(
-        [*launcher, *python, "-m", "apps.main.train"]
-        + [f"{k}={v}" for k, v in (SMALL | overrides).items()],
+        [*launcher, *python, "-m", "apps.main.train", *words],
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1", "A_SECRET": SECRET},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def wait_for(condition: Any, job: subprocess.Popen, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert job.poll() is None, "the run has ended"
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 def process_of_rank(dump_dir: Path, rank: int) -> int:

@@ -4,8 +4,6 @@ import ctypes
 import itertools
 import os
 import resource
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,12 @@ from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import Built
 from tests.apps.runs import Outcome, Runs, differs, digests, train_here
+from tests.programs import wait_for
 
 LIBC = ctypes.CDLL(None)
 LIMIT = 30_000  # bytes: enough for the lines of a run, not for its tensors
 OFTEN = {"checkpoint.dump.every": 2, "stop_at": 7}
+STOP = {"checkpoint.on_error": "stop"}
 BACKGROUND = {"checkpoint.async_save": True}
 
 
@@ -41,22 +41,17 @@ class Fault:
                 return
             step = next(forwards)
             if int(os.environ["RANK"]) == self.rank and step == self.begin:
-                wait_until((dump_dir / "checkpoints" / "0000000002").exists)
+                wait_for((dump_dir / "checkpoints" / "0000000002").exists)
                 if self.kind == "full":
                     limit(LIMIT)
                 else:
                     protect(dump_dir / "checkpoints")
             elif int(os.environ["RANK"]) == self.rank and step == self.end:
-                wait_until(lambda: "could not be saved" in (dump_dir / "train.log").read_text())
+                wait_for(lambda: "could not be saved" in (dump_dir / "train.log").read_text())
                 mend(dump_dir / "checkpoints")
 
         built.module.register_forward_pre_hook(forward_pre)
         return built
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.001)
 
 
 def limit(n_bytes: int) -> None:
@@ -126,13 +121,10 @@ def test_a_run_goes_on_over_a_save_that_fails(runs, through, kind, rank, setting
 
 @pytest.mark.parametrize(
     ("settings", "step"),
-    [(BACKGROUND, 7), ({"checkpoint.on_error": "stop"}, 4),
-     (BACKGROUND | {"checkpoint.on_error": "stop"}, 4)],
+    [(BACKGROUND, 7), (STOP, 4), (BACKGROUND | STOP, 4)],
     ids=["the last, in the background", "stop", "stop, in the background"],
-)  # fmt: skip
-def test_a_run_ends_with_an_error_where_its_last_save_fails_or_it_is_told_to(
-    runs, through, settings, step
-):
+)
+def test_a_run_ends_with_an_error_where_its_last_save_fails(runs, through, settings, step):
     settings = OFTEN | settings | {"checkpoint.dump.keep": 1}
     run = train_with(Fault("full", 1, begin=4, end=99), runs, settings)
     assert f"step {step} could not be saved into {run.checkpoint(0).parent}: " in run.error

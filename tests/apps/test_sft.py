@@ -81,9 +81,8 @@ def test_generation_continues_the_conversation(trained, tmp_path):
     then = [*first, {"role": "assistant", "content": answer(first).strip()}]
     then.append({"role": "user", "content": "bb"})
     out = tmp_path / "out.jsonl"
-    refused, printed = main_here(
-        *say, "system=short", "context=200", f"out={out}", stdin=b"aaaa\n<|im_end|>\nbb\n"
-    )
+    words, typed = ("system=short", "context=200", f"out={out}"), b"aaaa\n<|im_end|>\nbb\n"
+    refused, printed = main_here(*say, *words, stdin=typed)
     assert not refused
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["text"] for line in lines] == [answer(first), answer(then)]

@@ -20,7 +20,8 @@ from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import Built
 from tests.apps.runs import SMALL, Interrupt, opened, train_here
-from tests.apps.test_resume import REPO, process_of_rank, start, wait_for
+from tests.apps.test_resume import REPO, process_of_rank, start
+from tests.programs import state_of, wait_for
 
 ENDLESS = {"steps": 100_000, "stop_at": "null"}
 
@@ -96,25 +97,14 @@ def test_an_interrupt_is_acknowledged_in_a_collective_and_a_later_one_leaves(run
         time.sleep(2.1)
         os.kill(first, signal.SIGTERM)  # a scheduler asks too: the run may still be saved
         time.sleep(0.2)
-        assert state_of(first) not in ("Z", None) and n_lines(tmp_path / "run") == n
+        assert state_of(first) != "Z" and n_lines(tmp_path / "run") == n
         os.kill(first, signal.SIGINT)
-        end = time.monotonic() + 1.0
-        while state_of(first) not in ("Z", None):
-            assert time.monotonic() < end, "the process is still there"
-            time.sleep(0.02)
+        wait_for(lambda: state_of(first) == "Z", seconds=1.0)
         assert text_of(log).count(note) == 1
     finally:
         os.kill(stuck, signal.SIGKILL)
         job.communicate(timeout=60)
     assert job.returncode != 0 and not list((tmp_path / "run" / "checkpoints").glob("0*"))
-
-
-def state_of(process: int) -> str | None:
-    """Its state in the process table, Z for one that has exited; None: it is gone."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return None
 
 
 class ClockAhead:

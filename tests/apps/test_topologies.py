@@ -52,9 +52,6 @@ def alone(runs: Runs) -> Outcome:
     return runs.train((1, 1, 1), MEASURED)
 
 
-# ------------------------------------------------------------------------------- the same run
-
-
 SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
 
 
@@ -174,9 +171,6 @@ def test_one_wrong_row_on_any_rank_changes_the_hash_of_its_step(runs, alone, siz
     assert [found == expected for found, expected in pairs] == [True, True, False, True]
 
 
-# ------------------------------------------------------- gradients, and terms of a model per row
-
-
 class Balanced(FeedForward):
     """With the term of a mixture of experts (Fedus et al., 2022) that is least when the row's
     positions choose every expert alike. It is not a sum over positions."""
@@ -257,9 +251,7 @@ SOAK: list[tuple[Sizes, str, dict[str, Any]]] = [
     KINDS + [pytest.param(*kind, marks=pytest.mark.soak) for kind in SOAK],
     ids=lambda value: name_of(value) if isinstance(value, tuple) else None,
 )
-def test_loss_gradient_and_terms_of_rows_are_those_of_plain_torch(
-    runs, expected, sizes, mode, settings
-):
+def test_loss_and_gradient_are_those_of_plain_torch(runs, expected, sizes, mode, settings):
     """Under uneven masks, and in any micro-batches."""
     settings = UNEVEN | {"distributed.grad_sync": mode} | settings
     run = runs.train(sizes, settings, build=build_balanced, twist=Twist(some_targets=True))
@@ -342,9 +334,6 @@ def of_log(log: str) -> tuple[float, float]:
     return float(kept) * units[unit], float(saved) * units[unit_saved]
 
 
-# ------------------------------------------------------------------ compilation, checkpointing
-
-
 def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):
     alone = runs.train((1, 1, 1), {"stop_at": 2})
     counts = {}
@@ -367,13 +356,7 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):
 @pytest.mark.soak  # a C++ compiler takes a minute for the kernels of a block
 @pytest.mark.parametrize(
     ("sizes", "kind"),
-    [
-        ((1, 2, 2), "none"),
-        ((1, 2, 2), "full"),
-        ((1, 2, 2), "selective"),
-        ((2, 1, 1), "none"),
-        ((2, 1, 1), "selective"),
-    ],
+    [*(((1, 2, 2), k) for k in ("none", "full", "selective")), ((2, 1, 1), "selective")],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_compiled_blocks_train_the_same_run(runs, sizes, kind):

@@ -93,13 +93,9 @@ def test_the_rows_of_a_step_have_the_loss_that_it_trained_on(runs, case):
 
 def test_the_nearest_checkpoint_is_one_that_has_not_trained_on_later_rows():
     found = [Checkpoint(Path(), step, serial=0, files={}) for step in (30, 10, 20, 19)]
-    chosen = {
-        step: nearest_checkpoint(found, step).step for step in (5, 10, 11, 18, 20, 21, 29, 30, 99)
-    }
-    assert chosen == {5: 10, 10: 10, 11: 10, 18: 10, 20: 19, 21: 20, 29: 20, 30: 30, 99: 30}
+    expected = {5: 10, 10: 10, 11: 10, 18: 10, 20: 19, 21: 20, 29: 20, 30: 30, 99: 30}
+    assert {step: nearest_checkpoint(found, step).step for step in expected} == expected
 
-
-# ---- the command
 
 GARBAGE = "\u00ff\u00fe" * 60
 HEADER = re.compile(r"=== loss ([\d.]+) over 16 targets")
@@ -149,9 +145,8 @@ def test_garbage_among_the_rows_is_found(run):
 def test_what_cannot_be_shown_is_refused_with_what_to_do(run, tmp_path):
     moved = tmp_path / "moved"  # also without the folder of its name in the config
     shutil.copytree(run.dump_dir, moved)
-    assert show(moved, "step=7", "worst=1").stdout.startswith(
-        f"step 7 under the weights of {moved}/"
-    )
+    done = show(moved, "step=7", "worst=1")
+    assert done.stdout.startswith(f"step 7 under the weights of {moved}/")
     for where in moved.glob("checkpoints/*/manifest.json"):
         where.write_text("{")
     config = f"config={run.dump_dir}/config.yaml"

@@ -52,9 +52,6 @@ def test_a_key_is_the_same_everywhere_and_tells_its_parts_apart():
     assert all(-(2**63) <= key_of(i) < 2**63 for i in range(100))
 
 
-# ------------------------------------------------------------------------------------ batch hash
-
-
 def batch(rows: int = 5, seq: int = 7, views: int = 2):
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 300, (rows, seq), generator=draw)

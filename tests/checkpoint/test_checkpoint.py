@@ -26,6 +26,7 @@ from lingua.optim.optimizer import build_optimizer
 from lingua.parallel.mesh import on_rank_0
 from tests.checkpoints import ANY, CONFIG, STATE, join, load_here, refusal, save_here, tensors_on
 from tests.disk import full_disk
+from tests.programs import state_of, wait_for
 from tests.ranks import Ranks
 
 KINDS = ("__0_0.distcp", ".metadata", "train_state.json", "config.yaml", "manifest.json")
@@ -49,9 +50,6 @@ def newest_here(roots: list[Path], verify: str) -> list[tuple[str | None, list[s
         chosen = newest(root, verify, told.append)
         results.append((chosen and chosen.path.name, told))
     return results
-
-
-# --------------------------------------------------------------------------------- saved
 
 
 def test_the_manifest_lists_exactly_the_files(saved):
@@ -95,9 +93,8 @@ def test_the_tensors_of_a_run_are_parameters_moments_and_lasting_buffers():
 
 
 def photograph(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    return {
-        p.name: (p.stat().st_mtime_ns, p.stat().st_ino, p.read_bytes()) for p in folder.iterdir()
-    }
+    files = [(p, p.stat()) for p in folder.iterdir()]
+    return {p.name: (stat.st_mtime_ns, stat.st_ino, p.read_bytes()) for p, stat in files}
 
 
 def test_saving_a_published_step_again_changes_nothing(ranks, saved, tmp_path):
@@ -110,13 +107,7 @@ def test_saving_a_published_step_again_changes_nothing(ranks, saved, tmp_path):
 def test_the_last_published_is_the_newest_not_the_highest_step(ranks, tmp_path):
     ranks.run(1, save_here, tmp_path, [10, 30, 20])
     assert [c.step for c in find(tmp_path)] == [20, 30, 10]
-    assert ranks.run(2, newest_here, [tmp_path], "full") == [
-        [("0000000020", [])],
-        [("0000000020", [])],
-    ]
-
-
-# ------------------------------------------------------------------------------------------ damaged
+    assert ranks.run(2, newest_here, [tmp_path], "full") == [[("0000000020", [])]] * 2
 
 
 def flip_bit(path: Path) -> None:
@@ -144,9 +135,7 @@ def damaged_roots(saved: Path, folder: Path, damage) -> dict[str, Path]:
 
 @pytest.mark.parametrize("damage", [flip_bit, cut, empty, os.remove])
 @pytest.mark.parametrize("verify", ["full", "size"])
-def test_a_damaged_file_of_any_kind_is_named_and_the_checkpoint_before_it_taken(
-    ranks, saved, tmp_path, damage, verify
-):
+def test_a_damaged_file_is_named_and_the_step_before_taken(ranks, saved, tmp_path, damage, verify):
     roots = damaged_roots(saved, tmp_path, damage)
     first, second = ranks.run(2, newest_here, list(roots.values()), verify)
     for name, (chosen, told), (also, _) in zip(roots, first, second, strict=True):
@@ -203,12 +192,7 @@ def test_where_no_checkpoint_can_be_used_nothing_begins_anew_beside_them(ranks, 
             "start from scratch"  # fmt: skip
 
 
-# --------------------------------------------------------------------------------- saved over ruins
-
-
-def test_a_save_takes_nothing_from_earlier_attempts_and_replaces_a_damaged_step(
-    ranks, saved, tmp_path
-):
+def test_a_save_takes_nothing_from_attempts_and_replaces_a_damaged_step(ranks, saved, tmp_path):
     root = shutil.copytree(saved, tmp_path / "root")
     for folder in ("0000000003", "0000000003.tmp-0123abcd"):  # by more ranks, not finished
         (root / folder).mkdir()
@@ -242,9 +226,7 @@ def synced_here(root: Path) -> list[tuple[str, int]]:
     return synced
 
 
-def test_every_file_is_on_the_disk_to_its_last_byte_before_its_folder_gets_its_name(
-    ranks, tmp_path
-):
+def test_every_file_is_on_the_disk_before_its_folder_gets_its_name(ranks, tmp_path):
     synced, of_rank_1 = ranks.run(2, synced_here, tmp_path / "root")
     files = {p.name: p.stat().st_size for p in (tmp_path / "root" / "0000000001").iterdir()}
     assert files.keys() == {*KINDS, "__1_0.distcp"}
@@ -270,9 +252,7 @@ def fail_here(root: Path, limits: dict[int, int], state: dict) -> tuple[str, lis
     [({1: 100}, False), ({0: 100}, False), ({0: 100, 1: 100}, False), ({0: 100_000}, True)],
     ids=["tensors of rank 1", "tensors of rank 0", "tensors of both", "state after the tensors"],
 )
-def test_a_write_that_fails_publishes_nothing_and_raises_on_every_rank(
-    ranks, saved, tmp_path, limits, big_state
-):
+def test_a_write_that_fails_raises_on_every_rank(ranks, saved, tmp_path, limits, big_state):
     root = shutil.copytree(saved, tmp_path / "root")
     state = {"big": "x" * 200_000} if big_state else STATE
     for told, found in ranks.run(2, fail_here, root, limits, state):
@@ -322,19 +302,12 @@ def save_for_ever(root: Path) -> None:
         save(root, step, tensors, STATE, CONFIG)
 
 
-def stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 @pytest.mark.parametrize("written", [".metadata", "__1_0.distcp"])
-def test_a_kill_in_the_middle_of_a_save_leaves_whole_checkpoints_and_a_leftover(
-    ranks, tmp_path, written
-):
+def test_a_kill_in_a_save_leaves_whole_checkpoints_and_a_leftover(ranks, tmp_path, written):
     victims = Ranks()
     victims._grow(2)
-    saving = threading.Thread(
-        target=lambda: refusal(lambda: victims.run(2, save_for_ever, tmp_path), ANY)
-    )
+    work = lambda: victims.run(2, save_for_ever, tmp_path)  # noqa: E731
+    saving = threading.Thread(target=refusal, args=(work, ANY))
     saving.start()
     pids = [process.pid for process in victims.processes]
 
@@ -347,8 +320,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_whole_checkpoints_and_a_leftover(
         if not (tmp_path / "0000000001").exists() or not any(tmp_path.glob(f"*.tmp-*/{written}")):
             continue
         signal_all(signal.SIGSTOP)
-        while not all(stopped(pid) for pid in pids):  # a rename may be under way
-            time.sleep(0.001)
+        wait_for(lambda: {state_of(pid) for pid in pids} == {"T"})  # a rename may be under way
         if any(tmp_path.glob(f"*.tmp-*/{written}")):  # not published in the meantime
             break
         signal_all(signal.SIGCONT)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lingua.checkpoint.folder import Checkpoint, read_checkpoint
 from lingua.checkpoint.source import open_checkpoint
-from tests.checkpoints import (
-    ANY,
-    join,
-    refusal,
-    tensors_on,
-    whole,
-)
+from tests.checkpoints import ANY, join, refusal, tensors_on, whole
 
 DTYPES = (
     # with a storage class of their own in torch, and without
@@ -71,16 +66,17 @@ def read_here(path: Path, size: int) -> int:
     mesh = join()
     t = distribute_tensor(torch.zeros(size, 256), mesh["dp_shard"], [Shard(0)])
     source = open_checkpoint(Checkpoint(path, 1, 1, {}))
-    before = bytes_read()
-    source.load({"t": t})
-    n_read = bytes_read() - before
+    n_read = bytes_read(lambda: source.load({"t": t}))
     assert whole(t).eq(torch.arange(size)[:, None]).all()
     return n_read
 
 
-def bytes_read() -> int:
-    """What this process has read from files, so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+def bytes_read(work: Callable[[], None]) -> int:
+    """By this process while it does `work`, as the system counts them."""
+    before = Path("/proc/self/io").read_text()
+    work()
+    after = Path("/proc/self/io").read_text()
+    return int(after.split()[1]) - int(before.split()[1]) - len(before)
 
 
 def save_whole_here(path: Path, size: int) -> None:
@@ -214,9 +210,8 @@ def moved(folder: Path) -> None:
     before, chunk.offsets = chunk.offsets, torch.Size((chunk.offsets[0] - 1, 0))
     for index in [i for i in metadata.storage_data if i.fqn == "model.matrix"]:
         if index.offset == before:
-            metadata.storage_data[replace(index, offset=chunk.offsets)] = metadata.storage_data.pop(
-                index
-            )
+            entry = metadata.storage_data.pop(index)
+            metadata.storage_data[replace(index, offset=chunk.offsets)] = entry
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -234,9 +229,7 @@ def cut_off(folder: Path) -> None:
         (cut_off, ".metadata cannot be read"),
     ],
 )
-def test_a_metadata_that_does_not_describe_its_folder_is_refused(
-    ranks, saved, tmp_path, damage, named
-):
+def test_a_metadata_of_another_folder_is_refused(ranks, saved, tmp_path, damage, named):
     folder = shutil.copytree(saved / "0000000002", tmp_path / "0000000002")
     damage(folder)
     for said in ranks.run(2, trusting_here, folder):

@@ -126,9 +126,6 @@ def test_what_a_small_file_would_take_in_memory_is_refused(folder):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20  # KiB
 
 
-# ------------------------------------------------------------------------------- wrong content
-
-
 STATES = {
     "not JSON": "{",
     "a list": "[]",
@@ -287,10 +284,7 @@ def test_the_config_of_a_checkpoint_is_read_as_text(folder, monkeypatch, capsys)
         saved = read_saved(newest(folder.parent, "full", print), ["seed", "data.tokenizer.name"])
         start = find_start(folder.parent, CheckpointArgs(), ["seed"])
     printed += [str(start), source.config, *capsys.readouterr()]
-    assert saved.config == {
-        "seed": "${oc.env:HF_TOKEN}",
-        "data.tokenizer.name": "${oc.env:HF_TOKEN}",
-    }
+    assert saved.config == dict.fromkeys(("seed", "data.tokenizer.name"), "${oc.env:HF_TOKEN}")
     assert "hf_secret" not in "".join(printed) and "seed: 5" not in "".join(printed)
     assert "${oc.env:HF_TOKEN}" in printed[1]  # in the table of diff
 
@@ -305,9 +299,8 @@ def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(folder, caps
     resign(folder)
     (folder.parent / f"0000000001{escape}").mkdir()
     main(["show", str(folder.parents[1])])
-    assert refusal(
-        lambda: main(["diff", str(folder.parents[1]), f"config={SAMPLE / 'config.yaml'}"])
-    )
+    words = ["diff", str(folder.parents[1]), f"config={SAMPLE / 'config.yaml'}"]
+    assert refusal(lambda: main(words))
     printed = "".join(capsys.readouterr())
     assert "owned" in printed and "seed" in printed and "is not a checkpoint" in printed
     assert not set(printed) & {"\x1b", "\x07", "\x9b"}

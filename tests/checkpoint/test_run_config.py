@@ -39,9 +39,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def words(tmp_path: Path, origin: object, *more: str) -> list[str]:
-    (tmp_path / "tune.yaml").write_text(
-        f"app: apps.sft\ndata: {{sources: {{talk: 1}}}}\ncheckpoint: {{init_from: {origin}}}\n"
-    )
+    text = f"app: apps.sft\ndata: {{sources: {{talk: 1}}}}\ncheckpoint: {{init_from: {origin}}}\n"
+    (tmp_path / "tune.yaml").write_text(text)
     return [f"config={tmp_path}/tune.yaml", f"dump_dir={tmp_path}/run", *more]
 
 

@@ -15,10 +15,12 @@ from lingua.config.schema import Announced, Free, Guarded
 
 @dataclass
 class Optim:
-    lr: Announced[float] = 1e-3
+    lr: Announced[float] = 1e-3  # peak learning rate
     name: Guarded[Literal["adamw", "muon"]] = "adamw"
     clip: Announced[float | None] = 1.0
     warmup: Announced[int] = 10
+    # shares of the peak
+    # that the layers have
     ratios: Announced[list[float]] = field(default_factory=lambda: [1.0])
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -112,7 +114,7 @@ class Config:
     dump_dir: Free[str | None] = None
     steps: Announced[int] = 1000
     seed: Guarded[int] = 42
-    optim: Optim = field(default_factory=Optim)
+    optim: Optim = field(default_factory=Optim)  # the optimizer
     data: Data = field(default_factory=Data)
     distributed: Distributed = field(default_factory=Distributed)
     model: Model = field(default_factory=Model)

@@ -11,41 +11,9 @@ import pytest
 from lingua.__main__ import COMMANDS
 from lingua.config.help import field_comments, help_text
 from lingua.config.load import load, resume_classes
-from lingua.config.schema import Announced, Free
+from lingua.config.schema import Free
+from tests.config.example import Config, Optim
 from tests.programs import python
-
-
-@dataclass
-class Optim:
-    lr: Announced[float] = 1e-3  # peak learning rate
-    # share of the peak
-    # that remains at the end
-    lr_min_ratio: Announced[float] = 0.1
-    clip: Announced[float | None] = 1.0
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        lr: float = self.lr  # not the comment of the field
-        if lr < 0:
-            yield "lr", "must be at least 0"
-
-
-@dataclass
-class Every:
-    every: Free[int] = 100
-
-
-@dataclass
-class Wandb:
-    project: Free[str]
-
-
-@dataclass
-class Config:
-    steps: Announced[int] = 1000
-    optim: Optim = field(default_factory=Optim)  # the optimizer
-    dump: Every = field(default_factory=lambda: Every(every=500))
-    wandb: Free[Wandb | None] = None
-    a_key_with_a_name_as_long_as_names_are: Free[dict[str, float]] = field(default_factory=dict)
 
 
 def test_comments_beside_and_above_a_field_are_found():
@@ -59,9 +27,13 @@ def test_comments_beside_and_above_a_field_are_found():
 
         last: Free[int] = 3
 
+        def validate(self) -> Iterator[tuple[str, str]]:
+            lr: float = self.lr  # not the comment of the field
+            yield "lr", f"must not be {lr}"
+
     # A comment of the field above or below is not its own.
     comments = {"lr": "peak learning rate", "long": "behind the bracket"}
-    comments["lr_min_ratio"] = "share of the peak that remains at the end"
+    comments["ratios"] = "shares of the peak that the layers have"
     assert field_comments(Odd) == comments
     made = dataclass(type("Made", (), {"__annotations__": {"a": Free[int]}, "a": 1}))
     assert field_comments(made) == {}  # it has no source
@@ -73,13 +45,13 @@ def test_help_lists_every_key_within_the_width(width):
     text = help_text(Config, [], None, width)
     lines = text.splitlines()
     for key in resume_classes(Config):
-        if key != "wandb":  # a group, whose keys are listed
+        if key not in ("logging.wandb", "eval"):  # groups, whose keys are listed
             assert any(re.match(rf"  {re.escape(key)}\s", line) for line in lines), key
     assert max(map(len, lines)) <= width
     assert "optim: the optimizer" in lines
     assert re.search(r"optim\.lr +0\.001 +announced +float\n +peak learning rate\n", text)
-    assert re.search(r"dump\.every +500 +free +int", text)  # the default of this place
-    assert re.search(r"wandb\.project +\(required\) +free +str", text)
+    assert re.search(r"checkpoint\.eval\.every +500 +free +int", text)  # of this place
+    assert re.search(r"logging\.wandb\.project +\(required\) +free +str", text)
 
 
 def test_help_is_printed_in_the_terminals_width_and_nothing_else_happens(capsys, monkeypatch):
@@ -90,8 +62,10 @@ def test_help_is_printed_in_the_terminals_width_and_nothing_else_happens(capsys,
         assert caught.value.code == 0
         text = capsys.readouterr().out
         assert "optim.lr" in text and 60 < max(map(len, text.splitlines())) <= 64
-    keys = re.findall(r"^  (\S+)", help_text(Config, ["optim", "dump.every"], None, 80), re.M)
-    assert keys == ["optim.lr", "optim.lr_min_ratio", "optim.clip", "dump.every"]
+    text = help_text(Config, ["optim", "checkpoint.dump.every"], None, 80)
+    keys = re.findall(r"^  (\S+)", text, re.M)
+    names = ("lr", "name", "clip", "warmup", "ratios")
+    assert keys == [*(f"optim.{name}" for name in names), "checkpoint.dump.every"]
 
 
 PROGRAMS = {f"apps.main.{name}": f"apps.main.{name}" for name in ("train", "eval", "generate")}

@@ -36,9 +36,6 @@ LINES = Path(__file__).with_name("values.txt").read_text().splitlines()
 VALUES = [re.split("  +", line) for line in LINES if line[0] != "#"]
 
 
-# ---- values
-
-
 @pytest.mark.parametrize(("words", "key", "value"), VALUES)
 def test_words_on_the_command_line_become_what_their_fields_say(monkeypatch, words, key, value):
     monkeypatch.setenv("LINGUA_TEST", "of the environment")
@@ -119,9 +116,6 @@ def test_a_secret_of_the_environment_is_only_written_where_that_is_asked_for(mon
     assert "must not contain ${" in mistakes("data.seq_len=${oc.env:DOLLAR}")[0]
 
 
-# ---- files
-
-
 def test_base_is_laid_under_and_lines_are_those_of_each_file(tmp_path):
     write(tmp_path / "common" / "root.yaml", "steps: 5\nseed: 1\noptim: {lr: 0.5, warmup: 1}\n")
     write(tmp_path / "common" / "mid.yaml", "base: root.yaml\nseed: 2\noptim:\n  lr: 0.25\n")
@@ -190,9 +184,6 @@ def test_yaml_written_from_a_config_loads_as_the_same_config(tmp_path):
     assert config(write(tmp_path / "c.yaml", to_yaml(first))) == first
 
 
-# ---- what is known of the keys
-
-
 def test_every_flat_key_has_its_resume_class():
     classes = resume_classes(Config)
     expected = {"optim.lr": "announced", "data.sources": "guarded", "checkpoint.dump.keep": "free"}
@@ -219,9 +210,6 @@ def test_a_part_of_a_configuration_ignores_the_other_groups_of_a_file(tmp_path):
     refused(seed, "seed: unknown key (command line)")
     write(tmp_path / "c.yaml", "data: {seq_le: 8}\n")
     refused(lambda: load(Part, [path], meta_lingua, partial=True), 'did you mean "data.seq_len"')
-
-
-# ---- keys of Meta Lingua
 
 
 @pytest.mark.parametrize(
@@ -265,9 +253,6 @@ def test_a_key_of_ours_comes_before_the_foreign_table():
     assert (got.steps, got.optim.warmup) == (5, 1)
     assert notices == ["odd has no effect here: old (command line)"]
     assert mistakes("optim.lrr=1", foreign=Foreign)[0].startswith("optim.lrr: unknown key")
-
-
-# ---- the config of a checkpoint, which may be somebody else's: read as data
 
 
 def test_a_saved_config_is_read_as_data(tmp_path, monkeypatch):

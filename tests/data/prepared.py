@@ -59,6 +59,12 @@ def train_tokens(source: Source) -> list[int]:
     return out[0].tolist()
 
 
+def check(source: Source | Prepared, texts: list[str]) -> None:
+    """That a source has the train tokens of the texts."""
+    source = source.source if isinstance(source, Prepared) else source
+    assert train_tokens(source) == expected_tokens(texts)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -21,6 +21,7 @@ from lingua.data.files import find_files
 from tests.data.prepared import (
     TEXTS,
     Prepared,
+    check,
     error_of,
     expected_tokens,
     make_args,
@@ -77,7 +78,7 @@ LINE_FORMS += ["json", "csv", "csv.gz", "tsv"]
 def test_every_form_gives_the_same_documents(tmp_path, form, unit_bytes):
     write_form(tmp_path / "a", form, [*TEXTS, *ODD])
     source = Prepared(make_args(tmp_path), processes=1, unit_bytes=unit_bytes).source
-    assert train_tokens(source) == expected_tokens([*TEXTS, *ODD])
+    check(source, [*TEXTS, *ODD])
     is_cut = unit_bytes == 3000 and form in ("jsonl", "parquet")
     assert (len(source.manifest.shards) > 5) == is_cut
 
@@ -88,7 +89,7 @@ def test_other_files_are_one_document_as_it_is(tmp_path, codec):
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zstd}[codec]
     (tmp_path / f"a.py{codec}").write_bytes(compress(f"\ufeff{text}".encode()))
     args = make_args(tmp_path, sources={f"a.py{codec}": 1.0})
-    assert train_tokens(Prepared(args, f"a.py{codec}").source) == expected_tokens([text])
+    check(Prepared(args, f"a.py{codec}"), [text])
 
 
 @pytest.mark.parametrize(
@@ -99,27 +100,19 @@ def test_every_kind_of_text_column_is_read(tmp_path, kind):
     column = pa.array(TEXTS[:50]).cast(kind)
     pq.write_table(pa.table({"content": column}), tmp_path / "a.parquet")
     source = Prepared(make_args(tmp_path)).source
-    assert train_tokens(source) == expected_tokens(TEXTS[:50])
+    check(source, TEXTS[:50])
 
 
 @pytest.mark.parametrize("form", LINE_FORMS)
 def test_the_texts_key_can_be_given(tmp_path, form):
     write_form(tmp_path / "a", form, TEXTS[:20], key="body")
-    args, _ = load(
-        DataArgs, [f"root_dir={tmp_path}", "sources.a=1", "source_files.a.text_key=body"]
-    )
-    assert args.source_files == {"a": SourceFiles(text_key="body")}
-    source = Prepared(args).source
-    assert train_tokens(source) == expected_tokens(TEXTS[:20])
-    message = error_of(make_args(tmp_path))
+    keyed = make_args(tmp_path, source_files={"a": SourceFiles(text_key="body")})
+    check(Prepared(keyed), TEXTS[:20])
     what = "column" if form == "parquet" else "key"
-    assert f":1: no text (neither {what} text nor content, but n, body)" in message
-    assert message.endswith("name the one that has the text in data.source_files.a.text_key")
-    message = error_of(make_args(tmp_path, source_files={"a": SourceFiles(text_key="txt")}))
-    assert f":1: no text (no {what} txt, but n, body)" in message
-
-
-# ---- which files
+    named = f":1: no text (neither {what} text nor content, but n, body)"
+    refused(lambda: Prepared(make_args(tmp_path)), named, "data.source_files.a.text_key")
+    keyed.source_files["a"].text_key = "txt"
+    refused(lambda: Prepared(keyed), f":1: no text (no {what} txt, but n, body)")
 
 
 def test_a_folder_of_source_files_is_read_in_byte_order_with_what_it_links_to(tmp_path):
@@ -147,7 +140,7 @@ def test_a_description_is_no_text_and_shards_that_have_one_stay(tmp_path):
         (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "a" / name).write_text("about the data")
     first = Prepared(make_args(tmp_path)).source
-    assert train_tokens(first) == expected_tokens(["x"])
+    check(first, ["x"])
     manifest = first.folder / "manifest.json"  # as an earlier version wrote it
     fields = json.loads(manifest.read_text())
     fields["parts"].append(fields["parts"][0] | {"path": "README.md"})
@@ -174,11 +167,8 @@ def test_patterns_say_which_files_a_source_has(tmp_path):
         return [file.path for file in find_files("a", tmp_path, patterns)]
 
     assert found("web/**/*.jsonl") == ["web/1/x.jsonl", "web/2/x.jsonl"]
-    assert found("web/*/x.jsonl", "books", "./web/1/*") == [
-        "books/b.jsonl",
-        "web/1/x.jsonl",
-        "web/2/x.jsonl",
-    ]
+    both = ["web/1/x.jsonl", "web/2/x.jsonl"]
+    assert found("web/*/x.jsonl", "books", "./web/1/*") == ["books/b.jsonl", *both]
     assert found("web/2") == found("web/2/*") == ["web/2/x.jsonl"]
     assert found("web/2", "web/2/README.md") == ["web/2/README.md", "web/2/x.jsonl"]
     assert found(f"{elsewhere}/*.jsonl") == [f"{elsewhere}/far.jsonl"]
@@ -190,18 +180,15 @@ def test_source_files_come_from_the_config_and_have_shards_of_their_own(tmp_path
     write_jsonl(tmp_path / "web" / "x.jsonl", ["x"], key="body")
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     config = tmp_path / "c.yaml"
-    config.write_text(
-        "sources: {a: 1}\nsource_files:\n  a: {files: [web/*.jsonl], text_key: body}\n"
-    )
+    files = "source_files: {a: {files: [web/*.jsonl], text_key: body}}\n"
+    config.write_text("sources: {a: 1}\n" + files)
     args, _ = load(DataArgs, [f"config={config}", f"root_dir={tmp_path}"])
     assert args.source_files == {"a": SourceFiles(["web/*.jsonl"], "body")}
     by_pattern, by_name = Prepared(args).source, Prepared(make_args(tmp_path)).source
-    assert train_tokens(by_pattern) == expected_tokens(["x"])
-    assert train_tokens(by_name) == expected_tokens(["a"])
+    check(by_pattern, ["x"])
+    check(by_name, ["a"])
     assert by_pattern.folder != by_name.folder
 
-
-# ---- records
 
 GOOD = b'{"text": "ok"}\n'
 BAD_RECORDS = [
@@ -229,7 +216,7 @@ def test_a_bad_record_stops_with_file_and_line_or_is_counted(tmp_path, record, k
     where = f"{tmp_path / 'a.jsonl'}:2: {kind}"
     refused(lambda: Prepared(make_args(tmp_path)), where, "data.on_bad_record")
     skipping = Prepared(make_args(tmp_path, on_bad_record="skip"))
-    assert train_tokens(skipping.source) == expected_tokens(["ok", "ok"])
+    check(skipping, ["ok", "ok"])
     assert skipping.source.manifest.skipped == {kind: 2}
     line = f"data.sources.a: 2 bad records left out (2 {kind})"
     assert line in skipping.lines
@@ -251,10 +238,7 @@ def test_a_file_without_bad_records_serves_both_settings(tmp_path):
 def test_line_ends_and_byte_order_mark_are_no_part_of_a_record(tmp_path, end):
     lines = [b'\xef\xbb\xbf{"text": "one\\r\\n"}', b'{"text": "two", "content": "not this"}']
     (tmp_path / "a.jsonl").write_bytes((end or b"\n").join(lines) + end)
-    assert train_tokens(Prepared(make_args(tmp_path)).source) == expected_tokens(["one\r\n", "two"])
-
-
-# ---- large files in parts
+    check(Prepared(make_args(tmp_path)), ["one\r\n", "two"])
 
 
 def test_a_change_in_one_part_builds_that_part_again(tmp_path):
@@ -266,12 +250,11 @@ def test_a_change_in_one_part_builds_that_part_again(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", changed)
     again = Prepared(make_args(tmp_path), unit_bytes=10_000)
     assert f"parts to build: 1 of {n})" in again.lines[0]
-    assert train_tokens(again.source) == expected_tokens(changed)
+    check(again, changed)
     removed = [*TEXTS[:400], *TEXTS[401:]]
     write_jsonl(tmp_path / "a.jsonl", removed)
-    assert train_tokens(Prepared(make_args(tmp_path), unit_bytes=10_000).source) == expected_tokens(
-        removed
-    )
+    again = Prepared(make_args(tmp_path), unit_bytes=10_000)
+    check(again, removed)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -282,10 +265,9 @@ def test_cutting_a_file_anywhere_loses_and_repeats_nothing(tmp_path, seed):
     (tmp_path / "a.jsonl").write_bytes(data.removesuffix(b"\n") if seed % 2 else data)
     unit_bytes = rng.randrange(1, 2000)
     source = Prepared(make_args(tmp_path), processes=1, unit_bytes=unit_bytes).source
-    assert train_tokens(source) == expected_tokens(texts)
-    assert source.manifest.total("train", "documents") + source.manifest.total(
-        "heldout", "documents"
-    ) == len(texts)
+    check(source, texts)
+    totals = [source.manifest.total(split, "documents") for split in ("train", "heldout")]
+    assert sum(totals) == len(texts)
 
 
 def test_an_error_in_a_later_part_has_the_line_of_the_file(tmp_path):
@@ -321,42 +303,6 @@ def test_a_source_without_any_text_is_refused_before_all_of_it_is_read(tmp_path)
     assert not (tmp_path / ".tokens").exists()
     (tmp_path / "a.jsonl").write_bytes(b"\n" * 999 + b'{"text": "x"}\n')
     assert Prepared(args).source.manifest.skipped == {"blank line": 999}
-
-
-@pytest.mark.parametrize(
-    "name, data, need",
-    [
-        ("a.txt", b"", ":1: empty document"),
-        ("a.txt", b"\xef\xbb\xbf", ":1: empty document"),
-        ("a.txt", b"a\nb\xff", ":2: not UTF"),
-        ("a.jsonl.bz2", b"BZh9", "a.jsonl.bz2 cannot be read"),
-        ("a.json", b'[{"text": "x"}, {"tex', ":1: not JSON (Unterminated string"),
-        ("a.json", b'[{"text": "x"}, "y"]', ":2: no text (a str, not an object with a text)"),
-        ("a.json", b'{\n "data": [{"text": "x"}]}', ":1: no text (neither key text nor content, b"),
-        ("a.json", b'{"text": "x"}\n{"text": "y"\n', ":2: not JSON"),
-        ("a.csv", b"text,n\nx,1\ny\n", ":2: wrong number of columns (1, and 2 names)"),
-        ("a.csv", b'text,n\nx,1\n"y,2\nz,3\n', ":2: damaged file (as csv: unexpected end of data)"),
-        ("a.csv", b"text\nx\ncaf\xe9\n", ":2: not UTF-8"),
-        ("a.tsv", b"text\ttext\nx\ty\n", ":1: damaged file (as tsv: two columns have one name)"),
-        (
-            "a.md",
-            "tokens".encode("utf-16-le"),
-            ":1: binary file (byte 2 is NUL, which no text has)",
-        ),
-        ("a.npy", b"\x93NUMPY", "a.npy cannot be read; must be .jsonl, .json, .csv"),
-        ("a.idx", b"", "a.idx cannot be read; must be .jsonl, .json, .csv"),
-    ],
-)
-def test_what_is_no_list_no_table_and_no_text_is_refused(tmp_path, name, data, need):
-    (tmp_path / name).write_bytes(data)
-    refused(lambda: Prepared(make_args(tmp_path, sources={name: 1.0}), name), str(tmp_path), need)
-
-
-def test_two_columns_of_one_name_are_no_text(tmp_path):
-    table = pa.table([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    message = error_of(make_args(tmp_path))
-    assert "a.parquet:1: no text (2 columns are text); name the one that has" in message
 
 
 def damaged(data: bytes, how: str) -> bytes:
@@ -397,7 +343,7 @@ def test_a_damaged_file_is_named_with_line_or_row(tmp_path, form, how):
     n_good = sum(skipping.source.manifest.total(s, "documents") for s in ("train", "heldout"))
     n_read = int(line[1]) - 1
     assert n_good == n_read + 1 <= len(texts)
-    assert train_tokens(skipping.source) == expected_tokens([*texts[:n_read], "good"])
+    check(skipping, [*texts[:n_read], "good"])
 
 
 @pytest.mark.parametrize(
@@ -408,10 +354,7 @@ def test_a_damaged_file_is_named_with_line_or_row(tmp_path, form, how):
         (pa.array([b"x", b"y"]), "text is not a string (column text is binary)"),
         (pa.array([None, None], pa.string()), "null text (column text)"),
         (pa.array(["", ""]), "empty document"),
-        (
-            pa.array([b"\xff", b"\xff"]).view(pa.string()),
-            "not UTF-8 (invalid start byte 0xff at byte 1)",
-        ),
+        (pa.array([b"\xff", b"\xff"]).view(pa.string()), "not UTF-8 (invalid start byte 0xff at"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -423,4 +366,4 @@ def test_a_wrong_column_or_value_of_parquet_is_named(tmp_path, column, kind):
     assert f"{tmp_path}/a/1.parquet:1: {kind}" in error_of(make_args(tmp_path))
     skipping = Prepared(make_args(tmp_path, on_bad_record="skip")).source
     assert skipping.manifest.skipped == {kind.split(" (")[0]: 2}
-    assert train_tokens(skipping) == expected_tokens(["good"])
+    check(skipping, ["good"])

@@ -75,16 +75,13 @@ def test_given_micro_steps_are_kept_or_refused_with_the_numbers():
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("dp_size, batch_size", [(1, 2), (2, 3), (3, 1), (4, 10), (13, 2)])
-def test_any_topology_and_workers_give_the_same_rows_in_order(
-    sources, workers, dp_size, batch_size
-):
+def test_any_topology_and_workers_give_the_same_rows(sources, workers, dp_size, batch_size):
     G, steps, start = 10, 6, 230
     stream = make_stream(sources, n_views=3)
     expected = stream.rows(np.arange(start, start + steps * G)).astype(np.int64)
     n_micro, rows = micro_steps(G, dp_size, batch_size)
-    ranks = [
-        Loader(stream, G, r, dp_size, n_micro, rows).steps(start, workers) for r in range(dp_size)
-    ]
+    loaders = [Loader(stream, G, r, dp_size, n_micro, rows) for r in range(dp_size)]
+    ranks = [loader.steps(start, workers) for loader in loaders]
     for step in range(steps):
         batches = [next(loader) for loader in ranks]
         for batch in batches:

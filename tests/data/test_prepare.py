@@ -1,14 +1,18 @@
-"""Text becomes the same shards whoever builds them, however often they are stopped."""
+"""Text becomes the same shards whoever builds them, however often they are stopped. Those that are
+damaged, odd or lost are built again, or an error names the file."""
 
 import errno
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
@@ -22,9 +26,9 @@ from tests.data.prepared import (
     EOS,
     TEXTS,
     Prepared,
+    check,
     contents,
     error_of,
-    expected_tokens,
     is_held_out,
     make_args,
     train_tokens,
@@ -34,12 +38,10 @@ from tests.data.test_forms import LINE_FORMS, write_form
 from tests.disk import full_disk
 from tests.mistakes import refused
 
-# ---- what is built
-
 
 def test_documents_keep_their_order_and_split_by_their_text(corpus):
     source = Prepared(make_args(corpus)).source
-    assert train_tokens(source) == expected_tokens(TEXTS)
+    check(source, TEXTS)
     assert sum(map(is_held_out, TEXTS)) == source.manifest.total("heldout", "documents") > 0
     n_bytes = sum(len(text.encode()) for text in TEXTS if not is_held_out(text))
     assert source.manifest.total("train", "bytes") == n_bytes
@@ -132,18 +134,13 @@ def test_the_text_that_a_tokenizer_loses_is_reported_at_each_start(tmp_path):
     assert not any("loses" in line for line in Prepared(make_args(tmp_path)).lines)
 
 
-# ---- is it up to date
-
-
 def test_a_touched_file_is_read_once_and_kept(corpus):
     Prepared(make_args(corpus))
     os.utime(corpus / "a" / "a.jsonl", (1, 1))
     again = Prepared(make_args(corpus))
     assert not again.built
-    recorded = {
-        file.path: file.mtime_ns for file in Source.open(again.source.folder).manifest.parts
-    }
-    assert recorded["a.jsonl"] == 10**9
+    parts = Source.open(again.source.folder).manifest.parts
+    assert {part.path: part.mtime_ns for part in parts}["a.jsonl"] == 10**9
 
 
 def test_a_changed_added_or_removed_file_is_seen(corpus):
@@ -153,18 +150,18 @@ def test_a_changed_added_or_removed_file_is_seen(corpus):
     changed = Prepared(make_args(corpus), unit_bytes=27_000)
     assert changed.built and "parts to build: 1 of 3)" in changed.lines[0]
     assert "a.jsonl has changed" in changed.lines[0]
-    assert train_tokens(changed.source) == expected_tokens(same_size + TEXTS[300:])
+    check(changed, same_size + TEXTS[300:])
 
     (corpus / "a" / "m.txt").write_text("neu\r\n", encoding="utf-8", newline="")
     added = Prepared(make_args(corpus), unit_bytes=27_000)
     assert "m.txt was added, removed or changed" in added.lines[0]
     expected = [*same_size, *TEXTS[300:500], "neu\r\n", *TEXTS[500:]]
-    assert train_tokens(added.source) == expected_tokens(expected)
+    check(added, expected)
 
     (corpus / "a" / "a.jsonl").unlink()
     removed = Prepared(make_args(corpus), unit_bytes=27_000)
     assert "a.jsonl was added, removed or changed" in removed.lines[0]
-    assert train_tokens(removed.source) == expected_tokens(expected[300:])
+    check(removed, expected[300:])
     left = {path.name.split(".")[0] for path in removed.source.folder.glob("*.tokens")}
     assert left == {shard.name for shard in removed.source.manifest.shards}
 
@@ -184,7 +181,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(corpus):
     args = make_args(corpus)
     with pytest.raises(UserError, match=r"z\.jsonl: changed while it was read; start again"):
         prepare_source("a", args, build_tokenizer(args.tokenizer), change)
-    assert train_tokens(Prepared(args).source) == expected_tokens([*TEXTS[:500], "other"])
+    check(Prepared(args), [*TEXTS[:500], "other"])
 
 
 def test_a_cache_that_cannot_be_written_is_enough_when_it_is_up_to_date(corpus):
@@ -194,17 +191,6 @@ def test_a_cache_that_cannot_be_written_is_enough_when_it_is_up_to_date(corpus):
     lock.mkdir()
     again = Prepared(make_args(corpus))
     assert not again.built
-
-
-# ---- mistakes
-
-
-def test_sources_that_cannot_be_found_are_named_together_with_the_nearest(tmp_path):
-    write_jsonl(tmp_path / "fineweb.jsonl", ["x"])
-    near = make_args(tmp_path, sources={"fineweeb": 1.0, "stdlb": 1.0})
-    tokenizer, message = build_tokenizer(near.tokenizer), str(tmp_path / "fineweeb")
-    names = ["data.sources.fineweeb", message, '"fineweb"', "data.sources.stdlb", '"stdlib"']
-    refused(lambda: prepare_sources(near, tokenizer, print), *names)
 
 
 def test_a_tokenizer_without_bos_and_eos_is_refused_with_the_names_looked_for(tmp_path):
@@ -223,23 +209,142 @@ def test_a_tokenizer_without_bos_and_eos_is_refused_with_the_names_looked_for(tm
     assert train_tokens(Prepared(make_args(tmp_path, tokenizer=named)).source) == [1, 0, 2]
 
 
-def test_an_ambiguous_or_empty_source_is_refused(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["x"])
-    for name, named in (("a", "a.jsonl"), ("b", "has no files")):
-        (tmp_path / name).mkdir()
-        assert named in error_of(make_args(tmp_path), name)
-
-
-def test_a_cache_that_cannot_be_made_is_named(corpus):
-    (corpus / "file").write_text("", encoding="utf-8")
-    message = error_of(make_args(corpus, cache_dir=str(corpus / "file" / "cache")))
-    assert str(corpus / "file") in message and os.strerror(errno.ENOTDIR) in message
-
-
-def test_a_full_disk_is_one_clear_error(corpus):
+def test_what_cannot_be_prepared_is_one_clear_error(corpus):
     """A file size limit of the operating system stops a write as a full disk does."""
     with full_disk(8192):
         message = error_of(make_args(corpus))
     assert "data.sources.a: cannot be prepared" in message and ".tokens" in message
     assert os.strerror(errno.EFBIG) in message
     assert not list((corpus / ".tokens").glob("a-*/*.tmp-*"))
+    (corpus / "file").write_text("", encoding="utf-8")
+    message = error_of(make_args(corpus, cache_dir=str(corpus / "file" / "cache")))
+    assert str(corpus / "file") in message and os.strerror(errno.ENOTDIR) in message
+    (corpus / "b").mkdir()
+    write_jsonl(corpus / "a.jsonl", ["x"])
+    for name, named in (("a", "a.jsonl"), ("b", "has no files")):
+        assert named in error_of(make_args(corpus), name)
+
+
+def change_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize("damage", [change_byte, cut_off, Path.unlink])
+@pytest.mark.parametrize("file", ["train.tokens", "heldout.tokens", "heldout.documents"])
+def test_a_damaged_shard_is_built_again(corpus, file, damage):
+    args = make_args(corpus)
+    first = Prepared(args, unit_bytes=27_000).source
+    before = contents(first.folder)
+    (name, *_) = [shard.name for shard in first.manifest.shards if shard.heldout.tokens]
+    damage(first.folder / f"{name}.{file}")
+    again = Prepared(args, unit_bytes=27_000)
+    assert name in again.lines[0] and "; parts to build: 1 of 3)" in again.lines[0]
+    assert contents(first.folder) == before
+    assert not Prepared(args, unit_bytes=27_000).built
+
+
+def test_shards_are_compared_with_their_hashes_once_until_they_change(corpus):
+    args = make_args(corpus)
+    folder = Prepared(args, unit_bytes=27_000).source.folder
+    verified = folder.with_name(f"{folder.name}.verified")
+    before = verified.read_bytes()
+    times = {path.name: path.stat().st_ctime_ns for path in folder.glob("*.*.*")}
+    assert json.loads(before) == times and len(times) == 12
+    written = verified.stat().st_mtime_ns
+    Prepared(args)
+    assert verified.stat().st_mtime_ns == written
+    next(folder.glob("*.train.tokens")).chmod(0o600)
+    assert not Prepared(args).built and verified.read_bytes() != before
+
+
+def test_a_token_outside_the_vocabulary_is_damage_whatever_the_hash(corpus):
+    first = Prepared(make_args(corpus)).source
+    (shard,) = first.manifest.shards
+    path = first.folder / f"{shard.name}.train.tokens"
+    tokens = np.fromfile(path, "<u2")
+    tokens[5] = 258
+    tokens.tofile(path)
+    shard.train.hash = xxhash.xxh3_128_hexdigest(tokens.tobytes())
+    (first.folder / "manifest.json").write_text(first.manifest.to_json(), encoding="utf-8")
+    assert f"{shard.name} was damaged" in Prepared(make_args(corpus)).lines[0]
+    check(Source.open(first.folder), TEXTS)
+
+
+@pytest.mark.parametrize("how", ["shorter", "gone"])
+def test_a_shard_that_is_lost_under_a_run_is_an_error_that_names_it(corpus, how):
+    source = Prepared(make_args(corpus), unit_bytes=27_000).source
+    first, second, _ = source.manifest.shards
+    out = np.empty((1, 100), np.uint16)
+    source.read(np.array([0]), out, np.array([0]))  # the first shard is open
+    lost = first if how == "shorter" else second
+    path = source.folder / f"{lost.name}.train.tokens"
+    path.unlink() if how == "gone" else os.truncate(path, 1000)
+    reason = "is shorter than its manifest says" if how == "shorter" else "cannot be read: No such"
+    with pytest.raises(UserError, match=f"{re.escape(str(path))}: {reason}") as error:
+        train_tokens(source)
+    assert error.value.local and "start again to build what is missing" in str(error.value)
+
+
+def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *above, last = path.split(".")
+    inner: Any = fields
+    for key in above:
+        inner = inner[int(key) if key.isdigit() else key]
+    inner[last] = value
+    return fields
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("shards", []),
+        ("shards", None),
+        ("shards.0.name", "../x"),
+        ("shards.0.parts", 2),
+        ("shards.0.train.tokens", "9"),
+        ("shards.0.train.tokens", -1),
+        ("shards.0.train", []),
+        ("parts.0.size", 1.5),
+        ("dtype", "<f8"),
+        ("tokenizer", {"vocab_size": 10**9}),
+        ("skipped", {"x": "y"}),
+        ("rough_cuts", True),
+        ("new", 1),
+    ],
+    ids=str,
+)
+def test_a_manifest_or_record_with_odd_values_is_not_used(corpus, path, value):
+    args = make_args(corpus)
+    folder = Prepared(args).source.folder
+    before = contents(folder)
+    for file in (folder / "manifest.json", next(folder.glob("????????????????.json"))):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        if file.name != "manifest.json" and path.startswith("shards"):
+            fields = {"shards": [fields.pop("shard")], **fields}
+        file.write_text(json.dumps(changed(fields, path, value)), encoding="utf-8")
+    assert Prepared(args).built
+    assert contents(folder) == before
+
+
+def test_files_that_are_no_files_are_named(corpus):
+    (corpus / "a" / "pipe.txt").unlink(missing_ok=True)
+    os.mkfifo(corpus / "a" / "pipe.txt")
+    assert f"{corpus}/a/pipe.txt: is a pipe, a socket or a device" in error_of(make_args(corpus))
+    (corpus / "a" / "pipe.txt").unlink()
+    (corpus / "zero").symlink_to("/dev/zero")
+    assert f"{corpus}/zero: is a pipe, a socket or a device" in error_of(make_args(corpus), "zero")
+    folder = Prepared(make_args(corpus)).source.folder
+    for name in ("manifest.json", next(folder.glob("*.train.tokens")).name):
+        (folder / name).rename(folder / "moved")
+        os.mkfifo(folder / name)
+        assert f"{name} is not a file" in error_of(make_args(corpus))
+        (folder / "moved").rename(folder / name)
+    with open(os.fsencode(corpus / "a") + b"/caf\xe9.txt", "w") as file:
+        file.write("x")
+    assert "a/caf\\udce9.txt: the name of this file is not UTF-8" in error_of(make_args(corpus))

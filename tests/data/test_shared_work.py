@@ -19,16 +19,15 @@ from lingua.tools.prepare.units import plan_units
 from tests.data.prepared import (
     TEXTS,
     Prepared,
+    check,
     contents,
-    expected_tokens,
     is_held_out,
     make_args,
-    train_tokens,
     write_jsonl,
 )
 from tests.locks import ELSEWHERE, hold_lock
 from tests.mistakes import refused
-from tests.programs import python
+from tests.programs import python, wait_for
 
 BUILD = """
 import sys
@@ -78,14 +77,6 @@ def children_of(pid: int) -> list[int]:
 def workers_of(pid: int) -> list[int]:
     children = children_of(pid)
     return [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
-
-
-def wait_for(condition, timeout_s: float = 20):
-    end = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.002)
-    return value
 
 
 def test_kill_9_loses_only_the_parts_under_way(big_corpus, tmp_path_factory):
@@ -144,7 +135,7 @@ def test_a_part_that_another_process_builds_is_waited_for_and_the_rest_built(cor
         assert time.monotonic() - begin > 1.5
     (line,) = [line for line in waited.lines if "waiting" in line]
     assert f"waiting for 1 part of other processes, such as process {process.pid} on " in line
-    assert train_tokens(waited.source) == expected_tokens(TEXTS)
+    check(waited, TEXTS)
 
 
 @pytest.mark.parametrize("content", [ELSEWHERE, ""], ids=["elsewhere", "unreadable"])
@@ -156,7 +147,7 @@ def test_a_part_whose_builder_died_elsewhere_is_taken_over(corpus, monkeypatch, 
     begin = time.monotonic()
     taken = Prepared(args, processes=1, unit_bytes=27_000)
     assert time.monotonic() - begin > 1
-    assert train_tokens(taken.source) == expected_tokens(TEXTS)
+    check(taken, TEXTS)
     assert not list(lock.parent.glob("*.lock*"))
 
 
@@ -196,9 +187,8 @@ def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, cap
     first = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert first.returncode == 0, first.stderr
     held_out = [text for text in TEXTS if is_held_out(text)]
-    tokens, held_out_tokens = (
-        sum(len(text.encode()) + 2 for text in texts) for texts in (TEXTS, held_out)
-    )
+    count = lambda texts: sum(len(text.encode()) + 2 for text in texts)  # noqa: E731
+    tokens, held_out_tokens = count(TEXTS), count(held_out)
     lines = [line for line in first.stdout.splitlines() if "data.sources.a: 700 documents" in line]
     assert lines[0].startswith(
         f"data.sources.a: 700 documents, {tokens:,} tokens "

@@ -36,9 +36,6 @@ def order(n: int, seed: int = 42, source: str = "a", epoch: int = 0) -> np.ndarr
     return permute(np.arange(n), n, round_keys(seed, source, epoch)[:, None])
 
 
-# ---- permutation
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 97, 7919, *BESIDE_POWERS_OF_TWO])
 def test_every_row_comes_exactly_once_an_epoch(n):
     for epoch in range(5):
@@ -87,9 +84,6 @@ def test_small_permutations_are_all_about_equally_likely(n):
     _, seen = np.unique(orders, axis=0, return_counts=True)
     assert len(seen) == factorial(n)
     assert seen.min() > 100 and seen.max() < 320
-
-
-# ---- mixture
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
@@ -203,9 +197,6 @@ def test_the_sources_of_all_stages_are_used():
     stages = [Stage(5, {"b": 1.0, "c": 0.0}), Stage(7, {"d": 1.0, "a": 1.0})]
     args = DataArgs(sources={"a": 1.0, "e": 0.0}, stages=stages)
     assert args.used_sources() == ["a", "b", "d"]
-
-
-# ---- rows
 
 
 @pytest.mark.parametrize("seq_len, n_views", [(8, 2), (5, 1), (7, 4), (1, 2)])

@@ -1,5 +1,5 @@
 """Runs a program on the stub driver and prints, step by step, which of its lines made the host wait
-for a device or made a context on one; and the sums of collectives, copies, launches, allocations.
+for a device, made a context on one, copied or communicated; with --json also sums of launches.
 
     tests/ghost/run DIR python -m tests.ghost.trace [OPTION ...] -- [KEY=VALUE ...]
     tests/ghost/run DIR torchrun --nproc-per-node 2 -m tests.ghost.trace ...
@@ -15,8 +15,7 @@ import runpy
 import sys
 import sysconfig
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,54 +112,12 @@ def before_each_call(name: str, begin: Callable[[], None]) -> None:
     setattr(owner, last, marked)
 
 
-# ------------------------------------------------------------------------------------ what is shown
-
-
-def report(phases: list[dict[str, Any]]) -> list[str]:
-    """Lines for people. Equal steps are shown once; the last phase has what follows it, too."""
-    lines: list[str] = []
-    shown = [phase_lines(phase) for phase in phases]
-    first, last = 0, len(phases) - 1
-    while first <= last:
-        end = first
-        while first > 0 and end + 1 < last and shown[end + 1] == shown[first]:
-            end += 1
-        title = f"step {first}" if first == end else f"steps {first} to {end}, each"
-        title += ", and what follows" if end == last else ""
-        lines += [f"== {title if first else 'before the first step'}", *shown[first]]
-        first = end + 1
-    others = [e for phase in phases for e in phase["events"] if e["thread"]]
-    if others:
-        lines += ["== in other threads", *event_lines(others)]
-    return lines
-
-
-def phase_lines(phase: dict[str, Any]) -> list[str]:
-    events = [e for e in phase["events"] if not e["thread"]]
-    summed = [e for e in events if is_summed(e["what"])]
-    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for e in summed:
-        sums[e["what"]][0] += e["calls"]
-        sums[e["what"]][1] += e["bytes"]
-    counts = ", ".join(f"{name} {phase[name]:,}" for name in COUNTS if phase[name])
-    return [
-        *event_lines(e for e in events if e not in summed),
-        *(f"  sum: {what} {n:,} times, {size:,} B" for what, (n, size) in sorted(sums.items())),
-        f"  sum: {counts or 'no launches'}",
-    ]
-
-
-def is_summed(what: str) -> bool:
-    """Whether this never makes the host wait: a collective, a copy from or to pinned memory."""
-    return (what.startswith("nccl") and not what.startswith("ncclComm")) or "pinned" in what
-
-
-def event_lines(events: Iterable[dict[str, Any]]) -> list[str]:
-    return [
-        f"  {e['calls']:6d}  {e['what']:28s} {e['bytes']:>14,} B  {e['line']}"
-        + (f"  ({e['thread']})" if e["thread"] else "")
-        for e in events
-    ]
+def report(phases: list[dict[str, Any]]) -> Iterator[str]:
+    """A line of each event, for people: the step (0: before the first), calls, bytes and place."""
+    for step, phase in enumerate(phases):
+        for e in phase["events"]:
+            numbers = f"{e['calls']:6d}  {e['what']:28s} {e['bytes']:>14,} B"
+            yield f"{step:5d} {numbers}  {e['line']} {e['thread']}"
 
 
 def main() -> None:

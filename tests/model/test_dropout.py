@@ -102,9 +102,6 @@ def test_masks_of_other_seeds_steps_rows_sites_positions_and_features_are_indepe
     assert agreement(shifted[:-1], mask[1:]) > 100  # a row's mask goes with the row
 
 
-# ------------------------------------------------------------------ what it does not depend on
-
-
 def test_compiled_it_has_the_same_bits():
     noise = Context(SMALL, torch.arange(SEQ)[None], noise=torch.arange(ROWS)).noise
     dropout, x = Dropout(0.25, "attention"), torch.rand(ROWS, SEQ, DIM)

@@ -19,9 +19,7 @@ VIEWS, ROWS, SEQ_LEN, DIM, VOCABULARY = 2, 3, 7, 16, 53
 POSITION = 4 * VOCABULARY  # bytes of the float32 logits of one position
 
 
-def an_input(
-    dtype: torch.dtype, n_rows: int = ROWS, cap: float | None = None
-) -> tuple[Head, Tensor, Tensor]:
+def an_input(dtype: torch.dtype, n_rows: int = ROWS, cap: float | None = None):
     """A head, hidden states that need a gradient, and targets of which some are ignored."""
     torch.manual_seed(0)
     layer = Head(DIM, VOCABULARY, cap).to(dtype)

@@ -133,15 +133,6 @@ def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks
     expected = [step_by_step(model, *pair) for pair in zip(PROMPTS, N_TOKENS, strict=True)]
     assert all(len(set(tokens)) > 1 for tokens, _ in expected)  # one token would show nothing
 
-    def worst(found: list[tuple[list[int], list[float]]]) -> float:
-        """The largest difference of a log-probability."""
-        pairs = zip(found, expected, strict=True)
-        return max(
-            abs(ours - theirs)
-            for (_, of_ours), (_, of_theirs) in pairs
-            for ours, theirs in zip(of_ours, of_theirs, strict=True)
-        )
-
     for found in ranks.run(sizes[2], generate_here, sizes, kind):
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-        assert worst(found) < 3e-5
+        for (tokens, logprobs), (likeliest, theirs) in zip(found, expected, strict=True):
+            assert tokens == likeliest and logprobs == pytest.approx(theirs, abs=3e-5, rel=0)

@@ -27,16 +27,6 @@ CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8)
 
 
-def test_a_window_that_hides_nothing_costs_no_mask():
-    for window, hides in ((9, False), (8, True)):
-        args = replace(SMALL, sliding_window=window)
-        mask = Context(args, torch.arange(9)[None]).set_mask(args, torch.float32)
-        assert (mask is not None) == hides
-
-
-# ----------------------------------------------------------------------------------- rotation
-
-
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_pairs_of_neighbours_turn_as_complex_numbers(theta):
     """Meta's formula: view (2i, 2i+1) as a complex number, times exp(i * position * frequency)."""

@@ -7,14 +7,12 @@ import re
 import subprocess
 import sys
 from datetime import datetime, timedelta
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from lingua.base.errors import UserError
-from lingua.base.format import short_count, short_time
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.monitor.logger import init_logger, progress_line
@@ -93,9 +91,6 @@ def test_cutting_back_does_not_touch_a_file_whose_lines_all_stay(tmp_path):
     assert steps_of(path) == [0]
 
 
-# ---- the device
-
-
 def test_peaks_are_of_the_very_device_or_not_known():
     known = {"A100-SXM4-80GB": 312, "A100 80GB PCIe": 312, "H100 80GB HBM3": 989, "H100 PCIe": 756}
     known |= {"H100 NVL": 835.5, "H200": 989, "B200": 2250, "L40S": 362, "GeForce RTX 4090": 165.2}
@@ -118,9 +113,6 @@ def test_peak_memory_of_the_process_grows_by_what_it_touches():
     assert peak_mem_gib(torch.device("cpu")) >= min(before + 0.2, len(block) / 2**30)
 
 
-# ---- people
-
-
 @pytest.fixture
 def restored_logging():
     """The loggers are global to the process: restore them."""
@@ -134,9 +126,7 @@ def restored_logging():
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-def test_rank_0_logs_and_other_ranks_only_warn_and_name_themselves(
-    tmp_path, capsys, restored_logging
-):
+def test_rank_0_logs_and_other_ranks_only_warn(tmp_path, capsys, restored_logging):
     dump_dir = tmp_path / "runs" / "a"
     for message in ("first start", "second start"):
         init_logger(dump_dir, rank=0)
@@ -166,24 +156,12 @@ LINE = {"loss": 2.13449, "grad_norm": 0.8123, "lr": 3e-4, "tokens_per_s": 31_234
 LINE |= {"peak_mem_gib": 1.23, "skipped_steps": 0}
 
 
-def test_the_progress_line_shows_what_is_known_and_fits_80_columns_with_its_time():
+def test_the_progress_line_shows_what_is_known():
     shown = progress_line(120, 2000, LINE, 125.2)
     assert shown == "step  120 loss 2.134 grad 0.81 lr 3.0e-4 31.2k tok/s mfu 41% eta 2.1m"
     unknown = LINE | {"mfu": None, "skipped_steps": 2, "loss": math.nan}
     shown = progress_line(120, 2000, unknown, 125.2)
     assert "loss nan" in shown and shown.endswith(" tok/s 1.2 GiB eta 2.1m skipped 2")
-    speeds, times = (950.0, 18_100.0, 1_250_000.0), (6, 59.6, 3599, 50 * 3600, 120 * 86_400)
-    for share, steps, speed, s in product((None, 41.23), (700, 60_000, 250_000), speeds, times):
-        line = LINE | {"mfu": share, "peak_mem_gib": 7.2, "tokens_per_s": speed}
-        assert len(f"08:05:17 {progress_line(steps - 10, steps, line, s)}") <= 80
-
-
-def test_counts_and_times_are_short():
-    counts = {0: "0", 999: "999", 999.6: "1.00k", 12_345: "12.3k", 999_600: "1.00M", 2.5e9: "2.50G"}
-    assert {count: short_count(count) for count in counts} == counts
-    times = {0.4: "0s", 59.6: "1.0m", 90: "1.5m", 599: "10m", 3570: "1.0h", 86_399: "1.0d"}
-    times |= {45: "45s", 190_000: "2.2d", 120 * 86_400: "120d"}
-    assert {seconds: short_time(seconds) for seconds in times} == times
 
 
 FULL_DISK = """
@@ -205,9 +183,6 @@ def test_a_log_that_cannot_be_written_is_reported_once(tmp_path):
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as closed:
         closed.stdout.close()
         assert "Logging error" not in closed.stderr.read()
-
-
-# ---- wandb
 
 
 def test_wandb_resumes_the_run_of_the_dump_dir(tmp_path, monkeypatch):

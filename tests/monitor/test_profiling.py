@@ -58,9 +58,6 @@ PROFILER_NAMES = {
 }
 
 
-# ------------------------------------------------------------------------- in each of the processes
-
-
 def run_step(model: nn.Module, n_micro: int = MICRO) -> None:
     for i in range(n_micro):
         set_gradient_sync(model, "last", i == n_micro - 1)
@@ -134,9 +131,6 @@ def measure_here(case: str, folder: Path) -> dict[str, Any]:
     return measure_profiler(folder) if case == "profiler" else measure(case)
 
 
-# -------------------------------------------------------------------------------------- in the test
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("profiled")
@@ -206,9 +200,7 @@ def files_of(folder: Path) -> list[str]:
 TRACES = [f"rank{rank}.pt.trace.json.gz" for rank in range(WORLD)]
 
 
-def test_every_rank_traces_the_chosen_steps_and_rank_0_saves_the_collectives_of_one(
-    results, folder
-):
+def test_every_rank_traces_the_chosen_steps(results, folder):
     text, where = results("profiler")[0]["whole"]
     # Steps 11 to 17 ran: two to warm up, the second of them counted, then two traced.
     assert files_of(folder / "whole") == ["collectives_step12.json", *TRACES]
@@ -229,9 +221,7 @@ def test_every_rank_traces_the_chosen_steps_and_rank_0_saves_the_collectives_of_
     assert reduced == {"kind": "all_reduce", "axis": "dp_replicate"} | counted
 
 
-def test_a_run_too_short_to_be_traced_warns_and_one_without_profiling_writes_nothing(
-    results, folder
-):
+def test_a_run_too_short_to_be_traced_warns(results, folder):
     [logged, *_] = results("profiler")
     [warning] = logged["short"]
     assert "2 steps ran" in warning and "warmup" in warning

@@ -77,9 +77,6 @@ def rate(step: int) -> float:
     return 0.1 / (step + 1)
 
 
-# -------------------------------------------------------- one process, gradients that are given
-
-
 class Given(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,9 +95,7 @@ def give_gradients(model: nn.Module, step: int, spoil: float = 0.0, late: int = 
             p.grad = grad if name != "late" or step >= late else None
 
 
-def trained_by_torch(
-    build: Build, steps: Iterable[int], late: int = LATE
-) -> tuple[Given, Optimizer]:
+def trained_by_torch(build: Build, steps: Iterable[int], late: int = LATE) -> Any:
     model = Given()
     optimizer = build(model.parameters())
     for step in steps:
@@ -238,9 +233,6 @@ def test_a_group_may_scale_the_rate_and_settings_are_json():
     assert equal(model.state_dict(), expected.state_dict())
 
 
-# ------------------------------------------------------------------------- whole parameters
-
-
 def on_ranks(shape: Sizes) -> dict[str, dict[str, Tensor | tuple[int, ...]]]:
     """By optimizer what a rank has after three updates, one of which is suppressed: whole tensors,
     and the shapes of those that another has."""
@@ -289,9 +281,6 @@ def test_a_whole_parameter_is_updated_bit_for_bit_on_a_rank_that_alone_has_its_s
             total = sum(t.numel() for n, t in expected.items() if "optim." in n)
             assert sum(t.numel() for t in own) < 0.7 * total
             assert rank[kind].keys() == expected.keys()
-
-
-# --------------------------------------------------------------------------- what is refused
 
 
 class Counting(O.SGD):

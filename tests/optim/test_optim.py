@@ -119,9 +119,6 @@ def test_inverse_square_root_and_warmup_stable_decay_by_hand():
     assert run[11:] == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
 
-# ---- the optimizer
-
-
 class Tied(nn.Module):
     """An embedding tied to the output, a wrapped block, a norm, a bias and a frozen weight."""
 

@@ -38,9 +38,6 @@ class Filled(nn.Module):
             self.fill(self.weight)
 
 
-# ------------------------------------------------------------------------------------- values
-
-
 def test_values_depend_on_seed_name_and_index_alone():
     def model(n: int) -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(40, 50) for _ in range(n)))
@@ -80,14 +77,8 @@ BOUND = math.sqrt(3 / 200) * math.sqrt(2 / 6)  # kaiming_uniform_ with a = sqrt(
     [
         (lambda w: nn.init.uniform_(w, -2, 6), lambda x: ((x + 2) / 8).clamp(0, 1)),
         (lambda w: nn.init.normal_(w, 3, 0.5), lambda x: normal_cdf((x - 3) / 0.5)),
-        (
-            lambda w: nn.init.trunc_normal_(w, std=0.02, a=-0.06, b=0.06),
-            lambda x: truncated_cdf(x / 0.02),
-        ),
-        (
-            lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5)),
-            lambda x: ((x + BOUND) / (2 * BOUND)).clamp(0, 1),
-        ),
+        (lambda w: nn.init.trunc_normal_(w, 0, 0.02, -0.06, 0.06), lambda x: truncated_cdf(50 * x)),
+        (lambda w: nn.init.kaiming_uniform_(w, 5**0.5), lambda x: (x / BOUND + 1).clamp(0, 2) / 2),
         (lambda w: nn.init.xavier_normal_(w), lambda x: normal_cdf(x / math.sqrt(2 / 500))),
     ],
     ids=["uniform", "normal", "trunc_normal", "kaiming_uniform", "xavier_normal"],
@@ -118,16 +109,11 @@ def test_modules_run_before_what_holds_them():
     values = initialised(Parent())
     assert torch.equal(values["linear.weight"], torch.ones(3, 3))
     assert values["linear.bias"].abs().max() <= 1 / math.sqrt(3)
-
-
-def test_tied_parameters_stay_one():
+    # Tied parameters stay one.
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
     values = initialised(model)
     assert model[1].weight is model[0].weight and list(values) == ["0.weight"]
-
-
-# ------------------------------------------------------------------------------------- errors
 
 
 class Holes(nn.Module):
@@ -153,11 +139,6 @@ class Identity(Filled):
 HOLES = "no reset_parameters of the model fills part.weight, scale, index: "
 
 
-def test_what_is_not_filled_is_named():
-    with pytest.raises(UserError, match=HOLES):
-        initialised(Holes())
-
-
 def error_of(build: Callable[[], nn.Module]) -> str:
     mesh = start(CPU, detect_launch(), DistributedArgs(dp_shard=3))
     with torch.device("meta"):
@@ -170,7 +151,8 @@ def error_of(build: Callable[[], nn.Module]) -> str:
     return ""
 
 
-def test_every_rank_names_it_though_only_one_has_a_part_of_it(ranks):
+def test_what_is_not_filled_is_named_on_every_rank_though_one_has_a_part_of_it(ranks):
+    refused(lambda: initialised(Holes()), HOLES)
     errors = ranks.run(3, error_of, Holes)
     assert errors[0].startswith(HOLES) and set(errors) == {errors[0]}
 

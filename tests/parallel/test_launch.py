@@ -67,24 +67,6 @@ def test_every_rank_leaves_with_its_code_and_one_tells_the_mistake(ranks, case, 
     assert time.monotonic() - began < 25  # nobody waited in vain
 
 
-@pytest.mark.parametrize(
-    ("wrong", "name"),
-    [
-        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK"),
-        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS"),
-        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID"),
-    ],
-)
-def test_a_wrong_place_in_the_environment_is_refused_by_name(wrong, name):
-    with pytest.raises(UserError, match=f"^the environment variable {name}: must be a number"):
-        detect_launch(wrong)
-
-
 def dtype_here() -> str | None:
     args = DistributedArgs(model_dtype=None)
     start(torch.device("cpu"), detect_launch(), args)
@@ -150,9 +132,7 @@ def start_rank(**place: object) -> subprocess.Popen[str]:
     command = [*python(), "-m", "apps.main.train", "config=apps/main/configs/debug.yaml"]
     command += ["distributed.rendezvous_s=1"]
     env = os.environ | {"WORLD_SIZE": "2"} | {key: str(value) for key, value in place.items()}
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True)
 
 
 def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2():

@@ -53,10 +53,7 @@ class Tree(nn.Module):
         self.scale = nn.Parameter(torch.empty(4))
 
 
-STYLES: dict[str, ParallelStyle] = {
-    "blocks.*.up": ColwiseParallel(),
-    "blocks.*.down": RowwiseParallel(),
-}
+STYLES = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 EQUAL = ("embed", "blocks.*.norm", "head", "scale")
 PLAN = ParallelPlan(blocks=("blocks.*",), units=(("embed", "head"),), tp=STYLES, tp_equal=EQUAL)
 
@@ -81,15 +78,10 @@ def mesh_of(sizes: Sizes, **settings: Any) -> tuple[DeviceMesh, DistributedArgs]
     return start(CPU, detect_launch(), args), args
 
 
-# ----------------------------------------------------------------------------- what is refused
-
-
 def test_a_plan_that_fits_is_accepted_for_any_number_of_ranks():
     assert [problems(PLAN, tp) for tp in (1, 2, 3)] == ["", "", ""]
     assert problems(None, 1) == ""
-
-
-def test_a_parameter_may_be_declared_by_its_own_name_and_a_star_is_one_part():
+    # A parameter may be declared by its own name, and a star is one part.
     named = ("embed", "blocks.*.norm.weight", "head.weight", "head.bias", "scale")
     assert problems(replace(PLAN, tp_equal=named), 2) == ""
     assert problems(replace(PLAN, tp_equal=("*",)), 2) == ""
@@ -167,18 +159,12 @@ def test_ranks_refuse_what_the_check_refuses_and_what_an_unknown_style_leaves(ra
     forgotten = replace(PLAN, tp_equal=("embed", "head"))
     assert ranks.run(2, refused_in_ranks, forgotten) == [(problems(forgotten, 2), [])] * 2
     for distributes in (True, False):
-        plan = replace(
-            PLAN,
-            tp=STYLES | {"blocks.*.norm": Own(distributes)},
-            tp_equal=("embed", "head", "scale"),
-        )
+        styles = STYLES | {"blocks.*.norm": Own(distributes)}
+        plan = replace(PLAN, tp=styles, tp_equal=("embed", "head", "scale"))
         assert problems(plan, 2) == ""
         [(error, _), (other, _)] = ranks.run(2, refused_in_ranks, plan)
         assert error == other and ("norm.weight" in error) != distributes
-
-
-def test_a_pattern_that_matches_some_blocks_gives_no_warning(ranks):
-    """Not every block has a norm: torch's own matching warns of the one without."""
+    # Not every block has a norm: torch's own matching would warn of the one without.
     plan = replace(PLAN, tp=STYLES | {"blocks.*.norm": Own(True)})
     assert ranks.run(2, refused_in_ranks, plan) == [("", [])] * 2
 

@@ -52,9 +52,8 @@ def write_sentencepiece(path: Path, **options: object) -> str:
         "vocab_size": 450, "byte_fallback": True, "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False, "character_coverage": 0.98, "minloglevel": 2,
     }  # fmt: skip
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=model, **(given | options)
-    )
+    given |= {"sentence_iterator": iter(CORPUS), "model_writer": model}
+    sentencepiece.SentencePieceTrainer.train(**(given | options))
     path.write_bytes(model.getvalue())
     return str(path)
 
@@ -72,9 +71,8 @@ def write_byte_level(path: Path, prefix_space: bool = False) -> str:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     made.decoder = decoders.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", "<s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, **options)
     made.train_from_iterator(CORPUS, trainer)
     made.save(str(path))
     return str(path)
@@ -83,9 +81,8 @@ def write_byte_level(path: Path, prefix_space: bool = False) -> str:
 def write_metaspace(path: Path) -> str:
     made = HfTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(parts)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False)
     made.train_from_iterator(CORPUS, trainer)
@@ -99,9 +96,8 @@ def write_metaspace(path: Path) -> str:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerArgs]:
     folder = tmp_path_factory.mktemp("tokenizers")
     bpe = write_sentencepiece(folder / "bpe.model", model_type="bpe")
-    unigram = write_sentencepiece(
-        folder / "unigram.model", add_dummy_prefix=False, hard_vocab_limit=False
-    )
+    options = {"add_dummy_prefix": False, "hard_vocab_limit": False}
+    unigram = write_sentencepiece(folder / "unigram.model", **options)
     return {
         "bytes": TokenizerArgs("bytes"),
         "sp-bpe": TokenizerArgs("sp", bpe),
@@ -135,9 +131,6 @@ def test_tokens_decode_to_the_text_in_a_batch_and_alone(tokenizer):
         plain = tokenizer.encode("a")
         assert framed.tolist() == [tokenizer.bos_id, *plain.tolist(), tokenizer.eos_id]
         assert framed.dtype == plain.dtype and tokenizer.decode(framed) == "a"
-
-
-def test_half_a_character_and_an_id_outside_the_vocabulary_are_errors(tokenizer):
     with pytest.raises(UnicodeEncodeError):
         tokenizer.encode_batch(["fine", "half \ud83d of one"])
     for wrong in (-1, tokenizer.vocab_size):
@@ -205,9 +198,6 @@ def test_fingerprint_follows_the_content_not_the_place(paths, tmp_path):
     assert prints["tiktoken"] == recorded
 
 
-# ---- Hugging Face's files
-
-
 def test_bos_and_eos_of_a_tokenizer_config_win_over_usual_names(tmp_path):
     write_byte_level(tmp_path / "tokenizer.json")
     args = TokenizerArgs("hf", str(tmp_path))  # the folder is as good as the file
@@ -250,9 +240,6 @@ def test_padding_truncation_and_prefix_space_of_the_file_do_no_harm(tmp_path):
     assert ours.decode(ours.encode(text)) == " " + text
 
 
-# ---- mistakes
-
-
 def test_what_is_no_file_of_a_tokenizer_is_named(tmp_path, paths):
     (tmp_path / "wrong").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -279,10 +266,7 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
     beside, split = "tokenizer_config.json", "tokenizer.pattern"
     odd = [5, ["<s>"], {"content": 5}, True]
     for name, content, others, *named in [
-        *(
-            (n, c, {})
-            for n, c in product(("sp", "tiktoken", "hf"), (b"", b"{}", b"\xff\0 x", b"a"))
-        ),
+        *product(("sp", "tiktoken", "hf"), (b"", b"{}", b"\xff\0 x", b"a"), ({},)),
         ("sp", model.replace("ü".encode(), b"\xff\xff"), {}),
         ("hf", far, {}, "16,777,216", "4,294,967,295"),
         ("hf", words({}, "x"), {}, "-1"),

@@ -33,9 +33,7 @@ def a_model(**changed: Any) -> ModelArgs:
     return model_args(**(changed | {"vocab_size": 259}))
 
 
-def save_here(
-    root: Path, model: ModelArgs, config: dict[str, Any], tokens: str | None = None
-) -> None:
+def save_here(root: Path, model: ModelArgs, config: dict, tokens: str | None = None) -> None:
     """A checkpoint of step 3; `config` is laid over its model group, its tokenizer, `data` and
     `init_from`; `tokens` is the fingerprint of the tokenizer it says that it was trained with."""
     start(CPU, detect_launch(), DistributedArgs())
@@ -43,10 +41,9 @@ def save_here(
     data = {"seq_len": 64, "add_bos": True, "add_eos": True, "tokenizer": tokenizer}
     data |= config.pop("data", {})
     checkpoint = {"init_from": config.pop("init_from", None)}
-    text = OmegaConf.to_yaml(
-        {"model": asdict(model) | config, "data": data, "checkpoint": checkpoint}
-    )
-    save(root, 3, tensors_of(initialised(model)), {"data": {TOKENIZER: tokens}}, text)
+    whole = {"model": asdict(model) | config, "data": data, "checkpoint": checkpoint}
+    state = {"data": {TOKENIZER: tokens}}
+    save(root, 3, tensors_of(initialised(model)), state, OmegaConf.to_yaml(whole))
 
 
 def convert_here(*arguments: str) -> str:

@@ -27,6 +27,7 @@ from lingua.tools.inspect.checkpoint import summary
 from tests.apps.test_model import CASES, initialised, model_args
 from tests.chats import TEMPLATES, write_tokenizer
 from tests.mistakes import refused
+from tests.ranks import each_here
 from tests.tokenizer import test_tokenizer as tokenizers
 from tests.tools.exchange.converted import (
     SCALING,
@@ -67,13 +68,8 @@ def logits_there(folder: Path, tokens: Tensor, kind: str = "LlamaForCausalLM") -
         return model(tokens).logits
 
 
-# ------------------------------------------------------------------------------------ out and in
-
-
 @pytest.mark.parametrize("case", EXPRESSIBLE)
-def test_an_exported_model_is_the_same_in_transformers_and_comes_back_bit_for_bit(
-    ranks, tmp_path, case
-):
+def test_an_exported_model_is_the_same_and_comes_back_bit_for_bit(ranks, tmp_path, case):
     args = a_model(**EXPRESSIBLE[case])
     ranks.run(1, save_here, tmp_path / "ours", args, {})
     out = convert_to(ranks, tmp_path / "ours", tmp_path / "theirs")
@@ -128,7 +124,7 @@ def test_another_app_has_another_form(ranks, tmp_path):
     cases |= {"mtp folder": [f"source={out}", "app=apps.mtp"]}
     cases |= {"mtp checkpoint": [f"source={tmp_path / 'ours'}", "app=apps.mtp"]}
     arguments = {case: [*words, f"out={tmp_path / 'x'}"] for case, words in cases.items()}
-    [said] = ranks.run(1, refusals_here, arguments)
+    [said] = ranks.run(1, each_here, convert_here, arguments)
     assert "model.embed_tokens.weight: (259, 32) in config.json" in said["folder"]
     assert f"app = {__name__}" in said["checkpoint"] and "To trust it" in said["checkpoint"]
     for case, source in (("mtp folder", out), ("mtp checkpoint", tmp_path / "ours/0000000003")):
@@ -200,9 +196,6 @@ def test_any_size_of_feed_forward_can_be_written():
             assert args.hidden_dim() == hidden
 
 
-# ------------------------------------------------------------------------------------- tokenizers
-
-
 @pytest.mark.parametrize("kind", ["byte level", "metaspace", "sp"])
 def test_a_tokenizer_travels_with_its_model_both_ways(ranks, tmp_path, kind):
     name, path = "hf", tmp_path / "some.json"
@@ -253,8 +246,6 @@ def test_a_tokenizer_that_transformers_has_no_form_for_is_not_written(ranks, tmp
     assert {p.name for p in out.iterdir()} == names
 
 
-# ------------------------------------------------------------------------------------- the base
-
 BASE_GENERATION = {"eos_token_id": [1, 3], "pad_token_id": 0, "do_sample": True, "top_p": 0.9}
 TALK = [{"role": "user", "content": "zoo"}, {"role": "assistant", "content": "this and that"}]
 
@@ -296,9 +287,8 @@ def test_what_a_base_has_and_training_did_not_change_is_carried_over(ranks, tmp_
     chat = {"chat": {"template": str(tmp_path / "t.jinja")}, "sources": {"talks": 1.0}}
     ranks.run(1, save_here, tmp_path / "sft/checkpoints", args, trained | {"data": chat})
     ranks.run(1, save_here, tmp_path / "dpo", args, trained | {"init_from": str(tmp_path / "sft")})
-    (tmp_path / "sft/metrics.jsonl").write_text(
-        '{"step": 2, "loss": 1.25}\n{"step": 4, "loss": 9.0}'
-    )
+    metrics = '{"step": 2, "loss": 1.25}\n{"step": 4, "loss": 9.0}'
+    (tmp_path / "sft/metrics.jsonl").write_text(metrics)
     cases = {"plain": ("chatml", [1, 3]), "sft": ("llama3", [1, 4, 3]), "dpo": ("chatml", [1, 3])}
     for case, (template, ends) in cases.items():
         out = convert_to(ranks, tmp_path / case, tmp_path / f"{case}-hf")
@@ -309,9 +299,8 @@ def test_what_a_base_has_and_training_did_not_change_is_carried_over(ranks, tmp_
         assert after["eos_token_id"] == ends and after["initializer_range"] == 0.05
         settings = again.generation_config
         assert (settings.eos_token_id, settings.pad_token_id, settings.top_p) == (ends, 0, 0.9)
-        text = tokenizer.apply_chat_template(
-            TALK, tokenize=False, chat_template=TEMPLATES[template]
-        )
+        options = {"tokenize": False, "chat_template": TEMPLATES[template]}
+        text = tokenizer.apply_chat_template(TALK, **options)
         assert tokenizer_there.apply_chat_template(TALK, tokenize=False) == text
         for end in ends:
             ids = torch.tensor([[5, 6]])
@@ -338,13 +327,6 @@ def test_a_base_with_another_tokenizer_gives_no_ids(ranks, tmp_path):
     assert model.generation_config.top_p != 0.9
     assert "zoo" in tokenizer.apply_chat_template(TALK, tokenize=False)
     assert model.config.max_position_embeddings == 512 and model.config.initializer_range == 0.05
-
-
-# --------------------------------------------------------------------------------------- refusals
-
-
-def refusals_here(cases: dict[str, list[str]]) -> dict[str, str]:
-    return {case: convert_here(*arguments) for case, arguments in cases.items()}
 
 
 def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
@@ -390,7 +372,7 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
     needs["there"] = "exists already"
     cases["file"] = [f"source={good}", f"out={good / 'config.json'}/x", "tokenizer.name=bytes"]
     needs["file"] = f"could not be saved into {good / 'config.json'}"
-    [said] = ranks.run(1, refusals_here, cases)
+    [said] = ranks.run(1, each_here, convert_here, cases)
     for case, need in needs.items():
         assert need in said[case], (case, said[case])
         assert case in models or str(tmp_path) in said[case]

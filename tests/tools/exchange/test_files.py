@@ -38,9 +38,7 @@ def convert_here(source: Path, out: Path, *keys: str) -> str:
 VALUES = {k[6:]: t for k, t in whole_values(7).items() if k.startswith("model.")}
 
 
-def test_a_checkpoint_becomes_a_file_that_torch_loads_and_the_file_a_checkpoint(
-    ranks, saved, tmp_path
-):
+def test_a_checkpoint_becomes_a_file_and_the_file_a_checkpoint(ranks, saved, tmp_path):
     file = tmp_path / "deep" / "model.pth"
     assert ranks.run(1, convert_here, saved, file) == ["not refused"]
     content = torch.load(file, weights_only=True)
@@ -86,9 +84,7 @@ def refusals_here(folder: Path, saved: Path) -> dict[str, str]:
     return said
 
 
-def test_what_cannot_be_converted_is_refused_by_name_and_nothing_is_executed(
-    ranks, saved, tmp_path
-):
+def test_what_cannot_be_converted_is_refused_and_nothing_executed(ranks, saved, tmp_path):
     [said] = ranks.run(1, refusals_here, tmp_path, saved)
     good = (tmp_path / "good").read_bytes()
     for name in ("empty", "text", "pickle", "cut", "evil"):
@@ -104,9 +100,6 @@ def test_what_cannot_be_converted_is_refused_by_name_and_nothing_is_executed(
     assert not (tmp_path / "out").exists() and not (tmp_path / "executed").exists()
     torch.load(tmp_path / "evil", weights_only=False)  # the bait does bite
     assert (tmp_path / "executed").exists()
-
-
-# --------------------------------------------------------------------------------- interrupted
 
 
 def full_disk_here(src: Path, dst: Path) -> str:

@@ -21,7 +21,7 @@ from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.tools.inference.sampling import SamplingArgs
-from lingua.tools.inference.score import score, windows
+from lingua.tools.inference.score import score
 from tests.apps.meshes import on_mesh
 from tests.apps.test_model import model_args
 from tests.mistakes import refused
@@ -107,9 +107,6 @@ def step_by_step(model: nn.Module, prompt: list[int], n: int) -> tuple[list[int]
     return tokens[len(prompt) :], logprobs
 
 
-# ----------------------------------------------------------------------------------------- greedy
-
-
 @pytest.mark.parametrize("args", [ARGS, WINDOW], ids=["all positions", "sliding window"])
 def test_greedy_tokens_are_those_of_recomputing_every_one_alone_and_in_a_batch(run, args):
     model = plain_model(args)
@@ -156,9 +153,6 @@ def test_in_bfloat16_the_log_probabilities_are_those_of_float32_arithmetic(run):
     assert len({math.frexp(x)[0] * 256 % 1 for x in found.logprobs}) > 1  # no bfloat16 numbers
 
 
-# -------------------------------------------------------------------------------------- sampling
-
-
 def test_a_prompt_draws_with_its_own_seed_and_settings_whatever_is_beside_it(run):
     hot = SamplingArgs(temperature=1.2, max_gen_tokens=10, stop_tokens=[])
     few = replace(hot, top_k=3, max_gen_tokens=7), replace(hot, top_p=0.5)
@@ -168,9 +162,6 @@ def test_a_prompt_draws_with_its_own_seed_and_settings_whatever_is_beside_it(run
     assert [c.tokens for c in together] == [c.tokens for [c] in alone]
     assert together[0].tokens == together[5].tokens
     assert len({tuple(c.tokens) for c in together}) == 5
-
-
-# --------------------------------------------------------------------------------------- the end
 
 
 class Recites(nn.Module):
@@ -184,9 +175,7 @@ class Recites(nn.Module):
         return self.logits[: tokens.shape[1]].expand(len(tokens), -1, -1)
 
 
-def recite_here(
-    tokenizer: TokenizerArgs, text: str, n_prompt: int, cases: list[SamplingArgs]
-) -> list[tuple[Completion, list[str]]]:
+def recite_here(tokenizer: TokenizerArgs, text: str, n: int, cases: list[SamplingArgs]) -> Any:
     """The completion for each setting, and the pieces in which its text is passed on."""
     made = build_tokenizer(tokenizer)
     tokens = made.encode(text, bos=tokenizer.name == "bytes").tolist()
@@ -194,7 +183,7 @@ def recite_here(
     mesh = start(CPU, detect_launch(), DistributedArgs(model_dtype="fp32"))
     pieces: list[list[str]] = [[] for _ in cases]
     requests = [
-        Request(tokens[:n_prompt], settings, on_text=passed.append)
+        Request(tokens[:n], settings, on_text=passed.append)
         for settings, passed in zip(cases, pieces, strict=True)
     ]
     model = Recites(continued, made.vocab_size)
@@ -249,9 +238,6 @@ def test_prompts_without_room_for_their_tokens_are_cut_on_the_left_and_counted(c
     assert fit_prompts(requests, 15) == [cut, requests[1]]
     assert "1 of 2 prompts cut on the left" in caplog.text
     refused(lambda: fit_prompts(requests, 4), "max_gen_tokens = 4: leaves no room")
-
-
-# ---- log-probabilities of given texts
 
 
 MODEL = model_args(vocab_size=50, dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
@@ -337,13 +323,3 @@ def test_logits_of_bfloat16_are_summed_up_in_float32(ranks):
         assert ours == pytest.approx(exact, abs=1e-4)
         lost.append(abs(exact - sum(float(table[a].log_softmax(0)[b]) for a, b in steps)))
     assert max(lost) > 1e-2  # in bfloat16
-
-
-@pytest.mark.parametrize("n", [1, 4, 5, 9, 14])
-def test_the_windows_of_a_long_text_are_those_of_the_harness(n):
-    text = list(range(100, 100 + n))
-    pieces = map(make_disjoint_window, get_rolling_token_windows(text, 0, 4, 1))
-    theirs = [([*before, *piece], len(piece)) for before, piece in pieces]
-    assert list(windows([0], text, 4)) == theirs and sum(n for _, n in theirs) == n
-    # A context that is cut keeps its end and the whole continuation.
-    assert list(windows([1, 2, 3, 4, 5], [6, 7], 4)) == [([3, 4, 5, 6, 7], 2)]

@@ -207,9 +207,6 @@ def test_the_seconds_between_saves_are_youngs():
     assert plan.fits
 
 
-# ---- other layouts: which there are, and how near the formula is to the trace
-
-
 DEBUG = "config=apps/main/configs/debug.yaml"  # 4 heads, 4 key-value heads, 16 rows a step
 
 
@@ -217,9 +214,8 @@ DEBUG = "config=apps/main/configs/debug.yaml"  # 4 heads, 4 key-value heads, 16 
 MODEL = [DEBUG, "device=cuda", "distributed.model_dtype=bf16", "data.seq_len=512"]
 MODEL += ["model.n_layers=5", "model.multiple_of=64", "model.vocab_size=256"]
 MODEL += ["data.global_batch_size=1024"]
-VARIANTS = [
-    f"distributed.activation_checkpointing={kind}" for kind in ("none", "selective", "full")
-]
+CHECKPOINTING = "distributed.activation_checkpointing"
+VARIANTS = [f"{CHECKPOINTING}={kind}" for kind in ("none", "selective", "full")]
 VARIANTS += ["distributed.grad_sync=replica_last", "distributed.grad_sync=every", "optim.name=muon"]
 VARIANTS += ["model.weight_tying=true", "data.document_mask=ignore", "distributed.model_dtype=fp32"]
 VARIANTS += ["app=apps.mtp data.n_views=3"]

@@ -33,13 +33,10 @@ def answers_of(chat: Chat, messages: list) -> list[list[str]]:
         ids, is_answer = chat.encode_example(example)
         assert ids.tolist() == chat.encode(example.text).tolist()
         begins = [i for i in range(len(ids)) if is_answer[i] and not is_answer[i - 1]]
-        ends = [
-            i + 1 for i in range(len(ids)) if is_answer[i] and not is_answer[i + 1 : i + 2].any()
-        ]
-        decode = chat._library.decode
-        found.append(
-            [decode(ids[i:j], skip_special_tokens=False) for i, j in zip(begins, ends, strict=True)]
-        )
+        ends = [i for i in range(1, len(ids)) if is_answer[i - 1] and not is_answer[i]]
+        ends += [len(ids)] * bool(is_answer[-1])
+        parts = [ids[i:j] for i, j in zip(begins, ends, strict=True)]
+        found.append([chat._library.decode(part, skip_special_tokens=False) for part in parts])
     return found
 
 
@@ -78,9 +75,8 @@ def test_the_loss_is_on_the_answers_and_what_ends_them(tmp_path):
         assert [e.answers for e in chat.examples(TURNS)] in ([(1, 3)], [(1,), (3,)])
 
     chat = chat_of(tmp_path, TEMPLATES["marked"])
-    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(
-        TURNS, return_assistant_tokens_mask=True
-    )
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    reference = theirs.apply_chat_template(TURNS, return_assistant_tokens_mask=True)
     [example] = chat.examples(TURNS)
     ids, is_answer = chat.encode_example(example)
     assert ids.tolist() == reference["input_ids"]

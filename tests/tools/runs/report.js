@@ -26,22 +26,4 @@ window.ask = {
       n += data[i] === r && data[i + 1] === g && data[i + 2] === b && data[i + 3] > 200;
     return n;
   },
-  // From now on `written` is what is drawn as text, with the ends in pixels and the canvas's width,
-  // and `strokes` a count.
-  record() {
-    const canvas = CanvasRenderingContext2D.prototype, { fillText, stroke } = canvas;
-    window.written = [];
-    window.strokes = 0;
-    canvas.stroke = function (...words) {
-      window.strokes++;
-      return stroke.apply(this, words);
-    };
-    canvas.fillText = function (text, x, y) {
-      const { width } = this.measureText(text), turned = this.getTransform().b !== 0;
-      const left = x - { left: 0, center: width / 2, right: width }[this.textAlign];
-      const ends = turned ? [0, 0] : [left, left + width];
-      window.written.push([text, ...ends, this.canvas.width]);
-      return fillText.call(this, text, x, y);
-    };
-  },
 };

@@ -46,9 +46,6 @@ def a_run(folder: Path, config: str = "steps: 10\n", **files: Any) -> Path:
     return folder
 
 
-# ---- which runs
-
-
 def test_runs_are_found_at_any_depth_each_once_and_named_by_what_tells_them_apart(tmp_path):
     a_run(tmp_path / "a" / "seed1")
     a_run(tmp_path / "b" / "seed1")
@@ -79,9 +76,6 @@ def test_copies_of_the_code_and_links_that_lead_out_are_not_searched(tmp_path):
     os.symlink(sweep, sweep / "circle")
     assert find_runs([sweep]) == [first]
     assert find_runs([sweep / "link"]) == [sweep / "link" / "run"]  # given by name
-
-
-# ---- lines
 
 
 def test_lines_that_cannot_be_read_are_left_out_and_named(tmp_path):
@@ -145,9 +139,6 @@ def test_a_run_without_files_or_with_hostile_ones_is_empty(tmp_path):
     assert heldout(record)[1].tolist() == []
 
 
-# ---- configs
-
-
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -169,9 +160,6 @@ def test_a_config_is_read_as_training_reads_it(tmp_path):
         expected = flat(plain(read_file(path, str(path))))
         assert Record(folder).config == expected and len(expected) > 4
     assert Record(tmp_path / "0").config["data.sources"] == {"one": 2.0, "two": 1e-05}
-
-
-# ---- numbers
 
 
 def test_held_out_loss_is_weighted_with_bytes_where_all_sources_were_measured(tmp_path):
@@ -201,9 +189,6 @@ def test_smoothing_is_a_weighted_mean_of_what_came_before():
         np.testing.assert_allclose(smoothed[i], np.nan if i in (7, 20) else expected)
     assert np.array_equal(smooth(values[:1], step[:1]), values[:1])
     assert len(smooth(values[:0], step[:0])) == 0
-
-
-# ---- the table of runs
 
 
 def trained(folder: Path, lr: float, seed: int, n: int = 10, **more: Any) -> Path:

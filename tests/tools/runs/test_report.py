@@ -70,13 +70,10 @@ def page_of(folder: Path, *words: str) -> Path:
     return out
 
 
-def under_the_pointer(
-    chromium: Browser, x: int | None = None, chart: str = FIRST
-) -> tuple[str, dict[str, list[str]]]:
+def under_the_pointer(chromium: Browser, x: int, chart: str = FIRST) -> tuple[str, dict]:
     """Where the pointer is, once it is moved to `x`, and of each line its number and, where it
     differs, its own place."""
-    if x is not None:
-        chromium.point_at(chromium.all(f"{chart} .u-over")[0], x)
+    chromium.point_at(chromium.all(f"{chart} .u-over")[0], x)
     place, rows = chromium.run("return ask.tip(arguments[0])", chart)
     return place, {name: numbers for name, *numbers in rows}
 
@@ -90,9 +87,6 @@ def count_pixels(chromium: Browser, colour: tuple[int, int, int], chart: str = F
 
 
 BLUE, ORANGE = (0x42, 0x69, 0xD0), (0xE0, 0x93, 0x1F)  # of the first two runs
-
-
-# ---------------------------------------------------------------------------------- in the browser
 
 
 @needs_chromium
@@ -213,9 +207,7 @@ def seeds_of(folder: Path, arms: dict[float, list[list[float]]]) -> None:
 
 
 @needs_chromium
-def test_an_arm_is_the_mean_of_its_seeds_with_their_range_and_never_one_of_survivors(
-    tmp_path: Path, chromium: Browser
-) -> None:
+def test_an_arm_is_the_mean_of_its_seeds_and_never_of_survivors(tmp_path, chromium):
     random = np.random.default_rng(1)
     arms = {lr: (3 + lr + random.random((3, 100)) / 4).round(4) for lr in (1.0, 2.0)}
     losses = {lr: values.tolist() for lr, values in arms.items()}
@@ -264,47 +256,14 @@ def test_the_page_has_the_verdict_of_compare_with_its_interval(tmp_path, chromiu
 
 
 @needs_chromium
-def test_a_dot_is_on_the_point_under_the_pointer(tmp_path, chromium):
-    a_run(tmp_path / "a", metrics=[line(s, loss=2.0 + (s > 50)) for s in range(1, 101)])
+def test_outliers_do_not_set_the_range(tmp_path, chromium):
+    losses = [1e6 * (s == 40) + 2 + s / 99 for s in range(1, 100)]
+    a_run(tmp_path / "run", metrics=[line(s, loss=x) for s, x in enumerate(losses, 1)])
     open_page(chromium, tmp_path, smoothing=False)
-    (area,) = chromium.all(f"{FIRST} .u-over")
-    places = []
-    for x in (100, 400):
-        chromium.point_at(area, x)
-        [dot] = chromium.all(f"{FIRST} .dot")
-        style = dot.get_attribute("style")
-        places.append([float(n) for n in re.findall(r"(?:left|top): ([\d.]+)px", style)])
-        assert abs(places[-1][0] - x) < area.size["width"] / 99
-    assert places[0][1] - places[1][1] > 0.8 * area.size["height"]  # from 2 up to 3
-    chromium.point_at(chromium.all("h1")[0], 5)
-    assert not chromium.all(f"{FIRST} .dot")
-
-
-def drawn_texts(chromium: Browser) -> list[tuple[str, float, float, float]]:
-    """What the first chart draws when it is drawn anew."""
-    chromium.run("window.written.length = 0; state.charts[0].draw()")
-    WebDriverWait(chromium.driver, 10).until(lambda driver: chromium.run("return written.length"))
-    return [tuple(text) for text in chromium.run("return written")]
-
-
-@needs_chromium
-def test_ticks_differ_and_are_not_cut_and_outliers_do_not_set_the_range(tmp_path, chromium):
-    near = [1.2345 + s * 1e-5 for s in range(1, 100)]
-    far = [1e6 * (s == 40) + 2 + s / 99 for s in range(1, 100)]
-    for name, losses in (("near", near), ("far", far)):
-        lines = [line(s * 12_345, loss=loss) for s, loss in enumerate(losses, 1)]
-        a_run(tmp_path / name / "run", metrics=lines)
-        open_page(chromium, tmp_path / name, smoothing=False)
-        chromium.run("ask.record()")
-        texts = drawn_texts(chromium)
-        assert all(0 <= left < right <= width for _, left, right, width in texts if right)
-        ticks = [text for text, *_ in texts if text[:1].isdigit()]
-        assert len(set(ticks)) == len(ticks) >= 6, ticks
-    numbers = [float(tick) for tick in ticks if tick[-1:].isdigit()]
-    assert max(numbers) < 4 and "1 outlier not in the picture" in chromium.all(FIRST)[0].text
+    n = count_pixels(chromium, BLUE)
+    assert "1 outlier not in the picture" in chromium.all(FIRST)[0].text
     chromium.all("#outliers")[0].click()
-    assert "1M" in [text for text, *_ in drawn_texts(chromium)]
-    assert "outlier" not in chromium.all(FIRST)[0].text
+    assert "outlier" not in chromium.all(FIRST)[0].text and count_pixels(chromium, BLUE) != n
 
 
 @needs_chromium
@@ -330,17 +289,6 @@ def test_the_legend_is_searched_and_hides_nothing_and_tables_are_sorted(tmp_path
 
 
 @needs_chromium
-def test_four_thousand_events_are_drawn_once_a_pixel_and_all_listed(tmp_path, chromium):
-    events = [{"event": "start", "step": s} for s in range(1, 4001)]
-    a_run(tmp_path / "run", metrics=[x for s, e in enumerate(events, 1) for x in (e, line(s))])
-    open_page(chromium, tmp_path)
-    chromium.run("ask.record()")
-    drawn_texts(chromium)
-    assert chromium.run("return strokes") < 2 * chromium.all(f"{FIRST} .u-over")[0].size["width"]
-    assert len(chromium.all("[data-table^=Stops] tbody tr")) == 4000
-
-
-@needs_chromium
 def test_a_watched_page_follows_the_runs_and_keeps_what_the_reader_chose(tmp_path, chromium):
     for run in "ab":
         a_run(tmp_path / run, metrics=[line(s) for s in range(1, 9)])
@@ -363,9 +311,6 @@ def test_a_watched_page_follows_the_runs_and_keeps_what_the_reader_chose(tmp_pat
     chosen = "return [state.axis, [...state.hidden], document.querySelector('td').innerText]"
     assert chromium.run(chosen) == [1, [1], "b"]
     assert process.returncode == 0 and payload_of(out)["refresh_s"] is None
-
-
-# ------------------------------------------------------------------------------- without a browser
 
 
 def test_runs_with_nothing_to_show_are_listed_and_what_cannot_be_read_is_reported(tmp_path, capsys):
@@ -424,22 +369,3 @@ def test_of_very_many_runs_those_drawn_do_not_depend_on_their_losses(tmp_path):
     assert all(arm["name"].endswith("(3 seeds)") for arm in first["arms"])
     assert first["notes"][0].startswith("Curves are of 48 of the 60 runs")
     assert len(first["overview"]) == 61
-
-
-@needs_chromium
-@pytest.mark.soak
-def test_twenty_runs_of_ten_thousand_points_stay_below_six_megabytes(tmp_path, chromium):
-    random = np.random.default_rng(0)
-    for run in range(20):
-        noise = random.standard_normal((10_000, 6)) * 0.05 + 1
-        lines = [
-            line(10 * s, loss=float(np.float32((2 + 9 / math.sqrt(s)) * a)), grad_norm=float(b),
-                 lr=1e-3 * (run + 1) * (1 + math.cos(s / 3184)), tokens_per_s=3e4 * c,
-                 mfu=40 * c, step_time_s=0.2 * d, data_time_s=1e-4 * e)
-            for s, (a, b, c, d, e, _) in enumerate(noise.tolist(), 1)
-        ]  # fmt: skip
-        a_run(tmp_path / f"run{run}", metrics=lines)
-    page = page_of(tmp_path)
-    assert page.stat().st_size < 6_000_000
-    chromium.open(page)
-    assert len(chromium.all("#charts canvas")) == 7

@@ -64,13 +64,9 @@ def test_the_hash_of_the_code_is_of_what_trains_in_every_checkout(tmp_path):
             file.write("# another\n")
         return hash_of(other)
 
-    for name in (
-        "lingua/tools/runs/records.py",
-        "lingua/tools/new.py",
-        "app/config.yaml",
-        "unused.py",
-    ):
-        assert change(name) == first  # here with files that Python has compiled
+    # `here` has files that Python has compiled.
+    tools = "lingua/tools/runs/records.py", "lingua/tools/new.py"
+    assert {change(name) for name in (*tools, "app/config.yaml", "unused.py")} == {first}
     for name in ("lingua/data/new.py", "lingua/app.py", "app/kernel.cu", "single.py", "beside.py"):
         before, first = first, change(name)
         assert first != before
@@ -136,9 +132,8 @@ def test_of_untracked_files_only_the_jobs_python_and_what_is_named_is_copied(che
 
     # What the copy lacks is known before the job, and nothing is left of the launch.
     (checkout / "app" / "train.py").write_text("import tool\n")
-    message = refused(
-        lambda: freeze("second", ["app.train"], []), "No module named 'tool'", "copy="
-    )
+    second = lambda: freeze("second", ["app.train"], [])  # noqa: E731
+    message = refused(second, "No module named 'tool'", "copy=")
     assert "app.train cannot be imported" in message and not (tmp_path / "second").exists()
     assert (freeze("second", ["app.train"], [str(checkout / "tool.py")]) / "tool.py").exists()
     refused(lambda: freeze("third", ["app.train"], [str(tmp_path)]), f"copy: {tmp_path}", checkout)

@@ -185,9 +185,7 @@ def test_what_cannot_fit_by_the_plan_is_refused(arguments, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("line", "code"), [("true", 0), ("false", 1)])
-def test_the_script_runs_in_a_folder_of_any_name_and_a_failing_line_of_setup_ends_it(
-    arguments, tmp_path, line, code
-):
+def test_the_script_runs_in_a_folder_of_any_name(arguments, tmp_path, line, code):
     srun, dump_dir = tmp_path / "srun", tmp_path / HOSTILE
     srun.write_text('#!/bin/sh\nprintf %s "$PYTHONPATH"\n')
     srun.chmod(0o700)

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,16 +68,13 @@ class Cluster:
         values |= {"checkpoint.dump.every": 2, "dump_dir": dump_dir}
         return [f"{k}={'null' if v is None else v}" for k, v in values.items()]
 
-    def launch(
-        self, *jobs: tuple[dict[str, Any], list[str]], within: tuple[str, ...] = ()
-    ) -> list[list[Any]]:
+    def launch(self, *jobs: tuple[dict, list[str]], within: Sequence[str] = ()) -> list[list[Any]]:
         """(job id, exit code) of each, launched from the checkout (by the command `within`)."""
         common = {"script": "tests.slurm_app", "gpus": "none", "time": "5"}
         given = json.dumps([(common | job, arguments) for job, arguments in jobs])
         command = [*within, *python(OF_OTHERS), "-c", LAUNCH]
-        done = subprocess.run(
-            command, cwd=self.repo, env=self.env, input=given, capture_output=True, text=True
-        )
+        where = {"cwd": self.repo, "env": self.env, "capture_output": True, "text": True}
+        done = subprocess.run(command, input=given, **where)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
         return [json.loads(line[1]) for line in lines if line[0] == "launched"]
@@ -138,17 +135,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     """Dump dir and job id of every job of two ranks on two nodes, by what happens to it."""
-    wanted = {
-        "plain": {"slurm": {"hold": True}},
-        "fail": {"setup": ["export FAIL_RANK=1"]},
-        "signal": SLOW,
-        "cancel": SLOW,
-    }
+    wanted = {"plain": {"slurm": {"hold": True}}, "fail": {"setup": ["export FAIL_RANK=1"]}}
+    wanted |= {"signal": SLOW, "cancel": SLOW}
     places = [cluster.runs / (HOSTILE if name == "plain" else name) for name in wanted]
     asked = zip(wanted.values(), places, strict=True)
-    launched = cluster.launch(
-        *((ON_TWO_NODES | job, cluster.arguments(place)) for job, place in asked)
-    )
+    pairs = [(ON_TWO_NODES | job, cluster.arguments(place)) for job, place in asked]
+    launched = cluster.launch(*pairs)
     jobs = dict(zip(wanted, zip(places, (job for job, _ in launched), strict=True), strict=True))
     edited = cluster.repo / "tests" / "slurm_app.py"
     edited.rename(edited.with_suffix(".was"))
@@ -194,13 +186,8 @@ def same(dump_dir: Path, reference: Outcome) -> bool:
     return not {"batch_hash", "loss"} & set(differs(run, reference))
 
 
-# ------------------------------------------------------------------------------------- one run
-
-
 @needs_slurm
-def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(
-    cluster, jobs, reference, tmp_path
-):
+def test_a_job_trains_from_the_code_it_was_launched_with(cluster, jobs, reference, tmp_path):
     dump_dir, job = jobs["plain"]
     cluster.ended(job)
     assert same(dump_dir, reference)
@@ -220,9 +207,7 @@ def test_a_job_trains_as_torchrun_does_from_the_code_it_was_launched_with(
 
 
 @needs_slurm
-def test_a_printed_script_is_the_same_run_when_it_is_edited_and_submitted_by_hand(
-    cluster, reference, monkeypatch
-):
+def test_a_printed_script_is_the_same_run_by_hand(cluster, reference, monkeypatch):
     dump_dir = cluster.runs / "by hand"
     job = "script=tests.slurm_app launcher=print nodes=2 gpus=none time=5 slurm.exclude='n3,n4'"
     command = [*python(OF_OTHERS), "-m", "lingua", "stool", *job.split()]
@@ -283,9 +268,7 @@ def test_a_job_saves_and_comes_back_before_its_time_limit(cluster, reference):
 
 
 @needs_slurm
-def test_a_cancelled_job_stays_cancelled_and_resumes_on_fewer_nodes_when_launched_again(
-    cluster, jobs, reference
-):
+def test_a_cancelled_job_resumes_on_fewer_nodes_when_launched(cluster, jobs, reference):
     dump_dir, job = jobs["cancel"]
     assert cluster.ended(job, "CANCELLED")["Restarts"] == "0"
     again = {"nodes": 1, "exclude": "n3,n4,n5", "dirs_exists_ok": True}
@@ -298,9 +281,7 @@ def test_a_cancelled_job_stays_cancelled_and_resumes_on_fewer_nodes_when_launche
 
 
 @needs_slurm
-def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_shows(
-    cluster, jobs, monkeypatch
-):
+def test_a_failing_rank_is_the_first_error_that_status_shows(cluster, jobs, monkeypatch):
     dump_dir, job = jobs["fail"]
     cluster.ended(job, "FAILED")
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
@@ -312,9 +293,7 @@ def test_a_failing_rank_fails_the_job_and_its_error_is_the_first_that_status_sho
 
 
 @needs_slurm
-def test_a_rank_sees_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_sees(
-    cluster, tmp_path
-):
+def test_a_rank_sees_all_gpus_of_its_job_or_one_that_no_other_sees(cluster, tmp_path):
     # Another job has the first GPU of n1, so that what a job has is another part of either node.
     other = ["--parsable", "--nodelist=n1", "--gpus=1", "--output=/dev/null", "--wrap=sleep 300"]
     holder = cluster.ask("sbatch", *other).strip()
@@ -340,9 +319,6 @@ def test_a_rank_sees_all_the_gpus_its_job_has_on_the_node_or_one_that_no_other_s
         "node": ["0 n1 0 1,2", "1 n1 1 1,2", "2 n2 0 0,1", "3 n2 1 0,1"],
         "task": ["0 n1 0 1", "1 n1 1 2", "2 n2 0 0", "3 n2 1 1"],
     }
-
-
-# --------------------------------------------------------------------------------------- sweeps
 
 
 @needs_slurm
@@ -378,13 +354,8 @@ def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(cluster, monke
     assert all((m / "logs" / f"{array}_{i}").is_dir() for i, m in enumerate(members))
 
 
-# ---------------------------------------------------------------------------------- wrong input
-
-
 @pytest.fixture
-def launches(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., None]:
+def launches(cluster, monkeypatch, tmp_path):
     """A launch that is refused by names, and has submitted, written and deleted nothing."""
     for key in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(key, cluster.env[key])

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-POOL: dict[str, Any] = json.loads(
-    (Path(__file__).parents[3] / "records" / "pairs.json").read_text(encoding="utf-8")
-)["results"]
+RECORD = Path(__file__).parents[3] / "records" / "pairs.json"
+POOL: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))["results"]
 STEPS: list[int] = POOL["steps"]
 LOSSES = {arm: np.array(runs) for arm, runs in POOL["runs"].items()}  # float64 [seeds, steps]
 SEEDS = len(LOSSES["base"])
@@ -32,9 +31,7 @@ def config_of(words: list[str]) -> dict[str, Any]:
     return root
 
 
-def write_run(
-    folder: Path, words: list[str], steps: list[int], losses: list[Any], hashes: str = "a"
-) -> Path:
+def write_run(folder: Path, words: list, steps: list, losses: list, hashes: str = "a") -> Path:
     """A dump dir with these held-out losses, and training losses that follow from them."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config_of(words)))

@@ -51,9 +51,7 @@ def out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     return run
 
 
-def arm(
-    name: str, value: float, losses: Any, steps: tuple[int, ...] = (10, 20), first: int = 0
-) -> None:
+def arm(name: str, value: float, losses: Any, steps: Any = (10, 20), first: int = 0) -> None:
     """Runs `<name>-<seed>` with these losses by seed, or with 3.0 and then one of a list."""
     if not isinstance(losses, dict):
         losses = {first + seed: [3.0, loss] for seed, loss in enumerate(losses)}
@@ -286,9 +284,6 @@ def test_configs_are_read_and_runs_compared_without_torch(out, tmp_path):
     command, env = [sys.executable, "-c", WITHOUT_TORCH], {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stderr.strip() == ""
-
-
-# ---- what an arm is: keys, code, machines, rows and text of all its runs, and how they ended
 
 
 def edited(name: str, *words: str) -> None:
