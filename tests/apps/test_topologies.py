@@ -356,7 +356,11 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):
 @pytest.mark.soak  # a C++ compiler takes a minute for the kernels of a block
 @pytest.mark.parametrize(
     ("sizes", "kind"),
-    [*(((1, 2, 2), k) for k in ("none", "full", "selective")), ((2, 1, 1), "selective")],
+    [
+        *(((1, 2, 2), k) for k in ("none", "full", "selective")),
+        ((2, 1, 1), "none"),
+        ((2, 1, 1), "selective"),
+    ],
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_compiled_blocks_train_the_same_run(runs, sizes, kind):
