@@ -14,7 +14,7 @@ LANES = 16  # float32 elements in the longest vectors of a CPU
 
 def make_exact(optimizer: LoopOptimizer) -> None:
     """torch's fused kernels for the CPU compute what fills no whole vector in double precision, the
-    rest in float32. Have AdamW's fill whole vectors. Raises UserError for another fused one there."""
+    rest in float32. Have AdamW's fill whole vectors. Raises UserError for another fused one."""
     if isinstance(optimizer, AdamWMuon):
         optimizer.algorithms["adamw"] = update_padded_adamw
     elif any(g.get("fused") and any(p.is_cpu for p in g["params"]) for g in optimizer.param_groups):
