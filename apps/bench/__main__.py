@@ -25,6 +25,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "startup": ("seconds to the first step, by part", 5),
     "sync": ("gradient traffic of the three modes of distributed.grad_sync", None),
     "exact": ("what deterministic: mesh costs over sums in float", 5),
+    "receipt": ("what a run records for audits, as a share of a step", 3),
     "debug": ("time and held-out loss of the debug run, from nothing to its end", None),
     "generate": ("tokens per second of generation, against transformers", 5),
     "data": ("tokenizing and reading rows, each over its plain reference", 8),

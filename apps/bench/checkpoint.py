@@ -1,9 +1,10 @@
 """Saving and loading a checkpoint, over plain files of the same size.
 
 Two processes have a model of the training program with AdamW's moments, 1.2 GB in all unless keys
-set another size, and take turns: the real `save` against one plain file each, written and synced;
-the real `load`, every checksum verified first, against one plain file each, read; loading on the
-topology that saved against loading on others. Nothing that is read is in the page cache.
+set another size, and take turns: the real `save`, and its hash of tensors alone, against one plain
+file each, written and synced; the real `load`, every checksum verified first, against one plain
+file each, read; loading on the topology that saved against loading on others. Nothing that is read
+is in the page cache.
 
 In a virtual machine, memory that the host must allocate first makes single turns two to three times
 as long. So the fastest turns are reported beside the medians.
@@ -29,6 +30,7 @@ from apps.bench.turns import Side, take_round
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.base.format import align
+from lingua.checkpoint.digest import digest
 from lingua.checkpoint.folder import newest
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import open_checkpoint
@@ -47,6 +49,7 @@ BLOCK_BYTES = 1 << 20  # bytes of one plain read
 first, *others = TOPOLOGIES
 RATIOS = {  # name: (over, under), the sides whose seconds are divided
     "rate of saving / of plain files written and synced": ("write", "save"),
+    "seconds of the hash of tensors / of saving, which includes it": ("hash", "save"),
     "rate of loading with checksums / of plain files read": ("read", f"load {first}"),
     **{f"seconds on {name} / on {first}": (f"load {name}", f"load {first}") for name in others},
 }
@@ -94,6 +97,7 @@ def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
     writes: dict[str, Side] = {
         "save": lambda: save(root, 0, states[first], {}, ""),
         "write": lambda: write(plain, content),
+        "hash": lambda: digest(states[first]),
     }
     reads: dict[str, Side] = {"read": lambda: read(plain)} | {
         f"load {name}": partial(load_newest, root, tensors) for name, tensors in states.items()

@@ -17,10 +17,10 @@ def make_exact(optimizer: LoopOptimizer) -> None:
     rest in float32. Have AdamW's fill whole vectors. Raises UserError for another fused one."""
     if isinstance(optimizer, AdamWMuon):
         optimizer.algorithms["adamw"] = update_padded_adamw
-    elif any(group.get("fused") for group in optimizer.param_groups):
+    elif any(g.get("fused") and any(p.is_cpu for p in g["params"]) for g in optimizer.param_groups):
         raise UserError(
             "deterministic = mesh: the app's optimizer is one of torch's with fused=True, whose "
-            "rounding depends on the shards; must have foreach=True or neither"
+            "rounding on a CPU depends on the shards; must have foreach=True or neither"
         )
 
 

@@ -81,6 +81,7 @@ SMALLEST: dict[str, list[str]] = {
     "checkpoint": [*RUN, "--repeats=1"],
     "exchange": [*RUN, "--repeats=1", VOCABULARY],
     "exact": [*RUN, "--repeats=1"],
+    "receipt": [*RUN, "--repeats=1"],
     "promise": [*RUN, "steps=5"],
     "pairs": ["--repeats=2", "data.seq_len=16", "steps=4", "validation.every=2"],
 }

@@ -1,7 +1,7 @@
 """`deterministic: mesh`: the same run to the last bit on every data-parallel mesh, and over stops.
 
-Each run has 7 rows: in grains of 2 more than some meshes have ranks, in grains of 1 more than all,
-and in one grain of 7 fewer than all.
+A step has 7 rows: in grains of 2 more than some meshes have ranks, in grains of 1 more than all,
+and in one grain of 7 fewer than all. One run has steps of both kinds on each mesh.
 """
 
 import math
@@ -77,7 +77,9 @@ def results(run: Outcome) -> dict[str, Any]:
     """Everything that must be equal to the bit."""
     lines = [*run.lines, *run.held_out, *run.samples]
     kept = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-    return {"lines": kept, "tensors": digests(run.tensors(END))}
+    path = run.dump_dir / "reference.json"  # of pairs
+    reference = path.read_text() if path.exists() else ""
+    return {"lines": kept, "reference": reference, "tensors": digests(run.tensors(END))}
 
 
 class FlippedBit(Objective):
@@ -133,6 +135,22 @@ def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_pa
     for key in ("data.batch_size", "distributed.threads"):
         error = runs.train(ONE, more | {key: 3}, dump_dir=copy, refused=True).error
         assert key in error and "checkpoint.allow_change" in error
+
+
+@pytest.mark.parametrize(
+    "sizes", [*(pytest.param(mesh, marks=pytest.mark.soak) for mesh in MESHES[:-1]), MESHES[-1]]
+)
+def test_steps_of_a_run_may_have_more_grains_than_ranks_and_fewer(runs, sizes):
+    """Steps 1 and 2 have 7 grains, more than any mesh has ranks; 3 and 4 have one, fewer."""
+    more = EXACT | {"data.batch_size": 1, "stop_at": 2}
+    fewer = more | {"data.global_batch_size": 1, "stop_at": END}
+    fewer |= {"checkpoint.allow_change": "[data.global_batch_size]"}
+
+    def result(sizes: Sizes) -> dict[str, Any]:
+        run = runs.train(sizes, more)
+        return results(runs.train(sizes, fewer, dump_dir=run.dump_dir))
+
+    assert result(sizes) == result(ONE)
 
 
 def test_what_cannot_be_exact_is_refused_by_name(runs):

@@ -28,6 +28,8 @@ VARIANTS: list[tuple[Sizes, dict[str, Any]]] = [
     ((1, 2, 1), {"optim.name": "muon", "distributed.activation_checkpointing": "selective"}),
     ((2, 1, 1), {"distributed.grad_sync": "every"}),
     ((1, 1, 2), {"data.n_views": 2, "distributed.activation_checkpointing": "full"}),
+    ((1, 2, 1), {"deterministic": "mesh"}),
+    ((2, 1, 1), {"deterministic": "mesh"}),
 ]
 
 

@@ -67,11 +67,7 @@ def compute(segment: Segment, record: Record, words: Sequence[str], folder: Path
         if segment.start is not None:
             link = folder / CHECKPOINTS / segment.start.name
             link.symlink_to(segment.start.absolute(), target_is_directory=True)
-    keys = OFF | mesh_keys(record, segment) | {"dump_dir": folder, "stop_at": segment.last}
-    if segment.start is not None:  # other data is compared by its rows, not refused
-        names = [name for name in saved_state(segment.start).get("data", {}) if "." in name]
-        keys["checkpoint.allow_change"] = f"[{', '.join(names)}]"
-    argv = [f"config={segment.config}", *(f"{k}={v}" for k, v in keys.items()), *words]
+    argv = command_line(segment, record, words, folder)
     app = choose_app(argv)
     output = os.devnull if detect_launch().rank else os.path.join(folder, "output")
     with (
@@ -91,6 +87,15 @@ def compute(segment: Segment, record: Record, words: Sequence[str], folder: Path
     if stopped_by is not None:
         raise KeyboardInterrupt
     return read_computed(folder, segment)
+
+
+def command_line(segment: Segment, record: Record, words: Sequence[str], folder: Path) -> list[str]:
+    """The words of the training program that computes a segment in a folder."""
+    keys = OFF | mesh_keys(record, segment) | {"dump_dir": folder, "stop_at": segment.last}
+    if segment.start is not None:  # other data is compared by its rows, not refused
+        names = [name for name in saved_state(segment.start).get("data", {}) if "." in name]
+        keys["checkpoint.allow_change"] = f"[{', '.join(names)}]"
+    return [f"config={segment.config}", *(f"{k}={v}" for k, v in keys.items()), *words]
 
 
 def read_computed(folder: Path, segment: Segment) -> Computed:
@@ -127,20 +132,16 @@ def starts_of(record: Record, segment: Segment) -> list[dict[str, Any]]:
     return before[-1:] + starts[len(before) :]
 
 
-def check_memory(segment: Segment) -> None:
-    """Raise UserError where the tensors of a segment and its gradients cannot be in the memory of
-    one device."""
-    saved = segment.start or segment.end
-    if saved is None:
-        return
+def check_memory(saved: Path, n_local: int) -> None:
+    """Raise UserError where the tensors of a checkpoint and gradients for its model cannot be in
+    the memory of one rank, of `n_local` on this machine."""
     tensors = open_saved(saved).tensors
     model = sum(t.nbytes for name, t in tensors.items() if name.startswith("model."))
     need = sum(t.nbytes for t in tensors.values()) + model
     if torch.cuda.is_available():
         has = torch.cuda.get_device_properties(0).total_memory
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        has = memory // detect_launch().local_world_size
+        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // n_local
     if need > has:
         gib = f"{need / 2**30:.1f} GiB of tensors and gradients, a rank here has {has / 2**30:.1f}"
         raise UserError(f"ranks = all: one rank cannot hold this model: {gib}")

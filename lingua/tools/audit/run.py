@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
+from lingua.app import choose_app
 from lingua.base.dump_dir import AUDIT, CONFIG
 from lingua.base.errors import UserError
 from lingua.base.files import write_atomically
 from lingua.base.format import counted
+from lingua.config.load import load, meta_lingua
+from lingua.parallel.environment import Launch
 from lingua.parallel.launch import one_process
-from lingua.tools.audit.again import Computed, check_memory, compute, remove
+from lingua.tools.audit.again import Computed, check_memory, command_line, compute, remove
 from lingua.tools.audit.ranks import Ranks, bits, outliers
 from lingua.tools.audit.records import check_checkpoints, check_lines
 from lingua.tools.audit.segments import Segment, choose
@@ -55,6 +58,7 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
         segments = [Segment.from_json(values) for values in chosen]
         if args.steps is None:
             say(f"{counted(len(segments), 'segment')} drawn by seed={seed}")
+        ranks.share("checks", lambda: check(record, args, segments, words, ranks.launch))
     if record.state == "running":
         say(f"{folder} is running: what it has recorded so far is checked")
     verdicts = [ranks.share("files", lambda: check_files(record, args.run, segments, say))]
@@ -75,6 +79,23 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
         if args.record:
             _write(folder / AUDIT, entry)
     return CODES[verdict.kind]
+
+
+def check(
+    record: Record,
+    args: AuditArgs,
+    segments: Sequence[Segment],
+    words: Sequence[str],
+    launch: Launch,
+) -> None:
+    """Raise UserError, before anything is computed, where `words` are wrong, or one rank cannot
+    hold a model that it is to compute alone."""
+    if words:
+        argv = command_line(segments[0], record, words, record.folder)
+        load(choose_app(argv).config, argv, meta_lingua)
+    for segment in segments if args.ranks == "all" else ():
+        if (saved := segment.start or segment.end) is not None:
+            check_memory(saved, launch.local_world_size)
 
 
 def check_files(
@@ -147,7 +168,6 @@ def _on_each(
     what the first of the others is, compared with the record."""
     computed: Computed | None = None
     try:
-        check_memory(segment)
         computed = compute(segment, record, words, folder)
         result = bits(computed)
     except UserError as error:

@@ -55,7 +55,10 @@ def arguments(argv: Sequence[str]) -> tuple[Path, AuditArgs, list[str]]:
     args, _ = load(AuditArgs, [*keys, *(folders if "--help" in argv else [])], program_doc=__doc__)
     if len(folders) != 1:
         raise UserError("usage: python -m lingua audit RUN [key=value ...]")
-    return Path(folders[0]), args, [word for word in words if word not in keys]
+    others = [word for word in words if word not in keys]
+    if others and not args.run:
+        raise UserError(f"{others[0]}: must not be given with run = false, which computes nothing")
+    return Path(folders[0]), args, others
 
 
 def main(argv: Sequence[str]) -> None:

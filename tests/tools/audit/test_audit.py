@@ -17,6 +17,7 @@ from apps.main import app as main
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from lingua.app import App
+from lingua.base.errors import UserError
 from lingua.base.lock import claimed
 from lingua.monitor.metrics import link
 from lingua.tools.audit.receipt import hash_of, write_receipt
@@ -37,9 +38,12 @@ SETTINGS: dict[str, Any] = {"steps": 8, "stop_at": "null", "checkpoint.dump.ever
 METRICS, RECEIPT = "metrics.jsonl", "receipt.json"
 
 
-def audit_here(argv: list[str], faulty_rank: int | None = None) -> tuple[int, str]:
-    """(exit code, output) of the command in this process."""
+def audit_here(
+    argv: list[str], faulty_rank: int | None = None, n_local: int | None = None
+) -> tuple[int, str]:
+    """(exit code, output) of the command in this process, of `n_local` on its machine."""
     os.environ["FAULTY"] = "1" if os.environ["RANK"] == str(faulty_rank) else ""
+    os.environ["LOCAL_WORLD_SIZE"] = str(n_local or os.environ["WORLD_SIZE"])
     said = io.StringIO()
     environment = dict(os.environ)
     try:
@@ -47,6 +51,8 @@ def audit_here(argv: list[str], faulty_rank: int | None = None) -> tuple[int, st
             audit_command(argv)
     except SystemExit as left:
         return int(left.code or 0), said.getvalue()
+    except UserError as error:  # as the program does
+        return 2, str(error)
     finally:
         os.environ.update(environment)
     raise AssertionError("the command ends with an exit code")
@@ -100,6 +106,8 @@ def stop_and_resume(runs: Runs, app: App, settings: dict[str, Any]) -> Path:
         pytest.param(sft, {}, [ONE, SHARDS, TP], id="sft", marks=pytest.mark.soak),
         pytest.param(mtp, {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2},
                      [ONE, SHARDS, TP], id="mtp", marks=pytest.mark.soak),
+        pytest.param(main, {"distributed.model_dtype": "bf16"}, [ONE, SHARDS, TP], id="bf16",
+                     marks=pytest.mark.soak),
         pytest.param(mingru.app, {}, [ONE, SHARDS], id="a fork", marks=pytest.mark.soak),
     ],
 )  # fmt: skip
@@ -132,6 +140,19 @@ def test_a_segment_on_the_mesh_of_the_run_is_equal_to_the_bit(runs: Runs, whole:
     code, said = audit(runs, whole.dump_dir, "steps=5")
     assert code == 0 and "steps 4 to 5: equal to the bit" in said
     assert "no checkpoint of step 5: weights are not compared" in said
+
+
+def test_an_exact_run_is_equal_to_the_bit_on_another_mesh(runs: Runs) -> None:
+    exact = {"deterministic": "mesh", "data.batch_size": 2}
+    folder = runs.train(SHARDS, SETTINGS | exact).dump_dir
+    code, said = audit(runs, folder, "seed=0")
+    assert code == 0 and verdict(said) == "equal to the bit"
+    assert said.count("topology: [1, 2, 1] recorded, [1, 1, 1] here") == 3
+    change_line(folder, 5, "loss", 1 + 1e-15)  # less than any tolerance
+    forge(folder)
+    write_receipt(folder)
+    code, said = audit(runs, folder, "steps=4..6")
+    assert code == 1 and "differs from step 5 on, loss first" in verdict(said)
 
 
 def test_a_run_that_was_killed_and_resumed_has_the_receipt_of_one_that_was_not(
@@ -317,11 +338,21 @@ def test_steps_without_a_checkpoint_are_computed_from_the_start_of_a_running_run
     assert f"{copy} is running: what it has recorded so far is checked" in said
 
 
+def test_a_model_that_one_rank_cannot_hold_is_not_computed_by_each(
+    runs: Runs, whole: Outcome
+) -> None:
+    """Where a million ranks share the memory of this machine."""
+    code, said = audit(runs, whole.dump_dir, "ranks=all", "steps=1..3", n=3, n_local=10**6)
+    assert code == 2 and said.startswith("ranks = all: one rank cannot hold this model: ")
+
+
 def test_what_is_asked_for_wrongly_is_refused(whole: Outcome, tmp_path: Path) -> None:
     folder = str(whole.dump_dir)
     refused(lambda: audit_command([folder, "steps=7..9"]), "steps = 7..9", "1 <= A <= B <= 8")
     refused(lambda: audit_command([folder, "steps=x"]), "steps = x", "A..B")
     refused(lambda: audit_command([folder, "ranks=all"]), "ranks = all", "1 rank", "nproc")
     refused(lambda: audit_command([folder, "run=false", "ranks=all"]), "ranks", "run = false")
+    refused(lambda: audit_command([folder, "run=false", "sampel=1"]), "sampel=1", "run = false")
+    refused(lambda: audit_command([folder, "data.bach_size=1"]), "data.batch_size")
     refused(lambda: audit_command([str(tmp_path)]), tmp_path, "dump dir", "config.yaml")
     refused(lambda: audit_command([]), "audit RUN")
