@@ -22,6 +22,7 @@ from lingua.model import Cache, Losses, PerRow
 from lingua.model.head import Head, VocabularyParallel
 from lingua.model.transformer import (
     Context,
+    RMSNorm,
     TransformerArgs,
     TransformerBlock,
     flops_per_token,
@@ -60,7 +61,7 @@ class Transformer(nn.Module):
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(block(args, i) for i in range(args.n_layers))
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.output = head(args.dim, args.vocab_size)
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
