@@ -274,9 +274,9 @@ class Objective:
         per byte of all of them, None where nothing is held out. The lowest is the best checkpoint.
         """
         run, data = self.run, self.run.args.data
-        sizes = data.batch_size, data.n_views - 1
         where = run.mesh, self.marks, run.report, run.progress.step
-        return measure_sources(run.model, self.loss, run.data.held_out, *sizes, *where)
+        held_out, n_targets = run.data.held_out, data.n_views - 1
+        return measure_sources(run.model, self.loss, held_out, data.batch_size, n_targets, *where)
 
 
 if __name__ == "__main__":
