@@ -137,6 +137,7 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
         qk_norm = {f"layers.*.attention.{name}": style for name in ("q_norm", "k_norm")}
     return ParallelPlan(
         blocks=("layers.*",),
+        compiled=("output",),
         # Tied, the two ends share a parameter and stay together in the root unit.
         units=() if args.weight_tying else (("tok_embeddings",), ("norm", "output")),
         tp={

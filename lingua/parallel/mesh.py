@@ -47,7 +47,7 @@ class DistributedArgs:
     # dtype of forward and backward; parameters, gradients and their reduction stay float32; null:
     # bf16 on CUDA, fp32 on the CPU
     model_dtype: Announced[Literal["bf16", "fp32"] | None] = "bf16"
-    compile: Announced[bool] = False  # compile each block with torch.compile
+    compile: Announced[bool] = False  # compile each block, and the loss, with torch.compile
     matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
     # what a block keeps for its backward: `none` all, `full` its input only, `selective` the
     # results of attention and of matrix products with no more inputs than outputs
