@@ -13,10 +13,12 @@ from lingua.parallel.tensors import local
 
 
 def set_gradient_sync(model: nn.Module, mode: str | None, last: bool) -> None:
-    """Set, before a micro-step's forward, which reductions its backward runs."""
+    """Set, before a micro-step's forward, which reductions its backward runs, and whether it frees
+    the gathered parameters (`distributed.reshard`)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or mode in ("replica_last", "every"))
         model.set_requires_all_reduce(last or mode == "every")
+        model.set_reshard_after_backward(last or not model.stays_gathered)
     if (sums := getattr(model, "gradient_sums", None)) is not None:
         sums.start_micro_step(last)
 

@@ -41,6 +41,9 @@ class DistributedArgs:
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient; null: last, or every with deterministic: mesh
     grad_sync: Free[Literal["last", "replica_last", "every"] | None] = None
+    # when ranks free the parameters that they have gathered: `always` after each use, or once a
+    # `step`, whose other micro-steps gather none; each rank then holds all of them in model_dtype
+    reshard: Free[Literal["always", "step"]] = "always"
     # CPU threads of the operators of a process, which rounding depends on; null: torch's choice, or
     # 1 with deterministic: mesh
     threads: Free[int | None] = None

@@ -193,9 +193,10 @@ def parallelize_model(
         # The backward pass begins with the last unit, which would be gathered again at once; and
         # replicas that are not sharded have nothing to gather. One rank frees its copies in `dtype`
         # all the same: it has the least memory, and to cast again costs a percent of a step.
-        kept = unit is units[-1] or (shards == 1 and replicas > 1)
+        kept = unit is units[-1] or (shards == 1 and replicas > 1) or args.reshard == "step"
         shard(unit, reshard_after_forward=not kept)
     shard(model)
+    model.stays_gathered = args.reshard == "step"  # type: ignore[assignment]  # not a module
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loop divides the loss by the number of targets of the whole global batch. The
