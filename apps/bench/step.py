@@ -4,7 +4,8 @@ model: each shape, compiled and not, with each attention.
 The two take the same steps on the same rows, in turns, each with a model of its own, so that the
 peak is that of one. The bare loop is that of `apps.bench loop`, with its blocks compiled where the
 program's are. What a key on the command line sets is not varied: `config=FILE` measures that model,
-`distributed.compile=true` leaves out eager.
+`distributed.compile=true` leaves out eager. `reference=nanogpt` measures forward and backward on a
+CPU beside another model, see apps.bench.nanogpt.
 """
 
 import gc
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apps.bench import nanogpt
 from apps.bench.launch import one_process, read_lines, watched
 from apps.bench.loop import Batch, Reference
 from apps.bench.report import Report, quotients, spread
@@ -64,6 +66,11 @@ WARM_UP, STEPS = 5, 10  # steps of a turn: not measured, and measured
 
 def measure(keys: list[str], repeats: int) -> Report:
     named = dict(key.partition("=")[::2] for key in keys)
+    if (reference := named.get("reference", "nanogpt")) != "nanogpt":
+        raise UserError(f"reference = {reference}: must be nanogpt")
+    if "reference" in named:
+        config = [] if "config" in named else [f"config={CONFIGS / 'debug.yaml'}"]
+        return nanogpt.measure(config + [k for k in keys if "reference=" not in k], repeats)
     device = pick_device(named.get("device", "auto"), one_process("a step"))
     shapes = {Path(named["config"]).stem: []} if "config" in named else SHAPES[device.type]
     varied = VARIED[device.type]

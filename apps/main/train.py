@@ -273,10 +273,10 @@ class Objective:
         """Measure and report held-out loss and metrics of every source. Returns the loss in nats
         per byte of all of them, None where nothing is held out. The lowest is the best checkpoint.
         """
-        run, n_targets = self.run, self.run.args.data.n_views - 1
-        _, rows = run.args.micro_steps(dp_degree(run.mesh))
+        run, data = self.run, self.run.args.data
         where = run.mesh, self.marks, run.report, run.progress.step
-        return measure_sources(run.model, self.loss, run.data.held_out, rows, n_targets, *where)
+        held_out, n_targets = run.data.held_out, data.n_views - 1
+        return measure_sources(run.model, self.loss, held_out, data.batch_size, n_targets, *where)
 
 
 if __name__ == "__main__":

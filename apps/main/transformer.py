@@ -22,6 +22,7 @@ from lingua.model import Cache, Losses, PerRow
 from lingua.model.head import Head, VocabularyParallel
 from lingua.model.transformer import (
     Context,
+    RMSNorm,
     TransformerArgs,
     TransformerBlock,
     flops_per_token,
@@ -60,7 +61,7 @@ class Transformer(nn.Module):
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(block(args, i) for i in range(args.n_layers))
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.output = head(args.dim, args.vocab_size)
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
@@ -136,6 +137,7 @@ def parallel_plan(args: ModelArgs, seq_len: int) -> ParallelPlan:
         qk_norm = {f"layers.*.attention.{name}": style for name in ("q_norm", "k_norm")}
     return ParallelPlan(
         blocks=("layers.*",),
+        compiled=("output",),
         # Tied, the two ends share a parameter and stay together in the root unit.
         units=() if args.weight_tying else (("tok_embeddings",), ("norm", "output")),
         tp={

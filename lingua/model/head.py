@@ -2,7 +2,8 @@
 positions in memory, also where tensor parallelism splits the vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lingua.base.format import human_bytes
 from lingua.data import IGNORE
 
 CHUNK_BYTES = 1 << 28  # float32 logits that a rank computes at a time
+TILE = 128  # rows of a matrix that a kernel multiplies at once: a part of them takes as long
 
 
 class Head(nn.Linear):
@@ -36,7 +38,11 @@ class Head(nn.Linear):
         """cap: bound of the logits' size, above 0: they are cap * tanh(logits / cap), as in Gemma 2
         (arXiv 2408.00118). None: as they are."""
         super().__init__(dim, vocab_size, bias=False)
-        self.cap = cap
+        self.cap, self.compiled = cap, False
+
+    def compile(self) -> None:
+        """Compile the elementwise work of a chunk, of which there are many in a forward."""
+        self.compiled = True
 
     def forward(self, x: Tensor, targets: Tensor | None = None, per_token: bool = False) -> Tensor:
         """
@@ -55,10 +61,11 @@ class Head(nn.Linear):
             logits = super().forward(x)
             return logits if self.cap is None else _capped(logits.float(), self.cap).type_as(logits)
         weight: Tensor = self.weight
-        shard = _Shard(self.cap)
+        shard = _Shard(self.cap, self.compiled)
         if isinstance(weight, DTensor) and isinstance(x, DTensor):
             group, rank = weight.device_mesh.get_group(), weight.device_mesh.get_local_rank()
-            shard = _Shard(self.cap, group, rank * -(-self.out_features // group.size()))
+            begin = rank * -(-self.out_features // group.size())
+            shard = _Shard(self.cap, self.compiled, group, begin)
             # Each rank's gradient is the part that its rows of the weight give.
             x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
         elif targets[0].numel() <= _chunk_size(len(weight)):
@@ -119,9 +126,18 @@ class _Shard:
     of it. `cap` is that of the logits."""
 
     def __init__(
-        self, cap: float | None, group: ProcessGroup | None = None, begin: int = 0
+        self,
+        cap: float | None,
+        compiled: bool,
+        group: ProcessGroup | None = None,
+        begin: int = 0,
     ) -> None:
         self.cap, self.group, self.begin = cap, group, begin
+        self.log_sums = _compiled(_log_sums) if compiled else _log_sums
+        self.logit_gradient = _compiled(_logit_gradient) if compiled else _logit_gradient
+
+
+_compiled: Callable[[Any], Any] = cache(torch.compile)
 
 
 class _SummedLosses(torch.autograd.Function):
@@ -147,7 +163,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.save_for_backward(x, weight, targets)
         ctx.shard = shard
         chunks = _chunks(x, weight)
-        return torch.cat([_chunk(x[i], weight, targets[i], shard)[0] for i in chunks])
+        return torch.cat([_losses(x[i], weight, targets[i], shard)[0] for i in chunks])
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -171,23 +187,31 @@ def _gradients(
     losses = []
     x_grad = torch.empty_like(x) if needed[0] else None
     weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+    factor = (targets != IGNORE).float()
+    factor = factor if scale is None else factor * scale
     for i in _chunks(x, weight):
-        loss, grad = _chunk(x[i], weight, targets[i], shard)
+        loss, logits, index, total = _losses(x[i], weight, targets[i], shard)
         losses.append(loss)
-        if scale is not None:
-            grad *= scale[i, None]
-        grad = grad.to(x.dtype)
+        grad = shard.logit_gradient(logits, index, total, factor[i], shard.cap)
         if x_grad is not None:
             torch.mm(grad, weight, out=x_grad[i])
         if weight_grad is not None:
-            for rows in _chunks(weight, x):
-                weight_grad[rows].add_(grad[:, rows].T @ x[i])
+            _add_product(weight_grad, grad.T, x[i])
     return torch.cat(losses), x_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, float32, without rounding the product to the dtype of a and b."""
+    if a.dtype == torch.float32 or a.is_cpu:  # which has no kernel for two dtypes
+        torch.addmm(total, a.float(), b.float(), out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _chunk_size(n_rows: int) -> int:
     """Vectors whose products with each of `n_rows` take at most CHUNK_BYTES in float32."""
-    return max(1, CHUNK_BYTES // (4 * n_rows))
+    size = max(1, CHUNK_BYTES // (4 * n_rows))
+    return size if size < TILE else size // TILE * TILE
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
@@ -200,28 +224,46 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap)
 
 
-def _chunk(x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Cross-entropies of N targets in nats, float32 [N], 0 where the target is ignored, and their
-    gradients by the logits before their cap, float32 N vocabulary.
+def _losses(
+    x: Tensor, weight: Tensor, targets: Tensor, shard: _Shard
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cross-entropies of N targets in nats, float32 [N], 0 where the target is ignored; and what
+    `_logit_gradient` takes of these: logits, index and total.
 
     x is N E; weight has this rank's rows of the vocabulary, in the same dtype.
     """
-    logits = F.linear(x, weight).float()
-    if shard.cap is not None:
-        logits = _capped(logits, shard.cap)
-        slope = 1 - (logits / shard.cap).square()  # of tanh
-    valid, index = targets != IGNORE, targets - shard.begin
-    in_shard = valid & (index >= 0) & (index < len(weight))
-    index = index.clamp(0, len(weight) - 1)[:, None]
-    total, target = logits.logsumexp(-1), torch.where(in_shard, logits.gather(1, index)[:, 0], 0.0)
+    logits, index = F.linear(x, weight), targets - shard.begin
+    in_shard = (targets != IGNORE) & (index >= 0) & (index < len(weight))
+    index = torch.where(in_shard, index, -1)
+    total, target = shard.log_sums(logits, index, shard.cap)
     if shard.group is not None:
         local = torch.stack((total, target))
         ranks = local.new_empty((shard.group.size(), *local.shape))
         dist.all_gather(list(ranks), local, group=shard.group)
         total, target = ranks[:, 0].logsumexp(0), ranks[:, 1].sum(0)
-    grad = logits.sub_(total[:, None]).exp_()  # softmax
-    grad.scatter_add_(1, index, -in_shard.float()[:, None])
-    grad *= valid[:, None]
-    if shard.cap is not None:
-        grad *= slope
-    return torch.where(valid, total - target, 0.0), grad
+    return torch.where(targets != IGNORE, total - target, 0.0), logits, index, total
+
+
+def _log_sums(logits: Tensor, index: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+    """The log of the sum of exp(logits), and the logit of each target, float32 [N]; `index` is the
+    row of the target in this rank's part of the vocabulary, int64 [N], or -1, whose logit is 0."""
+    wide = logits.float() if cap is None else _capped(logits.float(), cap)
+    target = wide.gather(1, index.clamp(min=0)[:, None])[:, 0]
+    return wide.logsumexp(-1), torch.where(index >= 0, target, 0.0)
+
+
+def _logit_gradient(
+    logits: Tensor, index: Tensor, total: Tensor, factor: Tensor, cap: float | None
+) -> Tensor:
+    """Gradient of the losses, each times its `factor` (float32 [N]), by the logits before their
+    cap, in their dtype: of softmax less 1 at the target, computed in float32."""
+    capped = logits if cap is None else _capped(logits.float(), cap)
+    grad = (capped - total[:, None]).exp_()  # float32, as total is
+    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
+        column = torch.arange(logits.shape[1], device=logits.device)
+        grad -= (column == index[:, None]).float()
+    else:
+        grad.scatter_add_(1, index.clamp(min=0)[:, None], -(index >= 0).float()[:, None])
+    if cap is not None:
+        grad *= 1 - (capped / cap).square()  # slope of tanh
+    return grad.mul_(factor[:, None]).to(logits.dtype)

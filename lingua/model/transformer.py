@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lingua.base.hashing import hash_bits, key_of
 from lingua.config.schema import Announced, Guarded, bounds, require
@@ -226,9 +227,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of features (2i, 2i + 1) of x (B S H D) by the angle of its position: (a, b)
     becomes (a cos - b sin, b cos + a sin)."""
     wide = x.float()
+    if eager_on_cpu(x):  # a complex product takes a third of the time; compilers have none
+        turn = torch.complex(cos[..., ::2], sin[..., 1::2])
+        pairs = torch.view_as_complex(wide.contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
     even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)  # B S H D/2 each
     swapped = torch.stack((odd, even), dim=-1).flatten(-2)
     return (wide * cos + swapped * sin).type_as(x)
+
+
+def eager_on_cpu(x: Tensor) -> bool:
+    """Whether operators on x, which is no DTensor, run one by one on a CPU: a pass over memory
+    each."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.is_cpu
 
 
 def trunc_normal_(weight: Tensor, std: float) -> None:
@@ -251,11 +262,41 @@ def init_projections(
             nn.init.zeros_(w.bias)
 
 
-class AllHeadsNorm(nn.RMSNorm):
-    """RMSNorm as arithmetic, which also runs where the features are a DTensor that is split over
-    ranks: torch's operator does not. It adds up their squares over the ranks."""
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm. Of float32 on a CPU, where torch has no kernel for it, it takes a third of
+    the time, and has no second derivative."""
 
     eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if eager_on_cpu(x) and x.dtype == self.weight.dtype == torch.float32:
+            return _Normalise.apply(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+class _Normalise(torch.autograd.Function):
+    """x (... E) over the root mean square of its features, times weight (E)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = (size.square() / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        product = grad * x
+        along = (product @ weight)[..., None] * (scale.square() / -x.shape[-1])
+        x_grad = (grad * weight).addcmul_(x, along).mul_(scale)
+        return x_grad, product.flatten(0, -2).T.mv(scale.flatten()), None
+
+
+class AllHeadsNorm(RMSNorm):
+    """RMSNorm as arithmetic, which also runs where the features are a DTensor that is split over
+    ranks: torch's operator does not. It adds up their squares over the ranks."""
 
     def forward(self, x: Tensor) -> Tensor:  # B S H*D
         wide = x.float()
@@ -277,8 +318,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_heads * self.head_dim, args.dim, bias=False)
         self.qk_norm = args.qk_norm
         if self.qk_norm == "per_head":
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=args.norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=args.norm_eps)
+            self.q_norm = RMSNorm(self.head_dim, eps=args.norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=args.norm_eps)
         elif self.qk_norm == "all_heads":
             self.q_norm = AllHeadsNorm(n_heads * self.head_dim, eps=args.norm_eps)
             self.k_norm = AllHeadsNorm(n_kv_heads * self.head_dim, eps=args.norm_eps)
@@ -383,8 +424,8 @@ class TransformerBlock(nn.Module):
         self.attention = attention(args, out_factor)
         self.feed_forward = feed_forward(args, out_factor)
         self.norms_outputs = args.norm_placement == "output"
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention_dropout = Dropout(args.dropout, "attention")
         self.ffn_dropout = Dropout(args.dropout, "feed_forward")
 

@@ -1,6 +1,7 @@
 """The loss on held-out documents, the same number on every topology."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -19,6 +20,11 @@ from lingua.parallel.mesh import dp_degree, dp_rank
 
 Loss = Callable[[MicroBatch], Losses]
 
+# A forward without a backward keeps no activations. Of few or short rows it takes this many, whose
+# hidden states and logits are small beside the gradients of a step, which do not exist meanwhile.
+MIN_POSITIONS = 4096
+PROGRESS_S = 20.0  # between two lines
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,7 +32,7 @@ def measure_sources(
     model: nn.Module,
     loss: Loss,
     held_out: Mapping[str, HeldOut],
-    rows: int,
+    batch_size: int,
     n_targets: int,
     mesh: DeviceMesh,
     marks: DocumentMarks | None,
@@ -37,7 +43,7 @@ def measure_sources(
     nats per byte; None where nothing is held out. Called by every rank; arguments as `validate`."""
     nats = n_bytes = 0.0
     for name, windows in held_out.items():
-        result = validate(model, loss, windows, rows, n_targets, mesh, marks)
+        result = validate(model, loss, windows, batch_size, n_targets, mesh, marks)
         report.validation(step, name, result | {"text": windows.text})
         nats += result["nats_per_byte"] * result["bytes"]
         n_bytes += result["bytes"]
@@ -52,7 +58,7 @@ def validate(
     model: nn.Module,
     loss: Loss,
     held_out: HeldOut,
-    rows: int,
+    batch_size: int,
     n_targets: int,
     mesh: DeviceMesh,
     marks: DocumentMarks | None = None,
@@ -61,7 +67,9 @@ def validate(
 
     Args:
         loss: that of a micro-batch, such as `Objective.loss`. The first of its sums is measured.
-        rows: windows of one forward on each data-parallel rank; the last forward is padded.
+        batch_size: rows of the largest micro-batch. A forward of each data-parallel rank has as
+            many windows, or more where these are short; on each mesh the same number, since
+            another one rounds otherwise. The last forward is padded.
         n_targets: views the model predicts; the loss is that of the first.
         marks: with document masks. Where documents begin with bos and masks ignore it as a target,
             it is not measured either; it is not text.
@@ -72,10 +80,16 @@ def validate(
     """
     degree, rank, device = dp_degree(mesh), dp_rank(mesh), torch.device(mesh.device_type)
     n_windows, seq_len = held_out.tokens.shape
+    rows = min(n_windows, max(batch_size, MIN_POSITIONS // seq_len))
     parts: dict[str, list[Tensor]] = {}  # float32 [2] each: the sum of a forward and its count
     training = model.training
     model.eval()
+    reported = time.monotonic()
     for start in range(rank * rows, n_windows + rank * rows, rows * degree):
+        if time.monotonic() - reported > PROGRESS_S:
+            reported = time.monotonic()
+            done = start - rank * rows
+            logger.info(f"held-out: {done:,} of {n_windows:,} windows are measured")
         window_slice = slice(start, start + rows)
         tokens, targets = map(
             torch.as_tensor, (held_out.tokens[window_slice], held_out.targets[window_slice])

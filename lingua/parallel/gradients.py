@@ -14,9 +14,9 @@ from lingua.parallel.tensors import local
 
 def set_gradient_sync(model: nn.Module, mode: str | None, last: bool) -> None:
     """Set, before a micro-step's forward, which reductions its backward runs, and whether it frees
-    gathered parameters."""
+    the gathered parameters (`distributed.reshard`)."""
     if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(last or not getattr(model, "gathers_once", False))
+        model.set_reshard_after_backward(last or not getattr(model, "stays_gathered", False))
         model.set_requires_gradient_sync(last or mode in ("replica_last", "every"))
         model.set_requires_all_reduce(last or mode == "every")
     if (sums := getattr(model, "gradient_sums", None)) is not None:

@@ -41,8 +41,8 @@ class DistributedArgs:
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient; null: last, or every with deterministic: mesh
     grad_sync: Free[Literal["last", "replica_last", "every"] | None] = None
-    # when gathered parameters are freed: `always`, after each forward and backward of a block, or
-    # at the end of the `step`, whose micro-steps gather them once
+    # when ranks free the parameters that they have gathered: `always` after each use, or once a
+    # `step`, whose other micro-steps gather none; each rank then holds all of them in model_dtype
     reshard: Free[Literal["always", "step"]] = "always"
     # CPU threads of the operators of a process, which rounding depends on; null: torch's choice, or
     # 1 with deterministic: mesh
@@ -53,7 +53,7 @@ class DistributedArgs:
     # precision of the blocks' matrix products where not `model_dtype`: tensorwise, float8 with a
     # scale for each tensor (torchao), whose rounding depends on the mesh
     float8: Announced[Literal["tensorwise"] | None] = None
-    compile: Announced[bool] = False  # compile each block with torch.compile
+    compile: Announced[bool] = False  # compile each block, and the loss, with torch.compile
     matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
     # what a block keeps for its backward: `none` all, `full` its input only, `selective` the
     # results of attention and of matrix products with no more inputs than outputs

@@ -40,6 +40,7 @@ class ParallelPlan:
     matches one part; each must match something.
 
     blocks: the repeated layers. Each is checkpointed, compiled and an FSDP unit of its own.
+    compiled: modules outside the blocks that are compiled where blocks are, by their own `compile`.
     units: further FSDP units, each a group of modules whose parameters are gathered together; the
         last is the end of the model.
     tp: the style of each module under tensor parallelism; None when the model has no such layout.
@@ -50,6 +51,7 @@ class ParallelPlan:
     """
 
     blocks: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
     units: tuple[tuple[str, ...], ...] = ()
     tp: dict[str, ParallelStyle] | None = None
     tp_equal: tuple[str, ...] = ()
@@ -85,6 +87,7 @@ def check_layout(model: nn.Module, plan: ParallelPlan | None, tp: int) -> None:
         f"ParallelPlan.{where}: no {kind} of the model is named {pattern}{nearest(pattern, names)}"
         for where, patterns, kind, names in (
             ("blocks", plan.blocks, "module", modules),
+            ("compiled", plan.compiled, "module", modules),
             ("units", chain(*plan.units), "module", modules),
             ("tp", plan.tp or (), "module", modules),
             ("tp_equal", plan.tp_equal, "module or parameter", modules + parameters),
@@ -198,7 +201,7 @@ def parallelize_model(
         kept = unit is units[-1] or (shards == 1 and replicas > 1) or args.reshard == "step"
         shard(unit, reshard_after_forward=not kept)
     shard(model)
-    model.gathers_once = args.reshard == "step"  # type: ignore[assignment]  # for set_gradient_sync
+    model.stays_gathered = args.reshard == "step"  # type: ignore[assignment]  # for set_gradient_sync
     in_order = units[: len(units) - len(plan.units)] + units[-1:] * bool(plan.units)
     for (block, *_), (following, *_) in pairwise(in_order):  # gathered while the block computes
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
@@ -314,3 +317,5 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) ->
             if args.compile:
                 block.compile()
         model.set_submodule(name, block)
+    for name in _matching(modules, plan.compiled) if args.compile else ():
+        modules[name].compile()

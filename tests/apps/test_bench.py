@@ -73,6 +73,7 @@ VOCABULARY = "model.vocab_size=258"
 SMALLEST: dict[str, list[str]] = {
     "loop": [*RUN, "--repeats=2"],
     "step": [*RUN, "--repeats=1", VOCABULARY, "distributed.compile=false"],
+    "step reference=nanogpt": [*RUN, "--repeats=1"],
     "generate": [*RUN, "--repeats=1", "data.seq_len=72"],
     "debug": RUN,
     "startup": [*RUN, "--repeats=1"],
@@ -94,10 +95,10 @@ MINUTES = ("attention", "sync", "exchange", "exact", "promise", "pairs")
     "name", [pytest.param(n, marks=pytest.mark.soak) if n in MINUTES else n for n in SMALLEST]
 )
 def test_a_measurement_reports_its_figures(tmp_path: Path, name: str) -> None:
-    done = bench(tmp_path, name, "--json=report.json", *SMALLEST[name])
+    done = bench(tmp_path, *name.split(), "--json=report.json", *SMALLEST[name])
     assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "report.json").read_text())
-    assert content["command"].startswith(f"python -m apps.bench {name} ")
+    assert content["command"].startswith(f"python -m apps.bench {name.split()[0]} ")
     assert {"cpu", "cores", "threads", "torch", "python", "device"} <= content["machine"].keys()
     for group in groups_in(content["results"]):
         if group.keys() == SPREAD:
@@ -131,7 +132,7 @@ def test_text_and_rows_are_timed_beside_their_references(monkeypatch: pytest.Mon
 
 
 def test_every_measurement_is_tested() -> None:
-    assert MEASUREMENTS.keys() == {*SMALLEST, "data"}
+    assert MEASUREMENTS.keys() == {*(name.split()[0] for name in SMALLEST), "data"}
 
 
 def test_a_reference_on_other_rows_has_other_losses() -> None:
@@ -157,3 +158,9 @@ def test_a_broken_promise_shows() -> None:
     stopped[2]["loss"] = 2.5
     assert promise.compare(never, stopped) == ([0, 0, 0.25], [True, False, True])
     refused(lambda: promise.compare(never, stopped[1:]), "same steps")
+
+
+def test_a_mistake_is_one_message(tmp_path: Path) -> None:
+    done = bench(tmp_path, "step", *RUN, "reference=gpt2")
+    assert done.returncode == 2
+    assert "reference = gpt2: must be nanogpt" in done.stderr and "Traceback" not in done.stderr

@@ -1,11 +1,16 @@
 """The loss of held-out text: what cannot be measured, and the checkpoint with the lowest one, which
 is marked, and kept when asked. Also models that cannot generate."""
 
+import logging
+import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from apps.main import app
 from apps.main.config import TrainArgs
@@ -15,11 +20,16 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
 from lingua.data import IGNORE
+from lingua.data.loader import MicroBatch
 from lingua.data.rows import HeldOut, OpenData
 from lingua.data.sources import TextData
+from lingua.model import Losses, as_losses
+from lingua.monitor import held_out as measuring
+from lingua.parallel.init import init_parameters
 from lingua.tokenizer import Tokenizer
 from lingua.tools.inspect.checkpoint import summary
-from tests.apps.plain import build_plain
+from tests.apps.meshes import Sizes, on_mesh
+from tests.apps.plain import Plain, build_plain
 from tests.apps.runs import Outcome, Runs, differs, digests, relative
 from tests.mistakes import refused
 
@@ -32,7 +42,7 @@ class FailsToMeasure:
 
         def fail(module: Any, inputs: Any) -> None:
             if not module.training:
-                raise UserError("no measurement")
+                raise UserError(f"no measurement of {len(inputs[0])} rows")
 
         built.module.layers[1].register_forward_pre_hook(fail)
         return built
@@ -40,12 +50,56 @@ class FailsToMeasure:
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1), (1, 1, 2)])
 def test_a_measurement_that_fails_saves_the_step_before_it_ends_the_run(runs: Runs, sizes) -> None:
+    """On each mesh it has all 4 windows of a source at once."""
     settings = {"validation.every": 3, "stop_at": 5, "checkpoint.dump.every": 0}
+    settings |= {"data.batch_size": 2}
     run = runs.train(sizes, settings, build=FailsToMeasure(), refused=True)
-    assert run.error == "no measurement" and run.column("step") == [1, 2, 3]
+    assert run.error == "no measurement of 4 rows" and run.column("step") == [1, 2, 3]
     assert [path.name for path in run.checkpoint(0).parent.glob("0*")] == ["0000000003"]
     resumed = runs.train((1, 1, 1), settings, dump_dir=run.dump_dir)
     assert differs(resumed, runs.train((1, 1, 1), settings)) == []
+
+
+WINDOWS = np.random.default_rng(0).integers(9, size=(2, 13, 8))
+
+
+def measured(sizes: Sizes) -> list[tuple[float, set[int], list[str]]]:
+    """(Nats per token, rows of a forward, lines of progress) by batch size, on this rank."""
+    model, mesh = on_mesh(Plain(9), None, sizes)
+    windows, logger = HeldOut(*WINDOWS, n_bytes=99), logging.getLogger(measuring.__name__)
+    results: list[tuple[float, set[int], list[str]]] = []
+    for batch_size in (2, 5, 50):
+        rows, lines = set(), []
+
+        def loss(micro: MicroBatch) -> Losses:
+            rows.add(len(micro.tokens))  # noqa: B023
+            return as_losses(model(micro.tokens, micro.targets), 1)
+
+        with (
+            patch.object(measuring, "MIN_POSITIONS", 8 * 3),
+            patch.object(measuring, "PROGRESS_S", -1),
+            patch.object(logger, "info", lines.append),
+        ):
+            found = measuring.validate(model, loss, windows, batch_size, 1, mesh)
+        results.append((found["nats_per_token"], rows, lines))
+    return results
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1)])
+def test_windows_are_measured_many_at_once_and_the_result_is_that_of_all_together(ranks, sizes):
+    plain = Plain(9)
+    init_parameters(plain, 1, torch.device("cpu"))
+    tokens, targets = map(torch.from_numpy, WINDOWS)
+    nats = F.cross_entropy(
+        plain(tokens).double().flatten(0, 1), targets.flatten(), reduction="none"
+    )
+    n = math.prod(sizes)
+    for rank in ranks.run(n, measured, sizes):
+        for (found, rows, lines), expected_rows in zip(rank, (3, 5, 13), strict=True):
+            assert rows == {expected_rows}
+            assert lines[-1].startswith(f"held-out: {(len(lines) - 1) * n * expected_rows} of 13")
+            assert found == pytest.approx(nats.mean().item(), rel=1e-6)
+            assert found != pytest.approx(nats[8:].mean().item(), rel=1e-4)  # of a window less
 
 
 class NarrowWindows(TextData):

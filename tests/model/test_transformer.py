@@ -1,10 +1,12 @@
 """The building blocks against formulas written out: rotary embedding as complex numbers, FLOPs as
 torch counts them. Attention: test_attention.py."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
@@ -14,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from apps.main.transformer import ModelArgs, Transformer
 from lingua.model.transformer import (
     Context,
+    RMSNorm,
     RopeScaling,
     TransformerArgs,
     flops_per_token,
@@ -71,6 +74,41 @@ def test_bfloat16_is_turned_in_float32():
     result = rotate(x, ctx.cos, ctx.sin)
     assert result.dtype == torch.bfloat16
     assert torch.equal(result, rotate(x.float(), ctx.cos, ctx.sin).bfloat16())
+
+
+def normalised_and_turned(norm: torch.nn.RMSNorm, x: Tensor, ctx: Context) -> Tensor:
+    return rotate(norm(x).unflatten(-1, (4, 8)), ctx.cos, ctx.sin)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_norm_and_rotation_and_their_gradients_are_those_of_float64(dtype, close, compiled):
+    """Compiled in one graph, without a warning."""
+    torch.manual_seed(0)
+    x, norm = torch.randn(2, 50, 32), RMSNorm(32, eps=0.1)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    upstream, ctx = torch.randn(2, 50, 4, 8), Context(SMALL, torch.arange(50)[None])
+
+    wide, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
+    angle = torch.outer(torch.arange(50.0), rotary_frequencies(SMALL, CPU)).double()
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    scaled = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+    expected = torch.view_as_real(torch.view_as_complex(scaled.view(2, 50, 4, 4, 2)) * turn)
+    gradients = torch.autograd.grad(expected.flatten(-2), (wide, weight), upstream.double())
+
+    x, norm = x.to(dtype).requires_grad_(), norm.to(dtype)
+    work = normalised_and_turned
+    if compiled:
+        work = torch.compile(work, fullgraph=True, backend="aot_eager")
+    with warnings.catch_warnings(action="error"):
+        out = work(norm, x, ctx)
+        found = torch.autograd.grad(out, (x, norm.weight), upstream.to(dtype))
+    for part, exact in zip((out, *found), (expected.flatten(-2), *gradients), strict=True):
+        assert part.dtype == dtype
+        assert (part - exact).abs().max() < close * exact.abs().max()
+        assert (1.05 * part - exact).abs().max() > close * exact.abs().max()
 
 
 @pytest.mark.parametrize("tied", [False, True])

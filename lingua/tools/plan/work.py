@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -20,7 +21,7 @@ class Kernel(NamedTuple):
     of all their bytes. One without either is the launch of an operator by the host."""
 
     flops: float
-    size: int  # bytes of an element of the result
+    size: int  # bytes of an element of the result; of a matrix product, of the matrices
     n_bytes: float  # read and written
     place: Place
 
@@ -49,6 +50,7 @@ class KernelCounter:
             n_bytes = sum(t.nbytes for t in tensors.values())
             self.kernels[Kernel(0, 0, 0, place)] += 1
             if flops:
+                size = list(tensors_in(args))[1].element_size()
                 place = "attention" if "attention" in str(func) or is_varlen(func) else place
                 self.kernels[Kernel(flops, size, n_bytes, place)] += 1
             else:
@@ -69,6 +71,8 @@ def _formula(func: OpOverload) -> Callable[..., float] | None:
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None and "attention" in str(func):
         return lambda *args, **kwargs: formula(*args, **kwargs) // 2  # it is causal
+    if formula is not None and func is torch.ops.aten.addmm.dtype_out:
+        return lambda total, a, b, *_, **__: formula(total, a, b)  # not of a dtype, too
     return formula
 
 

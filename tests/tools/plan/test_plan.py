@@ -218,7 +218,7 @@ CHECKPOINTING = "distributed.activation_checkpointing"
 VARIANTS = [f"{CHECKPOINTING}={kind}" for kind in ("none", "selective", "full")]
 VARIANTS += ["distributed.grad_sync=replica_last", "distributed.grad_sync=every", "optim.name=muon"]
 VARIANTS += ["model.weight_tying=true", "data.document_mask=ignore", "distributed.model_dtype=fp32"]
-VARIANTS += ["app=apps.mtp data.n_views=3"]
+VARIANTS += ["app=apps.mtp data.n_views=3", "distributed.reshard=step"]
 
 
 def check_formula(variant: str, layouts: list[tuple[Sizes, int]]) -> None:

@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "last": {},
     "replica_last": {"distributed.grad_sync": "replica_last"},
     "every": {"distributed.grad_sync": "every"},
+    "parameters stay gathered": {"distributed.reshard": "step"},
     "one micro-step": {"data.batch_size": N_MICRO},
     "tied": {"model.weight_tying": True},
     "muon": {"optim.name": "muon"},
@@ -101,7 +102,8 @@ def test_a_plan_sends_and_keeps_what_real_ranks_do(ranks, sizes):
 
 def test_a_plan_of_some_models_sends_and_keeps_what_real_ranks_do(ranks):
     check_plan(ranks, (1, 2, 2), {"every": VARIANTS["every"]})
-    check_plan(ranks, (1, 2, 1), {name: VARIANTS[name] for name in ("last", "tied", "mtp", "soap")})
+    some = "last", "parameters stay gathered", "tied", "mtp", "soap"
+    check_plan(ranks, (1, 2, 1), {name: VARIANTS[name] for name in some})
 
 
 def check_plan(ranks: Ranks, sizes: Sizes, variants: dict[str, dict[str, Any]]) -> None:

@@ -31,7 +31,7 @@ MAX_FILES = 5  # changed files to name
 VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "topology")
 # Keys that only change the order of additions.
 ADDITIONS = re.compile(
-    r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync|threads)"
+    r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync|reshard|threads)"
 )
 
 
