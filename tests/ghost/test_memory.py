@@ -47,6 +47,7 @@ def test_the_configs_fit_eight_gpus_of_80_gb(ghost, config):
         ("llama_1B", 8, 96, []),
         ("llama_1B", 8, 64, ["optim.name=muon"]),
         ("llama_1B", 8, 64, ["data.document_mask=ignore"]),
+        ("llama_1B", 8, 64, ["distributed.reshard=step"]),
         ("llama_1B", 64, 256, []),
         ("llama_7B", 1, 2, []),
         ("llama_7B", 8, 48, ["distributed.activation_checkpointing=none"]),
