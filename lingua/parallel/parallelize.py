@@ -28,6 +28,7 @@ from lingua.parallel.init import canonical_name, ties_kept
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.torch_private import (
     ATTENTION_OPERATORS,
+    PRODUCTS,
     REDUCE_SCATTER,
     checkpoint_wrapper,
     tree_map_only,
@@ -204,7 +205,7 @@ def parallelize_model(
     model.stays_gathered = args.reshard == "step"  # type: ignore[assignment]  # for set_gradient_sync
     in_order = units[: len(units) - len(plan.units)] + units[-1:] * bool(plan.units)
     for (block, *_), (following, *_) in pairwise(in_order):  # gathered while the block computes
-        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # a method
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loop divides the loss by the number of targets of the whole global batch. The
@@ -294,7 +295,7 @@ def _selective(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoint
     """Keep what is in _SAVED, and matrix products that do not narrow. The last product of a block
     narrows; nothing in the backward pass reads it, so that it is not even computed again."""
     saved = str(operator) in _SAVED
-    if operator in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+    if operator in PRODUCTS:
         n_in, n_out = args[1].shape
         saved = n_in <= n_out
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lingua.parallel.torch_private import inner_tensor
+
 
 def local(t: Tensor) -> Tensor:
     """The part of `t` that this rank holds; of a plain tensor, all of it."""
     part = t.to_local() if isinstance(t, DTensor) else t
-    return getattr(part, "_tensor", part)  # within a weight that FSDP gathers in float8
+    return inner_tensor(part)
 
 
 def whole(t: Tensor) -> Tensor:

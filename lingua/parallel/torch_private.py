@@ -42,6 +42,8 @@ ATTENTION_OPERATORS = (
     "aten._efficient_attention_forward.default",  # xformers' other kernels
 )
 REDUCE_SCATTER: OpOverload = torch.ops._c10d_functional.reduce_scatter_tensor.default
+# Matrix products: of one dtype, and of float8.
+PRODUCTS: tuple[OpOverload, ...] = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 
 
 def schema(func: OpOverload) -> Any:
@@ -83,6 +85,11 @@ dump_memory_snapshot = torch.cuda.memory._dump_snapshot
 def version(t: Tensor) -> int:
     """Returns how often `t` was changed in place; for an integer tensor, whether it was filled."""
     return t._version
+
+
+def inner_tensor(t: Tensor) -> Tensor:
+    """The plain tensor of a weight that FSDP gathers in float8 (torchao's); another is returned."""
+    return getattr(t, "_tensor", t)
 
 
 def n_hooks(module: nn.Module) -> int:

@@ -82,7 +82,7 @@ def test_clocks_of_machines_may_differ(path, offset_s):
         time.sleep(0.05)
     done.set()
     thread.join()
-    assert 0.4 <= take(path, lines, patient=True) < 2
+    assert 0.2 <= take(path, lines, patient=True) < 2  # counted from when a change was last seen
     assert len(lines) == 2 and all(f"{path} is held by process 5 on node-2" in s for s in lines)
 
 
