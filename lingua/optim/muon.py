@@ -4,12 +4,14 @@ After Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon), with the 
 2025 (arXiv 2502.16982), with which a learning rate and a weight decay found for AdamW stay valid.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from lingua.parallel.tensors import local, map_whole
+from lingua.parallel.tensors import local, map_whole, n_owners
 
 # The quintic a x + b x^3 + c x^5 (Jordan et al.): steep at 0, and a few applications take all
 # singular values to somewhere between 0.7 and 1.2, which trains as well as taking them to 1.
@@ -43,20 +45,40 @@ def muon(
     gradients, which `divisor`, a float32 scalar there, divides; `group` has the rate, the weight
     decay and the fields of MuonArgs.
 
-    Orthogonal is a property of the whole matrix: each rank gathers it, works on it, and keeps its
-    own part, so the update does not depend on how the matrix is sharded. torch's Muon works on the
-    parts as DTensors, and is off by 2 % there (torch 2.13).
+    Orthogonal is a property of the whole matrix: of matrices of one shape, each rank receives the
+    parts of one, works on it, and sends them back, so the update does not depend on how the matrix
+    is sharded. torch's Muon works on the parts as DTensors, and is off by 2 % there (torch 2.13).
     """
     momentum, steps = group["momentum"], group["ns_steps"]
     compute = torch.bfloat16 if group["dtype"] == "bf16" else torch.float32
-    for p, grad, state in zip(parameters, grads, states, strict=True):
-        shard, buffer, grad = local(p), local(state["momentum_buffer"]), grad / divisor
-        mean = buffer.lerp(grad, 1 - momentum)
-        direction = (grad.lerp(mean, momentum) if group["nesterov"] else mean).to(compute)
-        step = map_whole(lambda t: orthogonalise(t, steps), direction, p)
-        # An orthogonal m x n matrix has elements of root mean square 1 / sqrt(max(m, n)).
-        scale = group["rms"] * max(p.shape) ** 0.5
-        new = shard * (1 - group["lr"] * group["weight_decay"])
-        new.add_(step, alpha=-group["lr"] * scale)
-        shard.copy_(torch.where(admitted, new, shard))
-        buffer.copy_(torch.where(admitted, mean, buffer))
+    for bucket in _buckets(parameters):
+        means, directions = [], []
+        for i in bucket:
+            grad = grads[i] / divisor
+            mean = local(states[i]["momentum_buffer"]).lerp(grad, 1 - momentum)
+            means.append(mean)
+            directions.append(
+                (grad.lerp(mean, momentum) if group["nesterov"] else mean).to(compute)
+            )
+        wholes = [parameters[i] for i in bucket]
+        parts = map_whole(lambda t: orthogonalise(t, steps), directions, wholes)
+        for i, mean, step in zip(bucket, means, parts, strict=True):
+            p, buffer = parameters[i], local(states[i]["momentum_buffer"])
+            shard = local(p)
+            # An orthogonal m x n matrix has elements of root mean square 1 / sqrt(max(m, n)).
+            scale = group["rms"] * max(p.shape) ** 0.5
+            new = shard * (1 - group["lr"] * group["weight_decay"])
+            new.add_(step, alpha=-group["lr"] * scale)
+            shard.copy_(torch.where(admitted, new, shard))
+            buffer.copy_(torch.where(admitted, mean, buffer))
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
+    """Indices of parameters that are alike, as many together as ranks can work on."""
+    kinds: dict[Any, list[int]] = {}
+    for i, p in enumerate(parameters):
+        layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+        kinds.setdefault((p.shape, layout), []).append(i)
+    for alike in kinds.values():
+        n = n_owners(parameters[alike[0]])
+        yield from (alike[begin : begin + n] for begin in range(0, len(alike), n))

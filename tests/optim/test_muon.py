@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lingua.base.errors import UserError
+from lingua.monitor.collectives import CollectiveCounter
+from lingua.optim import muon
 from lingua.optim.args import MuonArgs, OptimArgs
 from lingua.optim.muon import orthogonalise
 from lingua.optim.optimizer import build_optimizer, update
@@ -228,10 +231,43 @@ def in_ranks(shape: tuple[int, int, int]) -> dict[str, tuple[Tensor, Tensor]]:
     return given_updates(on_a_mesh(shape))
 
 
+def traffic_of_an_update(n: int) -> tuple[list[tuple[str, int]], list[tuple[int, ...]], int]:
+    """Of Muon on n ranks: (kind, bytes) of the collectives of an update, the shapes of the matrices
+    that this rank orthogonalised, and the bytes of all matrices in bfloat16."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp_shard",))
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 12, bias=False) for _ in range(6))})
+    for layer in model["layers"]:
+        fully_shard(layer, mesh=mesh)
+    optimizer = build_optimizer(model, muon_args(), BLOCKS)
+    give_gradients(model.parameters(), 0)
+    worked_on: list[tuple[int, ...]] = []
+
+    def noted(matrix: Tensor, steps: int) -> Tensor:
+        worked_on.append(tuple(matrix.shape))
+        return orthogonalise(matrix, steps)
+
+    with CollectiveCounter(mesh) as counter, patch.object(muon, "orthogonalise", noted):
+        update(optimizer, 0.1, TRUE, ONE)
+    sent = [(total["kind"], total["bytes"]) for total in counter.totals]
+    return sent, worked_on, 2 * sum(p.numel() for p in model.parameters())
+
+
+def test_each_matrix_is_whole_on_one_rank_and_less_is_sent_than_to_gather_all(ranks):
+    """6 matrices on 4 ranks: 4 at once, then 2."""
+    results = ranks.run(4, traffic_of_an_update, 4)
+    assert [len(worked_on) for _, worked_on, _ in results] == [2, 2, 1, 1]
+    for sent, worked_on, whole_bytes in results:
+        assert set(worked_on) == {(12, 8)}
+        # Of each bucket as much as one matrix there and back; an owner of two has two.
+        [(kind, n_bytes)] = sent
+        assert kind == "all_to_all" and n_bytes <= 4 * whole_bytes / 6
+
+
 SOAK = [pytest.param(shape, marks=pytest.mark.soak) for shape in ((2, 2, 1), (2, 1, 2))]
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 1), (1, 2, 2), *SOAK])
+@pytest.mark.parametrize("shape", [(1, 4, 1), (1, 2, 2), *SOAK])  # 5 rows on 4 ranks: one has none
 def test_a_sharded_matrix_is_updated_bit_for_bit_as_the_whole_one_is(ranks, shape):
     expected = given_updates(a_model())
     assert list(expected) == MATRICES
