@@ -126,25 +126,28 @@ def few_layers(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
     """Compute what `trace` returns from traces of fewer layers. Raises UserError."""
     layers: int = args.model.n_layers
     traces = []
-    few = [n for n in TRACED_LAYERS if layers > TRACED_LAYERS[1]] or [layers]
+    # Muon has a matrix of as many layers as there are shards at once.
+    traced = (SHARDS, 2 * SHARDS) if args.optim.name == "muon" else TRACED_LAYERS
+    few = [n for n in traced if layers > traced[1]] or [layers]
     for n in few:
         args_of_trace = deepcopy(args)
         args_of_trace.model.n_layers = n
         traces.append(trace(app, args_of_trace, sizes, device))
-    return traces[0] if len(few) == 1 else extrapolated(traces[0], traces[1], layers - few[0])
+    if len(few) == 1:
+        return traces[0]
+    return extrapolated(traces[0], traces[1], (layers - few[0]) / (few[1] - few[0]))
 
 
-def extrapolated(first: Trace, second: Trace, n: int) -> Trace:
-    """Returns the trace of a model with `n` layers more than `first`, from that of a model with one
-    more."""
+def extrapolated(first: Trace, second: Trace, n: float) -> Trace:
+    """Returns the trace of a model that is `n` times as much deeper than `first` as `second` is."""
 
     def line(name: str) -> Any:
         a, b = getattr(first, name), getattr(second, name)
         if isinstance(a, StepPart):
             return a.plus(b.plus(a, -1), n)
         if isinstance(a, dict):
-            return {k: max(0, a[k] + n * (b.get(k, 0) - a[k])) for k in a}
-        return a + n * (b - a)
+            return {k: max(0, round(a[k] + n * (b.get(k, 0) - a[k]))) for k in a}
+        return a + n * (b - a) if isinstance(a, float) else round(a + n * (b - a))
 
     names = ("parameters", "flops_per_token", "start", "peak", "kept", "micro", "last", "update")
     return replace(first, **{name: line(name) for name in names})
@@ -170,7 +173,9 @@ def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
         kernels: Counter[Kernel] = Counter()
         for (flops, size, n_bytes, place), n in p.kernels.items():
             by = shrink if updates else grow
-            if place == "fsdp" or (updates and flops):  # Muon multiplies whole matrices
+            # Muon multiplies whole matrices, of which each shard has its part in number; with
+            # tensor parallelism it has all.
+            if place == "fsdp" or (updates and flops and sizes[2] > 1):
                 by = 1
             kernels[Kernel(flops * by, size, n_bytes * by, place)] += n
         alone = [axis for axis, n in zip(AXES, sizes, strict=True) if n == 1]
@@ -179,6 +184,8 @@ def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
             by = shrink if t["axis"] == "dp_replicate" else 1
             if t["axis"] == "tp" and t["kind"] != "all_reduce" and not updates:
                 by = grow  # activations; gradients of weights are summed
+            if t["kind"] == "all_to_all" and updates:
+                by = shrink  # so many matrices fewer
             if t["axis"] not in alone:
                 sent.append(t | {"bytes": round(t["bytes"] * by)})
         return StepPart(kernels, sent)
