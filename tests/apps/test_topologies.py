@@ -36,7 +36,6 @@ from tests.apps.runs import (
     Twist,
     arguments,
     differs,
-    digests,
     masked,
     relative,
 )
@@ -290,24 +289,6 @@ def counted(runs: Runs, sizes: Sizes, **settings: Any) -> tuple[Outcome, list[di
     run = runs.train(sizes, count | settings)
     path = run.dump_dir / "profiling" / "collectives_step2.json"
     return run, json.loads(path.read_text())["collectives"]
-
-
-@on_meshes((1, 2, 1), soak=[(2, 2, 1), (1, 2, 2)])
-def test_parameters_that_stay_gathered_are_gathered_once_a_step_and_train_the_same_run(runs, sizes):
-    rows = {"data.global_batch_size": 4 * sizes[0] * sizes[1], "data.batch_size": 1}
-    measured = {"validation.every": 1, "checkpoint.dump.every": 1, "stop_at": 3}
-    gathers, results = {}, []
-    for reshard in ("always", "step"):
-        mode = rows | {"distributed.reshard": reshard}
-        _, found = counted(runs, sizes, **mode)
-        calls = [r for r in found if (r["kind"], r["axis"]) == ("all_gather", "dp_shard")]
-        gathers[reshard] = sum(r["count"] for r in calls)
-        run = runs.train(sizes, mode | measured)
-        nats = [line["nats_per_token"] for line in run.held_out]
-        results.append((run.column("loss"), nats, digests(run.tensors(3))))
-    # The embedding, two blocks, and norm with head, which are not freed between the two passes.
-    assert gathers == {"always": 4 * (2 + 2 * 2 + 1), "step": 4}
-    assert results[0] == results[1]
 
 
 @on_meshes((2, 2, 1), soak=[(1, 2, 2)])

@@ -73,14 +73,3 @@ def test_it_keeps_every_text_and_has_bos_and_eos_here_and_in_transformers(made):
             assert theirs.encode(sample, add_special_tokens=False) == ids.tolist()
             assert theirs.encode(sample) == [0, *ids.tolist()]  # as data.add_bos
     assert tokenizer.encode("a", bos=True, eos=True)[[0, -1]].tolist() == [0, 1]
-
-
-def test_the_tokens_of_a_text_are_shown(made, capsys):
-    main(["show", "a größer", "name=hf", f"path={made}"])
-    first, *lines = capsys.readouterr().out.splitlines()
-    n = len(lines) - 2
-    assert first.startswith(f"hf: 400 tokens; the text is {n} tokens of 10 bytes, ")
-    assert lines[0].split() == ["0", "bos"] and lines[-1].split() == ["1", "eos"]
-    assert lines[1].endswith('"a"')
-    main(["show", "hi", f"config={made.parent}/c.yaml"])
-    assert "hf: 400 tokens; the text is 2 tokens" in capsys.readouterr().out

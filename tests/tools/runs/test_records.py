@@ -24,7 +24,7 @@ from apps.main.config import TrainArgs
 from lingua.config.load import to_yaml
 from lingua.config.values import plain, read_file
 from lingua.tools.commands.runs import main
-from lingua.tools.runs.records import Record, find_runs, heldout, open_runs, smooth
+from lingua.tools.runs.records import Record, find_runs, heldout, open_runs
 from lingua.tools.runs.table import TAIL_BYTES
 from lingua.tools.slurm.freeze import move_away
 from tests.locks import ELSEWHERE, hold_lock
@@ -175,20 +175,6 @@ def test_held_out_loss_is_weighted_with_bytes_where_all_sources_were_measured(tm
     assert steps.tolist() == [10, 20]
     np.testing.assert_allclose(values, [(2 * 100 + 300) / 400, (100 + 150) / 400])
     np.testing.assert_allclose(heldout(record, "nats_per_token")[1], [1.5, 0.75])
-
-
-def test_smoothing_is_a_weighted_mean_of_what_came_before():
-    rng = np.random.default_rng(0)
-    step = np.cumsum(rng.integers(1, 9, 50))
-    values = rng.normal(size=50)
-    values[[7, 20]] = np.nan
-    smoothed = smooth(values, step, half_life=12)
-    for i in range(50):
-        weights = 0.5 ** ((step[i] - step[: i + 1]) / 12) * ~np.isnan(values[: i + 1])
-        expected = np.nansum(weights * values[: i + 1]) / weights.sum()
-        np.testing.assert_allclose(smoothed[i], np.nan if i in (7, 20) else expected)
-    assert np.array_equal(smooth(values[:1], step[:1]), values[:1])
-    assert len(smooth(values[:0], step[:0])) == 0
 
 
 def trained(folder: Path, lr: float, seed: int, n: int = 10, **more: Any) -> Path:

@@ -11,17 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lingua.tools.commands.stool import main
-from lingua.tools.runs.records import smooth
 from lingua.tools.slurm.jobs import environment_of_another
 from lingua.tools.slurm.launch import JobArgs, launch, split_values
 from lingua.tools.slurm.local import machine_shares, run_sweep
 from lingua.tools.slurm.status import status, status_table
 from tests.apps.runs import SMALL, write_sources
-from tests.locks import ELSEWHERE
 from tests.mistakes import refused
 from tests.programs import OF_OTHERS, python
 
@@ -235,17 +232,3 @@ def test_another_job_does_not_inherit_the_variables_of_this_one(monkeypatch):
         monkeypatch.setenv(name, "1")
     env = environment_of_another()
     assert not env.keys() & {*own.split(), "ZE_AFFINITY_MASK"} and env.keys() >= set(kept.split())
-
-
-def test_status_shows_the_last_complete_line_about_a_step(tmp_path):
-    (tmp_path / "base_config.yaml").write_text("steps: 10\nstop_at: 8\n")
-    (tmp_path / "run.lock").write_text(ELSEWHERE)
-    text = "".join(f'{{"step": {s}, "loss": {1 / s}, "step_time_s": 0.5}}\n' for s in (2, 4))
-    text += '{"step": 5, "event": "topology"}\n\n[]\n{"step": 6, "loss": 0.1'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    (tmp_path / "job_id").touch()
-    [run] = status(tmp_path)
-    row = run.row
-    assert (row.state, row.step, row.steps, row.left_s) == ("running", 5, 8, 1.5)
-    assert row.loss == smooth(np.array([0.5, 0.25]), np.array([2, 4]))[-1]
-    assert not run.failed and run.state == "-"
