@@ -279,7 +279,7 @@ def parse_program(module: str, argv: list[str]) -> None:
         check_options(["-m", "lingua", "checkpoint"], [word for word in argv if word[0] == "-"])
     elif module == "apps.bench":
         assert argv[0] in MEASUREMENTS, argv[0]
-        keys = [word for word in argv if "=" in word]
+        keys = [word for word in argv if "=" in word and word != "reference=nanogpt"]
         keys += [] if any(key.startswith("config=") for key in keys) else [f"config={CONFIG}"]
         load(choose_app(keys).config, keys, meta_lingua)
         check_options(["-m", module], [word for word in argv if word[0] == "-"])

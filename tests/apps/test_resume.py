@@ -252,7 +252,7 @@ def test_a_signal_at_any_moment_stops_and_saves_all(runs, through, moment):
 
 
 def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
-    """The part that is waited for is never finished."""
+    """The part that is waited for is never finished. Torchrun may end the rank that leaves last."""
     shutil.copy(runs.text / "one.jsonl", tmp_path)
     args = arguments({"data.root_dir": tmp_path, "data.sources": "{one: 1}"})
     folder = shard_folder("one", args.data, build_tokenizer(args.data.tokenizer))
@@ -265,7 +265,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
         wait_for(lambda: log.exists() and "waiting for 1 part " in log.read_text(), job)
         os.kill(process_of_rank(run, 0), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
-    assert job.returncode == 1 and said.count("exitcode  : 140 (pid: ") == 2, said
+    assert job.returncode == 1 and said.count("exitcode  : 140 (pid: ") >= 1, said
     assert "stopped by SIGUSR2 while the text was prepared. The same command resumes it" in said
     assert list((run / "checkpoints").iterdir()) == []
 

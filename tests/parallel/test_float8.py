@@ -13,11 +13,8 @@ from tests.apps.meshes import on_mesh
 
 SEQ = 32
 ARGS = ModelArgs(dim=64, n_layers=2, n_heads=4, vocab_size=50, weight_tying=True)
+PLAN = parallel_plan(ARGS, SEQ)
 BLOCK = 4 * 64 * 64 + 3 * 64 * ARGS.hidden_dim() + 4 * 2 * 64  # bytes: matrices, float32 norms
-
-
-def lay_out(model: nn.Module, n: int, **settings: Any) -> tuple[nn.Module, Any]:
-    return on_mesh(model, parallel_plan(ARGS, SEQ), (1, n, 1), **settings)
 
 
 def backward(model: nn.Module) -> None:
@@ -29,7 +26,7 @@ def gradient(kind: str) -> Tensor:
     model = build_transformer(ARGS)
     if kind == "emulated":
         convert_to_float8_training(model.layers, config=Float8LinearConfig(emulate=True))
-    model, _ = lay_out(model, 1, float8="tensorwise" if kind == "float8" else None)
+    model, _ = on_mesh(model, PLAN, (1, 1, 1), float8="tensorwise" if kind == "float8" else None)
     backward(model)
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -43,7 +40,7 @@ def test_products_are_those_of_torchaos_emulation(ranks):
 
 def traffic(settings: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """The collectives of a step, and the products in float8 in its backward pass."""
-    model, mesh = lay_out(build_transformer(ARGS), 2, **settings)
+    model, mesh = on_mesh(build_transformer(ARGS), PLAN, (1, 2, 1), **settings)
     with CollectiveCounter(mesh) as counter:
         backward(model)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -57,13 +54,12 @@ def test_weights_are_gathered_in_float8_and_kept_products_are_not_computed_again
         chosen = [total for total in totals if total["kind"] == kind]
         return sum(t["count"] for t in chosen), sum(t["bytes"] for t in chosen)
 
-    float8 = {"float8": "tensorwise"}
+    float8, checkpointing = {"float8": "tensorwise"}, "activation_checkpointing"
     totals, products = ranks.run(2, traffic, float8)[0]
     assert sent(totals, "all_reduce")[0] == 1  # all scales
     # Both blocks, and in the backward pass the first again; embedding and norm in float32.
     assert sent(totals, "all_gather")[1] == 3 * BLOCK + 4 * (50 + 1) * 64
     assert products == 14 * 3  # of a matrix: forward, its gradient, and that of its input
-    checkpointing = "activation_checkpointing"
     counts = {
         kind: ranks.run(2, traffic, float8 | {checkpointing: kind})[0][1]
         for kind in ("full", "selective")
