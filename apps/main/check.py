@@ -101,7 +101,7 @@ def check_run(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) ->
     if args.distributed.float8 is not None:
         from lingua.parallel.float8 import check_float8
 
-        check_float8(built.module, built.plan, tp, args.data.seq_len, device)
+        check_float8(built.module, built.plan, sizes, args.data.seq_len, device)
     if args.eval is not None:
         benchmarks = import_tool("apps.main.benchmarks", "eval.tasks")
         on_rank_0(lambda: benchmarks.check_benchmarks(args))

@@ -7,6 +7,7 @@ all of it, the others' that of what a rank has. So the rounding of products depe
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.errors import UserError, import_optional
 from lingua.parallel.parallelize import ParallelPlan, blocks_of
@@ -17,23 +18,16 @@ CAPABILITY = (8, 9)  # the least of CUDA devices that have such products
 
 
 def check_float8(
-    model: nn.Module, plan: ParallelPlan | None, tp: int, seq_len: int, device: str
+    model: nn.Module,
+    plan: ParallelPlan | None,
+    sizes: tuple[int, ...],
+    seq_len: int,
+    device: str,
 ) -> None:
-    """Check that the blocks of a plain model can compute in float8. It needs no processes. Raises
-    UserError, which names everything that is wrong."""
+    """Check that the blocks of a plain model can compute in float8 on a mesh of these sizes. It
+    needs no processes. Raises UserError."""
     import_optional("torchao", KEY)
-    sizes = {
-        f"{name} of a block is {m.out_features} x {m.in_features}": (m.out_features, m.in_features)
-        for block in blocks_of(model, plan or ParallelPlan())
-        for name, m in block.named_modules()
-        if isinstance(m, nn.Linear)
-    }
-    if not sizes:
-        raise UserError(f"{KEY}: the model has no nn.Linear in a block of its ParallelPlan")
-    uneven = [what for what, dims in sizes.items() if any(n % (MULTIPLE * tp) for n in dims)]
-    if uneven:
-        need = f"must have matrices of multiples of {MULTIPLE}{f' x {tp} (tp_size)' * (tp > 1)}"
-        raise UserError(f"{KEY}: {need}: {'; '.join(uneven)}")
+    check_matrices(model, plan or ParallelPlan(), sizes)
     if seq_len % MULTIPLE:
         raise UserError(f"{KEY}: data.seq_len = {seq_len}: must be a multiple of {MULTIPLE}")
     if device == "cuda" and torch.cuda.is_available():
@@ -43,10 +37,38 @@ def check_float8(
             raise UserError(f"{KEY}: needs a GPU of compute capability {names[0]}; has {names[1]}")
 
 
-def to_float8(model: nn.Module, plan: ParallelPlan, sharded: bool) -> None:
+def check_matrices(model: nn.Module, plan: ParallelPlan, sizes: tuple[int, ...]) -> None:
+    """The part of `check_float8` that is of the matrices. FSDP cannot gather shards of different
+    sizes in float8: in torch 2.13 it waits for ever."""
+    _, shards, tp = sizes
+    matrices = {
+        f"{name} of a block is {m.out_features} x {m.in_features}": m
+        for block in blocks_of(model, plan)
+        for name, m in block.named_modules()
+        if isinstance(m, nn.Linear)
+    }
+    if not matrices:
+        raise UserError(f"{KEY}: the model has no nn.Linear in a block of its ParallelPlan")
+    n = MULTIPLE * tp
+    for need, uneven in (
+        (
+            f"matrices of multiples of {MULTIPLE}{f' x {tp} (tp_size)' * (tp > 1)}",
+            [name for name, m in matrices.items() if m.out_features % n or m.in_features % n],
+        ),
+        (
+            f"the same number of rows of a matrix on each of the {shards * tp} ranks that share it",
+            [name for name, m in matrices.items() if m.out_features % (shards * tp)],
+        ),
+    ):
+        if uneven:
+            raise UserError(f"{KEY}: must have {need}: {'; '.join(uneven)}")
+
+
+def to_float8(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sharded: bool) -> None:
     """Replace the linear layers of the blocks by torchao's, which have the same parameters.
-    `sharded`: FSDP gathers them."""
+    `sharded`: FSDP gathers them. Raises UserError."""
     torchao = import_optional("torchao.float8", KEY)
+    check_matrices(model, plan, mesh.shape)
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=sharded)  # scaled by tensor
     for block in blocks_of(model, plan):
         torchao.convert_to_float8_training(block, config=config)

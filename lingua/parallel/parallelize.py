@@ -180,7 +180,7 @@ def parallelize_model(
     if args.float8 is not None:
         from lingua.parallel.float8 import to_float8
 
-        to_float8(model, plan, sharded=not unsharded)
+        to_float8(model, plan, mesh, sharded=not unsharded)
     if mesh["tp"].size() > 1:
         _apply_tensor_parallel(model, mesh["tp"], plan)
     _wrap_blocks(model, plan, args)

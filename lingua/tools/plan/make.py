@@ -110,4 +110,4 @@ def check_sizes(app: App, args: Any, sizes: tuple[int, int, int]) -> None:
     built = program().build(app, args, sizes[0] * sizes[1])
     check_layout(built.module, built.plan, sizes[2])
     if args.distributed.float8 is not None:
-        check_float8(built.module, built.plan, sizes[2], args.data.seq_len, "cpu")
+        check_float8(built.module, built.plan, sizes, args.data.seq_len, "cpu")
