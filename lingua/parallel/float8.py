@@ -31,9 +31,9 @@ def check_float8(
     if seq_len % MULTIPLE:
         raise UserError(f"{KEY}: data.seq_len = {seq_len}: must be a multiple of {MULTIPLE}")
     if device == "cuda" and torch.cuda.is_available():
-        found = torch.cuda.get_device_capability()
-        if found < CAPABILITY:
-            names = ["{}.{}".format(*c) for c in (CAPABILITY, found)]
+        capability = torch.cuda.get_device_capability()
+        if capability < CAPABILITY:
+            names = ["{}.{}".format(*c) for c in (CAPABILITY, capability)]
             raise UserError(f"{KEY}: needs a GPU of compute capability {names[0]}; has {names[1]}")
 
 
