@@ -217,7 +217,7 @@ def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> Rounds:
     """A preparation with two processes, from before they start, over one with one."""
     unit_bytes = -(-(work / "tiktoken.jsonl").stat().st_size // SHARED_PARTS)
     build = functools.partial(prepare, work, "tiktoken", tokenizer, unit_bytes)
-    sides = {"ours": lambda: build(processes=2), "reference": build}
+    sides: dict[str, Callable[[], int]] = {"ours": lambda: build(processes=2), "reference": build}
     for i in range(repeats):
         yield take_round(sides, i, before=functools.partial(_remove_shards, work))
 
