@@ -47,6 +47,8 @@ class Saver:
     def __enter__(self) -> Self:
         if self.args.async_save:  # its collectives must not mix with those of training
             self._group = dist.new_group(backend="gloo")
+            # Connections are made here: the first wait for a rank that has left has no end.
+            dist.all_reduce(torch.zeros(1), group=self._group)
             self._thread = self._open.enter_context(device_threads(1, "save"))
         return self
 
