@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -164,6 +164,22 @@ def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh)
     return [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(items))]
 
 
+def gather_on_rank_0(item: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """The items of all ranks, in their order, on rank 0; None on others. Called by every rank of
+    `group`, which has all. In a tree: no rank receives from more than log2 of the ranks."""
+    items, rank, step = [item], dist.get_rank(), 1
+    while step < dist.get_world_size():
+        if rank & step:
+            dist.send_object_list([items], rank - step, group)
+            return None
+        if rank + step < dist.get_world_size():
+            received: list[Any] = [None]
+            dist.recv_object_list(received, rank + step, group)
+            items += received[0]
+        step *= 2
+    return items
+
+
 def on_rank_0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and share its result with every rank: a value that JSON has, with lists
     for tuples. What `work` raises is raised on every rank: UserError as it is, another error as
@@ -186,10 +202,10 @@ def on_rank_0(work: Callable[[], T]) -> T:
             raise
         store.set(key, text)
         return json.loads(text)["result"]
-    pause_s = 0.001
+    pause_s, most_s = 0.001, max(0.5, dist.get_world_size() / 1000)  # 1,000 checks a second of all
     while not store.check([key]):
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.5)
+        pause_s = min(2 * pause_s, most_s)
     shared = json.loads(store.get(key))
     if "result" in shared:
         return shared["result"]
