@@ -64,16 +64,15 @@ def once(
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
     holders = dict(zip(plain, first.tolist(), strict=True))
     loads: dict[int, list[int]] = {}  # bytes of each copy, by the number of copies
-    chosen = {}
-    for name, t in tensors.items():
-        here = _is_least_loaded(t, loads) if isinstance(t, DTensor) else holders[name] == rank
-        if here:
-            chosen[name] = t
-    return chosen
+    return {
+        name: t
+        for name, t in tensors.items()
+        if (_is_next(t, loads) if isinstance(t, DTensor) else holders[name] == rank)
+    }
 
 
-def _is_least_loaded(t: DTensor, loads: dict[int, list[int]]) -> bool:
-    """Whether this rank is in the copy of `t` that is chosen, the one with the least bytes yet."""
+def _is_next(t: DTensor, loads: dict[int, list[int]]) -> bool:
+    """Whether this rank has the copy of `t` that is chosen, that with the least bytes yet."""
     mesh, place = t.device_mesh, t.device_mesh.get_coordinate()
     assert place is not None
     copy, copies = 0, 1

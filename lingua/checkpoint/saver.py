@@ -151,13 +151,10 @@ class Saver:
         parts = {name: local(t) for name, t in tensors.items() if not t.is_meta}
         if not parts.keys() <= self._copies.keys():
             self._copies = dict(zip(parts, host_memory(list(parts.values())), strict=True))
-        copied = {}
-        for name, t in tensors.items():
-            copied[name] = t  # on the meta device: another rank's
-            if name in parts:
-                copied[name] = self._copies[name].copy_(parts[name], non_blocking=True)
-                if isinstance(t, DTensor):
-                    copied[name] = on_host(copied[name], t)
+        copied = dict(tensors)  # those on the meta device are another rank's
+        for name, part in parts.items():
+            t, copy = tensors[name], self._copies[name].copy_(part, non_blocking=True)
+            copied[name] = on_host(copy, t) if isinstance(t, DTensor) else copy
         if any(t.is_cuda for t in parts.values()):
             torch.cuda.synchronize()
         return copied

@@ -80,8 +80,7 @@ def start(
     single = launch.by == "python"
     if not single:
         _allow_files(FILES + launch.world_size)
-    # A group of gloo then connects ranks that send to each other, which in a ring are neighbours,
-    # and not each with each: fewer connections, and one entry of a rank in the store is read twice.
+    # Groups of gloo connect ranks that send to each other, neighbours in a ring, not all with all.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store = dist.HashStore() if single else _meet(launch, args.rendezvous_s, timeout)
     if deterministic == "mesh":
@@ -115,15 +114,13 @@ def _set_cuda_defaults(dump_dir: Path | None) -> None:
 
 
 def _allow_files(n: int) -> None:
-    """Raise the limit of open files to the most that this process may set. Raises UserError where
-    that is less than `n`."""
+    """Raise the limit of open files to the hard one. Raises UserError where that is below `n`."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < n:
         raise UserError(
-            f"this process may open {hard} files and connections (ulimit -Hn), and needs up to {n} "
-            "with so many ranks: raise it with ulimit -n, LimitNOFILE of a systemd service (under "
-            "Slurm that of slurmd, and PropagateResourceLimitsExcept=NOFILE), or nofile in "
-            "/etc/security/limits.conf",
+            f"this process may open {hard} files and connections and needs up to {n}: raise the "
+            "hard limit (ulimit -Hn; LimitNOFILE of a systemd service; under Slurm that of slurmd, "
+            "with PropagateResourceLimitsExcept=NOFILE)",
             local=True,
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -221,7 +221,7 @@ def all_call(key: str, patience_s: float) -> bool:
     while store.add(f"lingua/{key}", 0) < dist.get_world_size():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(max(0.01, dist.get_world_size() / 10_000))  # 10,000 questions a second of all
     return True
 
 
