@@ -23,6 +23,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "loop": ("what the loop costs over a bare forward, backward and step", 8),
     "attention": ("documents on a CPU one by one, over a mask of whole rows", 10),
     "startup": ("seconds to the first step, by part", 5),
+    "ranks": ("descriptors, messages and seconds of 8 to 64 ranks, by what grows", None),
     "sync": ("gradient traffic of the three modes of distributed.grad_sync", None),
     "exact": ("what deterministic: mesh costs over sums in float", 5),
     "receipt": ("what a run records for audits, as a share of a step", 3),

@@ -94,9 +94,12 @@ class Run:
         norms = grad_norms(groups, self.args.exact)
         return dict(zip(modules, norms.tolist(), strict=True))
 
-    def read_ahead(self, count: Callable[[MicroBatch], Tensor], stop: StopRequest) -> Ahead:
-        """The rows of the next step, what its loss is divided by, and whether ranks stop or save
-        after it. `count` is that of the objective."""
+    def read_ahead(
+        self, count: Callable[[MicroBatch], Tensor], stop: StopRequest
+    ) -> Callable[[], Ahead]:
+        """Read the rows of the next step, and begin to agree on what its loss is divided by and on
+        whether ranks stop or save before it; the result waits for them. `count` is that of the
+        objective."""
         with self.report.waiting_for_data():
             batch = next(self.steps)
         if not self.checked:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from apps.main import start
-from apps.main.check import check as check  # lingua stool calls it before a launch
-from apps.main.check import check_fields, check_losses
+from apps.main.check import check, check_fields, check_losses  # noqa: F401 (stool calls check)
 from apps.main.config import TrainArgs
 from apps.main.describe import announce, finish
 from apps.main.run import Run
@@ -133,9 +132,9 @@ def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
         from apps.main.samples import check_samples
 
         check_samples(run)  # so that a model that cannot generate is known before the first step
-    stop.note = "saving after this step"
+    stop.note = "saving after the next step"
     first = progress.step + 1
-    ahead = run.read_ahead(objective.count, stop)
+    ahead = run.read_ahead(objective.count, stop)()
     stopping = ahead.stopping
     if stopping and progress.step:
         run.save(None, final=True)  # a run that branches has no checkpoint of its own yet
@@ -144,14 +143,14 @@ def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
         while progress.step < args.end and not stopping:
             step = progress.step + 1
             ahead.check_counts(step, progress.position, args.data.step_rows)
+            # The ranks agree on the next step while they work on this one.
+            agreed = run.read_ahead(objective.count, stop) if step < args.end else None
             with profiler.step(step):
                 done = train_step(run, objective, guard, ahead.batch, ahead.counts)
             progress.step, progress.position = step, progress.position + args.data.step_rows
             run.batch, run.loss = ahead.batch, done.loss
-
-            # The device works now: meanwhile the next rows are read, and the ranks agree on them.
-            if step < args.end:
-                ahead = run.read_ahead(objective.count, stop)
+            if agreed is not None:  # the device still works
+                ahead = agreed()
                 stopping = ahead.stopping
             if step == first:  # blocks are compiled now
                 set_timeout(run.mesh, args.distributed.step_timeout_s)

@@ -25,9 +25,8 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by siz
 def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
     """The hash of tensors by name, such as those of `tensors_of`: 16 hexadecimal digits. Called by
     every rank; `group` has all of them, over gloo. What several ranks hold counts once."""
-    counted = _counted(tensors, group)
     total = torch.zeros((), dtype=torch.int64)
-    for part in local_parts({name: tensors[name] for name in counted}):
+    for part in local_parts(once(tensors, group)):
         total += hash_part(part).cpu()
     dist.all_reduce(total, group=group)
     return digest_text(tensors, total)
@@ -53,22 +52,37 @@ def hash_part(part: Part) -> Tensor:
     return total
 
 
-def _counted(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
-    """The names of those whose parts count on this rank: of ranks with equal parts, the first's."""
+def once(
+    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Those of tensors by name whose part this rank is to count or to write: what several ranks
+    have equal parts of is chosen on one of them. Called by every rank; `group` has all of them."""
     plain = [name for name, t in tensors.items() if not isinstance(t, DTensor)]
     rank, none = dist.get_rank(), dist.get_world_size()
-    # Where the tensor is on the meta device, another rank has it.
+    # Where the tensor is on the meta device, another rank has it. Of others the first rank's.
     first = torch.tensor([none if tensors[name].is_meta else rank for name in plain])
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
-    counted = [name for name, holder in zip(plain, first.tolist(), strict=True) if holder == rank]
-    return counted + [name for name, t in tensors.items() if isinstance(t, DTensor) and _counts(t)]
+    holders = dict(zip(plain, first.tolist(), strict=True))
+    loads: dict[int, list[int]] = {}  # bytes of each copy, by the number of copies
+    return {
+        name: t
+        for name, t in tensors.items()
+        if (_is_next(t, loads) if isinstance(t, DTensor) else holders[name] == rank)
+    }
 
 
-def _counts(t: DTensor) -> bool:
+def _is_next(t: DTensor, loads: dict[int, list[int]]) -> bool:
+    """Whether this rank has the copy of `t` that is chosen, that with the least bytes yet."""
     mesh, place = t.device_mesh, t.device_mesh.get_coordinate()
     assert place is not None
-    copies = any(i and p.is_replicate() for i, p in zip(place, t.placements, strict=True))
-    return not copies and bool((mesh.mesh == 0).any())  # replicas may each have a mesh
+    copy, copies = 0, 1
+    for i, n, placement in zip(place, mesh.shape, t.placements, strict=True):
+        if placement.is_replicate():
+            copy, copies = copy * n + i, copies * n
+    load = loads.setdefault(copies, [0] * copies)
+    turn = load.index(min(load))
+    load[turn] += t.nbytes
+    return turn == copy and bool((mesh.mesh == 0).any())  # replicas may each have a mesh
 
 
 def digest_text(tensors: Mapping[str, Tensor], total: Tensor) -> str:

@@ -6,27 +6,29 @@ cache made of them.
 
 import io
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as torch_config
 
-from lingua.base.dump_dir import CONFIG, MANIFEST, STATE, step_folder
+from lingua.base.dump_dir import CONFIG, MANIFEST, METADATA, STATE, step_folder
 from lingua.base.errors import UserError
 from lingua.base.files import SyncedFile, sync_folder
-from lingua.checkpoint.digest import digest
+from lingua.checkpoint.digest import digest, once
 from lingua.checkpoint.folder import (
     Entry,
     checksum_of,
@@ -36,13 +38,33 @@ from lingua.checkpoint.folder import (
     read_checkpoint,
     temporary,
 )
-from lingua.parallel.mesh import on_rank_0
+from lingua.parallel.mesh import gather_on_rank_0, on_rank_0
+from lingua.parallel.torch_private import StoragePrefix
 
 BLOCK = 1 << 20  # bytes of small writes that are collected
 
 
 class NotSaved(UserError):
     """A save that failed. Every rank raises it; nothing is published and no file is left."""
+
+
+@dataclass
+class Layout:
+    """Where the files of a run have its tensors, which is the same in every save: rank 0 learns of
+    all ranks' parts once, and makes `.metadata` once, which takes minutes on thousands of ranks."""
+
+    places: list[WriteResult] = field(default_factory=list)  # of this rank, in its file
+    gathered: list[tuple[SavePlan, list[WriteResult]]] | None = None  # news to rank 0, by rank
+    metadata: bytes = b""  # rank 0's `.metadata`, as DCP writes it
+
+    def write(self, folder: Path) -> Entry:
+        """Write `.metadata`, on rank 0. Returns its entry."""
+        if self.gathered is not None:
+            plans, places = zip(*self.gathered, strict=True)
+            _, metadata = DefaultSavePlanner().create_global_plan(list(plans))
+            metadata.storage_data = {p.index: p.storage_data for part in places for p in part}
+            self.metadata, self.gathered = pickle.dumps(metadata), None
+        return write_bytes(folder / METADATA, self.metadata)
 
 
 def save(
@@ -53,6 +75,7 @@ def save(
     config: str,
     group: dist.ProcessGroup | None = None,
     check: Callable[[], None] = lambda: None,
+    layout: Layout | None = None,
 ) -> Path:
     """Write the checkpoint of `step` and publish it. Called by every rank.
 
@@ -64,6 +87,7 @@ def save(
         group: of all ranks, over gloo; another thread than the main one needs one of its own.
         check: called on rank 0 before the folder is published and after a failure; what it raises
             prevents the former and takes the place of the latter.
+        layout: kept from one save to the next by who saves several times.
 
     Returns its folder. A step that is already published, and not damaged since, is left as it is.
     Raises NotSaved where a write failed on some rank.
@@ -73,11 +97,17 @@ def save(
     if published and not damage(published[0], group):
         return final
     folder = Path(on_rank_0(lambda: str(temporary(final))))
+    layout = layout or Layout()
     try:
         _writing(lambda: folder.mkdir(parents=True))
-        files = _write_tensors(folder, tensors, group)
+        files = _write_tensors(folder, tensors, group, layout)
         state = state | {"tensors": digest(tensors, group)}
-        _writing(lambda: _publish(folder, final, step, files, state, config, check))
+
+        def publish() -> None:
+            files[METADATA] = layout.write(folder)
+            _publish(folder, final, step, files, state, config, check)
+
+        _writing(publish)
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
         on_rank_0(check)  # another run that took `root` removes what it finds half written
@@ -159,10 +189,9 @@ class _File(SyncedFile):
 
 
 class _Files(FileSystem):
-    """DCP's access to files, which keeps the entries of those that are written, by name."""
+    """DCP's access to files, which keeps the entry of the one that is written."""
 
-    def __init__(self) -> None:
-        self.written: dict[str, Entry] = {}
+    entry: Entry | None = None
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
@@ -175,36 +204,59 @@ class _Files(FileSystem):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        # DCP renames `.metadata.tmp` last.
-        self.written[Path(path).name.removesuffix(".tmp")] = file.entry()
+        self.entry = file.entry()
 
 
 def _write_tensors(
-    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, layout: Layout
 ) -> dict[str, Entry]:
-    """Write DCP's files, each rank its own. Returns the entries of all ranks' files, by name."""
+    """Write DCP's files, each rank its own, as `dcp.save` would. Returns the entries of all ranks'
+    files, by name. Ranks send some bytes each, and rank 0 what `layout` does not have."""
     # Its own sync leaves out what is still in its buffer; `_File` syncs.
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
-    writer.fs = files = _Files()
+    writer.fs = file = _Files()
     # No checksum of each tensor: the manifest has one of each file.
     without_crc32 = torch_config.patch(  # type: ignore[attr-defined]  # torch adds it on import
         "save.compute_crc32", False
     )
-    held = {name: t for name, t in tensors.items() if not t.is_meta}
+    rank, why, places = dist.get_rank(), "", list[WriteResult]()
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(once(tensors, group))
+    plan = replace(planner.create_local_plan(), storage_data=StoragePrefix(f"__{rank}_"))
     try:
-        with without_crc32:
-            dcp.save(held, storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # raised on every rank
-        rank, (why, _) = min(error.failures.items())
-        raise NotSaved(f"{why} (rank {rank})") from error
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, files.written, group)
-    return {name: entry for part in everyone for name, entry in part.items()}
+        folder.mkdir(parents=True, exist_ok=True)  # rank 0 reports that no file system is shared
+        if plan.items:
+            with without_crc32:
+                places = writer.write_data(plan, planner).wait()
+    except Exception as error:  # raised on every rank
+        why = str(error) or type(error).__name__
+    entry = file.entry or {"size": 0, "xxh3_64": "0"}
+    checksum = (int(entry["xxh3_64"], 16) + 2**63) % 2**64 - 2**63  # the same bits, with a sign
+    news = torch.tensor([why != "", places != layout.places, entry["size"], checksum])
+    all_news = news.new_empty(dist.get_world_size(), len(news))
+    dist.all_gather(list(all_news), news, group)
+    failed, changed, sizes, checksums = all_news.T.tolist()
+    if any(failed):
+        first, reasons = failed.index(True), [why]
+        dist.broadcast_object_list(reasons, first, group)
+        raise NotSaved(f"{reasons[0]} (rank {first})")
+    if any(changed):
+        layout.places, layout.gathered = places, gather_on_rank_0((plan, places), group)
+    return {
+        f"__{r}_0.distcp": {"size": size, "xxh3_64": f"{checksum % 2**64:016x}"}
+        for r, (size, checksum) in enumerate(zip(sizes, checksums, strict=True))
+        if size
+    }
 
 
 def write_text(path: Path, text: str) -> Entry:
     """Write a file and sync it; returns its entry."""
+    return write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> Entry:
+    """The same for bytes."""
     file = _File(path)
     with io.BufferedWriter(file) as stream:
-        stream.write(text.encode())
+        stream.write(data)
     return file.entry()

@@ -2,9 +2,13 @@
 other run writes into the same folders."""
 
 import logging
+import math
 import os
+import weakref
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -18,7 +22,7 @@ from lingua.base.errors import UserError
 from lingua.base.lock import Lock, exclusive, is_free
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import CheckpointArgs, prune
-from lingua.checkpoint.save import NotSaved, save
+from lingua.checkpoint.save import Layout, NotSaved, save
 from lingua.parallel.mesh import on_rank_0
 from lingua.parallel.tensors import device_threads, local
 from lingua.parallel.torch_private import on_host
@@ -39,6 +43,7 @@ class Saver:
         self._failure: NotSaved | None = None  # error of the last save
         self._locks: list[Lock] = []  # held by rank 0
         self._open = ExitStack()
+        self._layout = Layout()
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
         self._thread: Executor | None = None
@@ -47,6 +52,8 @@ class Saver:
     def __enter__(self) -> Self:
         if self.args.async_save:  # its collectives must not mix with those of training
             self._group = dist.new_group(backend="gloo")
+            # Connections are made here: the first wait for a rank that has left has no end.
+            dist.all_reduce(torch.zeros(1), group=self._group)
             self._thread = self._open.enter_context(device_threads(1, "save"))
         return self
 
@@ -124,7 +131,8 @@ class Saver:
     ) -> None:
         self._failure = None
         try:
-            path = save(self.root, step, tensors, state, config, self._group, self._check_locks)
+            where = self._group, self._check_locks, self._layout
+            path = save(self.root, step, tensors, state, config, *where)
         except NotSaved as failure:
             self._failure = failure
             if dist.get_rank() == 0 and not (final or self.gave_up):
@@ -140,17 +148,30 @@ class Saver:
 
     def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, in host memory that is used again at every save."""
-        copied = {}
-        for name, t in tensors.items():
-            if t.is_meta:  # another rank's
-                copied[name] = t
-                continue
-            if name not in self._copies:
-                part = local(t)
-                self._copies[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-            copied[name] = self._copies[name].copy_(local(t), non_blocking=True)
-            if isinstance(t, DTensor):
-                copied[name] = on_host(copied[name], t)
-        if any(t.is_cuda for t in tensors.values()):
+        parts = {name: local(t) for name, t in tensors.items() if not t.is_meta}
+        if not parts.keys() <= self._copies.keys():
+            self._copies = dict(zip(parts, host_memory(list(parts.values())), strict=True))
+        copied = dict(tensors)  # those on the meta device are another rank's
+        for name, part in parts.items():
+            t, copy = tensors[name], self._copies[name].copy_(part, non_blocking=True)
+            copied[name] = on_host(copy, t) if isinstance(t, DTensor) else copy
+        if any(t.is_cuda for t in parts.values()):
             torch.cuda.synchronize()
         return copied
+
+
+def host_memory(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Memory of the host for tensors, each with a storage of its own, in one block. It is pinned
+    for those of CUDA, here: torch rounds the size of pinned memory up to a power of two."""
+    sizes = [math.ceil(t.nbytes / 64) * 64 for t in tensors]  # so that each is aligned
+    block = torch.empty(sum(sizes), dtype=torch.uint8).numpy()
+    if any(t.is_cuda for t in tensors):
+        cuda, begin = torch.cuda.cudart(), block.ctypes.data
+        torch.cuda.check_error(int(cuda.cudaHostRegister(begin, block.nbytes, 0)))
+        weakref.finalize(block, cuda.cudaHostUnregister, begin)  # each copy keeps the block
+    for t, begin in zip(tensors, accumulate(sizes, initial=0), strict=False):
+        part = block[begin : begin + t.nbytes]
+        if t.numel():
+            yield torch.frombuffer(part, dtype=t.dtype).view(t.shape)
+        else:
+            yield torch.empty(t.shape, dtype=t.dtype)

@@ -24,7 +24,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.rows import DocumentMarks, Documents, Rows, document_starts
-from lingua.parallel.mesh import world_sum_
+from lingua.parallel.mesh import begin_world_sum
 from lingua.parallel.tensors import device_threads, to_device
 
 STEPS_AHEAD = 8  # steps each thread reads ahead
@@ -233,11 +233,17 @@ def agree(
     mesh: DeviceMesh,
     stopping: bool,
     save_overdue: bool,
-) -> Ahead:
-    """Agree on the next step: the one message between hosts of a step. Called by every rank, with
-    its own micro-batches, `stopping` and `save_overdue`; `count` is that of the objective."""
+) -> Callable[[], Ahead]:
+    """Begin to agree on the next step, the one message between hosts of a step; the result waits
+    for the ranks. Called by every rank, with its own micro-batches, `stopping` and `save_overdue`;
+    `count` is that of the objective."""
     counts = torch.stack([count(micro) for micro in batch]).sum(0)
     if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
         counts = torch.zeros_like(counts)
-    total = world_sum_(torch.cat((counts, torch.tensor([stopping, save_overdue]))))
-    return Ahead(batch, total[:-2], bool(total[-2]), bool(total[-1]))
+    agreed = begin_world_sum(torch.cat((counts, torch.tensor([stopping, save_overdue]))))
+
+    def wait() -> Ahead:
+        total = agreed()
+        return Ahead(batch, total[:-2], bool(total[-2]), bool(total[-1]))
+
+    return wait

@@ -1,6 +1,7 @@
 """Processes: the device of this process and its process group."""
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lingua.base.errors import UserError
 from lingua.parallel.environment import Launch
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
-from lingua.parallel.mesh import AXES, DistributedArgs, all_call, mesh_sizes
+from lingua.parallel.mesh import AXES, DistributedArgs, all_call, mesh_sizes, world_sum_
 from lingua.parallel.torch_private import set_group_timeout
+
+FILES = 256  # open files and connections of a process beside one for each rank
 
 
 def pick_device(name: str, launch: Launch) -> torch.device:
@@ -75,6 +78,10 @@ def start(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
     timeout = timedelta(seconds=args.timeout_s)
     single = launch.by == "python"
+    if not single:
+        _allow_files(FILES + launch.world_size)
+    # Groups of gloo connect ranks that send to each other, neighbours in a ring, not all with all.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store = dist.HashStore() if single else _meet(launch, args.rendezvous_s, timeout)
     if deterministic == "mesh":
         from lingua.parallel.exact import check_ranks
@@ -90,6 +97,7 @@ def start(
         # With it communicators are made here, and not in the first step.
         device_id=device if device.type == "cuda" else None,
     )
+    world_sum_(torch.zeros(1))  # connects: the first wait for a rank that has left has no end
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     set_timeout(mesh, args.timeout_s)  # a mesh's groups do not inherit it
     return mesh
@@ -103,6 +111,19 @@ def _set_cuda_defaults(dump_dir: Path | None) -> None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that a rank remembers
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{dump_dir.absolute()}/nccl_rank_")
+
+
+def _allow_files(n: int) -> None:
+    """Raise the limit of open files to the hard one. Raises UserError where that is below `n`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < n:
+        raise UserError(
+            f"this process may open {hard} files and connections and needs up to {n}: raise the "
+            "hard limit (ulimit -Hn; LimitNOFILE of a systemd service; under Slurm that of slurmd, "
+            "with PropagateResourceLimitsExcept=NOFILE)",
+            local=True,
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def set_timeout(mesh: DeviceMesh, seconds: float) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -128,9 +128,20 @@ def dp_gather(t: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def world_sum_(t: Tensor) -> Tensor:
     """Sum a CPU tensor over all ranks, in place. It goes over gloo, past the device's queue."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(t)
-    return t
+    return begin_world_sum(t)()
+
+
+def begin_world_sum(t: Tensor) -> Callable[[], Tensor]:
+    """The same, while the caller does something else: the result waits for the sum and returns it.
+    Its time grows with the ranks: 2 (n - 1) messages follow one another in a ring of n."""
+    work = dist.all_reduce(t, async_op=True) if dist.get_world_size() > 1 else None
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return t
+
+    return wait
 
 
 def received_signals(name: str | None) -> list[str]:
@@ -151,6 +162,22 @@ def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh)
     dist.all_gather_object(parts, work(items[dp_rank(mesh) :: dp_degree(mesh)]))
     by_dp_rank = parts[:: mesh["tp"].size()]  # a row of the mesh is a data-parallel rank
     return [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(items))]
+
+
+def gather_on_rank_0(item: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """The items of all ranks, in their order, on rank 0; None on others. Called by every rank of
+    `group`, which has all. In a tree: no rank receives from more than log2 of the ranks."""
+    items, rank, step = [item], dist.get_rank(), 1
+    while step < dist.get_world_size():
+        if rank & step:
+            dist.send_object_list([items], rank - step, group)
+            return None
+        if rank + step < dist.get_world_size():
+            received: list[Any] = [None]
+            dist.recv_object_list(received, rank + step, group)
+            items += received[0]
+        step *= 2
+    return items
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
@@ -175,10 +202,10 @@ def on_rank_0(work: Callable[[], T]) -> T:
             raise
         store.set(key, text)
         return json.loads(text)["result"]
-    pause_s = 0.001
+    pause_s, most_s = 0.001, max(0.5, dist.get_world_size() / 1000)  # 1,000 checks a second of all
     while not store.check([key]):
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.5)
+        pause_s = min(2 * pause_s, most_s)
     shared = json.loads(store.get(key))
     if "result" in shared:
         return shared["result"]
@@ -194,7 +221,7 @@ def all_call(key: str, patience_s: float) -> bool:
     while store.add(f"lingua/{key}", 0) < dist.get_world_size():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(max(0.01, dist.get_world_size() / 10_000))  # 10,000 questions a second of all
     return True
 
 

@@ -59,7 +59,7 @@ def test_a_run_whose_terminal_is_closed_saves(runs, tmp_path):
     assert job.returncode == 128 + signal.SIGHUP
     log = text_of(run / "train.log")
     step = n_lines(run)
-    assert "SIGHUP: saving after this step" in log
+    assert "SIGHUP: saving after the next step" in log
     assert f"stopped by SIGHUP after step {step}, which is saved" in log
     assert (run / "checkpoints" / f"{step:010d}").is_dir()
 
@@ -91,7 +91,7 @@ def test_an_interrupt_is_acknowledged_in_a_collective_and_a_later_one_leaves(run
         time.sleep(0.5)  # rank 0 now waits for it in a collective
         n = n_lines(tmp_path / "run")
         os.kill(first, signal.SIGINT)
-        note = "SIGINT: saving after this step; press Ctrl-C again after 2 s to leave now"
+        note = "SIGINT: saving after the next step; press Ctrl-C again after 2 s to leave now"
         wait_for(lambda: note in text_of(log), job, seconds=1.0)
         os.kill(first, signal.SIGINT)  # the same press, which torchrun passes on
         time.sleep(2.1)
@@ -136,7 +136,7 @@ def train_with_clock_here(overrides: dict[str, Any], rank: int) -> dict[str, Any
 
 @pytest.mark.parametrize(
     ("rank", "minutes", "saved"),
-    [(0, 60, [3, 6]), (0, "null", [6]), (0, 0, [6]), (1, 60, [6])],
+    [(0, 60, [4, 6]), (0, "null", [6]), (0, 0, [6]), (1, 60, [6])],
     ids=["after an hour", "null", "off", "another rank's clock"],
 )
 def test_a_run_saves_after_minutes_by_the_clock_of_rank_0(runs, tmp_path, rank, minutes, saved):

@@ -14,17 +14,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find, newest, read_checkpoint, read_state
 from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
-from lingua.checkpoint.save import save
+from lingua.checkpoint.save import Layout, save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.optim.args import OptimArgs
 from lingua.optim.optimizer import build_optimizer
 from lingua.parallel.mesh import on_rank_0
-from tests.checkpoints import ANY, CONFIG, STATE, join, load_here, refusal, save_here, tensors_on
+from tests.checkpoints import (
+    ANY,
+    CONFIG,
+    STATE,
+    join,
+    load_here,
+    refusal,
+    save_here,
+    tensors_on,
+    whole_values,
+)
 from tests.disk import full_disk
 from tests.programs import state_of, wait_for
 from tests.ranks import Ranks
@@ -261,6 +272,28 @@ def test_a_write_that_fails_raises_on_every_rank(ranks, saved, tmp_path, limits,
         assert found == ["0000000001", "0000000002"]  # no leftover either
     assert [c.step for c in find(root)] == [5, 2, 1]  # the next attempt is not in its way
     assert ranks.run(1, load_here, root / "0000000005", 5) == [True]
+
+
+def save_layouts_here(root: Path) -> None:
+    """Two saves of one layout, and a third with one more tensor, on two replicas."""
+    mesh, layout = join((2, 1, 1)), Layout()
+    for step in (1, 2, 3):
+        more = {"model.late": torch.arange(3)} if step == 3 else {}
+        tensors = tensors_on(mesh, fill=step) | more
+        save(root, step, tensors, STATE, CONFIG, layout=layout)
+
+
+def test_metadata_is_made_again_only_where_the_layout_changed(ranks, tmp_path):
+    ranks.run(2, save_layouts_here, tmp_path)
+    folders = [tmp_path / f"{step:010d}" for step in (1, 2, 3)]
+    first, second, third = ((folder / ".metadata").read_bytes() for folder in folders)
+    assert first == second != third
+    for step, folder in enumerate(folders, 1):
+        expected = whole_values(step) | ({"model.late": torch.arange(3)} if step == 3 else {})
+        read = {name: torch.full_like(t, 0) for name, t in expected.items()}
+        dcp.load(read, checkpoint_id=folder, no_dist=True)
+        assert all(torch.equal(read[name], t) for name, t in expected.items())
+        assert (folder / "__1_0.distcp").stat().st_size > 1000  # replicas divide the work
 
 
 def no_folder_here(root: Path) -> str:

@@ -18,7 +18,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find, read_checkpoint
 from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, mark, marks, prune
 from lingua.checkpoint.save import save
-from lingua.checkpoint.saver import Saver
+from lingua.checkpoint.saver import Saver, host_memory
 from lingua.checkpoint.source import open_checkpoint
 from lingua.parallel.mesh import on_rank_0
 from lingua.parallel.tensors import local
@@ -52,6 +52,16 @@ def moving_here(root: Path) -> dict[str, Any]:
         large = read.pop("model.large")
         right.append(equal(read, fill=step) and bool((large == step).all()))
     return {"late": published_late, "buffers": len(addresses), "right": right}
+
+
+def test_memory_for_copies_is_no_larger_than_what_is_copied():
+    tensors = [torch.randn(n, 1000 + n) for n in range(1, 9)] + [torch.ones(3, 5).bfloat16()]
+    tensors += [torch.tensor(1.0), torch.tensor([True, False]), torch.empty(0, 4)]
+    copies = [copy.copy_(t) for copy, t in zip(host_memory(tensors), tensors, strict=True)]
+    assert all(torch.equal(copy, t) for copy, t in zip(copies, tensors, strict=True))
+    assert [c.untyped_storage().nbytes() for c in copies] == [t.nbytes for t in tensors]
+    begins = [c.data_ptr() for c in copies[:-1]]
+    assert max(begins) - min(begins) < 1.05 * sum(t.nbytes for t in tensors)
 
 
 def change(tensors: dict[str, Tensor], to: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.base.errors import UserError
 from lingua.parallel.launch import Launch, detect_launch, pick_device, start
-from lingua.parallel.mesh import AXES, DistributedArgs, dp_degree, dp_rank, mesh_sizes, on_rank_0
+from lingua.parallel.mesh import (
+    AXES,
+    DistributedArgs,
+    begin_world_sum,
+    dp_degree,
+    dp_rank,
+    mesh_sizes,
+    on_rank_0,
+)
 from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.slurm import set_rendezvous
 from tests.checkpoint.test_checkpoint_load import Evil
@@ -193,6 +202,22 @@ def test_the_result_or_error_of_rank_0_is_that_of_all(ranks):
     expected = [{"rank": 0, "rows": [1, None]}, (True, "not so"), (False, "gone")]
     expected += [(False, not_json), 0]
     assert ranks.run(3, shared_work) == [expected] * 3
+
+
+def sum_with_a_late_rank() -> tuple[float, float]:
+    """The seconds in which a sum begins that rank 1 joins half a second late, and the sum."""
+    start(CPU, detect_launch(), DistributedArgs())
+    on_rank_0(lambda: None)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    began = time.monotonic()
+    wait = begin_world_sum(torch.tensor(1.0))
+    return time.monotonic() - began, wait().item()
+
+
+def test_a_sum_that_has_begun_waits_for_nobody(ranks):
+    for seconds, total in ranks.run(3, sum_with_a_late_rank):
+        assert seconds < 0.25 and total == 3
 
 
 def read_what_was_planted(path: Path) -> str:

@@ -3,6 +3,7 @@ that stop it (what an interrupt and a later one do: tests/apps/test_stopping.py)
 
 import io
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from lingua.base.errors import UserError
+from lingua.checkpoint.retention import CheckpointArgs
+from lingua.checkpoint.saver import Saver
 from lingua.parallel.launch import detect_launch, set_timeout, start
-from lingua.parallel.mesh import DistributedArgs, on_rank_0
+from lingua.parallel.mesh import DistributedArgs, on_rank_0, world_sum_
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import StopRequest
 from lingua.tools.inference.trained import OpenArgs
@@ -128,11 +131,52 @@ run_program(program)
     assert "in wait_for_rows" in done.stderr and "in program" in done.stderr
 
 
+def open_files_here(folder: Path) -> tuple[int, bool]:
+    """Descriptors that a start opens, with what sends between hosts; whether all may be used."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    start(torch.device("cpu"), detect_launch(), DistributedArgs())
+    with Saver(folder, CheckpointArgs(async_save=True)):
+        world_sum_(torch.ones(3))
+        dist.all_gather_object([None] * dist.get_world_size(), "a host")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return count() - before, soft == hard
+
+
+def test_the_connections_of_a_rank_do_not_grow_with_the_ranks(ranks, tmp_path):
+    """But for rank 0, to which each connects for the store. A mesh of each with each has 16 more
+    with 8 ranks than with 4: two groups of the world."""
+    _, *few = ranks.run(4, open_files_here, tmp_path)
+    first, *many = ranks.run(8, open_files_here, tmp_path)
+    assert all(raised for _, raised in [*few, first, *many])
+    assert max(n for n, _ in many) <= min(n for n, _ in few) + 4
+    assert max(n for n, _ in [*many, first]) <= 18 + 2 * (8 + 1)
+
+
 def start_rank(**place: object) -> subprocess.Popen[str]:
     command = [*python(), "-m", "apps.main.train", "config=apps/main/configs/debug.yaml"]
     command += ["distributed.rendezvous_s=1"]
     env = os.environ | {"WORLD_SIZE": "2"} | {key: str(value) for key, value in place.items()}
     return subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True)
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_refused():
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+import torch
+from lingua.parallel.launch import DistributedArgs, detect_launch, start
+from lingua.parallel.program import run_program
+run_program(lambda: start(torch.device("cpu"), detect_launch(), DistributedArgs()))
+"""
+    env = os.environ | {"RANK": "1", "WORLD_SIZE": "64"}
+    done = subprocess.run([*python(), "-c", program], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    for part in ("open 300 files", "needs up to 320", "ulimit -Hn", "LimitNOFILE"):
+        assert part in done.stderr
 
 
 def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2():
