@@ -25,6 +25,7 @@ from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
 from lingua.monitor.metrics import append_line, cut_back, link, mfu, peak_mem_gib
+from lingua.parallel.heartbeat import at
 from lingua.parallel.mesh import dp_gather, dp_sum_, on_rank_0
 from lingua.parallel.tensors import to_host
 
@@ -106,18 +107,22 @@ class Reporter:
     def waiting_for_data(self) -> Iterator[None]:
         """Around the wait for the rows of the next step: training time, also logged separately."""
         start = time.perf_counter()
+        at(self.progress.step + 1, "data")
         yield
+        at(self.progress.step + 1, "step")
         self._data_s += time.perf_counter() - start
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Around what is not training: its time does not count."""
+    def paused(self, phase: str = "evaluation") -> Iterator[None]:
+        """Around what is not training: its time does not count. Called by every rank."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # kernels that are still queued are training
         self._take_time()
+        at(self.progress.step, phase)
         try:
             yield
         finally:
+            at(self.progress.step + 1, "step")
             self._since = time.perf_counter()
 
     def _take_time(self) -> None:

@@ -36,7 +36,7 @@ class DistributedArgs:
     # seconds to wait for another rank in a collective; the run then ends and names it
     timeout_s: Free[float] = 1800.0
     # the same for the device's collectives after the first step, which compiles
-    step_timeout_s: Free[float] = 600.0
+    step_timeout_s: Free[float] = 240.0
     # when gradients are reduced: `last` micro-step only, `replica_last` reduce-scatters each
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient; null: last, or every with deterministic: mesh
@@ -196,26 +196,3 @@ def all_call(key: str, patience_s: float) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def silent_ranks() -> list[int]:
-    """The ranks that the others wait for, where collectives time out: those that do not call this
-    within a tenth of that time. Where the store does not answer it is rank 0, whose process has the
-    store unless torchrun has it."""
-    store, silent = default_store(), [0]
-    patience_s = store.timeout.total_seconds() / 10  # type: ignore[attr-defined]  # torch's stub
-    end = time.monotonic() + patience_s
-
-    def ask() -> None:
-        store.set(f"lingua/timed_out/{dist.get_rank()}", "")
-        while time.monotonic() < end:
-            ranks = range(dist.get_world_size())
-            silent[:] = [r for r in ranks if not store.check([f"lingua/timed_out/{r}"])]
-            time.sleep(patience_s / 20)
-
-    asking = threading.Thread(target=ask, daemon=True)  # torch's wait for the store has no end
-    asking.start()
-    asking.join(patience_s + 1)
-    if dist.get_rank() == 0:
-        time.sleep(patience_s)  # the others may still ask
-    return silent

@@ -1,0 +1,86 @@
+"""A rank that is stopped, killed or stuck while others wait for it: the log names it, with its host
+and where it was, and every other rank ends with a code that launchers restart."""
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.apps.runs import SMALL, Runs
+from tests.programs import python
+from tests.ranks import free_port
+
+PROGRAM = """
+import os, pathlib, sys, threading, time
+from apps.main.train import main
+from lingua.parallel.program import run_program
+folder, rank, number, delay_s, *argv = sys.argv[1:]
+def interrupt():
+    file = pathlib.Path(folder, "metrics.jsonl")
+    while not file.exists() or file.read_text().count('"loss"') < 3:
+        time.sleep(0.01)
+    time.sleep(float(delay_s))
+    os.kill(os.getpid(), int(number))
+if os.environ["RANK"] == rank:
+    threading.Thread(target=interrupt, daemon=True).start()
+run_program(lambda: main(argv))
+"""
+SETTINGS = SMALL | {"steps": 100_000, "stop_at": "null", "distributed.step_timeout_s": 3}
+SETTINGS |= {"checkpoint.dump.every": 7, "validation.every": 5}
+
+
+def interrupted(runs: Runs, folder: Path, n: int, rank: int, number: int, s: float) -> list[str]:
+    """What each of n ranks prints to stderr where one of them gets a signal, once all others have
+    left with code 1."""
+    values = SETTINGS | {"data.root_dir": runs.text, "dump_dir": folder}
+    words = [str(folder), str(rank), str(number), str(s), *(f"{k}={v}" for k, v in values.items())]
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1"}
+    files = [folder.with_suffix(f".{r}") for r in range(n)]
+    processes = []
+    try:
+        for r, file in enumerate(files):
+            place = {"RANK": str(r), "LOCAL_RANK": str(r)}
+            command = [*python(), "-c", PROGRAM, *words]
+            with file.open("w") as err:
+                processes.append(
+                    subprocess.Popen(command, env=env | place, stdout=-3, stderr=err)
+                )
+        for r, process in enumerate(processes):
+            if r != rank:
+                assert process.wait(90) == 1, files[r].read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [file.read_text() for file in files]
+
+
+def check_named(told: list[str], rank: int) -> None:
+    """One rank prints its traceback and names the silent one; each of the others prints a line."""
+    others = [text for r, text in enumerate(told) if r != rank]
+    traced = [text for text in others if "Traceback (most recent call last)" in text]
+    assert len(traced) == 1, told
+    host = re.escape(socket.gethostname())
+    if rank:
+        named = rf"rank {rank} on {host} is silent for \d+ s: .*; it was in step \d+, \w+, in \w+"
+        assert re.search(named, traced[0]), told
+        assert len(re.findall(" is silent for ", traced[0])) == 1, told
+    else:  # it has the store
+        assert "rank 0 on 127.0.0.1 is silent, or its torchrun" in traced[0], told
+    for text in others:
+        if text is not traced[0]:
+            lines = [line for line in text.splitlines() if line.startswith("error: ")]
+            assert len(lines) == 1 and "Traceback" not in text, told
+            assert re.match(rf"error: rank \d on {host}: lost its connection after", lines[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_is_stopped_or_killed_is_named(runs, tmp_path, number):
+    check_named(interrupted(runs, tmp_path / "run", 3, 1, number, 0.3), 1)
