@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,9 +48,7 @@ def interrupted(runs: Runs, folder: Path, n: int, rank: int, number: int, s: flo
             place = {"RANK": str(r), "LOCAL_RANK": str(r)}
             command = [*python(), "-c", PROGRAM, *words]
             with file.open("w") as err:
-                processes.append(
-                    subprocess.Popen(command, env=env | place, stdout=-3, stderr=err)
-                )
+                processes.append(subprocess.Popen(command, env=env | place, stdout=-3, stderr=err))
         for r, process in enumerate(processes):
             if r != rank:
                 assert process.wait(90) == 1, files[r].read_text()
@@ -84,3 +81,30 @@ def check_named(told: list[str], rank: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_is_stopped_or_killed_is_named(runs, tmp_path, number):
     check_named(interrupted(runs, tmp_path / "run", 3, 1, number, 0.3), 1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("trial", range(20))
+def test_a_rank_that_is_stopped_at_random_is_named(runs, tmp_path, trial):
+    chance = random.Random(trial)
+    rank, number = chance.randrange(3), signal.SIGKILL if trial % 5 == 4 else signal.SIGSTOP
+    check_named(interrupted(runs, tmp_path / "run", 3, rank, number, chance.uniform(0, 2)), rank)
+
+
+def test_a_failure_prints_the_traceback_of_the_first_rank_and_a_line_of_the_others(runs, tmp_path):
+    torchrun = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    values = SMALL | {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
+    words = [f"{k}={v}" for k, v in values.items()]
+    done = subprocess.run(
+        [*torchrun, "--no-python", *python(), "-m", "tests.slurm_app", *words],
+        env=os.environ | {"FAIL_RANK": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    before, report = done.stderr.split(" FAILED\n")
+    assert re.findall(r"^\[rank(\d)\]: Traceback", before, re.M) == ["1"], before
+    assert before.count("RuntimeError: this rank fails, as FAIL_RANK asks") == 1
+    lost = rf"^error: rank (\d) on {re.escape(socket.gethostname())}: lost its connection after "
+    assert set(re.findall(lost + "rank 1 failed$", before, re.M)) == {"0", "2"}, before
+    cause = report.partition("Root Cause")[2]
+    assert "rank      : 1" in cause and "RuntimeError: this rank fails" in cause
