@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -25,9 +26,10 @@ from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
 from lingua.monitor.metrics import append_line, cut_back, link, mfu, peak_mem_gib
-from lingua.parallel.heartbeat import at
-from lingua.parallel.mesh import dp_gather, dp_sum_, on_rank_0
-from lingua.parallel.tensors import to_host
+from lingua.monitor.pace import SLOW_STEPS, SlowRank, slowest
+from lingua.parallel.heartbeat import at, host_of
+from lingua.parallel.mesh import dp_gather, dp_sum_, gather, on_rank_0
+from lingua.parallel.tensors import to_device, to_host
 
 if TYPE_CHECKING:
     from lingua.monitor.wandb import WandbLog
@@ -51,6 +53,8 @@ class Measured(NamedTuple):
     grad_norm: float
     batch_hash: str
     numbers: dict[str, float]  # means of `Reporter.numbers`, by name
+    # by rank, since the last line: seconds of wait for data, and of CPU time where measured
+    rank_s: list[float]
 
 
 class Reporter:
@@ -92,8 +96,10 @@ class Reporter:
         # numbers of the current step, whose metrics line, if it has one, contains their means
         self.numbers = Means()
         self._logged_step = progress.step
-        self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
-        self._since = time.perf_counter()
+        # since the last line: training, waiting for data, other CPU time of this thread
+        self._window_s = self._data_s = self._cpu_s = 0.0
+        self._since, self._cpu_since = time.perf_counter(), time.thread_time()
+        self._slow_rank = SlowRank()
 
     def _open(self, step: int) -> None:
         self.chains = {file: cut_back(self.folder / file, step) for file in LINES}
@@ -106,11 +112,12 @@ class Reporter:
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Around the wait for the rows of the next step: training time, also logged separately."""
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         at(self.progress.step + 1, "data")
         yield
         at(self.progress.step + 1, "step")
         self._data_s += time.perf_counter() - start
+        self._cpu_since += time.thread_time() - cpu
 
     @contextmanager
     def paused(self, phase: str = "evaluation") -> Iterator[None]:
@@ -123,13 +130,14 @@ class Reporter:
             yield
         finally:
             at(self.progress.step + 1, "step")
-            self._since = time.perf_counter()
+            self._since, self._cpu_since = time.perf_counter(), time.thread_time()
 
     def _take_time(self) -> None:
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.thread_time()
         self._window_s += now - self._since
         self.trained_s += now - self._since
-        self._since = now
+        self._cpu_s += cpu - self._cpu_since
+        self._since, self._cpu_since = now, cpu
 
     def due(self, step: int) -> bool:
         return step % self.args.logging.freq == 0 or step == self.args.end
@@ -138,16 +146,21 @@ class Reporter:
         """Returns the measurements of the last step, and the values of `guard`, the counts of a
         NonFiniteGuard, int64 [2]. Called by every rank. This is where the host waits for the
         device, once."""
+        self._take_time()
+        # On CUDA the CPU time of a host that waits for its device cannot be told apart.
+        host_s = self._data_s + (self._cpu_s if self.device.type == "cpu" else 0)
+        host = gather(to_device(torch.tensor([host_s]), self.device), self.mesh, "tp").flatten()
         pairs = [torch.stack(parts) for parts in self.numbers.parts.values()]  # [n, 2] each
-        sizes = [step.loss.numel(), *(pair.numel() for pair in pairs)]
-        flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs)])
+        sizes = [step.loss.numel(), *(pair.numel() for pair in pairs), len(host)]
+        flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs), host])
         parts = dp_gather(flat, self.mesh).split(sizes, dim=1)
         rows_hash = _agreed(dp_sum_(step.rows_hash.clone(), self.mesh), self.mesh)
-        norm, bits, counts, losses, *rest = to_host(step.grad_norm, rows_hash, guard, *parts)
+        norm, bits, counts, losses, *rest, hosts = to_host(step.grad_norm, rows_hash, guard, *parts)
         nats = exact_sum(chain(*losses))
         sums = [[exact_sum(chain(*(row[i::2] for row in rows))) for i in (0, 1)] for rows in rest]
         numbers = means(self.numbers.parts, sums)
-        return Measured(nats, norm, f"{bits % 2**64:016x}", numbers), counts
+        rank_s = list(chain(*hosts))
+        return Measured(nats, norm, f"{bits % 2**64:016x}", numbers, rank_s), counts
 
     def log(self, progress: Progress, measured: Measured, lr: float) -> None:
         """Write the line of the last step, right after `read`. Called by every rank."""
@@ -155,6 +168,10 @@ class Reporter:
         step, n, data = progress.step, progress.step - self._logged_step, self.args.data
         rate = n * data.global_batch_size * data.seq_len / self._window_s
         rate_per_device = rate / dist.get_world_size()
+        rank_s, on_cpu = measured.rank_s, self.device.type == "cpu"
+        if not on_cpu:  # what remains of the time counts alike for all ranks
+            rank_s = [self._window_s - max(rank_s) + waited_s for waited_s in rank_s]
+        slowest_rank, ratio = slowest(rank_s)
         line = {
             "step": step,
             "tokens": progress.position * data.seq_len,
@@ -166,6 +183,9 @@ class Reporter:
             "mfu": mfu(self.flops_per_token, rate_per_device, self.peak),
             "step_time_s": self._window_s / n,
             "data_time_s": self._data_s / n,
+            "host_time_s": median(rank_s) / n if on_cpu else None,
+            "slowest_rank": slowest_rank,
+            "slowest_ratio": ratio,
             "peak_mem_gib": peak_mem_gib(self.device),
             "batch_hash": measured.batch_hash,
             "skipped_steps": progress.skipped_steps,
@@ -173,7 +193,12 @@ class Reporter:
         self._write(METRICS, line | measured.numbers)
         eta_s = (self.args.end - step) * line["step_time_s"]
         logger.info(progress_line(step, self.args.end, line, eta_s))
-        self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0
+        if self._slow_rank.add(slowest_rank, ratio, n) and dist.get_rank() == 0:
+            logger.warning(
+                f"rank {slowest_rank} on {host_of(slowest_rank)} has been slow for {SLOW_STEPS} "
+                f"steps: its work takes {ratio:.2f} times the median rank's (slowest_ratio)"
+            )
+        self._logged_step, self._window_s, self._data_s, self._cpu_s = step, 0.0, 0.0, 0.0
 
     def validation(self, step: int, source: str, result: dict[str, Any]) -> None:
         """Write the results of the held-out part of one source: numbers by name, and `text`, the

@@ -88,7 +88,8 @@ class Heartbeat:
         beat = Beat(time.time(), place, step, phase, function, self._host)
         self._store.set(self._keys[self._rank], json.dumps(beat))
 
-    def _read(self) -> list[Beat]:
+    def read(self) -> list[Beat]:
+        """What all ranks have written last, by rank, in one request."""
         return [Beat(*json.loads(text)) for text in self._store.multi_get(self._keys)]
 
     def _log_late(self) -> None:
@@ -100,9 +101,9 @@ class Heartbeat:
     def late(self, same_place: bool = True) -> list[str]:
         """Lines about the ranks that the others wait for; where none is silent or behind, and
         `same_place`, about where all are. It takes SILENT_S seconds."""
-        before = _within(STORE_S, self._read)
+        before = _within(STORE_S, self.read)
         time.sleep(SILENT_S if before else 0)
-        now = _within(STORE_S, self._read) if before else None
+        now = _within(STORE_S, self.read) if before else None
         if before is None or now is None:
             place = os.environ.get("MASTER_ADDR", "?")
             return [f"rank 0 on {place} is silent, or its torchrun: the store does not answer"]
@@ -195,6 +196,12 @@ def at(step: int, phase: str) -> None:
     """State where this rank is. Called by every rank, in the same order."""
     if _current is not None:
         _current.at(step, phase)
+
+
+def host_of(rank: int) -> str:
+    """The host of a rank."""
+    beats = None if _current is None else _within(STORE_S, _current.read)
+    return beats[rank].host if beats else socket.gethostname()
 
 
 def explain(error: Exception) -> str | None:

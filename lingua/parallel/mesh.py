@@ -117,13 +117,18 @@ def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def dp_gather(t: Tensor, mesh: DeviceMesh) -> Tensor:
     """`t` of every data-parallel rank, in their order: [ranks, ...]."""
-    for axis in ("dp_shard", "dp_replicate"):
-        size = mesh[axis].size()
-        parts = [torch.empty_like(t) for _ in range(size)] if size > 1 else [t]
-        if size > 1:
+    return gather(t, mesh, "dp_shard", "dp_replicate")
+
+
+def gather(t: Tensor, mesh: DeviceMesh, *axes: str) -> Tensor:
+    """`t` of every rank of these axes, the last one outermost: [ranks, ...]."""
+    t = t[None]
+    for axis in axes:
+        if (size := mesh[axis].size()) > 1:
+            parts = [torch.empty_like(t) for _ in range(size)]
             dist.all_gather(parts, t.contiguous(), group=mesh.get_group(axis))
-        t = torch.stack(parts)
-    return t.flatten(0, 1)
+            t = torch.cat(parts)
+    return t
 
 
 def world_sum_(t: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""A rank that is stopped, killed or stuck while others wait for it: the log names it, with its host
-and where it was, and every other rank ends with a code that launchers restart."""
+"""A rank that others wait for. The log names one that is stopped or killed, with its host and where
+it was, and the others end with a code that launchers restart. One that is slow is in the metrics.
+"""
 
 import os
 import random
@@ -8,10 +9,11 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from tests.apps.runs import SMALL, Runs
+from tests.apps.runs import SMALL, Runs, Twist
 from tests.programs import python
 from tests.ranks import free_port
 
@@ -108,3 +110,23 @@ def test_a_failure_prints_the_traceback_of_the_first_rank_and_a_line_of_the_othe
     assert set(re.findall(lost + "rank 1 failed$", before, re.M)) == {"0", "2"}, before
     cause = report.partition("Root Cause")[2]
     assert "rank      : 1" in cause and "RuntimeError: this rank fails" in cause
+
+
+LONG = {"data.workers": 0, "steps": 60, "stop_at": "null", "logging.freq": 10}
+
+
+@pytest.mark.parametrize(
+    ("rank", "work_s", "rows_s"), [(3, 0.05, 0.0), (2, 0.0, 0.05), (-1, 0.0, 0.0)]
+)
+def test_a_rank_that_is_slow_is_in_the_metrics_and_named_once(runs, rank, work_s, rows_s):
+    """By CPU time, of one rank of a tp group, or by its wait for rows."""
+    run = runs.train((1, 2, 2), LONG, twist=Twist(slow=(rank, work_s, rows_s)))
+    lines = run.lines[1:]  # operators are compiled and threads started in the first steps
+    longer_s = [line["host_time_s"] * (line["slowest_ratio"] - 1) for line in lines]
+    named = re.findall(r"warning: rank (\d) on (\S+) has been slow for 50 steps", run.log)
+    if rank < 0:
+        assert median(line["slowest_ratio"] for line in lines) < 1.2 and not named
+    else:
+        assert {line["slowest_rank"] for line in lines} == {rank}
+        assert median(longer_s) == pytest.approx(work_s + rows_s, rel=0.3)
+        assert named == [(str(rank), socket.gethostname())]
