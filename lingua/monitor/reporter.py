@@ -26,13 +26,14 @@ from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
 from lingua.monitor.metrics import append_line, cut_back, link, mfu, peak_mem_gib
-from lingua.monitor.pace import SLOW_STEPS, SlowRank, slowest
-from lingua.parallel.heartbeat import at, host_of
+from lingua.parallel.heartbeat import HEARTBEAT
 from lingua.parallel.mesh import dp_gather, dp_sum_, gather, on_rank_0
 from lingua.parallel.tensors import to_device, to_host
 
 if TYPE_CHECKING:
     from lingua.monitor.wandb import WandbLog
+
+SLOW, SLOW_STEPS = 1.2, 50  # a rank is slow above this ratio, and is named after so many steps
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Reporter:
         # since the last line: training, waiting for data, other CPU time of this thread
         self._window_s = self._data_s = self._cpu_s = 0.0
         self._since, self._cpu_since = time.perf_counter(), time.thread_time()
-        self._slow_rank = SlowRank()
+        self._slow = -1, 0  # the rank that was slowest, and for how many steps it was slow
 
     def _open(self, step: int) -> None:
         self.chains = {file: cut_back(self.folder / file, step) for file in LINES}
@@ -113,9 +114,9 @@ class Reporter:
     def waiting_for_data(self) -> Iterator[None]:
         """Around the wait for the rows of the next step: training time, also logged separately."""
         start, cpu = time.perf_counter(), time.thread_time()
-        at(self.progress.step + 1, "data")
+        HEARTBEAT.at(self.progress.step + 1, "data")
         yield
-        at(self.progress.step + 1, "step")
+        HEARTBEAT.at(self.progress.step + 1, "step")
         self._data_s += time.perf_counter() - start
         self._cpu_since += time.thread_time() - cpu
 
@@ -125,11 +126,11 @@ class Reporter:
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # kernels that are still queued are training
         self._take_time()
-        at(self.progress.step, phase)
+        HEARTBEAT.at(self.progress.step, phase)
         try:
             yield
         finally:
-            at(self.progress.step + 1, "step")
+            HEARTBEAT.at(self.progress.step + 1, "step")
             self._since, self._cpu_since = time.perf_counter(), time.thread_time()
 
     def _take_time(self) -> None:
@@ -171,7 +172,8 @@ class Reporter:
         rank_s, on_cpu = measured.rank_s, self.device.type == "cpu"
         if not on_cpu:  # what remains of the time counts alike for all ranks
             rank_s = [self._window_s - max(rank_s) + waited_s for waited_s in rank_s]
-        slowest_rank, ratio = slowest(rank_s)
+        slowest = max(range(len(rank_s)), key=rank_s.__getitem__)
+        ratio = rank_s[slowest] / median(rank_s)
         line = {
             "step": step,
             "tokens": progress.position * data.seq_len,
@@ -184,7 +186,7 @@ class Reporter:
             "step_time_s": self._window_s / n,
             "data_time_s": self._data_s / n,
             "host_time_s": median(rank_s) / n if on_cpu else None,
-            "slowest_rank": slowest_rank,
+            "slowest_rank": slowest,
             "slowest_ratio": ratio,
             "peak_mem_gib": peak_mem_gib(self.device),
             "batch_hash": measured.batch_hash,
@@ -193,12 +195,20 @@ class Reporter:
         self._write(METRICS, line | measured.numbers)
         eta_s = (self.args.end - step) * line["step_time_s"]
         logger.info(progress_line(step, self.args.end, line, eta_s))
-        if self._slow_rank.add(slowest_rank, ratio, n) and dist.get_rank() == 0:
-            logger.warning(
-                f"rank {slowest_rank} on {host_of(slowest_rank)} has been slow for {SLOW_STEPS} "
-                f"steps: its work takes {ratio:.2f} times the median rank's (slowest_ratio)"
-            )
+        self._note_slow(slowest, ratio, n)
         self._logged_step, self._window_s, self._data_s, self._cpu_s = step, 0.0, 0.0, 0.0
+
+    def _note_slow(self, rank: int, ratio: float, steps: int) -> None:
+        """Log once a rank that is slow for SLOW_STEPS steps."""
+        before = self._slow[1] if rank == self._slow[0] else 0
+        self._slow = rank, before + steps if ratio > SLOW else 0
+        if before < SLOW_STEPS <= self._slow[1] and dist.get_rank() == 0:
+            from lingua.parallel.late import host_of
+
+            logger.warning(
+                f"rank {rank} on {host_of(rank)} has been slow for {SLOW_STEPS} steps: its work "
+                f"takes {ratio:.2f} times the median rank's (slowest_ratio)"
+            )
 
     def validation(self, step: int, source: str, result: dict[str, Any]) -> None:
         """Write the results of the held-out part of one source: numbers by name, and `text`, the

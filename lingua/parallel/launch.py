@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lingua.base.errors import UserError
 from lingua.parallel.environment import Launch
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
-from lingua.parallel.heartbeat import ABORT_S, set_patience, start_heartbeat, stop_heartbeat
+from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT
 from lingua.parallel.mesh import AXES, DistributedArgs, all_call, mesh_sizes
 from lingua.parallel.torch_private import set_group_timeout
 
@@ -91,7 +91,7 @@ def start(
         # With it communicators are made here, and not in the first step.
         device_id=device if device.type == "cuda" else None,
     )
-    start_heartbeat(store, launch.rank, launch.world_size, args.timeout_s)
+    HEARTBEAT.start(store, launch.rank, launch.world_size)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     set_timeout(mesh, args.timeout_s)  # a mesh's groups do not inherit it
     return mesh
@@ -109,7 +109,7 @@ def _set_cuda_defaults(dump_dir: Path | None) -> None:
 
 def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
     """Set how long later collectives of the device wait for another rank."""
-    set_patience(seconds)
+    HEARTBEAT.patience_s = seconds
     abort_s = seconds + (ABORT_S if mesh.device_type == "cuda" else 0)
     for group in mesh.get_all_groups():
         set_group_timeout(group, mesh.device_type, timedelta(seconds=abort_s))
@@ -173,6 +173,6 @@ def one_process() -> Iterator[None]:
 def leave(patience_s: float) -> None:
     """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
     call this: its process may hold the store, which they may still read."""
-    stop_heartbeat()
+    HEARTBEAT.stop()
     all_call("left", 0.0 if dist.get_rank() else patience_s)
     dist.destroy_process_group()

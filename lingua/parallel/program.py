@@ -111,7 +111,7 @@ def _explain(error: Exception) -> str | None:
     where another rank failed before this one."""
     if not _has_process_group():
         return None
-    from lingua.parallel.heartbeat import explain
+    from lingua.parallel.late import explain
 
     for number in STOPPING:  # a launcher sends them as soon as one rank has left
         signal.signal(number, signal.SIG_IGN)

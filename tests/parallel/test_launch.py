@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lingua.base.errors import UserError
-from lingua.parallel.heartbeat import LOOK_S, at, set_patience
+from lingua.parallel.heartbeat import HEARTBEAT, LOOK_S
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0
 from lingua.parallel.program import run_program
@@ -89,7 +89,7 @@ def wait_for_late_ranks() -> list[str]:
     mesh = start(torch.device("cpu"), detect_launch(), DistributedArgs(dp_shard=3))
     pids, logged = [0, 0, 0], []
     dist.all_gather_object(pids, os.getpid())
-    set_patience(1 - LOOK_S)
+    HEARTBEAT.patience_s = 1 - LOOK_S
     rank, store = dist.get_rank(), default_store()
 
     class Log(logging.Handler):
@@ -107,10 +107,10 @@ def wait_for_late_ranks() -> list[str]:
     handler = Log()
     logging.getLogger("lingua").addHandler(handler)
     try:
-        at(7, "data")
+        HEARTBEAT.at(7, "data")
         if rank == 2:
             read_rows()
-        at(7, "step")
+        HEARTBEAT.at(7, "step")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(()), group=mesh.get_group("dp_shard"))
