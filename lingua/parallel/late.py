@@ -66,7 +66,7 @@ def late_ranks(heart: Heartbeat, same_place: bool = True) -> list[str]:
         if old.time == new.time:
             lines.append(
                 f"rank {rank} on {new.host} is silent for {time.time() - new.time:.0f} s: its "
-                "process is stopped or has ended, or its machine cannot be reached; it was in "
+                "process is stopped or has ended, or its machine cannot be reached; last seen in "
                 f"{new}"
             )
         elif new.place < last:

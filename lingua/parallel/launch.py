@@ -118,6 +118,14 @@ def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
 def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
     """The store of rank 0, with this timeout, once all processes have reached it. Raises UserError
     if they do not."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all starts of torchrun
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise UserError(
+            "torchrun --max-restarts on several machines needs the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restart meets what the start before "
+            "left in the store"
+        )
     try:
         if launch.by == "slurm":
             from lingua.parallel.slurm import set_rendezvous
@@ -128,6 +136,8 @@ def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
         patience = timedelta(seconds=patience_s)
         rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
         store: dist.Store = next(rendezvous)[0]
+        if shared:  # what an earlier start wrote is still there
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     except (dist.DistError, UserError, OSError, ValueError, KeyError) as error:
         place = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
         reason = f"{str(error).splitlines()[0]} (distributed.rendezvous_s = {patience_s:g})"

@@ -68,7 +68,9 @@ def check_named(told: list[str], rank: int) -> None:
     assert len(traced) == 1, told
     host = re.escape(socket.gethostname())
     if rank:
-        named = rf"rank {rank} on {host} is silent for \d+ s: .*; it was in step \d+, \w+, in \w+"
+        named = (
+            rf"rank {rank} on {host} is silent for \d+ s: .*; last seen in step \d+, \w+, in \w+"
+        )
         assert re.search(named, traced[0]), told
         assert len(re.findall(" is silent for ", traced[0])) == 1, told
     else:  # it has the store
