@@ -122,8 +122,9 @@ def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         raise UserError(
-            "torchrun --max-restarts on several machines needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-            "in the environment: without it a restart meets what the start before left in the store"
+            "torchrun --max-restarts on several machines needs the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, a restart would find what the start "
+            "before has left in the store"
         )
     try:
         if launch.by == "slurm":
