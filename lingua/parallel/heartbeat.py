@@ -54,8 +54,10 @@ class Heartbeat:
                 self._write()
                 place, *_, since = self.place
                 if looked < place and time.monotonic() - since > self.patience_s + look_s:
+                    from lingua.parallel.late import log_late
+
                     looked = place
-                    threading.Thread(target=self._look, daemon=True).start()
+                    threading.Thread(target=log_late, args=(self,), daemon=True).start()
 
     def _write(self) -> None:
         place, step, phase, _ = self.place
@@ -64,11 +66,6 @@ class Heartbeat:
         function = f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
         beat = time.time(), place, step, phase, function, socket.gethostname()
         self.store.set(self.keys[self.rank], json.dumps(beat))
-
-    def _look(self) -> None:
-        from lingua.parallel.late import log_late
-
-        log_late(self)
 
 
 HEARTBEAT = Heartbeat()

@@ -172,6 +172,14 @@ def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2():
             assert (process.returncode, out, error) == (2, "", line)
 
 
+def test_a_torchrun_whose_restarts_would_not_meet_is_refused():
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": 3}
+    process = start_rank(RANK=0, GROUP_WORLD_SIZE=2, **env)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2 and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in error
+    assert error.count("\n") == 1
+
+
 PROGRAM = """
 import os, sys, time
 from lingua.base.errors import UserError
