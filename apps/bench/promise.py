@@ -22,6 +22,7 @@ from lingua.base.errors import UserError, import_optional
 from lingua.base.format import align
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
+from lingua.monitor.metrics import NOT_CHAINED
 from lingua.tools.audit.receipt import digest_of_files
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
@@ -30,8 +31,7 @@ STARTS = (
 )  # fmt: skip
 EXACT_MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
 # Numbers of a metrics line that tell of the machine.
-TIMES = {"tokens_per_s", "tokens_per_s_per_device", "mfu", "step_time_s", "data_time_s"}
-TIMES |= {"peak_mem_gib", "created_at"}
+TIMES = NOT_CHAINED - {"chain"}
 COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # one for each start
 MUTED, GRID = "#666666", "#e4e4e0"
 SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]

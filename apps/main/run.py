@@ -139,7 +139,7 @@ class Run:
         """Save the completed step, and its held-out loss in nats per byte where it was measured. A
         `final` save is finished when this returns. Called by every rank."""
         args, progress = self.args, self.progress
-        with self.report.paused():
+        with self.report.paused("save"):
             progress.trained_s = self.report.trained_s
             rate = lr_at(progress.step, args.optim, args.steps)
             state = TrainState(

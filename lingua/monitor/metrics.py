@@ -49,7 +49,8 @@ class LoggingArgs:
 OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 # What a run does not reproduce: the time, and what depends on the machine's speed and memory.
 NOT_CHAINED = {"created_at", "tokens_per_s", "tokens_per_s_per_device", "mfu", "step_time_s"}
-NOT_CHAINED |= {"data_time_s", "peak_mem_gib", "chain"}
+NOT_CHAINED |= {"data_time_s", "host_time_s", "slowest_rank", "slowest_ratio"}
+NOT_CHAINED |= {"peak_mem_gib", "chain"}
 
 
 def link(previous: str, line: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -25,11 +26,14 @@ from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
 from lingua.monitor.metrics import append_line, cut_back, link, mfu, peak_mem_gib
-from lingua.parallel.mesh import dp_gather, dp_sum_, on_rank_0
-from lingua.parallel.tensors import to_host
+from lingua.parallel.heartbeat import HEARTBEAT
+from lingua.parallel.mesh import dp_gather, dp_sum_, gather, on_rank_0
+from lingua.parallel.tensors import to_device, to_host
 
 if TYPE_CHECKING:
     from lingua.monitor.wandb import WandbLog
+
+SLOW, SLOW_STEPS = 1.2, 50  # a rank is slow above this ratio, and is named after so many steps
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ class Measured(NamedTuple):
     grad_norm: float
     batch_hash: str
     numbers: dict[str, float]  # means of `Reporter.numbers`, by name
+    # by rank, since the last line: seconds of wait for data, and of CPU time where measured
+    rank_s: list[float]
 
 
 class Reporter:
@@ -91,8 +97,10 @@ class Reporter:
         # numbers of the current step, whose metrics line, if it has one, contains their means
         self.numbers = Means()
         self._logged_step = progress.step
-        self._window_s = self._data_s = 0.0  # since the last line: training, waiting for data
-        self._since = time.perf_counter()
+        # since the last line: training, waiting for data, other CPU time of this thread
+        self._window_s = self._data_s = self._cpu_s = 0.0
+        self._since, self._cpu_since = time.perf_counter(), time.thread_time()
+        self._slow = -1, 0  # the rank that was slowest, and for how many steps it was slow
 
     def _open(self, step: int) -> None:
         self.chains = {file: cut_back(self.folder / file, step) for file in LINES}
@@ -105,26 +113,32 @@ class Reporter:
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Around the wait for the rows of the next step: training time, also logged separately."""
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
+        HEARTBEAT.at(self.progress.step + 1, "data")
         yield
+        HEARTBEAT.at(self.progress.step + 1, "step")
         self._data_s += time.perf_counter() - start
+        self._cpu_since += time.thread_time() - cpu
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Around what is not training: its time does not count."""
+    def paused(self, phase: str = "evaluation") -> Iterator[None]:
+        """Around what is not training: its time does not count. Called by every rank."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # kernels that are still queued are training
         self._take_time()
+        HEARTBEAT.at(self.progress.step, phase)
         try:
             yield
         finally:
-            self._since = time.perf_counter()
+            HEARTBEAT.at(self.progress.step + 1, "step")
+            self._since, self._cpu_since = time.perf_counter(), time.thread_time()
 
     def _take_time(self) -> None:
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.thread_time()
         self._window_s += now - self._since
         self.trained_s += now - self._since
-        self._since = now
+        self._cpu_s += cpu - self._cpu_since
+        self._since, self._cpu_since = now, cpu
 
     def due(self, step: int) -> bool:
         return step % self.args.logging.freq == 0 or step == self.args.end
@@ -133,16 +147,21 @@ class Reporter:
         """Returns the measurements of the last step, and the values of `guard`, the counts of a
         NonFiniteGuard, int64 [2]. Called by every rank. This is where the host waits for the
         device, once."""
+        self._take_time()
+        # On CUDA the CPU time of a host that waits for its device cannot be told apart.
+        host_s = self._data_s + (self._cpu_s if self.device.type == "cpu" else 0)
+        host = gather(to_device(torch.tensor([host_s]), self.device), self.mesh, "tp").flatten()
         pairs = [torch.stack(parts) for parts in self.numbers.parts.values()]  # [n, 2] each
-        sizes = [step.loss.numel(), *(pair.numel() for pair in pairs)]
-        flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs)])
+        sizes = [step.loss.numel(), *(pair.numel() for pair in pairs), len(host)]
+        flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs), host])
         parts = dp_gather(flat, self.mesh).split(sizes, dim=1)
         rows_hash = _agreed(dp_sum_(step.rows_hash.clone(), self.mesh), self.mesh)
-        norm, bits, counts, losses, *rest = to_host(step.grad_norm, rows_hash, guard, *parts)
+        norm, bits, counts, losses, *rest, hosts = to_host(step.grad_norm, rows_hash, guard, *parts)
         nats = exact_sum(chain(*losses))
         sums = [[exact_sum(chain(*(row[i::2] for row in rows))) for i in (0, 1)] for rows in rest]
         numbers = means(self.numbers.parts, sums)
-        return Measured(nats, norm, f"{bits % 2**64:016x}", numbers), counts
+        rank_s = list(chain(*hosts))
+        return Measured(nats, norm, f"{bits % 2**64:016x}", numbers, rank_s), counts
 
     def log(self, progress: Progress, measured: Measured, lr: float) -> None:
         """Write the line of the last step, right after `read`. Called by every rank."""
@@ -150,6 +169,11 @@ class Reporter:
         step, n, data = progress.step, progress.step - self._logged_step, self.args.data
         rate = n * data.global_batch_size * data.seq_len / self._window_s
         rate_per_device = rate / dist.get_world_size()
+        rank_s, on_cpu = measured.rank_s, self.device.type == "cpu"
+        if not on_cpu:  # what remains of the time counts alike for all ranks
+            rank_s = [self._window_s - max(rank_s) + waited_s for waited_s in rank_s]
+        slowest = max(range(len(rank_s)), key=rank_s.__getitem__)
+        ratio = rank_s[slowest] / median(rank_s)
         line = {
             "step": step,
             "tokens": progress.position * data.seq_len,
@@ -161,6 +185,9 @@ class Reporter:
             "mfu": mfu(self.flops_per_token, rate_per_device, self.peak),
             "step_time_s": self._window_s / n,
             "data_time_s": self._data_s / n,
+            "host_time_s": median(rank_s) / n if on_cpu else None,
+            "slowest_rank": slowest,
+            "slowest_ratio": ratio,
             "peak_mem_gib": peak_mem_gib(self.device),
             "batch_hash": measured.batch_hash,
             "skipped_steps": progress.skipped_steps,
@@ -168,7 +195,20 @@ class Reporter:
         self._write(METRICS, line | measured.numbers)
         eta_s = (self.args.end - step) * line["step_time_s"]
         logger.info(progress_line(step, self.args.end, line, eta_s))
-        self._logged_step, self._window_s, self._data_s = step, 0.0, 0.0
+        self._note_slow(slowest, ratio, n)
+        self._logged_step, self._window_s, self._data_s, self._cpu_s = step, 0.0, 0.0, 0.0
+
+    def _note_slow(self, rank: int, ratio: float, steps: int) -> None:
+        """Log once a rank that is slow for SLOW_STEPS steps."""
+        before = self._slow[1] if rank == self._slow[0] else 0
+        self._slow = rank, before + steps if ratio > SLOW else 0
+        if before < SLOW_STEPS <= self._slow[1] and dist.get_rank() == 0:
+            from lingua.parallel.late import host_of
+
+            logger.warning(
+                f"rank {rank} on {host_of(rank)} has been slow for {SLOW_STEPS} steps: its work "
+                f"takes {ratio:.2f} times the median rank's (slowest_ratio)"
+            )
 
     def validation(self, step: int, source: str, result: dict[str, Any]) -> None:
         """Write the results of the held-out part of one source: numbers by name, and `text`, the

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lingua.base.errors import UserError
 from lingua.parallel.environment import Launch
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
+from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT
 from lingua.parallel.mesh import AXES, DistributedArgs, all_call, mesh_sizes, world_sum_
 from lingua.parallel.torch_private import set_group_timeout
 
@@ -98,6 +99,7 @@ def start(
         device_id=device if device.type == "cuda" else None,
     )
     world_sum_(torch.zeros(1))  # connects: the first wait for a rank that has left has no end
+    HEARTBEAT.start(store, launch.rank, launch.world_size)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     set_timeout(mesh, args.timeout_s)  # a mesh's groups do not inherit it
     return mesh
@@ -128,13 +130,23 @@ def _allow_files(n: int) -> None:
 
 def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
     """Set how long later collectives of the device wait for another rank."""
+    HEARTBEAT.patience_s = seconds
+    abort_s = seconds + (ABORT_S if mesh.device_type == "cuda" else 0)
     for group in mesh.get_all_groups():
-        set_group_timeout(group, mesh.device_type, timedelta(seconds=seconds))
+        set_group_timeout(group, mesh.device_type, timedelta(seconds=abort_s))
 
 
 def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
     """The store of rank 0, with this timeout, once all processes have reached it. Raises UserError
     if they do not."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all starts of torchrun
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise UserError(
+            "torchrun --max-restarts on several machines needs the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, a restart would find what the start "
+            "before has left in the store"
+        )
     try:
         if launch.by == "slurm":
             from lingua.parallel.slurm import set_rendezvous
@@ -145,6 +157,8 @@ def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
         patience = timedelta(seconds=patience_s)
         rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
         store: dist.Store = next(rendezvous)[0]
+        if shared:  # what an earlier start wrote is still there
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     except (dist.DistError, UserError, OSError, ValueError, KeyError) as error:
         place = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
         reason = f"{str(error).splitlines()[0]} (distributed.rendezvous_s = {patience_s:g})"
@@ -190,5 +204,6 @@ def one_process() -> Iterator[None]:
 def leave(patience_s: float) -> None:
     """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
     call this: its process may hold the store, which they may still read."""
+    HEARTBEAT.stop()
     all_call("left", 0.0 if dist.get_rank() else patience_s)
     dist.destroy_process_group()

@@ -36,7 +36,7 @@ class DistributedArgs:
     # seconds to wait for another rank in a collective; the run then ends and names it
     timeout_s: Free[float] = 1800.0
     # the same for the device's collectives after the first step, which compiles
-    step_timeout_s: Free[float] = 600.0
+    step_timeout_s: Free[float] = 240.0
     # when gradients are reduced: `last` micro-step only, `replica_last` reduce-scatters each
     # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
     # the same gradient; null: last, or every with deterministic: mesh
@@ -117,13 +117,18 @@ def dp_sum_(t: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def dp_gather(t: Tensor, mesh: DeviceMesh) -> Tensor:
     """`t` of every data-parallel rank, in their order: [ranks, ...]."""
-    for axis in ("dp_shard", "dp_replicate"):
-        size = mesh[axis].size()
-        parts = [torch.empty_like(t) for _ in range(size)] if size > 1 else [t]
-        if size > 1:
+    return gather(t, mesh, "dp_shard", "dp_replicate")
+
+
+def gather(t: Tensor, mesh: DeviceMesh, *axes: str) -> Tensor:
+    """`t` of every rank of these axes, the last one outermost: [ranks, ...]."""
+    t = t[None]
+    for axis in axes:
+        if (size := mesh[axis].size()) > 1:
+            parts = [torch.empty_like(t) for _ in range(size)]
             dist.all_gather(parts, t.contiguous(), group=mesh.get_group(axis))
-        t = torch.stack(parts)
-    return t.flatten(0, 1)
+            t = torch.cat(parts)
+    return t
 
 
 def world_sum_(t: Tensor) -> Tensor:
@@ -223,26 +228,3 @@ def all_call(key: str, patience_s: float) -> bool:
             return False
         time.sleep(max(0.01, dist.get_world_size() / 10_000))  # 10,000 questions a second of all
     return True
-
-
-def silent_ranks() -> list[int]:
-    """The ranks that the others wait for, where collectives time out: those that do not call this
-    within a tenth of that time. Where the store does not answer it is rank 0, whose process has the
-    store unless torchrun has it."""
-    store, silent = default_store(), [0]
-    patience_s = store.timeout.total_seconds() / 10  # type: ignore[attr-defined]  # torch's stub
-    end = time.monotonic() + patience_s
-
-    def ask() -> None:
-        store.set(f"lingua/timed_out/{dist.get_rank()}", "")
-        while time.monotonic() < end:
-            ranks = range(dist.get_world_size())
-            silent[:] = [r for r in ranks if not store.check([f"lingua/timed_out/{r}"])]
-            time.sleep(patience_s / 20)
-
-    asking = threading.Thread(target=ask, daemon=True)  # torch's wait for the store has no end
-    asking.start()
-    asking.join(patience_s + 1)
-    if dist.get_rank() == 0:
-        time.sleep(patience_s)  # the others may still ask
-    return silent

@@ -43,29 +43,25 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
         code = 128 + signal.SIGPIPE
     except UserError as error:
+        if error.local:  # the others, which lose their connections, name this rank
+            _explain(error)
         _report(error)
         code, patience_s = 2, 0.0 if error.local else patience_s
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            _show_in_torchrun(traceback.format_exc())
-            raise
-        _report(UserError(f"{error.filename}: {error.strerror}"))
-        code = 2
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         if detect_launch().world_size > 1:  # the other ranks may be in a collective
             os._exit(code)
     except Exception as error:
-        if _has_process_group() and "Timed out waiting" in str(error):  # gloo's words
-            from lingua.parallel.mesh import silent_ranks
-
-            for rank in silent_ranks():
-                error.add_note(
-                    f"rank {rank} did not answer in time: its process is stopped, or its machine "
-                    "cannot be reached (distributed.timeout_s, distributed.step_timeout_s)"
-                )
-        _show_in_torchrun(traceback.format_exc())
-        raise
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            _report(UserError(f"{error.filename}: {error.strerror}"))
+            code = 2
+        else:
+            later = _explain(error)
+            _show_in_torchrun(traceback.format_exc(), later=later is not None)
+            if later is None:
+                raise
+            print(f"error: {printable(later)}", file=sys.stderr, flush=True)
+            sys.exit(1)
     # Slurm may still send its early signal, which must not turn the end of a run into a failure.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if _has_process_group():
@@ -110,16 +106,29 @@ def _report(error: UserError) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def _explain(error: Exception) -> str | None:
+    """Name in notes of `error` the ranks that the others wait for. Returns one line in its place
+    where another rank failed before this one."""
+    if not _has_process_group():
+        return None
+    from lingua.parallel.late import explain
+
+    for number in STOPPING:  # a launcher sends them as soon as one rank has left
+        signal.signal(number, signal.SIG_IGN)
+    return explain(error)
+
+
 def _has_process_group() -> bool:
     torch_distributed = sys.modules.get("torch.distributed")
     return torch_distributed is not None and torch_distributed.is_initialized()
 
 
-def _show_in_torchrun(text: str) -> None:
-    """Give torchrun the error of this rank, for the report of 25 lines with which it ends."""
+def _show_in_torchrun(text: str, later: bool = False) -> None:
+    """Give torchrun the error of this rank, for the report of 25 lines with which it ends: it names
+    the earliest one, by seconds, as the cause; `later`: another rank failed before."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 

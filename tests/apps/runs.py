@@ -113,6 +113,8 @@ class Twist:
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
     count_padding: bool = False  # padding rows count as rows
     lose_moments: bool = False  # on resume
+    # (rank, seconds of CPU that it works longer in a step, seconds that its rows take)
+    slow: tuple[int, float, float] = (-1, 0.0, 0.0)
     # where each rank writes, into a file of its own, the rows that it puts through forward
     consumed: Path | None = None
 
@@ -131,6 +133,7 @@ class TwistedRows:
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
         rows = self.untwisted.rows(positions + self.twist.shift)
+        time.sleep(self.twist.slow[2] if self.twist.slow[0] == int(os.environ["RANK"]) else 0)
         if self.twist.wrong_token_on in (-1, int(os.environ["RANK"])):
             of_step_3 = positions // GLOBAL_BATCH == 2
             rows[np.flatnonzero(of_step_3)[:1], 5] ^= 1
@@ -174,6 +177,10 @@ class TwistedObjective:
         if self.twist.count_padding:
             for micro in batch:
                 micro.row_ids.clamp_(min=0)
+        work_s = self.twist.slow[1] if self.twist.slow[0] == int(os.environ["RANK"]) else 0
+        end = time.thread_time() + work_s
+        while time.thread_time() < end:
+            pass
         loss, hashed = self.objective.gradients(batch, valid)
         if self.twist.own_divisor:
             counted = sum(self.count(micro).sum() for micro in batch)

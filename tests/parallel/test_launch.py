@@ -2,7 +2,9 @@
 that stop it (what an interrupt and a later one do: tests/apps/test_stopping.py)."""
 
 import io
+import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -19,10 +21,12 @@ import torch.distributed as dist
 from lingua.base.errors import UserError
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.saver import Saver
-from lingua.parallel.launch import detect_launch, set_timeout, start
+from lingua.parallel.heartbeat import HEARTBEAT, LOOK_S
+from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0, world_sum_
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import StopRequest
+from lingua.parallel.torch_private import default_store
 from lingua.tools.inference.trained import OpenArgs
 from tests.programs import python
 
@@ -82,36 +86,49 @@ def test_a_dtype_that_is_left_open_is_the_cpus(ranks):
     assert ranks.run(1, dtype_here) == ["fp32"]
 
 
-def wait_for_a_stopped_rank() -> list[str]:
-    """The error of a step's collective that rank 1 does not join, and what a program adds to it."""
+def wait_for_late_ranks() -> list[str]:
+    """What this rank logs while it waits in a collective, as a host does in one of NCCL: it raises
+    no error. Rank 1 is stopped, rank 2 reads rows; rank 0 ends that once it has named two ranks."""
+    mesh = start(torch.device("cpu"), detect_launch(), DistributedArgs(dp_shard=3))
+    pids, logged = [0, 0, 0], []
+    dist.all_gather_object(pids, os.getpid())
+    HEARTBEAT.patience_s = 1 - LOOK_S
+    rank, store = dist.get_rank(), default_store()
 
-    def program() -> None:
-        args = DistributedArgs(dp_shard=3, timeout_s=20, step_timeout_s=2)
-        mesh = start(torch.device("cpu"), detect_launch(), args)
-        dist.all_gather_object(pids, os.getpid())
-        set_timeout(mesh, args.step_timeout_s)
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            dist.all_reduce(torch.ones(()), group=mesh.get_group("dp_shard"))
+    class Log(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+            if len(logged) == 2 and rank == 0:
+                os.kill(pids[1], signal.SIGCONT)
+                store.set("named", "")
 
-    pids = [0, 0, 0]
+    def read_rows() -> None:
+        end = time.monotonic() + 60
+        while not store.check(["named"]) and time.monotonic() < end:
+            time.sleep(0.1)
+
+    handler = Log()
+    logging.getLogger("lingua").addHandler(handler)
     try:
-        run_program(program)
-    except SystemExit:
-        return []
-    except RuntimeError as error:
-        if dist.get_rank() == 0:
-            os.kill(pids[1], signal.SIGCONT)
-        return [str(error), *error.__notes__]
+        HEARTBEAT.at(7, "data")
+        if rank == 2:
+            read_rows()
+        HEARTBEAT.at(7, "step")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(()), group=mesh.get_group("dp_shard"))
+    finally:
+        logging.getLogger("lingua").removeHandler(handler)
+    return logged
 
 
-def test_a_rank_that_is_stopped_is_named_by_the_others(ranks):
-    first, stopped, last = ranks.run(3, wait_for_a_stopped_rank)
-    assert first[1:] == last[1:] and stopped == []
-    error, note = first
-    assert "Timed out waiting 2000ms" in error
-    assert note.startswith("rank 1 did not answer in time: its process is stopped")
+def test_ranks_that_a_collective_waits_for_are_logged_while_it_waits(ranks):
+    first, _, _ = ranks.run(3, wait_for_late_ranks)
+    stopped, behind = first
+    late, host = r"step 7, step, takes \d+ s: ", re.escape(socket.gethostname())
+    assert re.fullmatch(rf"{late}rank 1 on {host} is silent for \d+ s: .*", stopped)
+    where = r"step 7, data, in read_rows \(test_launch.py:\d+\)"
+    assert re.fullmatch(rf"{late}rank 2 on {host} is behind: in {where}", behind)
 
 
 def test_an_abort_prints_the_stacks_of_all_threads():
@@ -197,6 +214,14 @@ def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2():
             place = f"MASTER_ADDR:MASTER_PORT = 127.0.0.1:{ports[i]}"
             line = f"error: rank {i} of 2 cannot meet the others at {place}: {reason}\n"
             assert (process.returncode, out, error) == (2, "", line)
+
+
+def test_a_torchrun_whose_restarts_would_not_meet_is_refused():
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": 3}
+    process = start_rank(RANK=0, GROUP_WORLD_SIZE=2, **env)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2 and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in error
+    assert error.count("\n") == 1
 
 
 PROGRAM = """

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [ROOT / f"lingua/{folder}/torch_private.py" for folder in ("parallel", "tools")]
 SOURCES = [path for folder in ("lingua", "apps") for path in sorted((ROOT / folder).rglob("*.py"))]
 # Private names of other packages, and of Python, which calls these private itself.
-OTHERS = {"_exit", "_replace", "_inheriting", "_mergeable_ranks"}
+OTHERS = {"_exit", "_replace", "_inheriting", "_mergeable_ranks", "_current_frames"}
 
 
 def is_private(name: str) -> bool:

@@ -38,9 +38,13 @@ METRIC_TITLES = {
     "mfu": ("MFU", "% of the device's peak", True),
     "peak_mem_gib": ("Peak memory", "GiB on rank 0", False),
     "data_time_s": ("Wait for data", "seconds per step", True),
+    "slowest_ratio": ("Slowest rank", "its work over that of the median rank", True),
 }
 # They are on an axis, follow from others, or are marks.
-NOT_DRAWN = ("tokens", "tokens_per_s_per_device", "step_time_s", "skipped_steps")
+NOT_DRAWN = (
+    "tokens", "tokens_per_s_per_device", "step_time_s", "skipped_steps", "host_time_s",
+    "slowest_rank",
+)  # fmt: skip
 EVENTS = ("start", "stop", "topology")
 
 

@@ -1,0 +1,71 @@
+"""Where this rank is, which a thread writes to the store, on any device. By it lingua.parallel.late
+names the ranks that others wait for: one that is stopped writes nothing."""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+
+BEAT_S = 2.0  # seconds between two writes
+# Seconds after which the thread looks which ranks are late, beyond those that a collective waits:
+# gloo has raised an error by then. NCCL's watchdog aborts the process, later, by ABORT_S.
+LOOK_S, ABORT_S = 10.0, 45.0
+
+
+class Heartbeat:
+    """Of this process, which has one process group."""
+
+    def __init__(self) -> None:
+        self.patience_s = float("inf")  # seconds that a collective waits
+        # calls of `at`, which all ranks make in the same order; the last one, and when it was
+        self.place = 0, 0, "start", time.monotonic()
+        self.keys: list[str] = []  # of each rank, in the store
+        self.stopped = threading.Event()
+        self.stopped.set()
+
+    def start(self, store: dist.Store, rank: int, world_size: int) -> None:
+        """Write where this rank is from now on. Called by its main thread."""
+        self.stop()
+        self.store, self.rank, self.main = store, rank, threading.get_ident()
+        self.place = 0, 0, "start", time.monotonic()
+        if world_size > 1:
+            self.stopped = threading.Event()
+            self.keys = [f"lingua/heartbeat/{r}" for r in range(world_size)]
+            self._write()
+            threading.Thread(target=self._run, args=(self.stopped,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def at(self, step: int, phase: str) -> None:
+        """State where this rank is. Called by every rank, in the same order."""
+        self.place = self.place[0] + 1, step, phase, time.monotonic()
+
+    def _run(self, stopped: threading.Event) -> None:
+        looked = -1
+        look_s = LOOK_S + 2 * BEAT_S * (self.rank > 0)  # what rank 0 logs is in train.log
+        with suppress(dist.DistError):  # the store has gone, and so does the run
+            while not stopped.wait(BEAT_S):
+                self._write()
+                place, *_, since = self.place
+                if looked < place and time.monotonic() - since > self.patience_s + look_s:
+                    from lingua.parallel.late import log_late
+
+                    looked = place
+                    threading.Thread(target=log_late, args=(self,), daemon=True).start()
+
+    def _write(self) -> None:
+        place, step, phase, _ = self.place
+        frame = sys._current_frames()[self.main]
+        file = os.path.basename(frame.f_code.co_filename)
+        function = f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
+        beat = time.time(), place, step, phase, function, socket.gethostname()
+        self.store.set(self.keys[self.rank], json.dumps(beat))
+
+
+HEARTBEAT = Heartbeat()

@@ -1,0 +1,138 @@
+"""Which ranks the others wait for, by what each has last written to the store (its heartbeat).
+Imported where one is late, slow, or fails."""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from lingua.parallel.heartbeat import BEAT_S, HEARTBEAT, Heartbeat
+
+T = TypeVar("T")
+
+SILENT_S = 3 * BEAT_S  # without a write, a rank is silent
+STORE_S = 5.0  # seconds for the store to answer
+MAX_SHOWN = 16  # ranks, or groups of them, in one report
+FIRST = "lingua/first_failure"
+# What errors contain when a connection was lost or a collective timed out.
+LOST = ("gloo/", "Connection closed", "Connection reset", "Broken pipe", "Timed out")
+
+logger = logging.getLogger(__name__)
+
+
+class Beat(NamedTuple):
+    """What a rank has written."""
+
+    time: float  # seconds since the epoch, by the clock of its host
+    place: int  # calls of `Heartbeat.at`
+    step: int
+    phase: str
+    function: str  # where its main thread was
+    host: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.phase}, in {self.function}"
+
+
+def log_late(heart: Heartbeat) -> None:
+    """Log which ranks are late, from one of those that wait at the same place."""
+    place, step, phase, since = heart.place
+    if _is_first(heart, f"lingua/late/{place}"):
+        for line in late_ranks(heart, same_place=phase == "step"):
+            logger.error(f"step {step}, {phase}, takes {time.monotonic() - since:.0f} s: {line}")
+
+
+def late_ranks(heart: Heartbeat, same_place: bool = True) -> list[str]:
+    """Lines about the ranks that the others wait for; where none is silent or behind, and
+    `same_place`, about where each is. It takes SILENT_S seconds."""
+    before = _read(heart)
+    time.sleep(SILENT_S if before else 0)
+    now = _read(heart) if before else []
+    if not now:
+        host = os.environ.get("MASTER_ADDR", "?")
+        return [f"rank 0 on {host} is silent, or its torchrun: the store does not answer"]
+    lines, last = [], max(beat.place for beat in now)
+    ranks_at: dict[str, list[str]] = defaultdict(list)
+    for rank, (old, new) in enumerate(zip(before, now, strict=True)):
+        ranks_at[str(new)].append(str(rank))
+        if old.time == new.time:
+            lines.append(
+                f"rank {rank} on {new.host} is silent for {time.time() - new.time:.0f} s: its "
+                "process is stopped or has ended, or its machine cannot be reached; last seen in "
+                f"{new}"
+            )
+        elif new.place < last:
+            lines.append(f"rank {rank} on {new.host} is behind: in {new}")
+    if not lines and same_place:
+        for where, ranks in ranks_at.items():
+            shown = ", ".join(ranks[:MAX_SHOWN]) + ", ..." * (len(ranks) > MAX_SHOWN)
+            lines.append(f"no rank is silent or behind: {shown} in {where}")
+    more = len(lines) - MAX_SHOWN
+    return lines[:MAX_SHOWN] + [f"and {more} more"] * (more > 0)
+
+
+def explain(error: Exception) -> str | None:
+    """On the first rank that fails, name those that it waited for in notes of `error`, where that
+    is a connection that was lost or a collective that timed out. Returns one line on the others,
+    once that rank knows: torchrun ends all as soon as one has left."""
+    heart, text = HEARTBEAT, str(error)
+    if heart.stopped.is_set():
+        return None
+    heart.patience_s = float("inf")
+    lost = isinstance(error, dist.DistError) or any(words in text for words in LOST)
+    if _is_first(heart, "lingua/failures"):
+        for line in late_ranks(heart) if lost else []:
+            error.add_note(line)
+        _within(STORE_S, lambda: heart.store.set(FIRST, str(heart.rank)))
+        return None
+    end = time.monotonic() + SILENT_S + 2 * STORE_S
+    while (known := _within(STORE_S, lambda: heart.store.check([FIRST]))) is False:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    cause = f"rank {heart.store.get(FIRST).decode()} failed" if known else "the store was lost"
+    first_line = text.partition("\n")[0]
+    what = "lost its connection" if lost else f"{type(error).__name__}: {first_line}"
+    return f"rank {heart.rank} on {socket.gethostname()}: {what} after {cause}"
+
+
+def host_of(rank: int) -> str:
+    """The host of a rank, where the store answers."""
+    beats = [] if HEARTBEAT.stopped.is_set() else _read(HEARTBEAT)
+    return beats[rank].host if beats else "?"
+
+
+def _is_first(heart: Heartbeat, key: str) -> bool:
+    """Whether no other rank has called this. Where the store does not answer, which is in the
+    process of rank 0 or its torchrun, that is rank 1."""
+    number = _within(STORE_S, lambda: heart.store.add(key, 1))
+    return heart.rank == 1 if number is None else number == 1
+
+
+def _read(heart: Heartbeat) -> list[Beat]:
+    """What all ranks have written last, in one request; empty where the store does not answer."""
+    texts = _within(STORE_S, lambda: heart.store.multi_get(heart.keys))
+    return [Beat(*json.loads(text)) for text in texts or []]
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """What the store answers; None where it does not in time, for which torch would wait without
+    an end, or where the connection is lost."""
+    answers: list[T] = []
+
+    def attempt() -> None:
+        with suppress(dist.DistError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
