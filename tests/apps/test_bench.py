@@ -68,7 +68,17 @@ def check_pairs(results: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
-CHECKS = {"promise": check_promise, "pairs": check_pairs}
+def check_ranks(results: dict) -> None:
+    """What a start opens and a later save sends does not grow with the ranks, or as little."""
+    for n, numbers in results["ranks"].items():
+        nodes, stores = int(n) / 8, int(n)  # each rank is connected to the store of rank 0
+        assert numbers["files"] <= 24 and numbers["files_0"] - stores <= 18 + 2 * (8 + nodes)
+        assert numbers["start_messages"] < 20 * int(n)
+        assert numbers["later_kib"] < numbers["first_kib"] / 4
+        assert numbers["ahead_ms"] < 0.9 * numbers["at_once_ms"]
+
+
+CHECKS = {"promise": check_promise, "pairs": check_pairs, "ranks": check_ranks}
 VOCABULARY = "model.vocab_size=258"
 SMALLEST: dict[str, list[str]] = {
     "loop": [*RUN, "--repeats=2"],
@@ -78,6 +88,7 @@ SMALLEST: dict[str, list[str]] = {
     "debug": RUN,
     "startup": [*RUN, "--repeats=1"],
     "attention": [*RUN, "--repeats=1"],
+    "ranks": RUN,
     "sync": [*RUN, "data.batch_size=1", "data.global_batch_size=16"],
     "checkpoint": [*RUN, "--repeats=1"],
     "exchange": [*RUN, "--repeats=1", VOCABULARY],
@@ -88,7 +99,7 @@ SMALLEST: dict[str, list[str]] = {
 }
 # What a measurement and its reference must agree on, by the end of its key.
 EQUAL = {"difference": 0.0, "equal_tokens": 1.0}
-MINUTES = ("attention", "sync", "exchange", "exact", "promise", "pairs")
+MINUTES = ("attention", "ranks", "sync", "exchange", "exact", "promise", "pairs")
 
 
 @pytest.mark.parametrize(
