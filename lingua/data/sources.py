@@ -25,8 +25,15 @@ from lingua.base.files import file_size, load_json, write_atomically
 from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs, SourceFiles
-from lingua.data.files import STDLIB, FilePart, find_files, hash_part, is_description
-from lingua.data.rows import CONTENT, HeldOut, OpenData
+from lingua.data.files import (
+    STDLIB,
+    TOKEN_SUFFIXES,
+    FilePart,
+    find_files,
+    hash_part,
+    is_description,
+)
+from lingua.data.rows import CONTENT, HeldOut, OpenData, document_marks
 from lingua.data.shards import FORMAT_VERSION, N_KINDS, SHARDS_MANIFEST, SPLITS, Manifest, Source
 from lingua.tokenizer import Tokenizer
 
@@ -83,7 +90,12 @@ class TextData:
         fingerprints = {f"{CONTENT}{name}": source.fingerprint for name, source in sources.items()}
         stream = args.data.row_stream(sources, args.seed)
         if is_text:
-            return OpenData(stream, fingerprints, held_out)
+            marks, documents = document_marks(args.data, tokenizer), None
+            if marks is not None and any(source.marks_documents for source in sources.values()):
+                from lingua.data.token_files import documents_of
+
+                documents = documents_of(stream, marks)
+            return OpenData(stream, fingerprints, held_out, documents)
         rows = ChatRows(stream, args.data.seq_len, args.data.n_views, tokenizer.vocab_size)
         return OpenData(rows, fingerprints, held_out, rows.documents)
 
@@ -112,7 +124,14 @@ def prepare_source(
     building: keywords of lingua.tools.prepare.build.build_source.
     """
     spec = shard_spec(name, args, tokenizer)
+    record = record_path(spec.folder)
     try:
+        files = source_files(name, args)
+        if (form := token_form(name, args, files)) is not None:
+            from lingua.data import token_files
+
+            return token_files.prepare(name, args, tokenizer, files, form, record, report)
+        record.unlink(missing_ok=True)
         while True:
             files = source_files(name, args)
             manifest, why = current_manifest(spec, files, report)
@@ -133,7 +152,12 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str
     used: dict[str, str] = {}  # the source of each file that is trained on
 
     def check_files(name: str) -> None:
-        paths = [os.path.realpath(file.full) for file in source_files(name, args)]
+        files = source_files(name, args)
+        if (form := token_form(name, args, files)) is not None:
+            from lingua.data.token_files import open_files
+
+            open_files(name, args, tokenizer, files, form)
+        paths = [os.path.realpath(file.full) for file in files]
         if name not in validation:
             used.update(dict.fromkeys(paths, name))
         elif shared := next((path for path in paths if path in used), None):
@@ -167,7 +191,31 @@ def open_sources(
     """The sources that another process has prepared, without a look at their text: those to train
     on, or `names`."""
     names = args.used_sources() if names is None else names
-    return {name: Source.open(shard_folder(name, args, tokenizer)) for name in names}
+    return {name: _open_source(name, args, tokenizer) for name in names}
+
+
+def _open_source(name: str, args: DataArgs, tokenizer: Tokenizer) -> Source:
+    folder = shard_folder(name, args, tokenizer)
+    if not (record := record_path(folder)).exists():
+        return Source.open(folder)
+    from lingua.data.token_files import open_recorded
+
+    return open_recorded(name, args, tokenizer, record)
+
+
+def record_path(folder: Path) -> Path:
+    """The record of a source of token files (lingua.data.token_files), which has no shards."""
+    return folder.with_name(f"{folder.name}.files.json")
+
+
+def token_form(name: str, args: DataArgs, files: list[FilePart]) -> str | None:
+    """The form of a source of token files; None of one of text. Raises UserError."""
+    given = args.source_files.get(name, SourceFiles()).format
+    if given is None and not any(file.path.endswith(TOKEN_SUFFIXES) for file in files):
+        return None
+    from lingua.data.token_formats import find_form
+
+    return find_form(name, args, files)
 
 
 def source_files(name: str, args: DataArgs) -> list[FilePart]:
@@ -186,8 +234,11 @@ def _cannot_prepare(key: str, error: OSError, place: str | Path) -> UserError:
 
 def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
     """The folder of the shards of source `name`."""
-    key = [FORMAT_VERSION, tokenizer.fingerprint(), args.add_bos, args.add_eos]
-    key.append(asdict(args.source_files.get(name, SourceFiles())))
+    key: list[Any] = [FORMAT_VERSION, tokenizer.fingerprint(), args.add_bos, args.add_eos]
+    files = asdict(args.source_files.get(name, SourceFiles()))
+    if files["format"] is None:  # as in shards of earlier versions
+        del files["format"]
+    key.append(files)
     if args.chat is not None:
         from lingua.data.chat import find_template, special_names
 
@@ -342,4 +393,9 @@ def held_out_windows(
     targets = np.full_like(tokens, IGNORE)
     tokens.flat[:n_targets] = stream[:-1]
     targets.flat[:n_targets] = stream[1:]
-    return HeldOut(tokens, targets, *source.text_of(documents))
+    windows = HeldOut(tokens, targets, *source.text_of(documents))
+    if source.marks_documents:
+        index = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[:-1]
+        index = np.pad(index, (0, tokens.size - n_targets), mode="edge").reshape(tokens.shape)
+        windows.documents = index - index[:, :1]
+    return windows
