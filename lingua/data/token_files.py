@@ -12,7 +12,7 @@ documents, and of a sample of its tokens at fixed places.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -277,20 +277,20 @@ class TokenSource(Source):
         places = np.concatenate([[inside], begins])
         return self._units[i] + np.searchsorted(ends, places, "right"), begins - inside
 
-    def train_spans(self, start: int, n: int) -> Iterable[tuple[str, int, int, int, int | None]]:
-        """(file, item of the file, token of all files, tokens, number of the document if it is
-        stored) of consecutive train tokens, in order."""
-        (piece,), (skip,) = self._train.locate(np.array([start]))
+    def train_spans(self, start: int, n: int) -> Iterator[tuple[str, int, int, int | None]]:
+        """(file, token of the file, tokens, number of the document where it is stored) of each
+        document of n consecutive train tokens, in order."""
+        (piece,), (skip,) = map(np.ndarray.tolist, self._train.locate(np.array([start])))
         while n:
-            size = min(n, int(self._train.sizes[piece]) - int(skip))
-            at = int(self._train_begins[piece]) + int(skip)
-            item = int(self._train.firsts[piece]) + int(skip)
-            numbers, begins = [None], []
+            size = min(n, int(self._train.sizes[piece]) - skip)
+            first, i = int(self._train_begins[piece]) + skip, self._train.files[piece]
+            numbers: list[int | None] = [None]
+            begins: list[int] = []
             if self.stores_documents:
-                numbers, begins = map(np.ndarray.tolist, self.documents_at(at, size))
-            name = self._names[self._train.files[piece]]
+                numbers, begins = (a.tolist() for a in self.documents_at(first, size))
+            first -= int(self._begins[i])
             for number, (begin, end) in zip(numbers, pairwise([0, *begins, size]), strict=True):
-                yield name, item + begin, at + begin, end - begin, number
+                yield self._names[i], first + begin, end - begin, number
             n, piece, skip = n - size, piece + 1, 0
 
 

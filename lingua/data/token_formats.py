@@ -64,7 +64,7 @@ def _form_of(file: FilePart) -> str | None:
         if path.with_suffix(".idx").exists():
             return "megatron"
         return "llmc" if _llmc_head(path) in LLMC_TYPES else "uint16"
-    if path.suffix == ".arrow" and "input_ids" in arrow_schema(file).names:
+    if path.suffix == ".arrow" and "input_ids" in arrow_batches(file)[0].names:
         return "datasets"
     return None
 
@@ -182,11 +182,7 @@ def _with_ends(part: FilePart, path: Path, dtype: np.dtype, ends: np.ndarray) ->
     return file
 
 
-def arrow_schema(part: FilePart) -> Any:
-    return _arrow_batches(part)[0]
-
-
-def _arrow_batches(part: FilePart) -> tuple[Any, Iterable[Any], int]:
+def arrow_batches(part: FilePart) -> tuple[Any, Iterable[Any], int]:
     """(schema, record batches, address) of an .arrow file, mapped into memory there."""
     pa = import_optional("pyarrow", f"{part.full}:")
     memory = pa.memory_map(part.full).read_buffer()
@@ -204,7 +200,7 @@ def _arrow_batches(part: FilePart) -> tuple[Any, Iterable[Any], int]:
 
 def _arrow(part: FilePart) -> TokenFile:
     pa = import_optional("pyarrow", f"{part.full}:")
-    schema, batches, address = _arrow_batches(part)
+    schema, batches, address = arrow_batches(part)
     kind: Any = schema.field("input_ids").type if "input_ids" in schema.names else pa.null()
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not is_list or not pa.types.is_integer(kind.value_type):

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     for name in args.data.read_sources(args.validation.sources):
         try:
             held = verify_source(name, args.data, tokenizer)
-            print(f"{args.data.source_key(name)}: {held}; as in its manifest", flush=True)
+            print(f"{args.data.source_key(name)}: {held}", flush=True)
         except UserError as error:
             wrong.append(str(error))
     if wrong:
@@ -50,18 +50,24 @@ def verify_source(name: str, args: DataArgs, tokenizer: "Tokenizer") -> str:
     """Returns a summary of the shards of a source. Raises UserError where they are missing,
     damaged, or those of another text."""
     from lingua.data.shards import SPLITS, Manifest, Source
-    from lingua.data.sources import shard_spec, source_files, why_stale
+    from lingua.data.sources import record_path, shard_spec, source_files, token_form, why_stale
     from lingua.data.verify import damaged_shards
 
     spec = shard_spec(name, args, tokenizer)
     where = f"{spec.key}: {spec.folder}"
     try:
+        files = source_files(name, args)
+        if (form := token_form(name, args, files)) is not None:
+            from lingua.data import token_files
+
+            record = record_path(spec.folder)
+            return token_files.verify(name, args, tokenizer, files, form, record)
         manifest = Manifest.load(spec.folder)
         if manifest is None:
             raise UserError(
                 f"{where}: has no token shards; `python -m lingua data prepare` makes them"
             )
-        if why := why_stale(manifest, source_files(name, args), spec):
+        if why := why_stale(manifest, files, spec):
             raise UserError(f"{where}: {why}")
         source, shards = Source(spec.folder, manifest), manifest.shards
         if damaged := damaged_shards(source, range(len(shards))):
@@ -71,4 +77,5 @@ def verify_source(name: str, args: DataArgs, tokenizer: "Tokenizer") -> str:
         raise UserError(f"{where}: cannot be read: {error}") from None
     size = sum(sum(shard.files(manifest.dtype).values()) for shard in shards)
     tokens = sum(manifest.total(split, "tokens") for split in SPLITS)
-    return f"{counted(len(shards), 'shard')}, {counted(tokens, 'token')}, {human_bytes(size)}"
+    held = f"{counted(len(shards), 'shard')}, {counted(tokens, 'token')}, {human_bytes(size)}"
+    return f"{held}; as in its manifest"
