@@ -13,10 +13,8 @@ import multiprocessing
 import random
 import shutil
 import sysconfig
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -203,39 +201,25 @@ def _remove_shards(work: Path) -> None:
     shutil.rmtree(work / ".tokens", ignore_errors=True)
 
 
-def prepare(work: Path, source: str, tokenizer: TokenizerArgs, unit_bytes: int) -> int:
+def prepare(
+    work: Path, source: str, tokenizer: TokenizerArgs, unit_bytes: int, processes: int = 1
+) -> int:
     """Build the shards of a source; its tokens, without the two that frame a document."""
     args = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=tokenizer)
     built, report = _built(tokenizer.name, tokenizer.path), lambda line: None
-    prepared = prepare_source(source, args, built, report, processes=1, unit_bytes=unit_bytes)
+    building = {"processes": processes, "unit_bytes": unit_bytes}
+    prepared = prepare_source(source, args, built, report, **building)
     total = prepared.manifest.total
     return sum(total(s, "tokens") - 2 * total(s, "documents") for s in ("train", "heldout"))
 
 
 def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> Rounds:
-    """Two processes that were started by hand, over one, both from when they are ready."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context) as one, ProcessPoolExecutor(1, context) as other:
-
-        def run_on(*pools: ProcessPoolExecutor) -> list[tuple[int, float]]:
-            jobs = [pool.submit(_prepare_timed, work, tokenizer) for pool in pools]
-            return [job.result() for job in jobs]
-
-        sides = {"ours": lambda: run_on(one, other), "reference": lambda: run_on(one)}
-        for i in range(repeats + 1):
-            turns = take_round(sides, i, before=functools.partial(_remove_shards, work))
-            for side, turn in turns.items():  # the work that they shared, their mean CPU seconds
-                tokens, cpu_seconds = zip(*turn.result, strict=True)
-                cpu_s = sum(cpu_seconds) / len(cpu_seconds)
-                turns[side] = replace(turn, cpu_seconds=cpu_s, result=tokens[0])
-            if i:  # in the first round they start
-                yield turns
-
-
-def _prepare_timed(work: Path, tokenizer: TokenizerArgs) -> tuple[int, float]:
-    cpu, size = time.process_time(), (work / "tiktoken.jsonl").stat().st_size
-    tokens = prepare(work, "tiktoken", tokenizer, unit_bytes=-(-size // SHARED_PARTS))
-    return tokens, time.process_time() - cpu
+    """A preparation with two processes, from before they start, over one with one."""
+    unit_bytes = -(-(work / "tiktoken.jsonl").stat().st_size // SHARED_PARTS)
+    build = functools.partial(prepare, work, "tiktoken", tokenizer, unit_bytes)
+    sides: dict[str, Callable[[], int]] = {"ours": lambda: build(processes=2), "reference": build}
+    for i in range(repeats):
+        yield take_round(sides, i, before=functools.partial(_remove_shards, work))
 
 
 def gathering(work: Path, repeats: int) -> Rounds:

@@ -1,6 +1,7 @@
 """Turns: the sides of a measurement run one after the other, so that other work of the machine
 affects all of them equally."""
 
+import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,15 +19,18 @@ class Turn:
     """One call of one side."""
 
     seconds: float
-    cpu_seconds: float  # summed over the threads of this process
+    cpu_seconds: float  # summed over the threads of this process, and its children that have ended
     result: Any  # what the side returned
 
 
 def clock(device: torch.device | None = None) -> np.ndarray:
-    """Wall time and processor time of all threads in seconds, float64 [2]. Waits for the device."""
+    """Wall time and processor time, of all threads and of children that have ended, in seconds:
+    float64 [2]. Waits for the device."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
-    return np.array([time.perf_counter(), time.process_time()])
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = time.process_time() + children.ru_utime + children.ru_stime
+    return np.array([time.perf_counter(), cpu_s])
 
 
 def take_round(

@@ -14,9 +14,8 @@ import pytest
 
 from apps.main import app as main
 from lingua.base.lock import claimed
-from lingua.data.sources import shard_folder, source_files
+from lingua.data.sources import shard_folder
 from lingua.tokenizer import build_tokenizer
-from lingua.tools.prepare.units import UNIT_BYTES, plan_units
 from tests.apps.runs import (
     SMALL,
     Interrupt,
@@ -252,17 +251,16 @@ def test_a_signal_at_any_moment_stops_and_saves_all(runs, through, moment):
 
 
 def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
-    """The part that is waited for is never finished. Torchrun may end the rank that leaves last."""
+    """Who is waited for never finishes. Torchrun may end the rank that leaves last."""
     shutil.copy(runs.text / "one.jsonl", tmp_path)
     args = arguments({"data.root_dir": tmp_path, "data.sources": "{one: 1}"})
     folder = shard_folder("one", args.data, build_tokenizer(args.data.tokenizer))
-    [unit] = plan_units(source_files("one", args.data), UNIT_BYTES)
-    folder.mkdir(parents=True)
-    with claimed(folder / f"{unit.id}.lock"):
+    folder.parent.mkdir(parents=True)
+    with claimed(folder.with_name(f"{folder.name}.lock")):
         run = tmp_path / "run"
         where = {"data.root_dir": tmp_path, "data.sources": "{one: 1}", "dump_dir": run}
         job, log = start(2, python(), **where), run / "train.log"
-        wait_for(lambda: log.exists() and "waiting for 1 part " in log.read_text(), job)
+        wait_for(lambda: log.exists() and ": waiting" in log.read_text(), job)
         os.kill(process_of_rank(run, 0), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
     codes = re.findall(r"exitcode  : (-?\d+) \(pid: ", said)

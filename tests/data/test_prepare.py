@@ -17,7 +17,6 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
 from lingua.base.errors import UserError
-from lingua.base.lock import claimed
 from lingua.data.shards import Source
 from lingua.data.sources import prepare_source, prepare_sources
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
@@ -68,17 +67,6 @@ def test_any_number_of_processes_gives_the_same_bytes_of_every_form(corpus, tmp_
     two = Prepared(args, processes=2, unit_bytes=9_000).source
     assert len(one.manifest.shards) > 10
     assert contents(one.folder) == contents(two.folder)
-
-
-def test_clearing_up_leaves_the_files_of_others_who_build(corpus):
-    folder = Prepared(make_args(corpus)).source.folder
-    left = [folder / f"{unit * 16}.tmp-elsewhere-1.train.tokens" for unit in "01"]
-    for path in left:
-        path.touch()
-    write_jsonl(corpus / "a" / "new.jsonl", ["another document"])
-    with claimed(folder / f"{'1' * 16}.lock"):
-        assert Prepared(make_args(corpus)).built
-    assert [path.exists() for path in left] == [False, True]
 
 
 def test_a_preparation_that_an_earlier_version_began_continues(corpus):

@@ -2,11 +2,9 @@
 
     python -m lingua data prepare config=apps/main/configs/debug.yaml
     python -m lingua data prepare config=my.yaml processes=16
-    srun --nodes 4 --ntasks-per-node 1 python -m lingua data prepare config=my.yaml
 
-It takes the config of a training run and does what training does first. Any number of processes, on
-any number of machines that share the folders, may run it at the same time, also beside training:
-they share the work. Each may be killed; what it had finished remains.
+It takes the config of a training run and does what training does first, on one machine. It may be
+killed and run again: what it had finished remains. A second one waits for the first.
 """
 
 from collections.abc import Iterator

@@ -1,46 +1,33 @@
 """The unit of preparation: neighbouring files, or a part of a large one, that becomes one shard.
 
-Units are independent: any number of processes on any number of machines may build them in any
-order. The builder of a unit holds its lock; a finished unit leaves a record beside its shard, its
-share of the manifest, so that an interrupted preparation continues after it. A shard's name carries
-a hash of its text, so that a changed one never takes the place of one in use.
+A finished unit leaves a record beside its shard, its share of the manifest, so that an interrupted
+preparation continues after it. A shard's name carries a hash of its text, so that a changed one
+never takes the place of one in use.
 """
 
 import hashlib
 import json
-import multiprocessing
 import os
-import random
-import signal
 import struct
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
-from tqdm import tqdm
 
 from lingua.base.errors import UserError
 from lingua.base.files import load_json, open_synced, temporary_suffix, write_atomically
-from lingua.base.format import counted
-from lingua.base.lock import POLL_S, claimed, holder, is_free
 from lingua.data.args import DataArgs
 from lingua.data.files import FilePart, hash_part
 from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
 from lingua.data.sources import IO_THREADS, ShardSpec, why_stale
-from lingua.parallel.signals import STOPPING
-from lingua.tokenizer import Tokenizer, build_tokenizer
+from lingua.tokenizer import Tokenizer
 from lingua.tools.prepare.conversations import open_conversations, packed
 from lingua.tools.prepare.pieces import PIECE, Pieces
 from lingua.tools.prepare.records import (
@@ -71,9 +58,10 @@ class Unit:
         places = json.dumps([(part.path, part.begin, part.end) for part in self.parts])
         return hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
 
-    def lock_path(self, folder: Path) -> Path:
-        """The lock that the process which builds the unit holds, in the folder of the shards."""
-        return folder / f"{self.id}.lock"
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(part.end - part.begin for part in self.parts)
 
     def record_path(self, folder: Path) -> Path:
         return folder / f"{self.id}.json"
@@ -112,130 +100,7 @@ def finished(unit: Unit, spec: ShardSpec) -> Manifest | None:
 # ---- building
 
 
-def build_units(
-    units: list[Unit],
-    spec: ShardSpec,
-    tokenizer: Tokenizer,
-    processes: int,
-    why: str,
-    report: Callable[[str], None],
-) -> None:
-    """Build the unfinished units together with all other processes that do. All are finished at the
-    end.
-
-    The shards do not depend on `processes`; 1 is this process. The first error of a worker is
-    raised here; finished units remain. `why`, the reason to build, is reported.
-    """
-    todo, is_waiting = _unfinished(units, spec), False
-    total = _size(todo)
-    report(
-        f"{spec.key}: tokenizing {total / 1e6:,.1f} MB into {spec.folder} "
-        f"({why}; parts to build: {len(todo):,} of {len(units):,})"
-    )
-    with tqdm(
-        total=total,
-        desc=f"tokenizing {spec.manifest.source}",
-        unit="B",
-        unit_scale=True,
-        mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
-    ) as bar:
-        while todo:
-            free = [unit for unit in todo if is_free(unit.lock_path(spec.folder))]
-            if min(processes, len(free)) > 1:
-                _build_in_workers(free, spec, min(processes, len(free)), bar.update)
-            elif free:
-                _build_each(free, spec, tokenizer, bar.update)
-            else:
-                if not is_waiting and (owner := holder(todo[0].lock_path(spec.folder))):
-                    parts = counted(len(todo), "part")
-                    report(f"waiting for {parts} of other processes, such as {owner}")
-                    is_waiting = True
-                time.sleep(POLL_S)
-            todo = _unfinished(todo, spec)
-            bar.update(total - _size(todo) - bar.n)  # counts units of other processes
-
-
-def _unfinished(units: list[Unit], spec: ShardSpec) -> list[Unit]:
-    with ThreadPoolExecutor(IO_THREADS) as threads:
-        shares = list(threads.map(partial(finished, spec=spec), units))
-    return [unit for unit, share in zip(units, shares, strict=True) if share is None]
-
-
-def _size(units: list[Unit]) -> int:
-    return sum(part.end - part.begin for unit in units for part in unit.parts)
-
-
-def _build_in_workers(units: list[Unit], spec: ShardSpec, processes: int, on_read: OnRead) -> None:
-    context = multiprocessing.get_context("spawn")  # this process may have threads and use CUDA
-    pipe: Any  # multiprocessing's type of what can be waited for is wider
-    workers = {}
-
-    def start() -> None:
-        resource_tracker.ensure_running()  # its own start unblocks signals
-        # Workers inherit it: a signal would end them with a traceback while they import.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-        for _ in range(processes):
-            pipe, end = context.Pipe(duplex=False)
-            workers[pipe] = context.Process(target=_work, args=(units, spec, end), daemon=True)
-            workers[pipe].start()
-            end.close()
-
-    try:
-        with ThreadPoolExecutor(1) as thread:  # a signal interrupts this thread, and no start
-            thread.submit(start).result()
-        running = set(workers)
-        while running:
-            for pipe in wait(running):
-                try:
-                    message = pipe.recv()
-                except EOFError:
-                    message = UserError(
-                        f"{spec.key}: a process that tokenized it was "
-                        "killed or failed (out of memory?); start again to continue after the "
-                        "finished parts"
-                    )
-                if isinstance(message, Exception):
-                    raise message
-                if message is None:
-                    running.remove(pipe)
-                else:
-                    on_read(message)
-    finally:
-        for pipe in workers:
-            pipe.close()
-        for process in workers.values():
-            process.join()
-
-
-def _work(units: list[Unit], spec: ShardSpec, pipe: Connection) -> None:
-    """A worker process. It ends at its next message when its parent closes the pipe or dies."""
-    # Signals to all, such as Slurm's SIGTERM, are for the parent, which stops its workers.
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
-    # There is one process per core already: threads of the tokenizers library would slow it down.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with suppress(BrokenPipeError):
-        try:
-            _build_each(units, spec, build_tokenizer(spec.args.tokenizer), pipe.send)
-            pipe.send(None)
-        except (UserError, OSError) as error:
-            pipe.send(error)
-
-
-def _build_each(units: list[Unit], spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRead) -> None:
-    start = random.randrange(len(units))  # so that processes seldom try the same unit
-    for unit in units[start:] + units[:start]:
-        if finished(unit, spec):
-            continue
-        with claimed(unit.lock_path(spec.folder)) as lock:
-            if lock is not None and not finished(unit, spec):
-                _build_unit(unit, spec, tokenizer, on_read)
-
-
-# ---- one unit
-
-
-def _build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRead) -> None:
+def build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRead) -> None:
     """Raises UserError at a bad record unless they are skipped, and for a file that changes
     meanwhile."""
     temporary = f"{unit.id}{temporary_suffix()}"

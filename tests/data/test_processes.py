@@ -1,7 +1,6 @@
-"""Preparation by many processes: shared, stopped, killed, taken over; and its command."""
+"""Preparation by processes: waited for, stopped, killed, taken over; and its command."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,21 +10,21 @@ from pathlib import Path
 import pytest
 
 import lingua.base.lock
-from lingua.data.args import DataArgs
 from lingua.data.sources import shard_folder, source_files
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.commands import data_prepare
-from lingua.tools.prepare.units import plan_units
+from lingua.tools.prepare.units import UNIT_BYTES, plan_units
 from tests.data.prepared import (
     TEXTS,
     Prepared,
     check,
     contents,
+    error_of,
     is_held_out,
     make_args,
     write_jsonl,
 )
-from tests.locks import ELSEWHERE, hold_lock
+from tests.locks import ELSEWHERE
 from tests.mistakes import refused
 from tests.programs import python, wait_for
 
@@ -70,8 +69,9 @@ def start(script: Path, root: Path, processes: int, hold: bool = False) -> subpr
 
 
 def children_of(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
-    return [int(child) for child in listed.split()]
+    """Of all its threads: one of them starts the workers."""
+    listed = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in listed for child in path.read_text(encoding="utf-8").split()]
 
 
 def workers_of(pid: int) -> list[int]:
@@ -103,52 +103,66 @@ def test_kill_9_loses_only_the_parts_under_way(big_corpus, tmp_path_factory):
     assert contents(again.source.folder) == contents(fresh.source.folder)
 
 
-def test_two_that_start_at_once_share_the_work(big_corpus, tmp_path_factory):
+def test_two_that_start_at_once_build_each_part_once(big_corpus, tmp_path_factory):
+    """The second waits and says for whom. Both end with the shards, which only one has built."""
     work = tmp_path_factory.mktemp("work")
-    both = [start(work / f"build{i}.py", big_corpus, 1, hold=True) for i in range(2)]
+    both = [start(work / f"build{i}.py", big_corpus, 2, hold=True) for i in range(2)]
     assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
     for process in both:
         process.stdin.write("\n")
         process.stdin.flush()
-    builders = set()  # (part, process), by the names of what is being written
-    while any(process.poll() is None for process in both):
-        names = "\n".join(path.name for path in big_corpus.glob(".tokens/a-*/*.tmp-*"))
-        builders |= set(re.findall(r"^(\w{16})\.tmp-.*-(\d+)\.", names, re.MULTILINE))
-        time.sleep(0.001)
-    assert [process.returncode for process in both] == [0, 0], [p.stderr.read() for p in both]
-    assert {int(process) for _, process in builders} == {process.pid for process in both}
-    assert len({part for part, _ in builders}) == len(builders), "a part was built twice"
+    said = {process.pid: process.communicate(timeout=120) for process in both}
+    assert [process.returncode for process in both] == [0, 0], said
+    (builder,) = [pid for pid, (out, _) in said.items() if "tokenizing" in out]
+    (waited,) = [out for pid, (out, _) in said.items() if pid != builder]
+    assert f".lock is held by process {builder} on " in waited and ": waiting\n" in waited
     assert not Prepared(make_args(big_corpus), unit_bytes=2_000_000).built
 
 
-def lock_of_a_part(args: DataArgs) -> Path:
-    folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
-    folder.mkdir(parents=True)
-    return folder / f"{plan_units(source_files('a', args), 27_000)[1].id}.lock"
-
-
-def test_a_part_that_another_process_builds_is_waited_for_and_the_rest_built(corpus):
-    args = make_args(corpus)
-    begin = time.monotonic()
-    with hold_lock(lock_of_a_part(args), 1.5) as process:
-        waited = Prepared(args, processes=1, unit_bytes=27_000)
-        assert time.monotonic() - begin > 1.5
-    (line,) = [line for line in waited.lines if "waiting" in line]
-    assert f"waiting for 1 part of other processes, such as process {process.pid} on " in line
-    check(waited, TEXTS)
-
-
 @pytest.mark.parametrize("content", [ELSEWHERE, ""], ids=["elsewhere", "unreadable"])
-def test_a_part_whose_builder_died_elsewhere_is_taken_over(corpus, monkeypatch, content):
+def test_a_builder_that_died_elsewhere_is_followed(corpus, monkeypatch, content):
     monkeypatch.setattr(lingua.base.lock, "LIFETIME_S", 1)
     args = make_args(corpus)
-    lock = lock_of_a_part(args)
+    folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
+    folder.mkdir(parents=True)
+    lock = folder.with_name(f"{folder.name}.lock")
     lock.write_text(content)
     begin = time.monotonic()
     taken = Prepared(args, processes=1, unit_bytes=27_000)
     assert time.monotonic() - begin > 1
     check(taken, TEXTS)
-    assert not list(lock.parent.glob("*.lock*"))
+    assert not lock.exists()
+
+
+def test_parts_that_an_earlier_version_left_unfinished_are_named_and_built_again(corpus):
+    """Its locks, and files with the temporary names of its processes."""
+    args = make_args(corpus)
+    folder = shard_folder("a", args, build_tokenizer(args.tokenizer))
+    (unit,) = plan_units(source_files("a", args), UNIT_BYTES)
+    folder.mkdir(parents=True)
+    for name in (f"{unit.id}.lock", f"{unit.id}.tmp-elsewhere-1.train.tokens"):
+        (folder / name).write_bytes(b"\1\0")
+    prepared = Prepared(args)
+    assert f"an earlier preparation did not finish are removed: {unit.id}" in prepared.lines[0]
+    check(prepared, TEXTS)
+    assert (
+        sorted(p.suffix for p in folder.iterdir())
+        == [".documents"] * 2 + [".json"] * 2 + [".tokens"] * 2
+    )
+
+
+def test_other_machines_do_not_wait_for_hours(corpus, monkeypatch):
+    """A sparse file stands for much text. On one machine, or prepared before, it is no matter."""
+    sparse = corpus / "a" / "much.txt"
+    sparse.touch()
+    os.truncate(sparse, 11 * 10**9)
+    for key, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(key, str(value))
+    message = error_of(make_args(corpus))
+    assert "data.sources.a: no shards yet, and 11 GB of text are too much" in message
+    assert "`python -m lingua data prepare` with this configuration on one machine" in message
+    sparse.unlink()
+    check(Prepared(make_args(corpus), processes=1), TEXTS)
 
 
 def test_a_worker_that_is_killed_is_an_error_not_a_hang(big_corpus, tmp_path_factory):
