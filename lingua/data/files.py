@@ -23,7 +23,7 @@ from lingua.base.errors import UserError, nearest
 STDLIB = "stdlib"
 # Names may leave them out.
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt", ".bin", ".ds")
-TOKEN_SUFFIXES = (".bin", ".ds", ".arrow")  # may be files of tokens
+TOKEN_FILES = (".bin", ".ds", ".arrow")  # may be files of tokens
 READ_BYTES = 2**22  # bytes of one read
 _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _NOT_READ = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".idx", ".npy", ".npz"}
@@ -57,31 +57,17 @@ def find_files(
         files = _files_at(place, Path() if place.is_dir() else Path(place.name))
         if not files:
             raise UserError(f"{key}: {place} has no files")
-    files = without_companions(files)
+    if any(file.path.endswith(TOKEN_FILES) for file in files):
+        from lingua.data.token_formats import without_companions
+
+        files = without_companions(files)
     for file in files:
         if Path(file.path).suffix.lower() in _NOT_READ:
             raise UserError(
                 f"{key}: {file.full} cannot be read; must be .jsonl, .json, .csv, .tsv, .parquet, "
-                ".arrow or text, all but .parquet and .arrow also as .gz or .zst, or tokens (.bin, "
-                ".ds, .arrow; an .idx beside its .bin)"
+                ".arrow, tokens or text, all but .parquet, .arrow and tokens also as .gz or .zst"
             )
     return sorted(files, key=lambda file: os.fsencode(file.path))
-
-
-def without_companions(files: list[FilePart]) -> list[FilePart]:
-    """Without the files that describe token files beside them, and are read with those."""
-    names = {file.full for file in files}
-    is_arrow = any(name.endswith(".arrow") for name in names)
-
-    def is_companion(path: str) -> bool:
-        stem, _, suffix = path.rpartition(".")
-        return (
-            (suffix in ("index", "metadata") and stem in names and stem.endswith(".ds"))
-            or (suffix == "idx" and f"{stem}.bin" in names)
-            or (is_arrow and Path(path).name in ("state.json", "dataset_dict.json"))
-        )
-
-    return [file for file in files if not is_companion(file.full)]
 
 
 def is_description(path: Path | str) -> bool:

@@ -145,52 +145,23 @@ def _typed(kind: Any, value: Any) -> Any:
     return {k: _typed(get_args(kind)[1], v) for k, v in value.items()} if origin is dict else value
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Pieces of files as one virtual array of tokens. Arrays are int64 [pieces]."""
-
-    files: np.ndarray  # numbers of the files
-    firsts: np.ndarray  # tokens of the file before the piece
-    sizes: np.ndarray  # tokens, at least 1
-    ends: np.ndarray  # tokens of the array up to the end of the piece
-
-    @classmethod
-    def of_files(cls, files: np.ndarray, firsts: np.ndarray, sizes: np.ndarray) -> "Pieces":
-        """Without those of no tokens."""
-        kept = np.flatnonzero(sizes)
-        return cls(files[kept], firsts[kept], sizes[kept], sizes[kept].cumsum())
-
-    @property
-    def n_tokens(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of the piece, tokens of it before), int64 [n] each, of `tokens` [n] of the
-        array."""
-        numbers = np.searchsorted(self.ends, tokens, side="right")
-        return numbers, tokens - (self.ends[numbers] - self.sizes[numbers])
-
-
 class Source:
     """A prepared source. Its train tokens are one virtual array: the shards in order."""
 
-    # whether it knows the documents of rows and windows, which then no token has to show
-    marks_documents = False
+    in_place = False  # whether it is a lingua.data.token_files.TokenSource
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self.name, self.fingerprint = manifest.source, manifest.fingerprint
         self.dtype = self._stored = np.dtype(manifest.dtype)
+        self.n_tokens = manifest.total("train", "tokens")
         sizes = np.array([shard.train.tokens for shard in manifest.shards], np.int64)
-        names = [f"{shard.name}.train.tokens" for shard in manifest.shards]
-        self._train = Pieces.of_files(np.arange(len(names)), np.zeros_like(sizes), sizes)
-        self._names = names
+        nonempty = np.flatnonzero(sizes)
+        self._files = [f"{manifest.shards[i].name}.train.tokens" for i in nonempty]
+        self._sizes = sizes[nonempty]
+        self._firsts = np.zeros_like(self._sizes)  # tokens of each file before those of the source
+        self._ends = self._sizes.cumsum()
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(self._open_file)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens to train on."""
-        return self._train.n_tokens
 
     @classmethod
     def open(cls, folder: Path) -> "Source":
@@ -217,32 +188,24 @@ class Source:
         return n_rows
 
     def read(self, starts: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
-        """Copy the train tokens that begin at `starts` [n] into the rows out[where], whole rows
-        each."""
-        self._gather(self._train, starts, out, where)
-
-    def _gather(
-        self, pieces: "Pieces", starts: np.ndarray, out: np.ndarray, where: np.ndarray
-    ) -> None:
+        """Copy the tokens that begin at `starts` [n] into the rows out[where], whole rows each."""
         length, size = out.shape[1], self._stored.itemsize
-        numbers, inside = pieces.locate(starts)
-        places = list(zip(numbers.tolist(), inside.tolist(), strict=True))
+        shards = np.searchsorted(self._ends, starts, side="right")
+        inside = starts - (self._ends[shards] - self._sizes[shards])
+        places = list(zip(shards.tolist(), inside.tolist(), strict=True))
         # The disk is asked for all of them before the first one is waited for.
-        for piece, begin in places:
+        for shard, begin in places:
             with suppress(OSError):  # _read reports it
-                file = self._open(self._names[pieces.files[piece]]).fileno()
-                at = (int(pieces.firsts[piece]) + begin) * size
+                file = self._open(self._files[shard]).fileno()
+                at = (int(self._firsts[shard]) + begin) * size
                 os.posix_fadvise(file, at, length * size, os.POSIX_FADV_WILLNEED)
-        for i, (piece, begin) in zip(where.tolist(), places, strict=True):
+        for i, (shard, begin) in zip(where.tolist(), places, strict=True):
             row = out[i]
             while len(row):
-                n = min(len(row), int(pieces.sizes[piece]) - begin)
-                first = int(pieces.firsts[piece]) + begin
-                row[:n] = self._read_tokens(self._names[pieces.files[piece]], first, n)
-                row, piece, begin = row[n:], piece + 1, 0  # the rest is in the next piece
-
-    def _read_tokens(self, name: str, first: int, n: int) -> np.ndarray:
-        return self._read(name, self.dtype, first, n)
+                n = min(len(row), int(self._sizes[shard]) - begin)
+                first = int(self._firsts[shard]) + begin
+                row[:n] = self._read(self._files[shard], self._stored, first, n)
+                row, shard, begin = row[n:], shard + 1, 0  # the rest is in the next shard
 
     def _read(self, name: str, dtype: np.dtype, begin: int, n: int) -> np.ndarray:
         """[n], the items of a file from `begin` on. Raises UserError where it has changed."""
@@ -305,3 +268,9 @@ class Source:
         and a hash of their text."""
         hashes = np.ascontiguousarray(documents[:, 5], "<i8").tobytes()
         return int(documents[:, 4].sum()), hashlib.blake2b(hashes, digest_size=6).hexdigest()
+
+    def window_documents(
+        self, parts: list[np.ndarray], shape: tuple[int, ...]
+    ) -> np.ndarray | None:
+        """`documents` of the HeldOut of `parts`; of shards, a token shows where one begins."""
+        return None

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,14 @@ from lingua.base.files import file_size, load_json, write_atomically
 from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs, SourceFiles
-from lingua.data.files import (
-    STDLIB,
-    TOKEN_SUFFIXES,
-    FilePart,
-    find_files,
-    hash_part,
-    is_description,
-)
+from lingua.data.files import STDLIB, TOKEN_FILES, FilePart, find_files, hash_part, is_description
 from lingua.data.rows import CONTENT, HeldOut, OpenData, document_marks
 from lingua.data.shards import FORMAT_VERSION, N_KINDS, SHARDS_MANIFEST, SPLITS, Manifest, Source
 from lingua.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+TOKEN_RECORD = "files.json"  # of a source of token files, in place of a manifest
 IO_THREADS = 8  # threads that wait for the file system
 
 Report = Callable[[str], None]  # logs a line
@@ -91,7 +86,7 @@ class TextData:
         stream = args.data.row_stream(sources, args.seed)
         if is_text:
             marks, documents = document_marks(args.data, tokenizer), None
-            if marks is not None and any(source.marks_documents for source in sources.values()):
+            if marks is not None and any(source.in_place for source in sources.values()):
                 from lingua.data.token_files import documents_of
 
                 documents = documents_of(stream, marks)
@@ -124,16 +119,11 @@ def prepare_source(
     building: keywords of lingua.tools.prepare.build.build_source.
     """
     spec = shard_spec(name, args, tokenizer)
-    record = record_path(spec.folder)
     try:
-        files = source_files(name, args)
-        if (form := token_form(name, args, files)) is not None:
-            from lingua.data import token_files
-
-            return token_files.prepare(name, args, tokenizer, files, form, record, report)
-        record.unlink(missing_ok=True)
         while True:
             files = source_files(name, args)
+            if (tokens := token_files(name, args, files)) is not None:
+                return tokens.prepare(name, args, tokenizer, files, report)
             manifest, why = current_manifest(spec, files, report)
             if manifest is not None:
                 break
@@ -153,10 +143,8 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str
 
     def check_files(name: str) -> None:
         files = source_files(name, args)
-        if (form := token_form(name, args, files)) is not None:
-            from lingua.data.token_files import open_files
-
-            open_files(name, args, tokenizer, files, form)
+        if (tokens := token_files(name, args, files)) is not None:
+            tokens.open_files(name, args, tokenizer, files)
         paths = [os.path.realpath(file.full) for file in files]
         if name not in validation:
             used.update(dict.fromkeys(paths, name))
@@ -196,26 +184,19 @@ def open_sources(
 
 def _open_source(name: str, args: DataArgs, tokenizer: Tokenizer) -> Source:
     folder = shard_folder(name, args, tokenizer)
-    if not (record := record_path(folder)).exists():
-        return Source.open(folder)
-    from lingua.data.token_files import open_recorded
-
-    return open_recorded(name, args, tokenizer, record)
+    if (folder / TOKEN_RECORD).exists():
+        return import_module("lingua.data.token_files").open_recorded(name, args, tokenizer)
+    return Source.open(folder)
 
 
-def record_path(folder: Path) -> Path:
-    """The record of a source of token files (lingua.data.token_files), which has no shards."""
-    return folder.with_name(f"{folder.name}.files.json")
-
-
-def token_form(name: str, args: DataArgs, files: list[FilePart]) -> str | None:
-    """The form of a source of token files; None of one of text. Raises UserError."""
+def token_files(name: str, args: DataArgs, files: list[FilePart]) -> Any:
+    """lingua.data.token_files, which opens sources of token files; None for one of text. Raises
+    UserError."""
     given = args.source_files.get(name, SourceFiles()).format
-    if given is None and not any(file.path.endswith(TOKEN_SUFFIXES) for file in files):
+    if given is None and not any(file.path.endswith(TOKEN_FILES) for file in files):
         return None
-    from lingua.data.token_formats import find_form
-
-    return find_form(name, args, files)
+    module = import_module("lingua.data.token_files")
+    return module if module.find_form(name, args, files) else None
 
 
 def source_files(name: str, args: DataArgs) -> list[FilePart]:
@@ -236,9 +217,8 @@ def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
     """The folder of the shards of source `name`."""
     key: list[Any] = [FORMAT_VERSION, tokenizer.fingerprint(), args.add_bos, args.add_eos]
     files = asdict(args.source_files.get(name, SourceFiles()))
-    if files["format"] is None:  # as in shards of earlier versions
-        del files["format"]
-    key.append(files)
+    # Without a format, as in earlier versions.
+    key.append({key: value for key, value in files.items() if key != "format" or value})
     if args.chat is not None:
         from lingua.data.chat import find_template, special_names
 
@@ -393,9 +373,5 @@ def held_out_windows(
     targets = np.full_like(tokens, IGNORE)
     tokens.flat[:n_targets] = stream[:-1]
     targets.flat[:n_targets] = stream[1:]
-    windows = HeldOut(tokens, targets, *source.text_of(documents))
-    if source.marks_documents:
-        index = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[:-1]
-        index = np.pad(index, (0, tokens.size - n_targets), mode="edge").reshape(tokens.shape)
-        windows.documents = index - index[:, :1]
-    return windows
+    index = source.window_documents(parts, tokens.shape)
+    return HeldOut(tokens, targets, *source.text_of(documents), documents=index)

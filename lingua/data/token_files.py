@@ -27,10 +27,18 @@ from lingua.base.format import counted, human_bytes
 from lingua.data.args import DataArgs
 from lingua.data.files import FilePart, hash_part
 from lingua.data.rows import DocumentMarks, Documents
-from lingua.data.shards import FORMAT_VERSION, SPLITS, Manifest, Pieces, Shard, Source, Split
-from lingua.data.sources import IO_THREADS
+from lingua.data.shards import (
+    FORMAT_VERSION,
+    SHARDS_MANIFEST,
+    SPLITS,
+    Manifest,
+    Shard,
+    Source,
+    Split,
+)
+from lingua.data.sources import IO_THREADS, TOKEN_RECORD, shard_folder
 from lingua.data.stream import RowStream, mix
-from lingua.data.token_formats import TokenFile, open_file
+from lingua.data.token_formats import TokenFile, find_form, open_file
 from lingua.tokenizer import Tokenizer
 
 HELD_OUT = 50
@@ -47,13 +55,13 @@ class TokenSource(Source):
     """A source of token files, read in place. What `documents_by_hash` numbers are tokens of all
     its files, one after another."""
 
-    marks_documents = True
+    in_place = True
 
     def __init__(self, name: str, form: str, files: Sequence[TokenFile], tokenizer: Tokenizer):
         self.form, self.files, self._tokenizer = form, files, tokenizer
         sizes = np.array([file.n_tokens for file in files])
-        self._ends = sizes.cumsum()
-        self._begins = self._ends - sizes
+        self._file_ends = sizes.cumsum()
+        self._file_begins = self._file_ends - sizes
         self.stores_documents = all(file.ends is not None for file in files)
         n_values = tokenizer.vocab_size
         special = {"vocab_size": n_values, "bos_id": None, "eos_id": None}
@@ -61,9 +69,10 @@ class TokenSource(Source):
         manifest = Manifest(FORMAT_VERSION, name, special, False, True, dtype)
         super().__init__(Path(), manifest)
         self._stored, self._names = files[0].dtype, [file.part.full for file in files]
-        number = np.repeat(np.arange(len(files)), [len(file.pieces) for file in files])
-        pieces = np.concatenate([file.pieces for file in files])
-        self._all = Pieces.of_files(number, pieces[:, 0], pieces[:, 1])
+        of_file = np.repeat(np.arange(len(files)), [len(file.pieces) for file in files])
+        pieces = np.column_stack([of_file, np.concatenate([file.pieces for file in files])])
+        pieces = pieces[pieces[:, 2] > 0]
+        self._pieces, self._piece_ends = pieces, pieces[:, 2].cumsum()
 
         with ThreadPoolExecutor(IO_THREADS) as threads:
             samples = list(threads.map(self._sample, range(len(files))))
@@ -80,8 +89,9 @@ class TokenSource(Source):
         self._units = np.concatenate([[0], np.cumsum(units)])
         self._held_out = self._numbers(lambda hashes: hashes < 2**32 // HELD_OUT)
         ranges = self._ranges(self._held_out)
-        self._train = self._without(ranges)
+        self._hold_out(ranges)
         manifest.shards = list(self._counts(ranges))
+        self.n_tokens = manifest.total("train", "tokens")
         content = [special["eos_id"], *map(self._digest, files, samples)]
         self.fingerprint = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
         manifest.fingerprint = self.fingerprint
@@ -113,12 +123,12 @@ class TokenSource(Source):
                 ranges[where] = [[self._bound(i, n) for n in pair] for pair in bounds.tolist()]
             else:
                 stops = np.where(bounds > 0, ends[np.maximum(bounds - 1, 0)], 0)
-                ranges[where] = stops + self._begins[i]
+                ranges[where] = stops + self._file_begins[i]
         return ranges
 
     def _bound(self, i: int, block: int) -> int:
         """The token at which block `block` of file i begins."""
-        begin, end = int(self._begins[i]), int(self._ends[i])
+        begin, end = int(self._file_begins[i]), int(self._file_ends[i])
         at = begin + block * self._block[i]
         if at <= begin or at >= end or self.eos_id is None:
             return min(max(at, begin), end)
@@ -128,21 +138,26 @@ class TokenSource(Source):
                 return first + int(places[0])
         return at
 
-    def _without(self, ranges: np.ndarray) -> Pieces:
-        """All tokens but those of the ranges, which are in order and do not overlap."""
-        cuts = np.unique(np.concatenate([[0], self._all.ends, ranges.reshape(-1)]))
+    def _hold_out(self, ranges: np.ndarray) -> None:
+        """Make all tokens but those of the ranges, which are in order, the ones to train on."""
+        cuts = np.unique(np.concatenate([[0], self._piece_ends, ranges.reshape(-1)]))
         begins, sizes = cuts[:-1], np.diff(cuts)
-        before = np.searchsorted(ranges[:, 0], begins, side="right")
-        stops = np.concatenate([[0], ranges[:, 1]])  # of the last range that begins before
-        kept = begins >= np.maximum.accumulate(stops)[before]
-        numbers, inside = self._all.locate(begins[kept])
-        firsts = self._all.firsts[numbers] + inside
-        self._train_begins = begins[kept]
-        return Pieces.of_files(self._all.files[numbers], firsts, sizes[kept])
+        stops = np.maximum.accumulate(np.concatenate([[0], ranges[:, 1]]))
+        kept = begins >= stops[np.searchsorted(ranges[:, 0], begins, side="right")]
+        self._train_begins, self._sizes = begins[kept], sizes[kept]
+        self._ends = self._sizes.cumsum()
+        pieces, inside = self._locate(self._train_begins)
+        self._firsts = self._pieces[pieces, 1] + inside
+        self._files = [self._names[i] for i in self._pieces[pieces, 0].tolist()]
+
+    def _locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(piece, tokens of it before) of each of `tokens` of all files."""
+        pieces = np.searchsorted(self._piece_ends, tokens, side="right")
+        return pieces, tokens - (self._piece_ends[pieces] - self._pieces[pieces, 2])
 
     def _counts(self, ranges: np.ndarray) -> Iterable[Shard]:
         """A shard for each file. Documents are counted where they are stored."""
-        sizes, held = self._ends - self._begins, self._held_out
+        sizes, held = self._file_ends - self._file_begins, self._held_out
         of_file = np.searchsorted(self._units, held, side="right") - 1
         tokens = np.bincount(of_file, ranges[:, 1] - ranges[:, 0], len(sizes)).astype(np.int64)
         documents = np.bincount(of_file, minlength=len(sizes)) * self.stores_documents
@@ -156,29 +171,27 @@ class TokenSource(Source):
 
     def tokens(self, first: int, n: int) -> np.ndarray:
         """Tokens [n] from `first` on, of all files one after another. Raises UserError."""
-        out = np.empty((1, n), self.dtype)
-        if n:
-            self._gather(self._all, np.array([first]), out, np.array([0]))
-        return out[0]
+        out, done = np.empty(n, self.dtype), 0
+        (piece,), (skip,) = map(np.ndarray.tolist, self._locate(np.array([first])))
+        while done < n:
+            i, at, size = self._pieces[piece].tolist()
+            size = min(n - done, size - skip)
+            out[done : done + size] = self._read(self._names[i], self._stored, at + skip, size)
+            done, piece, skip = done + size, piece + 1, 0
+        return out
 
-    def _read_tokens(self, name: str, first: int, n: int) -> np.ndarray:
-        tokens = self._read(name, self._stored, first, n)
-        self.check_vocabulary(name, first, tokens)
-        return tokens
-
-    def check_vocabulary(self, name: str, first: int, tokens: np.ndarray) -> None:
-        """Raise UserError where one of the stored tokens, from item `first` of its file on, is not
-        in the vocabulary."""
+    def _read(self, name: str, dtype: np.dtype, begin: int, n: int) -> np.ndarray:
+        tokens = super()._read(name, dtype, begin, n)
         size = self._tokenizer.vocab_size
-        if tokens.max(initial=0) >= size:
+        if tokens.max() >= size:
             i = int(np.argmax(tokens >= size))
-            place = f"byte {(first + i) * tokens.itemsize:,}"
             raise UserError(
-                f"{name}: {place}: token {int(tokens[i]):,} is outside the vocabulary of "
-                f"{size:,} of the tokenizer {self._tokenizer.name}: it was made with another one, "
-                f"or its tokens are not of {8 * tokens.itemsize} bits",
+                f"{name}: byte {(begin + i) * dtype.itemsize:,}: token {int(tokens[i]):,} is "
+                f"outside the vocabulary of {size:,} of the tokenizer {self._tokenizer.name}: it "
+                f"was made with another one, or its tokens are not of {8 * dtype.itemsize} bits",
                 local=True,
             )
+        return tokens
 
     def _lost(self, name: str, reason: str) -> UserError:
         reason = reason.replace("its manifest says", "when the run began")
@@ -189,7 +202,7 @@ class TokenSource(Source):
         """Tokens at fixed places of a file."""
         n, size = self.files[i].n_tokens, min(SAMPLE_TOKENS, self.files[i].n_tokens)
         places = np.unique(np.linspace(0, n - size, SAMPLES).astype(np.int64))
-        return np.stack([self.tokens(int(self._begins[i]) + p, size) for p in places.tolist()])
+        return np.stack([self.tokens(int(self._file_begins[i]) + p, size) for p in places.tolist()])
 
     @staticmethod
     def _digest(file: TokenFile, sample: np.ndarray) -> tuple[int, str, str]:
@@ -248,6 +261,13 @@ class TokenSource(Source):
         n_bytes, text = super().text_of(documents)
         return (n_bytes if self._decodes else None), text
 
+    def window_documents(self, parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """The document of its window, from 0, of each of the tokens of held-out windows, int64
+        `shape`; `parts` are the documents."""
+        inputs = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[:-1]
+        index = np.pad(inputs, (0, shape[0] * shape[1] - len(inputs)), mode="edge").reshape(shape)
+        return index - index[:, :1]
+
     def row_documents(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Which document of its row each train token belongs to, counted from 0: int64 [n, length],
         of the rows that begin at `starts` [n]."""
@@ -255,22 +275,29 @@ class TokenSource(Source):
         if not self.stores_documents:
             self.read(starts, rows := np.empty(is_first.shape, self.dtype), np.arange(len(starts)))
             return DocumentMarks(None, self.eos_id, False).index(rows)
-        numbers, inside = self._train.locate(starts)
-        for row, piece, skip in zip(is_first, numbers.tolist(), inside.tolist(), strict=True):
+        for row, start in zip(is_first, starts.tolist(), strict=True):
             at = 0
-            while at < length:  # a piece begins where a document does
-                row[at] = at > 0 and skip == 0
-                n = min(length - at, int(self._train.sizes[piece]) - skip)
-                _, begins = self.documents_at(int(self._train_begins[piece]) + skip, n)
-                row[at + begins] = 1
-                at, piece, skip = at + n, piece + 1, 0
+            for begin, n in self._runs(start, length):
+                row[at] = at > 0  # each run but the first begins where a document does
+                row[at + self.documents_at(begin, n)[1]] = 1
+                at += n
         return is_first.cumsum(1)
+
+    def _runs(self, start: int, n: int) -> Iterator[tuple[int, int]]:
+        """(first of all tokens, tokens) of the runs that n train tokens from `start` on consist of:
+        what is held out, or another file, is between them."""
+        piece = int(np.searchsorted(self._ends, start, side="right"))
+        skip = start - int(self._ends[piece] - self._sizes[piece])
+        while n:
+            size = min(n, int(self._sizes[piece]) - skip)
+            yield int(self._train_begins[piece]) + skip, size
+            n, piece, skip = n - size, piece + 1, 0
 
     def documents_at(self, first: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """(numbers [k + 1] of the stored documents of n tokens of a file, from `first` of all
         files on; which of these tokens begin the last k)."""
-        i = int(np.searchsorted(self._ends, first, side="right"))
-        ends, inside = self.files[i].ends, first - int(self._begins[i])
+        i = int(np.searchsorted(self._file_ends, first, side="right"))
+        ends, inside = self.files[i].ends, first - int(self._file_begins[i])
         assert ends is not None
         low, high = np.searchsorted(ends, inside, "right"), np.searchsorted(ends, inside + n)
         begins = np.unique(ends[low:high])
@@ -280,18 +307,15 @@ class TokenSource(Source):
     def train_spans(self, start: int, n: int) -> Iterator[tuple[str, int, int, int | None]]:
         """(file, token of the file, tokens, number of the document where it is stored) of each
         document of n consecutive train tokens, in order."""
-        (piece,), (skip,) = map(np.ndarray.tolist, self._train.locate(np.array([start])))
-        while n:
-            size = min(n, int(self._train.sizes[piece]) - skip)
-            first, i = int(self._train_begins[piece]) + skip, self._train.files[piece]
+        for first, size in self._runs(start, n):
+            i = int(np.searchsorted(self._file_ends, first, side="right"))
             numbers: list[int | None] = [None]
             begins: list[int] = []
             if self.stores_documents:
                 numbers, begins = (a.tolist() for a in self.documents_at(first, size))
-            first -= int(self._begins[i])
+            first -= int(self._file_begins[i])
             for number, (begin, end) in zip(numbers, pairwise([0, *begins, size]), strict=True):
                 yield self._names[i], first + begin, end - begin, number
-            n, piece, skip = n - size, piece + 1, 0
 
 
 _KEY = np.array(0x9E3779B97F4A7C15, np.uint64)
@@ -306,11 +330,12 @@ def _hashes(numbers: np.ndarray) -> np.ndarray:
 
 
 def open_files(
-    name: str, args: DataArgs, tokenizer: Tokenizer, files: list[FilePart], form: str
+    name: str, args: DataArgs, tokenizer: Tokenizer, files: list[FilePart]
 ) -> TokenSource:
     """The source of these files, checked: their sizes, their index, and a sample of the tokens.
     Raises UserError."""
-    key = args.source_key(name)
+    key, form = args.source_key(name), find_form(name, args, files)
+    assert form is not None
     if args.chat is not None:
         raise UserError(f"{key}: {files[0].full} has tokens; conversations must be text")
     by_name = name not in args.source_files or args.source_files[name].format is None
@@ -336,13 +361,13 @@ def prepare(
     args: DataArgs,
     tokenizer: Tokenizer,
     files: list[FilePart],
-    form: str,
-    record: Path,
     report: Callable[[str], None],
 ) -> TokenSource:
     """Check the files and write their record. A file whose whole content is known, and whose time
     has changed, is read again. Raises UserError and OSError."""
-    source = open_files(name, args, tokenizer, files, form)
+    source = open_files(name, args, tokenizer, files)
+    folder = shard_folder(name, args, tokenizer)
+    record = folder / TOKEN_RECORD
     known = _known_hashes(record)
     touched = [f for f in files if f.path in known and known[f.path][0] != f.mtime_ns]
     with ThreadPoolExecutor(IO_THREADS) as threads:
@@ -350,7 +375,8 @@ def prepare(
             if content != known[file.path][1]:
                 raise _changed(file, record)
     hashes = {path: content for path, (_, content) in known.items()}
-    _write_record(record, form, files, hashes)
+    _write_record(record, files, hashes)
+    (folder / SHARDS_MANIFEST).unlink(missing_ok=True)  # of text that was there before
     total = source.manifest.total
     n_tokens, held_out = (total("train", "tokens"), total("heldout", "tokens"))
     tokens = counted(n_tokens + held_out, "token")
@@ -360,43 +386,37 @@ def prepare(
         tokens = f"{counted(total('train', 'documents') + documents, 'document')}, {tokens}"
         share = f"{counted(documents, 'document')}, {share}"
     report(
-        f"{args.source_key(name)}: {tokens} in {counted(len(files), 'file')} of the form {form}, "
-        f"read in place; held out {share}"
+        f"{args.source_key(name)}: {tokens} in {counted(len(files), 'file')} of the form "
+        f"{source.form}, read in place; held out {share}"
     )
     return source
 
 
-def open_recorded(name: str, args: DataArgs, tokenizer: Tokenizer, record: Path) -> TokenSource:
+def open_recorded(name: str, args: DataArgs, tokenizer: Tokenizer) -> TokenSource:
     """The source that another process has prepared. Raises UserError."""
+    record = shard_folder(name, args, tokenizer) / TOKEN_RECORD
     try:
         content = load_json(record)
         files = [FilePart(**f, begin=0, end=f["size"]) for f in content["files"]]
-        form = content["form"]
         for file in files:
             info = Path(file.full).stat()
             if (info.st_size, info.st_mtime_ns) != (file.size, file.mtime_ns):
                 raise UserError(f"{file.full}: has changed since the run was prepared; start again")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{record}: the files that it records cannot be read: {error}") from None
-    return open_files(name, args, tokenizer, files, form)
+    return open_files(name, args, tokenizer, files)
 
 
-def verify(
-    name: str,
-    args: DataArgs,
-    tokenizer: Tokenizer,
-    files: list[FilePart],
-    form: str,
-    record: Path,
-) -> str:
+def verify(name: str, args: DataArgs, tokenizer: Tokenizer, files: list[FilePart]) -> str:
     """Read every token and record the hash of each file. Returns a summary. Raises UserError where
     one is outside the vocabulary or a file is not what was recorded, and OSError."""
-    source = open_files(name, args, tokenizer, files, form)
+    source = open_files(name, args, tokenizer, files)
+    record = shard_folder(name, args, tokenizer) / TOKEN_RECORD
     known = _known_hashes(record)
 
     def read(i: int) -> str:
-        for first in range(int(source._begins[i]), int(source._ends[i]), READ_TOKENS):
-            source.tokens(first, min(READ_TOKENS, int(source._ends[i]) - first))
+        for first in range(int(source._file_begins[i]), int(source._file_ends[i]), READ_TOKENS):
+            source.tokens(first, min(READ_TOKENS, int(source._file_ends[i]) - first))
         content = hash_part(files[i])
         if known.get(files[i].path, (0, content))[1] != content:
             raise _changed(files[i], record)
@@ -405,7 +425,7 @@ def verify(
     with ThreadPoolExecutor(IO_THREADS) as threads:
         hashes = list(threads.map(read, range(len(files))))
     new = [file.path for file in files if file.path not in known]
-    _write_record(record, form, files, {f.path: h for f, h in zip(files, hashes, strict=True)})
+    _write_record(record, files, {f.path: h for f, h in zip(files, hashes, strict=True)})
     tokens = sum(source.manifest.total(split, "tokens") for split in SPLITS)
     size = human_bytes(sum(file.size for file in files))
     state = "hashes recorded" if new else "as recorded"
@@ -428,11 +448,11 @@ def _known_hashes(record: Path) -> dict[str, tuple[int, str]]:
     return {}
 
 
-def _write_record(record: Path, form: str, files: list[FilePart], hashes: dict[str, str]) -> None:
+def _write_record(record: Path, files: list[FilePart], hashes: dict[str, str]) -> None:
     kept = {file.path: hashes[file.path] for file in files if file.path in hashes}
     fields = ("path", "full", "size", "mtime_ns")
     listed = [{key: getattr(file, key) for key in fields} for file in files]
-    text = json.dumps({"form": form, "files": listed, "hashes": kept}, indent=1)
+    text = json.dumps({"files": listed, "hashes": kept}, indent=1)
     with suppress(OSError):
         if record.read_text(encoding="utf-8") == text:
             return

@@ -14,10 +14,10 @@ from lingua.data.args import SourceFiles
 from lingua.data.rows import DocumentMarks
 from lingua.data.shards import SPLITS
 from lingua.data.sources import (
+    TOKEN_RECORD,
     held_out_windows,
     open_sources,
     prepare_sources,
-    record_path,
     shard_folder,
 )
 from lingua.data.stream import RowStream
@@ -235,7 +235,7 @@ def test_what_a_sample_does_not_have_is_found_in_its_row_and_by_verify(tmp_path)
     assert prepare(args).fingerprint == source.fingerprint
     put(file, at, 98, "<u2")
     os.utime(file, ns=(2, 2))
-    record = record_path(shard_folder("a", args, BYTES))
+    record = shard_folder("a", args, BYTES) / TOKEN_RECORD
     for look in (lambda: prepare(args), lambda: verify_source("a", args, BYTES)):
         refused(look, "a.bin: has changed since", record)
     record.unlink()
@@ -244,6 +244,11 @@ def test_what_a_sample_does_not_have_is_found_in_its_row_and_by_verify(tmp_path)
     assert prepare(args).fingerprint != source.fingerprint
     os.truncate(file, at)
     refused(lambda: train_tokens(source), "a.bin", "is shorter")
+    file.unlink()  # text takes the place of the tokens, and tokens that of the text
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    assert Prepared(args).built and not open_sources(args, BYTES)["a"].in_place
+    (tmp_path / "a.jsonl").unlink()
+    assert prepare(write(tmp_path, "uint16")).in_place
 
 
 def test_records_of_tokens_and_arrow_files_of_text_become_the_shards_of_their_text(tmp_path):

@@ -7,6 +7,7 @@
 Every byte of the shards is read and hashed. Their text is compared by size and time, and is read
 only where its time differs. A line is printed for each source; a source whose shards are missing,
 damaged or of another text is an error. Nothing is changed: `data prepare` builds what is wrong.
+Of token files, which are read in place, the hashes are recorded beside the shards.
 """
 
 from dataclasses import dataclass, field
@@ -50,18 +51,15 @@ def verify_source(name: str, args: DataArgs, tokenizer: "Tokenizer") -> str:
     """Returns a summary of the shards of a source. Raises UserError where they are missing,
     damaged, or those of another text."""
     from lingua.data.shards import SPLITS, Manifest, Source
-    from lingua.data.sources import record_path, shard_spec, source_files, token_form, why_stale
+    from lingua.data.sources import shard_spec, source_files, token_files, why_stale
     from lingua.data.verify import damaged_shards
 
     spec = shard_spec(name, args, tokenizer)
     where = f"{spec.key}: {spec.folder}"
     try:
         files = source_files(name, args)
-        if (form := token_form(name, args, files)) is not None:
-            from lingua.data import token_files
-
-            record = record_path(spec.folder)
-            return token_files.verify(name, args, tokenizer, files, form, record)
+        if (tokens := token_files(name, args, files)) is not None:
+            return tokens.verify(name, args, tokenizer, files)
         manifest = Manifest.load(spec.folder)
         if manifest is None:
             raise UserError(
