@@ -65,10 +65,12 @@ class TokenSource(Source):
         self.stores_documents = all(file.ends is not None for file in files)
         n_values = tokenizer.vocab_size
         special = {"vocab_size": n_values, "bos_id": None, "eos_id": None}
-        dtype = np.min_scalar_type(n_values - 1).newbyteorder("<").str
+        # Wider types than uint32 are not for rows: those tokens are checked before they are cut.
+        stored = files[0].dtype
+        dtype = "<u4" if stored.itemsize > 4 else stored.str
         manifest = Manifest(FORMAT_VERSION, name, special, False, True, dtype)
         super().__init__(Path(), manifest)
-        self._stored, self._names = files[0].dtype, [file.part.full for file in files]
+        self._stored, self._names = stored, [file.part.full for file in files]
         of_file = np.repeat(np.arange(len(files)), [len(file.pieces) for file in files])
         pieces = np.column_stack([of_file, np.concatenate([file.pieces for file in files])])
         pieces = pieces[pieces[:, 2] > 0]
@@ -87,7 +89,7 @@ class TokenSource(Source):
             for file, block in zip(files, self._block, strict=True)
         ]
         self._units = np.concatenate([[0], np.cumsum(units)])
-        self._held_out = self._numbers(lambda hashes: hashes < 2**32 // HELD_OUT)
+        self._held_out = self._choose()
         ranges = self._ranges(self._held_out)
         self._hold_out(ranges)
         manifest.shards = list(self._counts(ranges))
@@ -104,11 +106,15 @@ class TokenSource(Source):
 
     # ---- which tokens are held out
 
-    def _numbers(self, chosen: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """The numbers of the documents or blocks whose hash, of 32 bits, is `chosen`."""
-        files = zip(self._units[:-1].tolist(), self._units[1:].tolist(), strict=True)
+    def _choose(self) -> np.ndarray:
+        """The numbers of the documents or blocks that are held out: one at least of HELD_OUT."""
+        files = pairwise(self._units.tolist())  # one after another: of all, hashes take memory
         parts = [np.arange(begin, end) for begin, end in files]
-        return np.concatenate([part[chosen(_hashes(part))] for part in parts])
+        held_out = np.concatenate([part[_hashes(part) < 2**32 // HELD_OUT] for part in parts])
+        if not len(held_out) and self._units[-1] >= HELD_OUT:
+            held_out = np.concatenate(parts)
+            held_out = held_out[[_hashes(held_out).argmin()]]
+        return held_out
 
     def _ranges(self, numbers: np.ndarray) -> np.ndarray:
         """int64 [n, 2]: the first token of each document or block, and the one after its last."""
@@ -176,22 +182,38 @@ class TokenSource(Source):
         while done < n:
             i, at, size = self._pieces[piece].tolist()
             size = min(n - done, size - skip)
-            out[done : done + size] = self._read(self._names[i], self._stored, at + skip, size)
+            tokens = self._read(self._names[i], self._stored, at + skip, size)
+            self._check(self._names[i], at + skip, tokens)
+            out[done : done + size] = tokens
             done, piece, skip = done + size, piece + 1, 0
         return out
 
+    def read(self, starts: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
+        super().read(starts, out, where)
+        rows = out if len(where) == len(out) else out[where]
+        if rows.max(initial=0) >= self._tokenizer.vocab_size:
+            for start in starts.tolist():
+                for first, n in self._runs(start, out.shape[1]):
+                    self.tokens(first, n)  # raises, with the place
+
     def _read(self, name: str, dtype: np.dtype, begin: int, n: int) -> np.ndarray:
         tokens = super()._read(name, dtype, begin, n)
+        if dtype != self.dtype:
+            self._check(name, begin, tokens)
+        return tokens
+
+    def _check(self, name: str, begin: int, tokens: np.ndarray) -> None:
+        """Raise UserError where one of the stored tokens, from item `begin` of its file on, is
+        outside the vocabulary."""
         size = self._tokenizer.vocab_size
-        if tokens.max() >= size:
-            i = int(np.argmax(tokens >= size))
+        if tokens.max(initial=0) >= size:
+            i, bits = int(np.argmax(tokens >= size)), 8 * tokens.itemsize
             raise UserError(
-                f"{name}: byte {(begin + i) * dtype.itemsize:,}: token {int(tokens[i]):,} is "
+                f"{name}: byte {(begin + i) * tokens.itemsize:,}: token {int(tokens[i]):,} is "
                 f"outside the vocabulary of {size:,} of the tokenizer {self._tokenizer.name}: it "
-                f"was made with another one, or its tokens are not of {8 * dtype.itemsize} bits",
+                f"was made with another one, or its tokens are not of {bits} bits",
                 local=True,
             )
-        return tokens
 
     def _lost(self, name: str, reason: str) -> UserError:
         reason = reason.replace("its manifest says", "when the run began")

@@ -109,7 +109,7 @@ def test_rows_documents_and_held_out_text_are_those_of_shards_of_the_same_tokens
         measured = [blocks[i] for i in held]
         assert 0 < sum(map(len, measured)) < len(whole) / 25
     expected = make_source(tmp_path, "rows", [np.concatenate(trained).astype("<u2")])
-    assert source.dtype == np.dtype("<u2") and source.n_tokens == expected.n_tokens
+    assert source.n_tokens == expected.n_tokens
     positions = np.random.default_rng(0).integers(0, 3 * source.n_tokens // SEQ_LEN, 300)
     stream, same = (RowStream({"a": s}, {"a": 1.0}, SEQ_LEN, 2, seed=1) for s in (source, expected))
     rows = same.rows(positions)
@@ -132,6 +132,14 @@ def test_rows_documents_and_held_out_text_are_those_of_shards_of_the_same_tokens
     assert not np.array_equal(
         RowStream({"a": shifted}, {"a": 1.0}, SEQ_LEN, 2, seed=1).rows(positions), rows
     )
+
+
+def test_one_document_at_least_of_fifty_is_held_out(tmp_path):
+    number = min(range(79), key=hashed)
+    assert not [i for i in range(79) if hashed(i) < 2**32 // 50]
+    source = prepare(write(tmp_path, "datatrove", DOCUMENTS[:79]))
+    windows = held_out_windows(source, 999, (1, "bytes"))
+    assert windows.targets[0][: len(DOCUMENTS[number])].tolist() == DOCUMENTS[number].tolist()
 
 
 @pytest.mark.parametrize("kind", ["megatron int32", "datatrove", "datasets", "uint16"])
