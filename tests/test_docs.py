@@ -181,8 +181,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (copy / block.info).write_text(block.text, encoding="utf-8")
     (copy / "tokenizers").mkdir()
     (copy / "tokenizers" / "llama3.model").touch()  # which the configs for real hardware name
-    (copy / "data" / "chat-tokenizer").mkdir(parents=True)  # which docs/tuning.md makes
-    (copy / "data" / "chat-tokenizer" / "tokenizer.json").touch()
+    for name in ("data/chat-tokenizer", "tokenizers/manual"):  # which pages make
+        (copy / name).mkdir(parents=True)
+        (copy / name / "tokenizer.json").touch()
     return copy
 
 
