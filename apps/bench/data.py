@@ -15,21 +15,27 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import tiktoken
 
 from apps.bench.report import Report, Spread, quotients, spread
 from apps.bench.turns import Turn, take_round, take_turns
 from lingua.base.format import align
 from lingua.data.args import DataArgs
+from lingua.data.files import TOKEN_FILES, FilePart
 from lingua.data.loader import Loader
 from lingua.data.shards import FORMAT_VERSION, SHARDS_MANIFEST, Manifest, Shard, Source, Split
 from lingua.data.sources import prepare_source
 from lingua.data.stream import RowStream
+from lingua.data.token_files import TokenSource
+from lingua.data.token_formats import MEGATRON_HEAD, open_file
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 from lingua.tokenizer.tiktoken import SPLIT
 from lingua.tools.inspect.tokenizer import BOS, EOS, train
@@ -47,6 +53,8 @@ TRAINED_ON = 4_000_000  # characters of the text
 VOCABULARY = 16_000
 SEQ_LEN, ROWS, MICRO_ROWS = 2048, 64, 8
 GATHERED_TOKENS = 2**27
+DOCUMENT_TOKENS = 1000
+VALUES = 50_000  # of these tokens
 SPARSE_TOKENS, SPARSE_SHARDS = 10**10, 80
 
 Rounds = Iterable[dict[str, Turn]]  # turns of `ours` and `reference`, each with its amount of work
@@ -73,6 +81,9 @@ def measure(keys: list[str], repeats: int) -> Report:
         rounds = two_processes(work, tiktoken_args, repeats)
         add("two processes", f"two processes over one, {million}", rounds)
         add("rows", f"rows to micro-batches, {million}", gathering(work, repeats))
+        for form, source in token_sources(work):
+            label = f"rows of {form} files over those of shards, {million}"
+            add(form, label, reading_files(work, source, repeats))
         first_ms, grown_mib = first_batches(work, repeats)
         results |= {"first batch, ms": first_ms, "memory grown, MiB": grown_mib}
     median, extremes = first_ms.cells(".1f")
@@ -84,7 +95,7 @@ def measure(keys: list[str], repeats: int) -> Report:
         f"medians of {repeats} rounds. The references: a plain loop of the library's encode on "
         "texts in memory (tiktoken: encode_ordinary with Llama 3's pattern, which ours groups "
         "otherwise; then with ours; bytes: to a numpy array), one process of ours, a plain gather "
-        "of the same rows from a memory map",
+        "of the same rows from a memory map, shards of the same number of tokens",
     ]
     return Report(lines, results)
 
@@ -216,17 +227,17 @@ def prepare(
 def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> Rounds:
     """A preparation with two processes, from before they start, over one with one."""
     unit_bytes = -(-(work / "tiktoken.jsonl").stat().st_size // SHARED_PARTS)
-    build = functools.partial(prepare, work, "tiktoken", tokenizer, unit_bytes)
+    build = partial(prepare, work, "tiktoken", tokenizer, unit_bytes)
     sides: dict[str, Callable[[], int]] = {"ours": lambda: build(processes=2), "reference": build}
     for i in range(repeats):
-        yield take_round(sides, i, before=functools.partial(_remove_shards, work))
+        yield take_round(sides, i, before=partial(_remove_shards, work))
 
 
 def gathering(work: Path, repeats: int) -> Rounds:
     """Rows in random order from the page cache to micro-batches, over a plain gather of them."""
     path = work / "rows" / "0.train.tokens"
     path.parent.mkdir()
-    tokens = np.random.default_rng(0).integers(0, 2**16, GATHERED_TOKENS, np.uint16)
+    tokens = np.random.default_rng(0).integers(0, VALUES, GATHERED_TOKENS, np.uint16)
     tokens.tofile(path)
     steps = 8 * GATHERED_TOKENS // (SEQ_LEN * ROWS) // 10
     memory = np.memmap(path, np.uint16, "r").view(np.ndarray)
@@ -246,6 +257,50 @@ def gathering(work: Path, repeats: int) -> Rounds:
         return steps * ROWS * SEQ_LEN
 
     return take_turns({"ours": ours, "reference": reference}, repeats, "rows")
+
+
+def token_sources(work: Path) -> Iterator[tuple[str, TokenSource]]:
+    """The tokens of `gathering` as files of other tools, in documents of DOCUMENT_TOKENS."""
+    plain = work / "rows" / "0.train.tokens"
+    ends = np.arange(DOCUMENT_TOKENS, GATHERED_TOKENS + 1, DOCUMENT_TOKENS)
+    ends[-1] = GATHERED_TOKENS
+    lengths = np.diff(ends, prepend=0)
+    folder = work / "files"
+    folder.mkdir()
+    for name in ("uint16.bin", "megatron.bin", "datatrove.ds"):
+        (folder / name).hardlink_to(plain)
+    ends.astype("<i8").tofile(folder / "datatrove.ds.index")
+    head = np.array([(b"MMIDIDX", 1, 8, len(ends), len(ends) + 1)], MEGATRON_HEAD)
+    bounds = np.arange(len(ends) + 1, dtype="<i8")
+    index = head, lengths.astype("<i4"), (2 * (ends - lengths)).astype("<i8"), bounds
+    (folder / "megatron.idx").write_bytes(b"".join(part.tobytes() for part in index))
+    offsets = np.concatenate([[0], ends[: len(ends) // 8]])
+    values = np.fromfile(plain, np.uint16, offsets[-1]).astype(np.int32)
+    table = pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, values)})
+    with pa.ipc.new_stream(str(folder / "datasets.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=1000)  # rows, as datasets has
+    tokenizer = replace(build_tokenizer(TokenizerArgs()), vocab_size=VALUES, eos_id=None)
+    for path in sorted(folder.iterdir()):
+        if path.suffix in TOKEN_FILES:
+            part = FilePart(path.name, str(path), path.stat().st_size, 0, 0, 0)
+            opened = open_file(path.stem, part, tokenizer.vocab_size, by_name=False)
+            yield path.stem, TokenSource("rows", path.stem, [opened], tokenizer)
+
+
+def reading_files(work: Path, source: TokenSource, repeats: int) -> Rounds:
+    """Rows in random order from the page cache to micro-batches, over those of shards with as many
+    tokens."""
+    shards = _source(work / "rows", [source.n_tokens])
+    steps = 8 * source.n_tokens // (SEQ_LEN * ROWS) // 10
+
+    def read(loader: Iterator[Any]) -> int:
+        for _ in range(steps):
+            next(loader)
+        return steps * ROWS * SEQ_LEN
+
+    both = {"ours": source, "reference": shards}
+    sides = {side: partial(read, _loader(opened, 0)) for side, opened in both.items()}
+    return take_turns(sides, repeats, source.form)
 
 
 def first_batches(work: Path, repeats: int) -> tuple[Spread, float]:

@@ -31,6 +31,10 @@ class SourceFiles:
     # patterns such as web/**/*.jsonl.zst, relative to data.root_dir; a folder means all files in it
     files: list[str] = field(default_factory=list)
     text_key: str | None = None  # key or column of the text; null: text, or else content
+    # text, or the form of files of tokens (docs/data.md); null: by their names and first bytes
+    format: (
+        Literal["text", "uint16", "uint32", "llmc", "megatron", "datatrove", "datasets"] | None
+    ) = None
 
 
 @dataclass

@@ -21,10 +21,12 @@ import xxhash
 from lingua.base.errors import UserError, nearest
 
 STDLIB = "stdlib"
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")  # names may leave them out
+# Names may leave them out.
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt", ".bin", ".ds")
+TOKEN_FILES = (".bin", ".ds", ".arrow")  # may be files of tokens
 READ_BYTES = 2**22  # bytes of one read
 _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_NOT_TEXT = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".arrow", ".bin", ".idx", ".npy", ".npz"}
+_NOT_READ = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".idx", ".npy", ".npz"}
 _DESCRIPTION = r"(readme|licen[cs]e|dataset_?card)(\.(md|txt|rst))?|dataset_infos?\.json"
 
 
@@ -55,11 +57,15 @@ def find_files(
         files = _files_at(place, Path() if place.is_dir() else Path(place.name))
         if not files:
             raise UserError(f"{key}: {place} has no files")
+    if any(file.path.endswith(TOKEN_FILES) for file in files):
+        from lingua.data.token_formats import without_companions
+
+        files = without_companions(files)
     for file in files:
-        if Path(file.path).suffix.lower() in _NOT_TEXT:
+        if Path(file.path).suffix.lower() in _NOT_READ:
             raise UserError(
-                f"{key}: {file.full} cannot be read; must be .jsonl, .json, .csv, .tsv, .parquet "
-                "or text, all but .parquet also as .gz or .zst; tokens are no text"
+                f"{key}: {file.full} cannot be read; must be .jsonl, .json, .csv, .tsv, .parquet, "
+                ".arrow, tokens or text, all but .parquet, .arrow and tokens also as .gz or .zst"
             )
     return sorted(files, key=lambda file: os.fsencode(file.path))
 

@@ -39,7 +39,7 @@ class HeldOut:
 
     tokens: np.ndarray  # int64 [windows, S]
     targets: np.ndarray  # int64 [windows, S], IGNORE after the last token
-    n_bytes: int  # UTF-8 bytes of the documents' text
+    n_bytes: int | None  # UTF-8 bytes of the documents' text; None: not known
     text: str = ""  # hash of that text; empty: of an app that gives none
     # int64 [windows, S], which document of its window each token belongs to, counted from 0; None:
     # the tokens that begin or end documents show it
@@ -56,8 +56,8 @@ class HeldOut:
             raise UserError(f"held-out text of {name}: must have at least one target and one byte")
 
     def have_text(self) -> bool:
-        """Whether there is a loss, per target and per byte."""
-        return self.n_bytes > 0 and bool((self.targets != IGNORE).any())
+        """Whether there is a loss, per target and, where bytes are known, per byte."""
+        return (self.n_bytes is None or self.n_bytes > 0) and bool((self.targets != IGNORE).any())
 
 
 @dataclass(frozen=True)

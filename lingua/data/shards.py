@@ -148,15 +148,18 @@ def _typed(kind: Any, value: Any) -> Any:
 class Source:
     """A prepared source. Its train tokens are one virtual array: the shards in order."""
 
+    in_place = False  # whether it is a lingua.data.token_files.TokenSource
+
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self.name, self.fingerprint = manifest.source, manifest.fingerprint
-        self.dtype = np.dtype(manifest.dtype)
+        self.dtype = self._stored = np.dtype(manifest.dtype)
         self.n_tokens = manifest.total("train", "tokens")
         sizes = np.array([shard.train.tokens for shard in manifest.shards], np.int64)
         nonempty = np.flatnonzero(sizes)
         self._files = [f"{manifest.shards[i].name}.train.tokens" for i in nonempty]
         self._sizes = sizes[nonempty]
+        self._firsts = np.zeros_like(self._sizes)  # tokens of each file before those of the source
         self._ends = self._sizes.cumsum()
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(self._open_file)
 
@@ -186,7 +189,7 @@ class Source:
 
     def read(self, starts: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
         """Copy the tokens that begin at `starts` [n] into the rows out[where], whole rows each."""
-        length, size = out.shape[1], self.dtype.itemsize
+        length, size = out.shape[1], self._stored.itemsize
         shards = np.searchsorted(self._ends, starts, side="right")
         inside = starts - (self._ends[shards] - self._sizes[shards])
         places = list(zip(shards.tolist(), inside.tolist(), strict=True))
@@ -194,12 +197,14 @@ class Source:
         for shard, begin in places:
             with suppress(OSError):  # _read reports it
                 file = self._open(self._files[shard]).fileno()
-                os.posix_fadvise(file, begin * size, length * size, os.POSIX_FADV_WILLNEED)
+                at = (int(self._firsts[shard]) + begin) * size
+                os.posix_fadvise(file, at, length * size, os.POSIX_FADV_WILLNEED)
         for i, (shard, begin) in zip(where.tolist(), places, strict=True):
             row = out[i]
             while len(row):
                 n = min(len(row), int(self._sizes[shard]) - begin)
-                row[:n] = self._read(self._files[shard], self.dtype, begin, n)
+                first = int(self._firsts[shard]) + begin
+                row[:n] = self._read(self._files[shard], self._stored, first, n)
                 row, shard, begin = row[n:], shard + 1, 0  # the rest is in the next shard
 
     def _read(self, name: str, dtype: np.dtype, begin: int, n: int) -> np.ndarray:
@@ -258,8 +263,14 @@ class Source:
         name = f"{self.manifest.shards[shard].name}.{split}.tokens"
         return self._read(name, self.dtype, first, n)
 
-    @staticmethod
-    def text_of(documents: np.ndarray) -> tuple[int, str]:
-        """The bytes of documents, as `documents_by_hash` lists them, and a hash of their text."""
+    def text_of(self, documents: np.ndarray) -> tuple[int | None, str]:
+        """The bytes of documents, as `documents_by_hash` lists them, None where no text is known,
+        and a hash of their text."""
         hashes = np.ascontiguousarray(documents[:, 5], "<i8").tobytes()
         return int(documents[:, 4].sum()), hashlib.blake2b(hashes, digest_size=6).hexdigest()
+
+    def window_documents(
+        self, parts: list[np.ndarray], shape: tuple[int, ...]
+    ) -> np.ndarray | None:
+        """`documents` of the HeldOut of `parts`; of shards, a token shows where one begins."""
+        return None

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from lingua.base.files import file_size, load_json, write_atomically
 from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs, SourceFiles
-from lingua.data.files import STDLIB, FilePart, find_files, hash_part, is_description
-from lingua.data.rows import CONTENT, HeldOut, OpenData
+from lingua.data.files import STDLIB, TOKEN_FILES, FilePart, find_files, hash_part, is_description
+from lingua.data.rows import CONTENT, HeldOut, OpenData, document_marks
 from lingua.data.shards import FORMAT_VERSION, N_KINDS, SHARDS_MANIFEST, SPLITS, Manifest, Source
 from lingua.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+TOKEN_RECORD = "files.json"  # of a source of token files, in place of a manifest
 IO_THREADS = 8  # threads that wait for the file system
 
 Report = Callable[[str], None]  # logs a line
@@ -83,7 +85,12 @@ class TextData:
         fingerprints = {f"{CONTENT}{name}": source.fingerprint for name, source in sources.items()}
         stream = args.data.row_stream(sources, args.seed)
         if is_text:
-            return OpenData(stream, fingerprints, held_out)
+            marks, documents = document_marks(args.data, tokenizer), None
+            if marks is not None and any(source.in_place for source in sources.values()):
+                from lingua.data.token_files import documents_of
+
+                documents = documents_of(stream, marks)
+            return OpenData(stream, fingerprints, held_out, documents)
         rows = ChatRows(stream, args.data.seq_len, args.data.n_views, tokenizer.vocab_size)
         return OpenData(rows, fingerprints, held_out, rows.documents)
 
@@ -115,6 +122,8 @@ def prepare_source(
     try:
         while True:
             files = source_files(name, args)
+            if (tokens := token_files(name, args, files)) is not None:
+                return tokens.prepare(name, args, tokenizer, files, report)
             manifest, why = current_manifest(spec, files, report)
             if manifest is not None:
                 break
@@ -133,7 +142,10 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str
     used: dict[str, str] = {}  # the source of each file that is trained on
 
     def check_files(name: str) -> None:
-        paths = [os.path.realpath(file.full) for file in source_files(name, args)]
+        files = source_files(name, args)
+        if (tokens := token_files(name, args, files)) is not None:
+            tokens.open_files(name, args, tokenizer, files)
+        paths = [os.path.realpath(file.full) for file in files]
         if name not in validation:
             used.update(dict.fromkeys(paths, name))
         elif shared := next((path for path in paths if path in used), None):
@@ -167,7 +179,24 @@ def open_sources(
     """The sources that another process has prepared, without a look at their text: those to train
     on, or `names`."""
     names = args.used_sources() if names is None else names
-    return {name: Source.open(shard_folder(name, args, tokenizer)) for name in names}
+    return {name: _open_source(name, args, tokenizer) for name in names}
+
+
+def _open_source(name: str, args: DataArgs, tokenizer: Tokenizer) -> Source:
+    folder = shard_folder(name, args, tokenizer)
+    if (folder / TOKEN_RECORD).exists():
+        return import_module("lingua.data.token_files").open_recorded(name, args, tokenizer)
+    return Source.open(folder)
+
+
+def token_files(name: str, args: DataArgs, files: list[FilePart]) -> Any:
+    """lingua.data.token_files, which opens sources of token files; None for one of text. Raises
+    UserError."""
+    given = args.source_files.get(name, SourceFiles()).format
+    if given is None and not any(file.path.endswith(TOKEN_FILES) for file in files):
+        return None
+    module = import_module("lingua.data.token_files")
+    return module if module.find_form(name, args, files) else None
 
 
 def source_files(name: str, args: DataArgs) -> list[FilePart]:
@@ -186,8 +215,10 @@ def _cannot_prepare(key: str, error: OSError, place: str | Path) -> UserError:
 
 def shard_folder(name: str, args: DataArgs, tokenizer: Tokenizer) -> Path:
     """The folder of the shards of source `name`."""
-    key = [FORMAT_VERSION, tokenizer.fingerprint(), args.add_bos, args.add_eos]
-    key.append(asdict(args.source_files.get(name, SourceFiles())))
+    key: list[Any] = [FORMAT_VERSION, tokenizer.fingerprint(), args.add_bos, args.add_eos]
+    files = asdict(args.source_files.get(name, SourceFiles()))
+    # Without a format, as in earlier versions.
+    key.append({key: value for key, value in files.items() if key != "format" or value})
     if args.chat is not None:
         from lingua.data.chat import find_template, special_names
 
@@ -342,4 +373,5 @@ def held_out_windows(
     targets = np.full_like(tokens, IGNORE)
     tokens.flat[:n_targets] = stream[:-1]
     targets.flat[:n_targets] = stream[1:]
-    return HeldOut(tokens, targets, *source.text_of(documents))
+    index = source.window_documents(parts, tokens.shape)
+    return HeldOut(tokens, targets, *source.text_of(documents), documents=index)

@@ -231,13 +231,13 @@ def _feistel(x: np.ndarray, bits: np.ndarray, keys: np.ndarray) -> np.ndarray:
     high_mask = (1 << (bits - low_bits)) - 1
     low, high = x & low_mask, x >> low_bits
     for r in range(0, ROUNDS, 2):
-        high ^= _mix(low, keys[r]) & high_mask
-        low ^= _mix(high, keys[r + 1]) & low_mask
+        high ^= mix(low, keys[r]) & high_mask
+        low ^= mix(high, keys[r + 1]) & low_mask
     return (high << low_bits) | low
 
 
-def _mix(x: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Hash of (x, key), of which the low 32 bits are good. `x` below 2^32."""
+def mix(x: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Hash of (x, key), uint64, of which the low 32 bits are good. `x` below 2^32."""
     h = x ^ key
     h *= _MIX_1
     h ^= h >> 32

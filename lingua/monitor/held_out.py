@@ -41,15 +41,17 @@ def measure_sources(
 ) -> float | None:
     """Measure the loss of every source after `step` and report it. Returns that of all together in
     nats per byte; None where nothing is held out. Called by every rank; arguments as `validate`."""
-    nats = n_bytes = 0.0
+    nats, n_bytes, n_sources = 0.0, 0.0, 0
     for name, windows in held_out.items():
         result = validate(model, loss, windows, batch_size, n_targets, mesh, marks)
         report.validation(step, name, result | {"text": windows.text})
-        nats += result["nats_per_byte"] * result["bytes"]
-        n_bytes += result["bytes"]
-    if len(held_out) > 1:
+        if "bytes" in result:
+            nats += result["nats_per_byte"] * result["bytes"]
+            n_bytes += result["bytes"]
+            n_sources += 1
+    if n_sources > 1:
         mean = f"{nats / n_bytes:.4f} nats/byte"
-        logger.info(f"step {step} held-out mean of {len(held_out)} sources: {mean}")
+        logger.info(f"step {step} held-out mean of {n_sources} sources: {mean}")
     return nats / n_bytes if n_bytes else None
 
 
@@ -75,8 +77,8 @@ def validate(
             it is not measured either; it is not text.
 
     Returns:
-        nats_per_token, nats_per_byte, bits_per_byte, the tokens and bytes measured, and the mean
-        of each metric.
+        nats_per_token and the tokens measured; nats_per_byte, bits_per_byte and the bytes where
+        these are known; and the mean of each metric.
     """
     degree, rank, device = dp_degree(mesh), dp_rank(mesh), torch.device(mesh.device_type)
     n_windows, seq_len = held_out.tokens.shape
@@ -116,10 +118,12 @@ def validate(
             parts.setdefault(name, []).append(part)
     model.train(training)
     [[nats, n], *others] = dp_sums(parts, mesh)
-    return means(list(parts)[1:], others) | {
-        "nats_per_token": nats / n,
-        "nats_per_byte": nats / held_out.n_bytes,
-        "bits_per_byte": nats / held_out.n_bytes / torch.log(torch.tensor(2.0)).item(),
+    result = means(list(parts)[1:], others) | {"nats_per_token": nats / n}
+    if (n_bytes := held_out.n_bytes) is None:
+        return result | {"tokens": int(n)}
+    return result | {
+        "nats_per_byte": nats / n_bytes,
+        "bits_per_byte": nats / n_bytes / torch.log(torch.tensor(2.0)).item(),
         "tokens": int(n),
-        "bytes": held_out.n_bytes,
+        "bytes": n_bytes,
     }

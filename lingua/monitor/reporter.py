@@ -214,9 +214,10 @@ class Reporter:
         """Write the results of the held-out part of one source: numbers by name, and `text`, the
         hash of what was measured."""
         self._write(VALIDATION, {"step": step, "source": source, **result})
-        if "nats_per_byte" in result:
-            per_byte, per_token = result["nats_per_byte"], result["nats_per_token"]
-            shown = f"{per_byte:.4f} nats/byte, {per_token:.4f} nats/token"
+        if "nats_per_token" in result:
+            units = ("nats/byte", "nats/token")
+            values = {unit: result.get(f"nats_per_{unit[5:]}") for unit in units}
+            shown = ", ".join(f"{v:.4f} {unit}" for unit, v in values.items() if v is not None)
         else:
             shown = ", ".join(f"{name} {value:.4f}" for name, value in result.items())
         logger.info(f"step {step} held-out {source}: {shown}")

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from apps.sft import app as sft
 from lingua.tokenizer import build_tokenizer
 from tests.apps.runs import Outcome, Runs, arguments, prepare, write_sources
 from tests.chats import CHATML, write_tokenizer
+from tests.data.prepared import EOS
+from tests.data.token_writers import write_megatron, write_plain
 from tests.ranks import Ranks
 
 
@@ -62,6 +65,20 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         records.append({"messages": turns})
     settings = write_chats(tmp_path_factory.mktemp("talk"), "talk", records)
     return prepare(settings | {"data.seq_len": 80, "validation.tokens": 100000}, sft)
+
+
+@pytest.fixture(scope="session")
+def token_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a run on a source of Megatron's files, whose documents no token ends, one of
+    nanoGPT's form, and text; masks show the documents of each."""
+    folder, chance = tmp_path_factory.mktemp("token_files"), random.Random(1)
+    write_sources(folder)
+    texts = [chance.choice("abcdefgh") * chance.randint(1, 40) for _ in range(300)]
+    documents = [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
+    write_megatron(folder / "stored.bin", documents)
+    write_plain(folder / "plain.bin", [np.append(document, EOS) for document in documents * 5])
+    settings = {"data.root_dir": folder, "data.sources": "{one: 1, stored: 2, plain: 2}"}
+    return prepare(settings | {"data.document_mask": "ignore"})
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,8 @@ def test_text_and_rows_are_timed_beside_their_references(monkeypatch: pytest.Mon
     for name, value in small.items():
         monkeypatch.setattr(data, name, value)
     results = data.measure([], repeats=1).results
-    for name in ("tiktoken", "sentencepiece", "bytes", "two processes", "rows"):
+    names = ["tiktoken", "sentencepiece", "bytes", "two processes", "rows"]
+    for name in [*names, "uint16", "megatron", "datatrove", "datasets"]:
         assert results[name].keys() == {"ours", "reference", "ratio", "cpu_ratio"}
         assert all(s.low > 0 and s.n == 1 for s in results[name].values())
     assert results["first batch, ms"].low > 0

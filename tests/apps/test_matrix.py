@@ -91,6 +91,7 @@ FEATURES = {
     ),
     "several tokens": Feature(SHARDS, TP, HEADS | {"model.dropout": 0.1}, mtp),
     "conversations": Feature(SHARDS, TP, {}, sft, reads="talk"),
+    "files of tokens": Feature(SHARDS, TP, {}, reads="token_files"),
     "pairs": Feature(REPLICAS, TP, {}, dpo, reads="pairs"),
     "pairs without a reference": Feature(SHARDS, TP, {}, simpo.app, reads="pairs"),
     "another task": Feature(TP, SHARDS, ADDITION, modular.app),
@@ -117,7 +118,15 @@ FLOAT8 |= {"model.n_kv_heads": 2, "model.ffn_dim_multiplier": 1, "model.multiple
 COMPILED = {COMPILE: True, CHECKPOINTING: "selective"}
 four = {"stopped": FOUR[0], "resumed": FOUR[1], "controlled": True}
 SOAK = {name: replace(feature, **four) for name, feature in FEATURES.items()}
-for name in ("dropout", "muon", "several tokens", "conversations", "pairs", "rows made by code"):
+for name in (
+    "dropout",
+    "muon",
+    "several tokens",
+    "conversations",
+    "files of tokens",
+    "pairs",
+    "rows made by code",
+):
     FEATURES[name] = replace(FEATURES[name], controlled=True)
 SOAK["products in float8"] = Feature(SHARDS, TP, FLOAT8, rounding=3000)
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}

@@ -7,6 +7,7 @@
 Every byte of the shards is read and hashed. Their text is compared by size and time, and is read
 only where its time differs. A line is printed for each source; a source whose shards are missing,
 damaged or of another text is an error. Nothing is changed: `data prepare` builds what is wrong.
+Of token files, which are read in place, the hashes are recorded beside the shards.
 """
 
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     for name in args.data.read_sources(args.validation.sources):
         try:
             held = verify_source(name, args.data, tokenizer)
-            print(f"{args.data.source_key(name)}: {held}; as in its manifest", flush=True)
+            print(f"{args.data.source_key(name)}: {held}", flush=True)
         except UserError as error:
             wrong.append(str(error))
     if wrong:
@@ -50,18 +51,21 @@ def verify_source(name: str, args: DataArgs, tokenizer: "Tokenizer") -> str:
     """Returns a summary of the shards of a source. Raises UserError where they are missing,
     damaged, or those of another text."""
     from lingua.data.shards import SPLITS, Manifest, Source
-    from lingua.data.sources import shard_spec, source_files, why_stale
+    from lingua.data.sources import shard_spec, source_files, token_files, why_stale
     from lingua.data.verify import damaged_shards
 
     spec = shard_spec(name, args, tokenizer)
     where = f"{spec.key}: {spec.folder}"
     try:
+        files = source_files(name, args)
+        if (tokens := token_files(name, args, files)) is not None:
+            return tokens.verify(name, args, tokenizer, files)
         manifest = Manifest.load(spec.folder)
         if manifest is None:
             raise UserError(
                 f"{where}: has no token shards; `python -m lingua data prepare` makes them"
             )
-        if why := why_stale(manifest, source_files(name, args), spec):
+        if why := why_stale(manifest, files, spec):
             raise UserError(f"{where}: {why}")
         source, shards = Source(spec.folder, manifest), manifest.shards
         if damaged := damaged_shards(source, range(len(shards))):
@@ -71,4 +75,5 @@ def verify_source(name: str, args: DataArgs, tokenizer: "Tokenizer") -> str:
         raise UserError(f"{where}: cannot be read: {error}") from None
     size = sum(sum(shard.files(manifest.dtype).values()) for shard in shards)
     tokens = sum(manifest.total(split, "tokens") for split in SPLITS)
-    return f"{counted(len(shards), 'shard')}, {counted(tokens, 'token')}, {human_bytes(size)}"
+    held = f"{counted(len(shards), 'shard')}, {counted(tokens, 'token')}, {human_bytes(size)}"
+    return f"{held}; as in its manifest"

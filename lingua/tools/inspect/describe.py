@@ -14,6 +14,7 @@ from lingua.data.rows import Rows
 from lingua.data.shards import Source
 from lingua.data.sources import source_files
 from lingua.data.stream import RowStream, shares
+from lingua.data.token_files import TokenSource
 from lingua.tokenizer import Tokenizer
 from lingua.tools.prepare.conversations import open_conversations
 from lingua.tools.prepare.records import read_records, records_before, text_keys
@@ -69,6 +70,9 @@ def describe_row(
         f"{name}: row {row_in:,} of {n_rows:,}, number {number:,} of epoch {epoch}: tokens "
         f"{start:,} to {start + len(tokens) - 1:,} of {source.n_tokens:,}"
     )
+    if isinstance(source, TokenSource):
+        yield from _token_parts(source, start, tokens, tokenizer)
+        return
     begin = 0
     for span in document_spans(source, start, len(tokens)):
         end = begin + span.end - span.first
@@ -86,6 +90,22 @@ def describe_row(
         else:
             yield tokenizer.decode(tokens[part])
         begin = end
+
+
+def _token_parts(
+    source: TokenSource, start: int, tokens: np.ndarray, tokenizer: Tokenizer
+) -> Iterator[str]:
+    """The documents of a row of token files, each after where it is; `start` is its first train
+    token."""
+    begin = 0
+    for name, first, n, document in source.train_spans(start, len(tokens)):
+        which = "" if document is None else f"document {document:,}, "
+        yield (
+            f"--- tokens {begin:,} to {begin + n - 1:,} of the row: {which}tokens {first:,} to "
+            f"{first + n - 1:,} of {name}"
+        )
+        yield tokenizer.decode(tokens[begin : begin + n])
+        begin += n
 
 
 def stream_of(rows: Rows) -> RowStream | None:
@@ -124,7 +144,9 @@ def find_record(source: Source, span: DocumentSpan, args: DataArgs, tokenizer: T
         trained = (
             (part, record)
             for part in parts
-            for record in read_records(part, text_keys(args, source.name), examples=examples)
+            for record in read_records(
+                part, text_keys(args, source.name), None, examples, tokenizer
+            )
             if record.wrong is None and (source.manifest.heldout_tail or not record.is_held_out)
         )
         if examples is not None:  # packed in another order
@@ -150,8 +172,11 @@ def describe_mixture(data: DataArgs, stream: RowStream, steps: int) -> Iterator[
     for name, read in stream.counts(n).items():
         source = stream.sources[name]
         n_rows = source.n_rows(stream.seq_len, stream.n_views)
-        counts = (source.manifest.total("train", "documents"), source.n_tokens, n_rows, read)
-        table.append([name, *(f"{count:,}" for count in counts), f"{read / n_rows:.3f}"])
+        documents = f"{source.manifest.total('train', 'documents'):,}"
+        if isinstance(source, TokenSource) and not source.stores_documents:
+            documents = "not stored"
+        counts = (f"{count:,}" for count in (source.n_tokens, n_rows, read))
+        table.append([name, documents, *counts, f"{read / n_rows:.3f}"])
     yield from align(table, left=1)
     for from_step, weights in [(0, data.sources), *((s.from_step, s.sources) for s in data.stages)]:
         parts = (f"{name} {float(share):.4%}" for name, share in shares(weights).items())

@@ -1,9 +1,10 @@
 """The documents in a file, whatever its form.
 
-JSON lines (.jsonl) give a document per line, .parquet, .csv and .tsv files one per row. A .json
-file is a list of records, one record, or JSON lines, as C4 and Dolma name them. Every other file is
-one document. .gz and .zst are decompressed. A large .jsonl or .parquet file is read in parts: byte
-ranges that begin where a line or row group does.
+JSON lines (.jsonl) give a document per line, .parquet, .arrow, .csv and .tsv files one per row; of
+.parquet it may be tokens, the column input_ids, where there is no text. A .json file is a list of
+records, one record, or JSON lines, as C4 and Dolma name them. Every other file is one document. .gz
+and .zst are decompressed. A large .jsonl or .parquet file is read in parts: byte ranges that begin
+where a line or row group does.
 
 Documents are UTF-8 and taken as they are, carriage returns included; only a byte order mark, at the
 start of a file, is left out. One document is in memory at a time, or one list of records.
@@ -13,8 +14,9 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -27,17 +29,30 @@ import xxhash
 
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.files import FilePart
+from lingua.data.token_formats import arrow_batches
+from lingua.tokenizer import Tokenizer
 from lingua.tools.prepare.pieces import WORD_OR_LINE
 
 READ_BYTES = 2**18  # bytes read at once
 MAX_ROWS = 1024  # parquet rows read at once
 MAX_LIST_BYTES = 2**30  # largest .json file that is one list, largest value in a table
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_FORMS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+_FORMS = {
+    ".jsonl": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_TABLES = ("parquet", "arrow")  # with columns, read by pyarrow
+_TOKENS = "input_ids"  # column of tokens
 _BOM = b"\xef\xbb\xbf"
 HELD_OUT = 50  # one document in 50 is held out; of a source of one document, its last 50th
 HELD_OUT_BELOW = 2**64 // HELD_OUT  # documents with a lower 64-bit hash are held out
 MIN_TAIL, MAX_TAIL = 1000, 2**20  # characters of a held-out tail
+# Reads columns, all or these, in batches of at most so many rows.
+Batches = Callable[..., Iterator[pa.RecordBatch]]
 OnRead = Callable[[int], Any]  # gets the number of bytes of each read
 
 
@@ -59,7 +74,8 @@ class SourceRecord(NamedTuple):
     hash: int = 0  # 64-bit hash of these bytes
     is_held_out: bool = False
     wrong: Wrong | None = None
-    tokens: np.ndarray | None = None  # int64 [n] in place of the text, for a conversation
+    # int64 [n]: of a conversation, in place of the text; of a record of tokens, which text decodes
+    tokens: np.ndarray | None = None
     is_cut: bool = False  # the example was longer than a row
 
 
@@ -73,7 +89,7 @@ def _form(file: FilePart) -> tuple[str, str | None]:
     codec = _CODECS.get(name.suffix)
     suffix = name.with_suffix("").suffix if codec else name.suffix
     form = _FORMS.get(suffix, "text")
-    return ("text" if codec and form == "parquet" else form), codec
+    return ("text" if codec and form in _TABLES else form), codec
 
 
 # ---- parts
@@ -166,26 +182,31 @@ def read_records(
     keys: tuple[str, ...],
     on_read: OnRead | None = None,
     examples: Examples | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[SourceRecord]:
     """Every record of a part. `keys` are those of the text: the first that exists is read. Where
-    records are conversations, what `examples` makes of each."""
+    records are conversations, what `examples` makes of each. `tokenizer` decodes those that are
+    tokens, which are wrong without one."""
     form, codec = _form(part)
     number = 0
     try:
         with _open_part(part, on_read, codec) as stream:
-            values: Iterable[bytes | Wrong | dict[str, Any]] = stream
+            values: Iterable[bytes | Wrong | dict[str, Any] | np.ndarray] = stream
             if form == "text":
                 values = [stream.read()]
             elif form == "json":
                 values = _json_values(stream)
             elif form in ("csv", "tsv"):
                 values = _table_values(stream, "," if form == "csv" else "\t")
-            elif form == "parquet":
-                values = _parquet_values(part, keys) if examples is None else _parquet_rows(part)
+            elif form in _TABLES:
+                values = _column(part, form, keys) if examples is None else _rows(part, form)
                 if on_read is not None:
                     on_read(part.end - part.begin)
             for number, value in enumerate(values, start=1):
-                yield from _records(number, value, form, keys, examples)
+                if isinstance(value, np.ndarray):
+                    yield _of_tokens(number, value, tokenizer)
+                else:
+                    yield from _records(number, value, form, keys, examples)
     except (pa.ArrowException, OSError, csv.Error) as error:
         if isinstance(error, OSError) and error.errno is not None:  # not raised by pyarrow
             raise
@@ -198,11 +219,37 @@ def _document(number: int, text: str) -> SourceRecord:
     return SourceRecord(number, text, len(data), hashed, hashed < HELD_OUT_BELOW)
 
 
+def _of_tokens(number: int, tokens: np.ndarray, tokenizer: Tokenizer | None) -> SourceRecord:
+    """A document of tokens, without a bos and eos of its own: data.add_bos and data.add_eos give
+    them, as those of text."""
+    if tokenizer is None:
+        wrong = Wrong("no text", f"column {_TOKENS} has tokens", lacks_key=True)
+        return SourceRecord(number, wrong=wrong)
+    if len(tokens) and tokens[0] == tokenizer.bos_id:
+        tokens = tokens[1:]
+    if len(tokens) and tokens[-1] == tokenizer.eos_id:
+        tokens = tokens[:-1]
+    try:
+        text = tokenizer.decode(tokens)
+    except IndexError as error:
+        return SourceRecord(number, wrong=Wrong("token outside the vocabulary", str(error)))
+    if not len(tokens):
+        return SourceRecord(number, wrong=Wrong("empty document"))
+    return _document(number, text)._replace(tokens=tokens)
+
+
+def encode_batch(records: list[SourceRecord], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The ids of each record's text, or its tokens as they are."""
+    texts = [record.text for record in records if record.tokens is None]
+    encoded = iter(tokenizer.encode_batch(texts) if texts else [])
+    return [next(encoded) if record.tokens is None else record.tokens for record in records]
+
+
 def split_tail(record: SourceRecord) -> list[SourceRecord]:
     """A document that is a whole source, as one to train on and one that is held out: its end, from
     the beginning of a word or line. A short one is trained on as it is."""
     text, n_held_out = record.text, min(len(record.text) // HELD_OUT, MAX_TAIL)
-    if n_held_out < MIN_TAIL:
+    if n_held_out < MIN_TAIL or record.tokens is not None:
         return [record._replace(is_held_out=False)]
     start = WORD_OR_LINE.search(text, len(text) - n_held_out, len(text) - n_held_out // 2)
     cut = start.start() if start else len(text) - n_held_out
@@ -310,12 +357,38 @@ def _text_of(record: dict[str, Any], keys: tuple[str, ...]) -> str:
     return text
 
 
-def _parquet_rows(part: FilePart) -> Iterator[Wrong | dict[str, Any]]:
-    """Yields each row as an object, or what is wrong with it."""
-    with pq.ParquetFile(part.full, page_checksum_verification=True) as file:
+@contextmanager
+def _open_table(
+    part: FilePart, form: str, **options: Any
+) -> Iterator[tuple[pa.Schema, int, int, Batches]]:
+    """(schema, rows, bytes, a function that reads columns in batches of at most so many rows)."""
+    if form == "arrow":
+        schema, batches, _ = arrow_batches(part)
+        whole = pa.Table.from_batches(batches, schema)  # mapped into memory
+
+        def read(rows: int, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+            chosen = whole if columns is None else whole.select(columns)
+            return iter(chosen.to_batches(max_chunksize=rows))
+
+        yield schema, whole.num_rows, part.size, read
+        return
+    with pq.ParquetFile(part.full, page_checksum_verification=True, **options) as file:
         groups = _row_groups(file.metadata)
         chosen = [i for i, group in enumerate(groups) if part.begin <= group.begin < part.end]
-        for batch in file.iter_batches(MAX_ROWS, row_groups=chosen, use_threads=False):
+        n_rows, size = (sum(groups[i][k] for i in chosen) for k in (1, 2))
+        read_groups = partial(file.iter_batches, row_groups=chosen, use_threads=False)
+        yield (
+            file.schema_arrow,
+            n_rows,
+            size,
+            lambda rows, columns=None: read_groups(rows, columns=columns),
+        )
+
+
+def _rows(part: FilePart, form: str) -> Iterator[Wrong | dict[str, Any]]:
+    """Yields each row as an object, or what is wrong with it."""
+    with _open_table(part, form) as (_, _, _, read):
+        for batch in read(MAX_ROWS):
             for i in range(batch.num_rows):
                 try:
                     yield batch.slice(i, 1).to_pylist()[0]
@@ -323,17 +396,15 @@ def _parquet_rows(part: FilePart) -> Iterator[Wrong | dict[str, Any]]:
                     yield Wrong("not UTF-8", str(error))
 
 
-def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | Wrong]:
-    """The text of each row, or what is wrong with it."""
+def _column(
+    part: FilePart, form: str, keys: tuple[str, ...]
+) -> Iterator[bytes | Wrong | np.ndarray]:
+    """The text of each row, its tokens, or what is wrong with it."""
     # Without a buffer, a whole column of a row group would be in memory.
-    with pq.ParquetFile(
-        part.full, pre_buffer=False, buffer_size=READ_BYTES, page_checksum_verification=True
-    ) as file:
-        names, groups = file.schema_arrow.names, _row_groups(file.metadata)
-        chosen = [i for i, group in enumerate(groups) if part.begin <= group.begin < part.end]
-        n_rows = sum(groups[i].rows for i in chosen)
-        size = sum(groups[i].size for i in chosen)
-        key = next((key for key in keys if key in names), None)
+    options = {"pre_buffer": False, "buffer_size": READ_BYTES} if form == "parquet" else {}
+    with _open_table(part, form, **options) as (schema, n_rows, size, read):
+        names = schema.names
+        key = next((key for key in (*keys, _TOKENS) if key in names), None)
         if key is None:
             yield from repeat(_no_text("column", keys, names), n_rows)
             return
@@ -341,17 +412,26 @@ def _parquet_values(part: FilePart, keys: tuple[str, ...]) -> Iterator[bytes | W
             several = Wrong("no text", f"{names.count(key)} columns are {key}", lacks_key=True)
             yield from repeat(several, n_rows)
             return
-        kind = file.schema_arrow.field(key).type
+        kind = schema.field(key).type
         stored = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if stored not in (pa.string(), pa.large_string(), pa.string_view()):
+        is_tokens = (
+            key == _TOKENS and pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
+        )
+        if not is_tokens and stored not in (pa.string(), pa.large_string(), pa.string_view()):
             fault = Wrong("text is not a string", f"column {key} is {kind}", lacks_key=True)
             yield from repeat(fault, n_rows)
             return
         rows = max(1, min(MAX_ROWS, READ_BYTES * n_rows // max(1, size)))
-        for batch in file.iter_batches(rows, row_groups=chosen, columns=[key], use_threads=False):
+        for batch in read(rows, [key]):
             # As bytes, since pyarrow does not check that a string is UTF-8.
-            for value in batch.column(0).cast(pa.large_binary()).to_pylist():
-                yield Wrong("null text", f"column {key}") if value is None else value
+            column = batch.column(0) if is_tokens else batch.column(0).cast(pa.large_binary())
+            for value in column if is_tokens else column.to_pylist():
+                if value is None or (is_tokens and not value.is_valid):
+                    yield Wrong("null text", f"column {key}")
+                elif is_tokens:
+                    yield value.values.to_numpy(zero_copy_only=False).astype(np.int64)
+                else:
+                    yield value
 
 
 def _no_text(what: str, keys: tuple[str, ...], names: Iterable[str]) -> Wrong:

@@ -34,6 +34,7 @@ from lingua.tools.prepare.records import (
     Examples,
     OnRead,
     SourceRecord,
+    encode_batch,
     read_records,
     records_before,
     split_file,
@@ -111,7 +112,7 @@ def build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRea
     has_tail, n_cut = False, 0
     examples = open_conversations(spec.args, tokenizer, spec.manifest.source)
     try:
-        records = _good_records(unit, spec, inputs, skipped, on_read, examples)
+        records = _good_records(unit, spec, tokenizer, inputs, skipped, on_read, examples)
         if examples is not None:
             for record, parts in packed(records, spec.args.row_tokens, tokenizer.vocab_size):
                 writers["heldout" if record.is_held_out else "train"].add(record, parts)
@@ -123,10 +124,10 @@ def build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRea
                 texts = [record.text for record in batch]
                 if lost is None:
                     lost = _lost_share(texts, tokenizer)
-                if len(texts[0]) > PIECE:
+                if len(texts[0]) > PIECE and batch[0].tokens is None:
                     encoded: list[Iterable[np.ndarray]] = [pieces.encode(texts[0])]
                 else:
-                    encoded = [[ids] for ids in tokenizer.encode_batch(texts)]
+                    encoded = [[ids] for ids in encode_batch(batch, tokenizer)]
                 for record, ids in zip(batch, encoded, strict=True):
                     writers["heldout" if record.is_held_out else "train"].add(record, ids)
         splits = {split: writer.finish() for split, writer in writers.items()}
@@ -170,6 +171,7 @@ def hold_out_tail(records: Iterator[SourceRecord]) -> tuple[Iterator[SourceRecor
 def _good_records(
     unit: Unit,
     spec: ShardSpec,
+    tokenizer: Tokenizer,
     inputs: list[InputPart],
     skipped: Counter[str],
     on_read: OnRead,
@@ -179,7 +181,8 @@ def _good_records(
     counted in `skipped`."""
     source, any_good = spec.manifest.source, False
     for part in unit.parts:
-        for record in read_records(part, text_keys(spec.args, source), on_read, examples):
+        keys = text_keys(spec.args, source)
+        for record in read_records(part, keys, on_read, examples, tokenizer):
             if record.wrong is None:
                 any_good = True
                 yield record
@@ -204,7 +207,8 @@ def check_sample(files: list[FilePart], spec: ShardSpec, tokenizer: Tokenizer) -
     for i in sorted(range(len(files)), key=lambda i: i % apart > 0):  # ten files first
         if i % apart and len(bad) >= MAX_SAMPLE:
             break
-        for record in islice(read_records(files[i], keys, examples=examples), MAX_SAMPLE):
+        records = read_records(files[i], keys, None, examples, tokenizer)
+        for record in islice(records, MAX_SAMPLE):
             if record.wrong is None:
                 return
             bad.append((files[i], record))

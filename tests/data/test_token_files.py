@@ -1,0 +1,290 @@
+"""Files of tokens that other tools make: their rows, documents and held-out text are those of the
+same tokens in shards of ours."""
+
+import logging
+import os
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from lingua.data import IGNORE
+from lingua.data.args import SourceFiles
+from lingua.data.rows import DocumentMarks
+from lingua.data.shards import SPLITS
+from lingua.data.sources import (
+    TOKEN_RECORD,
+    held_out_windows,
+    open_sources,
+    prepare_sources,
+    shard_folder,
+)
+from lingua.data.stream import RowStream
+from lingua.data.token_files import TokenSource, documents_of
+from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tools.commands.data_verify import verify_source
+from tests.data.prepared import BOS, EOS, Prepared, make_args, train_tokens, write_jsonl
+from tests.data.sources import make_source
+from tests.data.token_writers import (
+    write_datasets,
+    write_datatrove,
+    write_llmc,
+    write_megatron,
+    write_plain,
+)
+from tests.mistakes import refused
+
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
+
+TEXTS = [f"{i}: größer {'x' * (i * 7 % 90)}\n" for i in range(2500)]
+DOCUMENTS = [np.array([*text.encode(), EOS]) for text in TEXTS]
+BYTES = build_tokenizer(TokenizerArgs("bytes"))
+SEQ_LEN = 100
+
+
+# writer, file or folder of the source, what the writer gets; the form where it must be given
+KINDS = {
+    "uint16": (write_plain, "a.bin", {}, None),
+    "uint32": (write_plain, "a.bin", {"kind": "u4"}, "uint32"),
+    "llm.c": (write_llmc, "a.bin", {}, None),
+    "llm.c of llama 3": (write_llmc, "a.bin", {"kind": "u4"}, None),
+    **{
+        f"megatron {t.__name__}": (write_megatron, "a.bin", {"dtype": t}, None)
+        for t in (np.int16, np.int32, np.int64, np.uint16)
+    },
+    "megatron in sentences": (write_megatron, "a.bin", {"sentences": 3}, None),
+    "datatrove": (write_datatrove, "a.ds", {}, None),
+    "datatrove of 4 bytes": (write_datatrove, "a.ds", {"size": 4}, None),
+    "datasets": (write_datasets, "a", {}, None),
+    "datasets int64": (write_datasets, "a", {"kind": "int64"}, None),
+}
+STORED = [kind for kind in KINDS if kind[:4] in ("mega", "data")]
+
+
+def write(folder, kind, documents=DOCUMENTS, **changes):
+    """The arguments of a source of this kind."""
+    writer, name, options, form = KINDS[kind]
+    writer(folder / name, documents, **options)
+    if form:
+        changes["source_files"] = {"a": SourceFiles([name], format=form)}
+    return make_args(folder, global_batch_size=8, seq_len=SEQ_LEN, **changes)
+
+
+def prepare(args, tokenizer=BYTES, lines=None) -> TokenSource:
+    """The source as another process opens it."""
+    prepare_sources(args, tokenizer, (lines if lines is not None else []).append)
+    return open_sources(args, tokenizer)["a"]
+
+
+def hashed(number: int) -> int:
+    """32 bits of Stafford's Mix13, as the order of rows has it, of the golden ratio's key."""
+    mask = 2**64 - 1
+    h = (number ^ 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & mask
+    h = (h ^ h >> 32) * 0x94D049BB133111EB & mask
+    return h >> 32
+
+
+def held_out(n: int) -> list[int]:
+    return sorted((i for i in range(n) if hashed(i) < 2**32 // 50), key=hashed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_documents_and_held_out_text_are_those_of_shards_of_the_same_tokens(tmp_path, kind):
+    lines = []
+    source = prepare(write(tmp_path, kind, document_mask="keep"), lines=lines)
+    whole = np.concatenate(DOCUMENTS)
+    if source.stores_documents:
+        held = held_out(len(DOCUMENTS))
+        trained = [d for i, d in enumerate(DOCUMENTS) if i not in set(held)]
+        measured = [DOCUMENTS[i] for i in held]
+        assert "2,500 documents" in lines[-1] and f"out {len(held)} documents" in lines[-1]
+    else:  # blocks of 1024 tokens, from a document's first token to that of the next block's
+        starts = np.flatnonzero(np.concatenate([[EOS], whole[:-1]]) == EOS)
+        n_blocks = -(-len(whole) // 1024)
+        at = [starts[np.searchsorted(starts, 1024 * i)] for i in range(n_blocks)] + [len(whole)]
+        blocks = [whole[i:j] for i, j in pairwise(at)]
+        held = held_out(n_blocks)
+        trained = [block for i, block in enumerate(blocks) if i not in set(held)]
+        measured = [blocks[i] for i in held]
+        assert 0 < sum(map(len, measured)) < len(whole) / 25
+    expected = make_source(tmp_path, "rows", [np.concatenate(trained).astype("<u2")])
+    assert source.n_tokens == expected.n_tokens
+    positions = np.random.default_rng(0).integers(0, 3 * source.n_tokens // SEQ_LEN, 300)
+    stream, same = (RowStream({"a": s}, {"a": 1.0}, SEQ_LEN, 2, seed=1) for s in (source, expected))
+    rows = same.rows(positions)
+    assert np.array_equal(stream.rows(positions), rows)
+    marks = DocumentMarks(None, EOS, ignores_first=False)
+    assert np.array_equal(documents_of(stream, marks)(positions), marks.index(rows))
+
+    windows = held_out_windows(source, SEQ_LEN, (10**9, "bytes"))
+    flat = windows.targets[windows.targets != IGNORE]
+    assert np.array_equal(flat, np.concatenate(measured))
+    assert windows.n_bytes == sum(len(part) - (part == EOS).sum() for part in measured)
+    index = marks.index(np.where(windows.targets == IGNORE, 0, windows.tokens))
+    assert np.array_equal(windows.documents, index)
+    # Never trained on, a source is measured whole.
+    assert held_out_windows(source, SEQ_LEN, (10**9, "bytes"), SPLITS).n_bytes == sum(
+        len(text.encode()) for text in TEXTS
+    )
+    # Tokens that are shifted by one are noticed.
+    shifted = make_source(tmp_path, "shifted", [np.roll(np.concatenate(trained), 1).astype("<u2")])
+    assert not np.array_equal(
+        RowStream({"a": shifted}, {"a": 1.0}, SEQ_LEN, 2, seed=1).rows(positions), rows
+    )
+
+
+def test_one_document_at_least_of_fifty_is_held_out(tmp_path):
+    number = min(range(79), key=hashed)
+    assert not [i for i in range(79) if hashed(i) < 2**32 // 50]
+    source = prepare(write(tmp_path, "datatrove", DOCUMENTS[:79]))
+    windows = held_out_windows(source, 999, (1, "bytes"))
+    assert windows.targets[0][: len(DOCUMENTS[number])].tolist() == DOCUMENTS[number].tolist()
+
+
+@pytest.mark.parametrize("kind", ["megatron int32", "datatrove", "datasets", "uint16"])
+def test_documents_that_no_token_ends_are_masked_where_they_are_stored(tmp_path, kind):
+    documents = [document[:-1] for document in DOCUMENTS]
+    args = write(tmp_path, kind, documents, document_mask="ignore")
+    if kind == "uint16":
+        refused(lambda: prepare(args), "data.document_mask = ignore", "data.sources.a", "eos")
+        assert prepare(replace(args, document_mask="none")).eos_id is None
+        return
+    source = prepare(args)
+    stream = RowStream({"a": source}, {"a": 1.0}, SEQ_LEN, 2, seed=1)
+    positions = np.arange(500)
+    held = set(held_out(len(documents)))
+    trained = [d for i, d in enumerate(documents) if i not in held]
+    number = np.repeat(np.arange(len(trained)), list(map(len, trained)))
+    starts = stream.source_rows(positions)[1] * SEQ_LEN
+    expected = number[starts[:, None] + np.arange(SEQ_LEN + 1)]
+    made = documents_of(stream, DocumentMarks(None, EOS, False))(positions)
+    assert np.array_equal(made, expected - expected[:, :1])
+    assert made.max() > 0 and not np.array_equal(made, np.roll(expected, 1, 1) - expected[:, :1])
+    windows = held_out_windows(source, SEQ_LEN, (10**9, "tokens"))
+    first = np.concatenate([[0], np.cumsum([len(documents[i]) for i in held_out(len(documents))])])
+    begins = np.flatnonzero(np.diff(windows.documents.reshape(-1), prepend=-1) > 0)
+    assert set(begins) - set(range(0, windows.tokens.size, SEQ_LEN)) <= set(first.tolist())
+
+
+def cut(path, n):
+    os.truncate(path, path.stat().st_size + n)
+
+
+def put(path, at, value, kind):
+    data = np.memmap(path, np.uint8, "r+")
+    data[at : at + np.dtype(kind).itemsize] = np.array([value], kind).view(np.uint8)
+    data.flush()
+
+
+# what is done to the folder of a source, and what the refusal names
+DAMAGE = {
+    "uint16": [
+        (lambda f: cut(f / "a.bin", -1), ("a.bin", "no multiple of 2")),
+        (lambda f: (f / "a.bin").write_bytes(b""), ("a.bin: has no tokens",)),
+        (
+            lambda f: put(f / "a.bin", 40, 999, "<u2"),
+            ("a.bin: byte 40: token 999", "of 258"),
+        ),
+    ],
+    "llm.c": [
+        (lambda f: cut(f / "a.bin", -2), ("a.bin", "of its header need")),
+        (lambda f: cut(f / "a.bin", 2), ("a.bin", "of its header need")),
+    ],
+    "megatron int32": [
+        (lambda f: cut(f / "a.bin", -4), ("a.idx", "a.bin has")),
+        (lambda f: cut(f / "a.bin", -3), ("a.bin", "no multiple of 4")),
+        (lambda f: cut(f / "a.idx", -8), ("a.idx", "2,500 sequences need")),
+        (lambda f: cut(f / "a.idx", -(10**4)), ("a.idx", "sequences need")),
+        (lambda f: (f / "a.idx").write_bytes(b""), ("a.idx", "empty")),
+        (lambda f: (f / "a.idx").write_bytes(b"x" * 99), ("a.idx", "MMIDIDX")),
+        (lambda f: put(f / "a.idx", 17, 6, "u1"), ("a.idx", "type 6", "whole numbers")),
+        (lambda f: put(f / "a.idx", 34, 9, "<i4"), ("a.idx", "do not follow one another")),
+        (lambda f: put(f / "a.bin", 0, -1, "<i4"), ("a.bin: byte 0: token 4,294,967,295",)),
+    ],
+    "datatrove": [
+        (lambda f: (f / "a.ds.index").unlink(), ("a.ds.index: is missing",)),
+        (lambda f: cut(f / "a.ds", -2), ("a.ds.index", "a.ds has")),
+        (lambda f: cut(f / "a.ds.index", -4), ("a.ds.index", "no multiple of 8")),
+        (lambda f: cut(f / "a.ds.index", -8), ("a.ds.index", "a.ds.metadata")),
+        (lambda f: put(f / "a.ds.index", 0, 10**6, "<u8"), ("a.ds.index",)),
+        (lambda f: (f / "a.ds.metadata").write_text("x"), ("a.ds.metadata",)),
+    ],
+    "datasets": [
+        (lambda f: cut(next((f / "a").glob("*00001-of*.arrow")), -9000), (".arrow",)),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_files_are_refused_by_file_and_place(tmp_path, kind):
+    for number, (damage, names) in enumerate(DAMAGE[kind]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        args = write(folder, kind)
+        damage(folder)
+        refused(lambda args=args: prepare(args), *names)
+
+
+def test_what_a_sample_does_not_have_is_found_in_its_row_and_by_verify(tmp_path):
+    args = write(tmp_path, "uint16")
+    source, file = prepare(args), tmp_path / "a.bin"
+    at = 2 * 5000  # between the first two of the places that are sampled
+    put(file, at, 999, "<u2")
+    os.utime(file, ns=(0, 0))
+    names = ("a.bin: byte 10,000: token 999", "vocabulary of 258")
+    refused(lambda: train_tokens(source), *names)
+    refused(lambda: verify_source("a", args, BYTES), *names)
+    refused(lambda: open_sources(args, BYTES), "a.bin: has changed")
+    put(file, at, 97, "<u2")
+    assert "1 file, 152,480 tokens" in (said := verify_source("a", args, BYTES))
+    assert "hashes recorded" in said and "as recorded" in verify_source("a", args, BYTES)
+    os.utime(file, ns=(1, 1))  # touched: read again, and the same
+    assert prepare(args).fingerprint == source.fingerprint
+    put(file, at, 98, "<u2")
+    os.utime(file, ns=(2, 2))
+    record = shard_folder("a", args, BYTES) / TOKEN_RECORD
+    for look in (lambda: prepare(args), lambda: verify_source("a", args, BYTES)):
+        refused(look, "a.bin: has changed since", record)
+    record.unlink()
+    assert prepare(args).fingerprint == source.fingerprint  # which is that of the sample
+    put(file, 0, 98, "<u2")
+    assert prepare(args).fingerprint != source.fingerprint
+    os.truncate(file, at)
+    refused(lambda: train_tokens(source), "a.bin", "is shorter")
+    file.unlink()  # text takes the place of the tokens, and tokens that of the text
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    assert Prepared(args).built and not open_sources(args, BYTES)["a"].in_place
+    (tmp_path / "a.jsonl").unlink()
+    assert prepare(write(tmp_path, "uint16")).in_place
+
+
+def test_records_of_tokens_and_arrow_files_of_text_become_the_shards_of_their_text(tmp_path):
+    from datasets import Dataset
+
+    write_jsonl(tmp_path / "text.jsonl", TEXTS)
+    ids = [[BOS, *text.encode(), EOS] for text in TEXTS]
+    Dataset.from_dict({"input_ids": ids}).to_parquet(str(tmp_path / "ids.parquet"))
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "arrow"))
+    names = ("text", "ids", "arrow")
+    made = {name: Prepared(make_args(tmp_path), name).source for name in names}
+    assert len({source.fingerprint for source in made.values()}) == 1
+    assert len({held_out_windows(s, 100, (9**9, "bytes")).text for s in made.values()}) == 1
+    Dataset.from_dict({"input_ids": [[1], [258]]}).to_parquet(str(tmp_path / "b.parquet"))
+    wrong = "b.parquet:2: token outside the vocabulary"
+    refused(lambda: Prepared(make_args(tmp_path), "b"), wrong)
+
+
+def test_a_tokenizer_that_does_not_decode_gives_nats_per_token_alone(tmp_path, caplog):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {chr(i): i for i in range(256)} | {"<s>": 256, "</s>": 257}
+    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    letters.save(str(tmp_path / "tokenizer.json"))
+    args = TokenizerArgs("hf", str(tmp_path / "tokenizer.json"))
+    source = prepare(write(tmp_path, "datatrove", tokenizer=args), build_tokenizer(args))
+    with caplog.at_level(logging.INFO, "lingua"):
+        windows = held_out_windows(source, SEQ_LEN, (10**4, "bytes"))
+    assert windows.n_bytes is None and windows.have_text() and windows.text
+    assert caplog.text.count("nats per token alone") == 1
