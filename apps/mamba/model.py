@@ -79,12 +79,11 @@ class Mamba(nn.Module):
         a = -self.log_a().float().exp()
         begins = dt.new_zeros(dt.shape[:2], dtype=torch.bool) if ctx.begins is None else ctx.begins
         bc = F.silu(self.conv_bc(self.wbc(x), ctx)).unflatten(-1, (-1, 2, self.state_dim))
-        x, (b, c) = F.silu(self.conv_x(self.wx(x), ctx)), bc.unbind(-2)  # a group's b is beside c
-        x = x.unflatten(-1, (-1, self.head_dim))
+        x = F.silu(self.conv_x(self.wx(x), ctx)).unflatten(-1, (-1, self.head_dim))
         if self.kernel is not None and x.is_cuda and ctx.cache is None:
-            y = self.kernel(x, dt, a, b, c, 256, seq_idx=begins.cumsum(1).int()).float()
+            y = self.kernel(x, dt, a, *bc.unbind(-2), 256, seq_idx=begins.cumsum(1).int()).float()
         else:
-            inputs, last = (x, dt, b, c, begins), ctx.cache and ctx.cache.last(self)
+            inputs, last = (x, dt, *bc.unbind(-2), begins), ctx.cache and ctx.cache.last(self)
             state = last[0] if last else dt.new_zeros(*x[:, 0].shape, self.state_dim)
             y, after = ssd(a, state, *inputs)
             if ctx.cache is not None:
