@@ -68,17 +68,17 @@ class Mamba(nn.Module):
         self.head_dim, self.state_dim, self.kernel = sizes.head_dim, sizes.state_dim, kernel
         width, shared = sizes.expand * args.dim, 2 * sizes.n_groups * sizes.state_dim
         sides = (width, width, shared, width // sizes.head_dim)
-        self.wz, self.wx, self.wbc, self.wdt = (nn.Linear(args.dim, n, bias=False) for n in sides)
+        self.wz, self.wx, self.ws, self.wd = (nn.Linear(args.dim, n, bias=False) for n in sides)
         self.conv_x, self.conv_bc = CausalConv(width), CausalConv(shared)
         self.dt_bias, self.log_a, self.skip = (Weight(sides[-1]) for _ in range(3))
         self.norm = AllHeadsNorm(width, eps=args.norm_eps)
         self.wo = nn.Linear(width, args.dim, bias=False)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:  # B S E -> B S E
-        z, dt = self.wz(x), F.softplus(self.wdt(x).float() + self.dt_bias().float())
+        z, dt = self.wz(x), F.softplus(self.wd(x).float() + self.dt_bias().float())
         a = -self.log_a().float().exp()
         begins = dt.new_zeros(dt.shape[:2], dtype=torch.bool) if ctx.begins is None else ctx.begins
-        bc = F.silu(self.conv_bc(self.wbc(x), ctx)).unflatten(-1, (-1, 2, self.state_dim))
+        bc = F.silu(self.conv_bc(self.ws(x), ctx)).unflatten(-1, (-1, 2, self.state_dim))
         x = F.silu(self.conv_x(self.wx(x), ctx)).unflatten(-1, (-1, self.head_dim))
         if self.kernel is not None and x.is_cuda and ctx.cache is None:
             y = self.kernel(x, dt, a, *bc.unbind(-2), 256, seq_idx=begins.cumsum(1).int()).float()
@@ -94,9 +94,9 @@ class Mamba(nn.Module):
         return self.wo(self.norm(y.flatten(-2).type_as(z) * F.silu(z)))
 
     def reset_parameters(self) -> None:
-        init_projections((self.wz, self.wx, self.wbc, self.wdt), self.wo, self.out_factor, self.std)
+        init_projections((self.wz, self.wx, self.ws, self.wd), self.wo, self.out_factor, self.std)
         nn.init.uniform_(self.log_a.weight, 1, 16).log_()
         nn.init.ones_(self.skip.weight)
-        # softplus(dt_bias), the step where wdt gives 0, is log-uniform between 0.001 and 0.1.
+        # softplus(dt_bias), the step where wd gives 0, is log-uniform between 0.001 and 0.1.
         dt = nn.init.uniform_(self.dt_bias.weight, math.log(1e-3), math.log(1e-1)).exp_()
         dt.add_((-torch.expm1(-dt)).log())
