@@ -22,6 +22,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "step": ("tokens per second, MFU and memory beside a bare loop, by shape", 3),
     "loop": ("what the loop costs over a bare forward, backward and step", 8),
     "attention": ("documents on a CPU one by one, over a mask of whole rows", 10),
+    "recurrence": ("scans on a CPU, over a loop of positions and over attention", 5),
     "startup": ("seconds to the first step, by part", 5),
     "ranks": ("descriptors, messages and seconds of 8 to 64 ranks, by what grows", None),
     "sync": ("gradient traffic of the three modes of distributed.grad_sync", None),

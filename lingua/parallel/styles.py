@@ -1,4 +1,4 @@
-"""A style of tensor parallelism that torch does not have."""
+"""Styles of tensor parallelism that torch does not have."""
 
 from typing import Any
 
@@ -27,3 +27,20 @@ class FeatureParallel(ParallelStyle):
     @staticmethod
     def _leave(module: nn.Module, out: Any, mesh: DeviceMesh) -> Any:
         return out.redistribute(placements=[Shard(-1)]).to_local()
+
+
+class SplitWeight(ParallelStyle):
+    """Splits the parameters of a module, and with them what it returns, a parameter, over their
+    first dimension. A rank computes with its part (see lingua.model.scan.Weight)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._split, output_fn=self._leave)
+
+    @staticmethod
+    def _split(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, p in module.named_parameters(recurse=False):
+            module.register_parameter(key, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
+
+    @staticmethod
+    def _leave(module: nn.Module, out: Any, mesh: DeviceMesh) -> Any:
+        return out.to_local()

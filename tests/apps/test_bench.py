@@ -89,6 +89,7 @@ SMALLEST: dict[str, list[str]] = {
     "startup": [*RUN, "--repeats=1"],
     "attention": [*RUN, "--repeats=1"],
     "ranks": RUN,
+    "recurrence": [*RUN, "--repeats=1"],
     "sync": [*RUN, "data.batch_size=1", "data.global_batch_size=16"],
     "checkpoint": [*RUN, "--repeats=1"],
     "exchange": [*RUN, "--repeats=1", VOCABULARY],
@@ -99,7 +100,16 @@ SMALLEST: dict[str, list[str]] = {
 }
 # What a measurement and its reference must agree on, by the end of its key.
 EQUAL = {"difference": 0.0, "equal_tokens": 1.0}
-MINUTES = ("attention", "ranks", "sync", "exchange", "exact", "promise", "pairs")
+MINUTES = (
+    "attention",
+    "ranks",
+    "recurrence",
+    "sync",
+    "exchange",
+    "exact",
+    "promise",
+    "pairs",
+)
 
 
 @pytest.mark.parametrize(

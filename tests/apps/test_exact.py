@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from apps.dpo import app as dpo
+from apps.fastrnn import app as fastrnn
 from apps.main import app as main
 from apps.main.train import Objective
+from apps.mamba import app as mamba
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from lingua.app import App
@@ -61,7 +63,11 @@ FEATURES = {
     "an optimizer of torch": Feature({}, optimizer.app),
     "pairs": Feature(BF16, dpo, "pairs"),
 }
+STATES = {"model.layers": "[mamba, attention]", "data.document_mask": "ignore"}
+STATES |= {"model.mamba": "{expand: 2, head_dim: 11, state_dim: 5, n_groups: 2}"}
 SOAK = {
+    "recurrences": Feature({"model.n_kv_heads": "null"} | MASKS, fastrnn),
+    "state spaces": Feature(STATES | BF16, mamba),
     "several tokens": Feature(HEADS, mtp),
     "conversations": Feature({}, sft, "talk"),
     "compiled": Feature(MASKS | {"distributed.compile": True}),

@@ -16,8 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from apps.dpo import app as dpo
+from apps.fastrnn import app as fastrnn
 from apps.main import app as main
 from apps.main.run import Run
+from apps.mamba import app as mamba
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from lingua.app import App, Built
@@ -77,6 +79,9 @@ HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of t
 ADDITION = {"data.sources": "{}", "data.seq_len": 4}
 SCALES = "{tok_embeddings: 3, layers.*.attention.value_embedding: 0.5, layers.1.*.w*: 2}"
 LOOPED = {"model.dropout": 0.1, CHECKPOINTING: "full", "optim.lr_scale": SCALES}
+CELL = {"model.n_kv_heads": "null", "model.dropout": 0.1}
+STATES = {"model.layers": "[mamba, attention]", "data.document_mask": "ignore"}
+STATES |= {"model.mamba": "{expand: 2, head_dim: 11, state_dim: 5, n_groups: 2}"}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -97,6 +102,8 @@ FEATURES = {
     "another task": Feature(TP, SHARDS, ADDITION, modular.app),
     "a teacher": Feature(REPLICAS, TP, {}, distillation.app, reads="taught"),
     "another block": Feature(TP, SHARDS, {}, mingru.app),
+    "recurrences": Feature(TP, SHARDS, CELL | {"data.document_mask": "ignore"}, fastrnn),
+    "state spaces": Feature(REPLICAS, TP, STATES, mamba, other={CHECKPOINTING: "selective"}),
     "experts": Feature(SHARDS, TP, {}, moe.app),
     "blocks that run twice": Feature(TP, SHARDS, LOOPED, looped.app, other={CHECKPOINTING: "none"}),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
@@ -128,6 +135,9 @@ for name in (
     "rows made by code",
 ):
     FEATURES[name] = replace(FEATURES[name], controlled=True)
+SOAK |= {c: Feature(SHARDS, TP, CELL | {"model.cell": c}, fastrnn) for c in ("mingru", "minlstm")}
+SOAK["recurrences compiled"] = Feature(SHARDS, TP, CELL, fastrnn, other=COMPILED)
+SOAK["state spaces compiled"] = Feature(SHARDS, TP, STATES, mamba, other=COMPILED)
 SOAK["products in float8"] = Feature(SHARDS, TP, FLOAT8, rounding=3000)
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
 SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)

@@ -45,7 +45,7 @@ class MinGRU(nn.Module):
             b = torch.cat((b[:, :1] + a[:, :1] * last[0][:, None], b[:, 1:]), dim=1)
         h = scan(a, b)
         if ctx.cache is not None:
-            ctx.cache.extend(self, h, dim=1)
+            ctx.cache.keep(self, h[:, -1 - ctx.cache.overlap])
         return self.wo(h)
 
     def reset_parameters(self) -> None:

@@ -1,14 +1,17 @@
 """A block of another kind, as a fork writes it: a recurrence in place of attention, in every other
-layer. It trains on documents and generates with the model and the programs as they are."""
+layer; and those of apps/fastrnn and apps/mamba. They train on documents and generate with the model
+and the programs as they are."""
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from apps import fastrnn, mamba
 from apps.main.transformer import build
 from lingua.app import Built
 from lingua.data import IGNORE
@@ -22,9 +25,9 @@ from tests.forks.mingru import MinGRU
 from tests.tools.inference.test_generation import BYTES, GREEDY, PROMPTS, step_by_step
 
 CPU = torch.device("cpu")
-ARGS = looped.ModelArgs(
-    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=8, vocab_size=261, init_base_std=0.3
-)
+SIZES: dict[str, Any] = {"dim": 24, "n_layers": 2, "n_heads": 4, "multiple_of": 8}
+SIZES |= {"vocab_size": 261, "init_base_std": 0.3}
+ARGS = looped.ModelArgs(**SIZES, n_kv_heads=2)
 Sizes = tuple[int, int, int]
 
 
@@ -33,18 +36,27 @@ def hybrid(args: TransformerArgs, depth: int) -> TransformerBlock:
     return TransformerBlock(args, depth, attention=(Attention, MinGRU)[depth % 2])
 
 
+STATES = mamba.MambaArgs(expand=2, head_dim=12, state_dim=5, n_groups=2)
+MIXED = mamba.ModelArgs(**SIZES, n_kv_heads=2, layers=["mamba", "attention"], mamba=STATES)
 # A looped model calls each block twice in a forward.
-KINDS = {
-    "hybrid": partial(build, block=hybrid),
-    "looped hybrid": partial(build, kind=looped.Looped, block=hybrid),
-    "looped": looped.build,
+KINDS: dict[str, tuple[Any, TransformerArgs]] = {
+    "hybrid": (partial(build, block=hybrid), ARGS),
+    "looped hybrid": (partial(build, kind=looped.Looped, block=hybrid), ARGS),
+    "looped": (looped.build, ARGS),
+    "hawk": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="hawk")),
+    "mamba": (mamba.build, MIXED),
+    "mingru": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="mingru")),
+    "minlstm": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="minlstm")),
 }
+OFTEN = [kind for kind in KINDS if not kind.startswith("min")]
+ALL = [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
 
 
 def build_kind(kind: str) -> Built:
-    args = looped.TrainArgs(model=ARGS)
-    args.data.seq_len = 20
-    return KINDS[kind](args)
+    build, model = KINDS[kind]
+    args: Any = looped.TrainArgs()
+    args.model, args.data.seq_len = model, 20
+    return build(args)
 
 
 def plain_model(kind: str = "hybrid") -> nn.Module:
@@ -82,9 +94,9 @@ def packed_row() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, targets, documents
 
 
-def gradients_here(sizes: Sizes, separate: bool) -> tuple[float, dict[str, Tensor]]:
+def gradients_here(sizes: Sizes, separate: bool, kind: str) -> tuple[float, dict[str, Tensor]]:
     """The loss sum of the packed row, and its whole gradients."""
-    model, _ = model_on_mesh(sizes)
+    model, _ = model_on_mesh(sizes, kind)
     tokens, targets, documents = packed_row()
     sums = model(tokens, targets, documents if separate else None).sums
     sums.sum().backward()
@@ -92,9 +104,12 @@ def gradients_here(sizes: Sizes, separate: bool) -> tuple[float, dict[str, Tenso
     return sums.item(), grads
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
-def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
-    model, expected = plain_model(), 0.0
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("hybrid", (1, 1, 1)), ("hybrid", (1, 1, 2)), ("hawk", (1, 1, 2)), ("mamba", (1, 1, 2))],
+)
+def test_a_row_of_documents_is_each_document_alone(ranks, sizes, kind):
+    model, expected = plain_model(kind), 0.0
     tokens, targets, _ = packed_row()
     for document, target in zip(tokens.split(LENGTHS, 1), targets.split(LENGTHS, 2), strict=True):
         part = model(document, target).sums
@@ -106,10 +121,28 @@ def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
         pairs = [(grads[name], p.grad) for name, p in model.named_parameters()]
         return max(abs(loss / expected - 1), *(float((g - e).norm() / e.norm()) for g, e in pairs))
 
-    for found in ranks.run(sizes[2], gradients_here, sizes, True):
+    for found in ranks.run(sizes[2], gradients_here, sizes, True, kind):
         assert worst(*found) < 1e-5
-    for found in ranks.run(sizes[2], gradients_here, sizes, False):
+    for found in ranks.run(sizes[2], gradients_here, sizes, False, kind):
         assert worst(*found) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["hawk", "mamba", "mingru", "minlstm"])
+def test_no_document_has_any_effect_on_another(kind):
+    """Not by rounding either: the gradient of a document's logits by the tokens of the one before
+    it is 0, and other tokens there leave its logits as they are to the bit."""
+    model = plain_model(kind)
+    tokens, length = torch.arange(100)[None], 37  # more than a chunk
+    for begins, isolated in ((torch.tensor([[0, length]]), True), (None, False)):
+        logits = model(tokens, documents=begins)[:, length:]
+        model.zero_grad()
+        logits.square().sum().backward()
+        grad = model.get_submodule("tok_embeddings").weight.grad
+        assert (grad[length:100] != 0).any(1).all()
+        assert (grad[:length] == 0).all() == isolated
+        with torch.no_grad():
+            others = torch.where(tokens < length, tokens + 150, tokens)
+            assert torch.equal(model(others, documents=begins)[:, length:], logits) == isolated
 
 
 N_TOKENS = (4, 5, 12, 12)  # that each prompt asks for
@@ -124,7 +157,7 @@ def generate_here(sizes: Sizes, kind: str) -> list[tuple[list[int], list[float]]
     return [(completion.tokens, completion.logprobs) for completion in found]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
 def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks, sizes, kind):
     """In a batch the shorter prompts begin with padding; with tp ranks, columns that are run again

@@ -135,7 +135,8 @@ def _complete_batch(
     padding = torch.tensor([end - len(r.prompt) for r in requests], device=device)
     cache = None
     if "cache" in inspect.signature(model.forward).parameters:
-        cache = Cache(padding, end + max(r.settings.max_gen_tokens for r in requests))
+        size = end + max(r.settings.max_gen_tokens for r in requests)
+        cache = Cache(padding, size, overlap=tp - 1)
     step, unfinished = 0, len(rows)
     # Tensors that autograd can never see are faster to make, but FSDP does not take them.
     with torch.inference_mode(mesh.size() == 1 and not isinstance(model, FSDPModule)):

@@ -1,0 +1,81 @@
+"""The scan of apps/fastrnn and the chunks of apps/mamba, over a loop of positions and attention.
+
+Forward and backward of one layer's mixing of positions, of a row, in turns. `keys` of the training
+program set the heads: of attention, and of Mamba-2, whose state has as many numbers for a feature.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apps.bench.launch import read_config
+from apps.bench.report import Report, quotients, spread
+from apps.bench.turns import take_round
+from apps.mamba.model import ssd
+from lingua.base.format import align
+from lingua.model.attention import attend
+from lingua.model.scan import scan
+
+LENGTHS = (1024, 4096, 16384)  # tokens of the row
+RATIOS = (("loop", "scan"), ("attention", "scan"), ("attention", "ssd"))
+
+
+def measure(keys: list[str], repeats: int) -> Report:
+    n_heads, _, head_dim = read_config(keys).model.heads()
+    cases: list[dict[str, Any]] = []
+    for seq_len in LENGTHS:
+        works = sides(seq_len, n_heads, head_dim)
+        rounds = [take_round(works, i) for i in range(repeats + 1)][1:]  # the first one warms up
+        seconds = {side: [turns[side].seconds for turns in rounds] for side in works}
+        case: dict[str, Any] = {f"{side}_s": spread(s) for side, s in seconds.items()}
+        case |= {f"{a} / {b}": quotients(seconds[a], seconds[b]) for a, b in RATIOS}
+        pairs = zip(rounds[0]["scan"].result, rounds[0]["loop"].result, strict=True)
+        case["difference"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        cases.append(case | {"seq_len": seq_len})
+    names = [name for name in cases[0] if name.endswith("_s")]
+    ratios = [f"{a} / {b}" for a, b in RATIOS]
+    rows = [("tokens", *(f"{name[:-2]}, ms" for name in names), *(r for r in ratios))]
+    for case in cases:
+        ms = (f"{1000 * case[name].median:.1f}" for name in names)
+        cells = ("{} ({})".format(*case[ratio].cells(".1f")) for ratio in ratios)
+        rows.append((f"{case['seq_len']:,}", *ms, *cells))
+    note = f"medians of {repeats} turns, ratios with their ranges, {n_heads} heads of {head_dim}"
+    apart = max(case["difference"] for case in cases)
+    note += f" features, float32; gradients of loop and scan at most {apart:.1e} apart (relative)"
+    return Report([*align(rows, left=0), "", note], {"cases": cases})
+
+
+def sides(seq_len: int, n_heads: int, head_dim: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """Each returns the gradients of its inputs."""
+    torch.manual_seed(0)
+    b, c, x, grad = torch.randn(4, 1, seq_len, n_heads, head_dim)
+    a, dt, decays = torch.rand_like(x), torch.rand(1, seq_len, n_heads), -torch.rand(n_heads)
+    state = torch.zeros(1, n_heads, head_dim, head_dim)
+    begins = torch.zeros(1, seq_len, dtype=torch.bool)
+    a, b, c, x, dt = (t.requires_grad_() for t in (a, b, c, x, dt))
+
+    def loop() -> Tensor:
+        h, states = torch.zeros_like(x[:, 0]), []
+        for at, xt in zip(a.unbind(1), x.unbind(1), strict=True):
+            h = torch.addcmul(xt, at, h)
+            states.append(h)
+        return torch.stack(states, dim=1)
+
+    def attention() -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (c, b, x))
+        return attend(q, k, v, None).transpose(1, 2)
+
+    def mamba() -> Tensor:
+        return ssd(decays, state, x, dt, b[:, :, :1], c[:, :, :1], begins)[0]
+
+    def gradients(work: Callable[[], Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(work(), inputs, grad)
+
+    return {
+        "loop": lambda: gradients(loop, a, x),
+        "scan": lambda: gradients(lambda: scan(a, x), a, x),
+        "ssd": lambda: gradients(mamba, x, dt, b, c),
+        "attention": lambda: gradients(attention, b, c, x),
+    }
