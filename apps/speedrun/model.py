@@ -83,7 +83,7 @@ class NGrams(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        sizes = range(2, args.ngrams + 1)
+        self.std, sizes = args.init_base_std or 0.0, range(2, args.ngrams + 1)
         self.tables = nn.ModuleList(nn.Embedding(args.ngram_rows, args.dim) for _ in sizes)
 
     def forward(self, before: list[Tensor]) -> Tensor:  # B S each -> B S E
@@ -94,8 +94,8 @@ class NGrams(nn.Module):
         return torch.stack(out).sum(0)
 
     def reset_parameters(self) -> None:
-        for table in self.tables:
-            nn.init.zeros_(table.weight)  # an n-gram that was never seen adds nothing
+        for table in self.tables:  # by default zeros: an n-gram that was never seen adds nothing
+            trunc_normal_(table.weight, self.std)
 
 
 class Scale(nn.Module):
@@ -122,7 +122,7 @@ class ValueAttention(Attention):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        nn.init.zeros_(self.value_embedding.weight)
+        trunc_normal_(self.value_embedding.weight, self.std or 0.0)
 
 
 class SquaredReLU(FeedForward):
@@ -157,10 +157,10 @@ class Speedrun(Transformer):
         if args.ngrams > 1:
             self.ngrams = NGrams(args)
         if args.smear:
-            self.smear = Scale(args.dim, 0.0)
+            self.smear = Scale(args.dim, 0.1)
         if args.residual_scales:
             self.stream = nn.ModuleList(Scale(args.dim, 1.0) for _ in self.layers)
-            self.skip = nn.ModuleList(Scale(args.dim, 0.0) for _ in self.layers)
+            self.skip = nn.ModuleList(Scale(args.dim, 0.1) for _ in self.layers)
 
     def embed(self, tokens: Tensor, ctx: Context) -> Tensor:  # B S -> B S E
         x = super().embed(tokens, ctx)
@@ -180,6 +180,27 @@ class Speedrun(Transformer):
 
 
 def build(args: Any) -> Built:
-    """The model, its layout and FLOPs: no part but those of apps/main has a matrix product."""
-    built = main_build(args, Speedrun, head=partial(Head, cap=args.model.logit_cap))
-    return built
+    """The model and its layout. Its FLOPs are those of apps/main: the further parts have no matrix
+    product, and a feed-forward has as many weights."""
+    model = args.model
+    built = main_build(args, Speedrun, head=partial(Head, cap=model.logit_cap))
+    plan = built.plan
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    local: dict[str, ParallelStyle] = {"": SequenceParallel(use_local_output=True)}
+    if model.ngrams > 1:
+        plan = plan.with_part("ngrams.tables.*", {"": embedding})
+    if model.smear:
+        plan = plan.with_part("smear", local)
+    if model.residual_scales:
+        plan = plan.with_part("stream.*", local).with_part("skip.*", local)
+    if model.value_embeddings:
+        values = {"": ColwiseParallel()}
+        plan = plan.with_part("layers.*.attention.value_embedding", values)
+    if model.activation == "relu2":
+        inputs = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
+        linears = {"w1": ColwiseParallel(use_local_output=False)}
+        linears["w2"] = RowwiseParallel(output_layouts=Shard(1))
+        plan = plan.with_part("layers.*.feed_forward", {"": inputs, **linears})
+    return replace(built, plan=plan)

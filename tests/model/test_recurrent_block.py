@@ -3,12 +3,15 @@ layer. It trains on documents and generates with the model and the programs as t
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from apps import speedrun
+from apps.main.config import TrainArgs as MainArgs
 from apps.main.transformer import build
 from lingua.app import Built
 from lingua.data import IGNORE
@@ -22,9 +25,15 @@ from tests.forks.mingru import MinGRU
 from tests.tools.inference.test_generation import BYTES, GREEDY, PROMPTS, step_by_step
 
 CPU = torch.device("cpu")
-ARGS = looped.ModelArgs(
-    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=8, vocab_size=261, init_base_std=0.3
-)
+PLAIN: dict[str, Any] = {
+    "dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 8, "vocab_size": 261,
+    "init_base_std": 0.3,
+}  # fmt: skip
+ARGS = looped.ModelArgs(**PLAIN)
+SPEEDRUN = speedrun.ModelArgs(
+    **PLAIN, ngrams=3, ngram_rows=50, smear=True, value_embeddings=True,
+    residual_scales=True, activation="relu2", logit_cap=15.0,
+)  # fmt: skip
 Sizes = tuple[int, int, int]
 
 
@@ -38,11 +47,13 @@ KINDS = {
     "hybrid": partial(build, block=hybrid),
     "looped hybrid": partial(build, kind=looped.Looped, block=hybrid),
     "looped": looped.build,
+    "speedrun": speedrun.app.build,
 }
 
 
 def build_kind(kind: str) -> Built:
-    args = looped.TrainArgs(model=ARGS)
+    model = SPEEDRUN if kind == "speedrun" else ARGS
+    args = MainArgs(model=model)
     args.data.seq_len = 20
     return KINDS[kind](args)
 
@@ -82,9 +93,9 @@ def packed_row() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, targets, documents
 
 
-def gradients_here(sizes: Sizes, separate: bool) -> tuple[float, dict[str, Tensor]]:
+def gradients_here(sizes: Sizes, kind: str, separate: bool) -> tuple[float, dict[str, Tensor]]:
     """The loss sum of the packed row, and its whole gradients."""
-    model, _ = model_on_mesh(sizes)
+    model, _ = model_on_mesh(sizes, kind)
     tokens, targets, documents = packed_row()
     sums = model(tokens, targets, documents if separate else None).sums
     sums.sum().backward()
@@ -92,9 +103,10 @@ def gradients_here(sizes: Sizes, separate: bool) -> tuple[float, dict[str, Tenso
     return sums.item(), grads
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "speedrun"])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
-def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
-    model, expected = plain_model(), 0.0
+def test_a_row_of_documents_is_each_document_alone(ranks, sizes, kind):
+    model, expected = plain_model(kind), 0.0
     tokens, targets, _ = packed_row()
     for document, target in zip(tokens.split(LENGTHS, 1), targets.split(LENGTHS, 2), strict=True):
         part = model(document, target).sums
@@ -106,9 +118,9 @@ def test_a_row_of_documents_is_each_document_alone(ranks, sizes):
         pairs = [(grads[name], p.grad) for name, p in model.named_parameters()]
         return max(abs(loss / expected - 1), *(float((g - e).norm() / e.norm()) for g, e in pairs))
 
-    for found in ranks.run(sizes[2], gradients_here, sizes, True):
+    for found in ranks.run(sizes[2], gradients_here, sizes, kind, True):
         assert worst(*found) < 1e-5
-    for found in ranks.run(sizes[2], gradients_here, sizes, False):
+    for found in ranks.run(sizes[2], gradients_here, sizes, kind, False):
         assert worst(*found) > 1e-2
 
 
