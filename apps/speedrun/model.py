@@ -26,7 +26,7 @@ from apps.main.transformer import ModelArgs as MainModelArgs
 from apps.main.transformer import Transformer
 from apps.main.transformer import build as main_build
 from lingua.app import Built
-from lingua.base.hashing import hash_bits, key_of
+from lingua.base.hashing import hash_bits
 from lingua.config.schema import Guarded, bounds, require
 from lingua.model import PerRow
 from lingua.model.head import Head
@@ -46,7 +46,9 @@ class ModelArgs(MainModelArgs):
     # longest n-gram of tokens that has an embedding, which is added to its last token's: 3 for
     # those of two and of three tokens; 1: none
     ngrams: Guarded[int] = 1
-    ngram_rows: Guarded[int] = 16_384  # rows of the table of each length; n-grams are hashed to them
+    ngram_rows: Guarded[int] = (
+        16_384  # rows of the table of each length; n-grams are hashed to them
+    )
     smear: Guarded[bool] = False  # a gate adds the embedding of the token before
     value_embeddings: Guarded[bool] = False  # every other block adds embeddings to the values
     residual_scales: Guarded[bool] = False  # a block reads a mix of the stream and the embedding
@@ -197,9 +199,7 @@ def build(args: Any) -> Built:
         values = {"": ColwiseParallel()}
         plan = plan.with_part("layers.*.attention.value_embedding", values)
     if model.activation == "relu2":
-        inputs = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        )
+        inputs = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         linears = {"w1": ColwiseParallel(use_local_output=False)}
         linears["w2"] = RowwiseParallel(output_layouts=Shard(1))
         plan = plan.with_part("layers.*.feed_forward", {"": inputs, **linears})

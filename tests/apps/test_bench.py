@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from apps.bench import data, promise
+from apps.bench import ablate, data, promise
 from apps.bench.__main__ import MEASUREMENTS
 from apps.bench.loop import Reference
 from apps.main.config import TrainArgs
@@ -68,7 +68,13 @@ def check_pairs(results: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
-CHECKS = {"promise": check_promise, "pairs": check_pairs}
+def check_ablate(results: dict[str, Any]) -> None:
+    base, *others = results["runs"].values()
+    assert base[0]["loss"] != base[1]["loss"] and len(others) == len(results["differences"])
+    assert all(base[i]["loss"] != arm[i]["loss"] for arm in others for i in range(2))
+
+
+CHECKS = {"promise": check_promise, "pairs": check_pairs, "ablate": check_ablate}
 VOCABULARY = "model.vocab_size=258"
 SMALLEST: dict[str, list[str]] = {
     "loop": [*RUN, "--repeats=2"],
@@ -84,11 +90,18 @@ SMALLEST: dict[str, list[str]] = {
     "exact": [*RUN, "--repeats=1"],
     "receipt": [*RUN, "--repeats=1"],
     "promise": [*RUN, "steps=5"],
+    "ablate": [
+        *RUN,
+        "steps=12",
+        "--repeats=2",
+        "data.tokenizer={name: bytes}",
+        "model.ngram_rows=64",
+    ],
     "pairs": ["--repeats=2", "data.seq_len=16", "steps=4", "validation.every=2"],
 }
 # What a measurement and its reference must agree on, by the end of its key.
 EQUAL = {"difference": 0.0, "equal_tokens": 1.0}
-MINUTES = ("attention", "sync", "exchange", "exact", "promise", "pairs")
+MINUTES = ("attention", "sync", "exchange", "exact", "promise", "pairs", "ablate")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +122,24 @@ def test_a_measurement_reports_its_figures(tmp_path: Path, name: str) -> None:
                 assert group[key] == pytest.approx(EQUAL[end], abs=1e-5), key
     CHECKS.get(name, lambda results: None)(content["results"])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("bench-")]
+
+
+@pytest.mark.soak
+def test_ablations_go_on_with_the_runs_that_are_missing(tmp_path: Path) -> None:
+    done = bench(tmp_path, "ablate", *SMALLEST["ablate"])
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / ablate.FILE
+    content = json.loads(file.read_text())
+    expected = {n: {s: r["loss"] for s, r in by.items()} for n, by in content["runs"].items()}
+    del content["runs"]["without smear"]["1"]
+    content["runs"][ablate.BASE]["0"]["loss"] = expected[ablate.BASE]["0"] = 4.5  # read, not made
+    file.write_text(json.dumps(content))
+    assert bench(tmp_path, "ablate", *SMALLEST["ablate"]).returncode == 0
+    runs = json.loads(file.read_text())["runs"]
+    assert {n: {s: r["loss"] for s, r in by.items()} for n, by in runs.items()} == expected
+    other = bench(tmp_path, "ablate", *SMALLEST["ablate"], "optim.lr=0.5")
+    assert other.returncode == 2 and f"{ablate.FILE}: has runs of a recipe" in other.stderr
+    assert "optim.lr" in other.stderr
 
 
 @pytest.mark.soak
