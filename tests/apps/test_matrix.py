@@ -20,6 +20,7 @@ from apps.main import app as main
 from apps.main.run import Run
 from apps.mtp import app as mtp
 from apps.sft import app as sft
+from apps.speedrun import app as speedrun
 from lingua.app import App, Built
 from lingua.parallel.parallelize import ParallelPlan
 from tests.apps.meshes import Sizes, name_of, on_its_own, on_meshes
@@ -77,6 +78,9 @@ HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2}  # of t
 ADDITION = {"data.sources": "{}", "data.seq_len": 4}
 SCALES = "{tok_embeddings: 3, layers.*.attention.value_embedding: 0.5, layers.1.*.w*: 2}"
 LOOPED = {"model.dropout": 0.1, CHECKPOINTING: "full", "optim.lr_scale": SCALES}
+SPEEDRUN = {"model.ngrams": 3, "model.ngram_rows": 97, "model.smear": True}
+SPEEDRUN |= {"model.value_embeddings": True, "model.residual_scales": True}
+SPEEDRUN |= {"model.activation": "relu2", "model.logit_cap": 15, "data.document_mask": "keep"}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -98,6 +102,7 @@ FEATURES = {
     "another block": Feature(TP, SHARDS, {}, mingru.app),
     "experts": Feature(SHARDS, TP, {}, moe.app),
     "blocks that run twice": Feature(TP, SHARDS, LOOPED, looped.app, other={CHECKPOINTING: "none"}),
+    "a speedrun": Feature(SHARDS, TP, SPEEDRUN, speedrun),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
     "an optimizer of torch on DTensors": Feature(
         TP, REPLICAS, {}, replace(main, optimizer=build_on_dtensors)
