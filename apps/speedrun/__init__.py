@@ -2,7 +2,7 @@
 apps/main with further parts, each of them an option of the config.
 
     python -m lingua tokenizer train config=apps/main/configs/debug.yaml vocab_size=1024 \
-        out=runs/speedrun-tokenizer
+        out=data/speedrun-tokenizer
     python -m apps.main.train config=apps/speedrun/configs/speedrun.yaml [key=value ...]
 """
 

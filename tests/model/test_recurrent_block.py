@@ -1,5 +1,5 @@
-"""A block of another kind, as a fork writes it: a recurrence in place of attention, in every other
-layer. It trains on documents and generates with the model and the programs as they are."""
+"""Models with other parts, as a fork writes them: a recurrence in place of attention, in every other
+layer, and apps/speedrun. They train on documents and generate with the programs as they are."""
 
 from dataclasses import replace
 from functools import partial
@@ -103,9 +103,10 @@ def gradients_here(sizes: Sizes, kind: str, separate: bool) -> tuple[float, dict
     return sums.item(), grads
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "speedrun"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
-def test_a_row_of_documents_is_each_document_alone(ranks, sizes, kind):
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("hybrid", (1, 1, 1)), ("hybrid", (1, 1, 2)), ("speedrun", (1, 1, 2))]
+)
+def test_a_row_of_documents_is_each_document_alone(ranks, kind, sizes):
     model, expected = plain_model(kind), 0.0
     tokens, targets, _ = packed_row()
     for document, target in zip(tokens.split(LENGTHS, 1), targets.split(LENGTHS, 2), strict=True):
