@@ -1,4 +1,4 @@
-"""Models with other parts, as a fork writes them: a recurrence in place of attention, in every other
+"""Models with other parts, as a fork writes them: a recurrence in place of attention in every other
 layer, and apps/speedrun. They train on documents and generate with the programs as they are."""
 
 from dataclasses import replace
