@@ -181,8 +181,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (copy / block.info).write_text(block.text, encoding="utf-8")
     (copy / "tokenizers").mkdir()
     (copy / "tokenizers" / "llama3.model").touch()  # which the configs for real hardware name
-    (copy / "data" / "chat-tokenizer").mkdir(parents=True)  # which docs/tuning.md makes
-    (copy / "data" / "chat-tokenizer" / "tokenizer.json").touch()
+    for name in ("chat", "speedrun", "d12"):  # which docs/tuning.md and docs/speedrun.md make
+        (copy / "data" / f"{name}-tokenizer").mkdir(parents=True)
+        (copy / "data" / f"{name}-tokenizer" / "tokenizer.json").touch()
     return copy
 
 

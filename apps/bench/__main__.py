@@ -3,7 +3,7 @@
     python -m apps.bench NAME [key=value ...]
 
 `key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
-names another; of `step` it is a model of each size.
+names another; of `step` it is a model of each size, of `ablate` that of the speedrun.
 """
 
 import argparse
@@ -34,9 +34,12 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "checkpoint": ("saving and loading 1.2 GB, each over plain files", 12),
     "exchange": ("models of transformers: load, import, export, over plain files", 5),
     "promise": ("losses of a run, of any app, stopped and resumed on other meshes", None),
+    "ablate": ("the speedrun's recipe without each of its parts, and with others", 5),
     "pairs": ("variance of the difference of two runs that share a seed", 10),
 }
-CONFIG = Path(__file__).parents[1] / "main" / "configs" / "debug.yaml"
+APPS = Path(__file__).parents[1]
+CONFIG = APPS / "main" / "configs" / "debug.yaml"
+SPEEDRUN = APPS / "speedrun" / "configs" / "speedrun.yaml"
 
 
 def main() -> None:
@@ -68,7 +71,7 @@ def main() -> None:
             parser.error("--png: must be given with promise")
         given["png"] = options.png
     if name != "step" and not any(key.startswith("config=") for key in keys):
-        keys = [f"config={CONFIG}", *keys]
+        keys = [f"config={SPEEDRUN if name == 'ablate' else CONFIG}", *keys]
     command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])
     measure = import_module(f"apps.bench.{name}").measure
     show(measure(keys, **given), command, options.json)

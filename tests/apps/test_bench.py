@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from apps.bench import data, promise
+from apps.bench import ablate, data, promise
 from apps.bench.__main__ import MEASUREMENTS
 from apps.bench.loop import Reference
 from apps.main.config import TrainArgs
@@ -78,7 +78,18 @@ def check_ranks(results: dict) -> None:
         assert numbers["ahead_ms"] < 0.9 * numbers["at_once_ms"]
 
 
-CHECKS = {"promise": check_promise, "pairs": check_pairs, "ranks": check_ranks}
+def check_ablate(results: dict[str, Any]) -> None:
+    base, *others = results["runs"].values()
+    assert base[0]["loss"] != base[1]["loss"] and len(others) == len(results["differences"])
+    assert all(base[i]["loss"] != arm[i]["loss"] for arm in others for i in range(2))
+
+
+CHECKS = {
+    "promise": check_promise,
+    "pairs": check_pairs,
+    "ranks": check_ranks,
+    "ablate": check_ablate,
+}
 VOCABULARY = "model.vocab_size=258"
 SMALLEST: dict[str, list[str]] = {
     "loop": [*RUN, "--repeats=2"],
@@ -96,6 +107,13 @@ SMALLEST: dict[str, list[str]] = {
     "exact": [*RUN, "--repeats=1"],
     "receipt": [*RUN, "--repeats=1"],
     "promise": [*RUN, "steps=5"],
+    "ablate": [
+        *RUN,
+        "steps=12",
+        "--repeats=2",
+        "data.tokenizer={name: bytes}",
+        "model.ngram_rows=64",
+    ],
     "pairs": ["--repeats=2", "data.seq_len=16", "steps=4", "validation.every=2"],
 }
 # What a measurement and its reference must agree on, by the end of its key.
@@ -109,6 +127,7 @@ MINUTES = (
     "exact",
     "promise",
     "pairs",
+    "ablate",
 )
 
 
@@ -130,6 +149,24 @@ def test_a_measurement_reports_its_figures(tmp_path: Path, name: str) -> None:
                 assert group[key] == pytest.approx(EQUAL[end], abs=1e-5), key
     CHECKS.get(name, lambda results: None)(content["results"])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("bench-")]
+
+
+@pytest.mark.soak
+def test_ablations_go_on_with_the_runs_that_are_missing(tmp_path: Path) -> None:
+    done = bench(tmp_path, "ablate", *SMALLEST["ablate"])
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / ablate.FILE
+    content = json.loads(file.read_text())
+    expected = {name: [run["loss"] for run in arm] for name, arm in content["runs"].items()}
+    del content["runs"]["without smear"][1]
+    content["runs"][ablate.BASE][0]["loss"] = expected[ablate.BASE][0] = 4.5  # read, not made
+    file.write_text(json.dumps(content))
+    assert bench(tmp_path, "ablate", *SMALLEST["ablate"]).returncode == 0
+    runs = json.loads(file.read_text())["runs"]
+    assert {name: [run["loss"] for run in arm] for name, arm in runs.items()} == expected
+    other = bench(tmp_path, "ablate", *SMALLEST["ablate"], "optim.lr=0.5")
+    assert other.returncode == 2
+    assert f"{ablate.FILE}: has runs of a recipe in which optim.lr differs" in other.stderr
 
 
 @pytest.mark.soak

@@ -22,6 +22,7 @@ from apps.main.run import Run
 from apps.mamba import app as mamba
 from apps.mtp import app as mtp
 from apps.sft import app as sft
+from apps.speedrun import app as speedrun
 from lingua.app import App, Built
 from lingua.parallel.parallelize import ParallelPlan
 from tests.apps.meshes import Sizes, name_of, on_its_own, on_meshes
@@ -82,6 +83,9 @@ LOOPED = {"model.dropout": 0.1, CHECKPOINTING: "full", "optim.lr_scale": SCALES}
 CELL = {"model.n_kv_heads": "null", "model.dropout": 0.1}
 STATES = {"model.layers": "[mamba, attention]", "data.document_mask": "ignore"}
 STATES |= {"model.mamba": "{expand: 2, head_dim: 11, state_dim: 5, n_groups: 2}"}
+SPEEDRUN = {"model.ngrams": 3, "model.ngram_rows": 97, "model.smear": True}
+SPEEDRUN |= {"model.value_embeddings": True, "model.residual_scales": True}
+SPEEDRUN |= {"model.activation": "relu2", "model.logit_cap": 15, "data.document_mask": "keep"}
 FEATURES = {
     "dropout": Feature(TP, REPLICAS, {"model.dropout": 0.1, CHECKPOINTING: "full"}),
     "document masks": Feature(SHARDS, TP, {"data.document_mask": "ignore", CHECKPOINTING: "full"}),
@@ -106,6 +110,7 @@ FEATURES = {
     "state spaces": Feature(REPLICAS, TP, STATES, mamba, other={CHECKPOINTING: "selective"}),
     "experts": Feature(SHARDS, TP, {}, moe.app),
     "blocks that run twice": Feature(TP, SHARDS, LOOPED, looped.app, other={CHECKPOINTING: "none"}),
+    "a speedrun": Feature(SHARDS, TP, SPEEDRUN, speedrun),
     "an optimizer of torch": Feature(SHARDS, TP, {}, optimizer.app),
     "an optimizer of torch on DTensors": Feature(
         TP, REPLICAS, {}, replace(main, optimizer=build_on_dtensors)

@@ -1,6 +1,6 @@
 """A block of another kind, as a fork writes it: a recurrence in place of attention, in every other
-layer; and those of apps/fastrnn and apps/mamba. They train on documents and generate with the model
-and the programs as they are."""
+layer; and the models of apps/fastrnn, apps/mamba and apps/speedrun. They train on documents and
+generate with the model and the programs as they are."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps import fastrnn, mamba
+from apps import fastrnn, mamba, speedrun
 from apps.main.transformer import build
 from lingua.app import Built
 from lingua.data import IGNORE
@@ -28,6 +28,10 @@ CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"dim": 24, "n_layers": 2, "n_heads": 4, "multiple_of": 8}
 SIZES |= {"vocab_size": 261, "init_base_std": 0.3}
 ARGS = looped.ModelArgs(**SIZES, n_kv_heads=2)
+SPEEDRUN = speedrun.ModelArgs(
+    **SIZES, n_kv_heads=2, ngrams=3, ngram_rows=50, smear=True, value_embeddings=True,
+    residual_scales=True, activation="relu2", logit_cap=15.0,
+)  # fmt: skip
 Sizes = tuple[int, int, int]
 
 
@@ -45,6 +49,7 @@ KINDS: dict[str, tuple[Any, TransformerArgs]] = {
     "looped": (looped.build, ARGS),
     "hawk": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="hawk")),
     "mamba": (mamba.build, MIXED),
+    "speedrun": (speedrun.app.build, SPEEDRUN),
     "mingru": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="mingru")),
     "minlstm": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="minlstm")),
 }
@@ -106,7 +111,13 @@ def gradients_here(sizes: Sizes, separate: bool, kind: str) -> tuple[float, dict
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("hybrid", (1, 1, 1)), ("hybrid", (1, 1, 2)), ("hawk", (1, 1, 2)), ("mamba", (1, 1, 2))],
+    [
+        ("hybrid", (1, 1, 1)),
+        ("hybrid", (1, 1, 2)),
+        ("hawk", (1, 1, 2)),
+        ("mamba", (1, 1, 2)),
+        ("speedrun", (1, 1, 2)),
+    ],
 )
 def test_a_row_of_documents_is_each_document_alone(ranks, sizes, kind):
     model, expected = plain_model(kind), 0.0

@@ -1,0 +1,108 @@
+"""The recipe of apps/speedrun without each of its parts, and with each of some others, over common
+seeds, for a quarter of its steps.
+
+Real runs of the training program. What each gave is added to FILE as soon as it ends, and a second
+start of the command goes on with the runs that FILE lacks. Intervals are those of `lingua compare`
+for several arms: one variance of losses by arm and seed, and all of them hold together.
+"""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apps.bench.launch import read_config, read_lines, run
+from apps.bench.report import Report
+from apps.bench.turns import clock
+from apps.speedrun import app
+from lingua.base.dump_dir import CHECKPOINTS, METRICS, VALIDATION
+from lingua.base.errors import UserError
+from lingua.base.files import write_atomically
+from lingua.base.format import align
+from lingua.config.load import flatten
+from lingua.tools.runs.compare.statistics import pooled
+
+FILE, FOLDER = Path("apps/speedrun/ablations.json"), Path("runs/ablations")
+PLACES = re.compile(r"name|dump_dir|data\.(root|cache)_dir|(logging|checkpoint)\..*")
+BASE, LEVEL = "the recipe", 0.95
+CHANGES = {
+    "without n-grams": ["model.ngrams=1"],
+    "without n-grams of three": ["model.ngrams=2"],
+    "without Muon": ["optim.name=adamw"],
+    "without QK-norm": ["model.qk_norm=null"],
+    "without zero-initialised projections": ["model.init_std_factor=disabled"],
+    "without smear": ["model.smear=false"],
+    "without value embeddings": ["model.value_embeddings=false"],
+    "without residual scales": ["model.residual_scales=false"],
+    "without ReLU squared": ["model.activation=swiglu"],
+    "without a cap of the logits": ["model.logit_cap=null"],
+    "without BPE": ["data.tokenizer={name: bytes, path: null}"],
+    "with n-grams of four": ["model.ngrams=4"],
+    "with twice the rate of n-grams": ["optim.lr_scale={ngrams: 2}"],
+}
+Runs = dict[str, list[dict[str, Any]]]  # by change, for seed 0, 1, ...: loss, cpu_s, code
+
+
+def measure(keys: list[str], repeats: int) -> Report:
+    if repeats < 2:
+        raise UserError("--repeats: must be at least 2, since one seed says nothing about chance")
+    steps = read_config(keys, app).steps // 4
+    keys = [*keys, f"steps={steps}", "checkpoint.dump.every=0", "validation.every=0"]
+    config, defaults = flatten(read_config(keys, app)), flatten(app.config())
+    recipe = {k: v for k, v in config.items() if v != defaults.get(k) and not PLACES.fullmatch(k)}
+    runs, arms = read_runs(recipe), {BASE: list[str]()} | CHANGES
+    for seed in range(repeats):
+        for name, change in arms.items():
+            if len(runs.setdefault(name, [])) == seed:
+                print(f"{name}, seed {seed}", file=sys.stderr)
+                runs[name].append(train([*keys, *change], f"{name.replace(' ', '-')}-{seed}", seed))
+                FILE.parent.mkdir(parents=True, exist_ok=True)
+                text = json.dumps({"recipe": recipe, "runs": runs}, indent=1)
+                write_atomically(FILE, f"{text}\n")
+    return report({name: runs[name][:repeats] for name in arms}, steps)
+
+
+def read_runs(recipe: dict[str, Any]) -> Runs:
+    """The runs of FILE. Raises UserError where they are of another recipe."""
+    if not FILE.exists():
+        return {}
+    content = json.loads(FILE.read_text(encoding="utf-8"))
+    old, runs = content["recipe"], dict(content["runs"])
+    if apart := [key for key in {**old, **recipe} if old.get(key) != recipe.get(key)]:
+        need = f"in which {', '.join(apart)} differs; move it away to begin again"
+        raise UserError(f"{FILE}: has runs of a recipe {need}")
+    return runs
+
+
+def train(keys: list[str], name: str, seed: int) -> dict[str, Any]:
+    folder, begin = FOLDER / name, clock()
+    run("apps.main.train", [*keys, f"name={name}", f"dump_dir={folder}", f"seed={seed}"])
+    cpu_s = round(float((clock() - begin)[1]), 1)
+    shutil.rmtree(folder / CHECKPOINTS)
+    start = json.loads((folder / METRICS).read_text(encoding="utf-8").partition("\n")[0])
+    loss = read_lines(folder / VALIDATION)[-1]["nats_per_byte"]
+    return {"loss": loss, "cpu_s": cpu_s, "code": start["code"]}
+
+
+def report(runs: Runs, steps: int) -> Report:
+    losses = [{str(seed): one["loss"] for seed, one in enumerate(arm)} for arm in runs.values()]
+    cpu_s = {name: float(np.median([one["cpu_s"] for one in arm])) for name, arm in runs.items()}
+    codes = {one["code"] for arm in runs.values() for one in arm}
+    result, mean = pooled(losses, LEVEL, blocks=True), float(np.mean([*losses[0].values()]))
+    assert result is not None  # several seeds, and every arm has all of them
+    rows = [("", "held-out", "difference", f"{LEVEL:.0%} interval", "verdict", "processor s")]
+    rows.append((BASE, f"{mean:.4f}", "", "", "", f"{cpu_s[BASE]:.0f}"))
+    for name, e in zip(CHANGES, result.estimates, strict=True):
+        verdict = "worse" if e.mean > 0 else "better"
+        rows.append((
+            name, f"{mean + e.mean:.4f}", f"{e.mean:+.4f}", f"{e.low:+.4f} to {e.high:+.4f}",
+            verdict if e.excludes_zero else "cannot be told apart", f"{cpu_s[name]:.0f}",
+        ))  # fmt: skip
+    lines = [*align(rows, left=1), "", f"{steps:,} steps, {len(losses[0])} seeds; nats per byte"]
+    if len(codes) > 1:
+        lines.append(f"the runs are of {len(codes)} versions of the code: {', '.join(codes)}")
+    return Report(lines, {"steps": steps, "runs": runs, "differences": result.estimates})
