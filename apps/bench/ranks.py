@@ -12,7 +12,6 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from apps.bench.launch import read_config, with_defaults
 from apps.bench.report import Report
@@ -33,7 +33,7 @@ from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
 from lingua.optim.optimizer import build_optimizer
 from lingua.parallel.launch import detect_launch, leave, start
-from lingua.parallel.mesh import begin_world_sum, on_rank_0, world_sum_
+from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.parallelize import parallelize_model
 
 RANKS, ESTIMATED = (8, 16, 32, 64), (1024, 4096)
@@ -164,11 +164,11 @@ def numbers_of_rank(n: int, folder: Path, keys: list[str], ready: Any) -> dict[s
         begin = time.perf_counter()
         for step in range(STEPS):
             time.sleep(LATE_S * (step % n == launch.rank))
-            wait: Callable[[], Any] = begin_world_sum(torch.ones(4))
+            agreement = dist.all_reduce(torch.ones(4), async_op=True)
             if not ahead:
-                wait()
+                agreement.wait()
             time.sleep(WORK_S)
-            wait()
+            agreement.wait()
         world_sum_(torch.ones(1))
         numbers[key] = 1000 * (time.perf_counter() - begin) / STEPS
     return numbers

@@ -10,7 +10,7 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
@@ -39,7 +39,6 @@ from lingua.checkpoint.folder import (
     temporary,
 )
 from lingua.parallel.mesh import gather_on_rank_0, on_rank_0
-from lingua.parallel.torch_private import StoragePrefix
 
 BLOCK = 1 << 20  # bytes of small writes that are collected
 
@@ -64,7 +63,7 @@ class Layout:
             _, metadata = DefaultSavePlanner().create_global_plan(list(plans))
             metadata.storage_data = {p.index: p.storage_data for part in places for p in part}
             self.metadata, self.gathered = pickle.dumps(metadata), None
-        return write_bytes(folder / METADATA, self.metadata)
+        return write_file(folder / METADATA, self.metadata)
 
 
 def save(
@@ -149,8 +148,8 @@ def _publish(
     config: str,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    files[STATE] = write_text(folder / STATE, json.dumps(state, indent=1))
-    files[CONFIG] = write_text(folder / CONFIG, config)
+    files[STATE] = write_file(folder / STATE, json.dumps(state, indent=1).encode())
+    files[CONFIG] = write_file(folder / CONFIG, config.encode())
     manifest = {
         "format": 1,
         "step": step,
@@ -159,7 +158,7 @@ def _publish(
         "files": dict(sorted(files.items())),
     }
     manifest["xxh3_64"] = checksum_of(manifest)
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+    write_file(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     whole, why = read_checkpoint(folder)
     if whole is None:
         raise UserError(f"{folder}: {why}. Is it on a file system that all processes share?")
@@ -222,12 +221,13 @@ def _write_tensors(
     rank, why, places = dist.get_rank(), "", list[WriteResult]()
     planner = DefaultSavePlanner()
     planner.set_up_planner(once(tensors, group))
-    plan = replace(planner.create_local_plan(), storage_data=StoragePrefix(f"__{rank}_"))
+    plan = planner.create_local_plan()
     try:
         folder.mkdir(parents=True, exist_ok=True)  # rank 0 reports that no file system is shared
         if plan.items:
+            [*_, named] = writer.prepare_global_plan([plan] * (rank + 1))  # files of this rank
             with without_crc32:
-                places = writer.write_data(plan, planner).wait()
+                places = writer.write_data(named, planner).wait()
     except Exception as error:  # raised on every rank
         why = str(error) or type(error).__name__
     entry = file.entry or {"size": 0, "xxh3_64": "0"}
@@ -249,13 +249,8 @@ def _write_tensors(
     }
 
 
-def write_text(path: Path, text: str) -> Entry:
+def write_file(path: Path, data: bytes) -> Entry:
     """Write a file and sync it; returns its entry."""
-    return write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes) -> Entry:
-    """The same for bytes."""
     file = _File(path)
     with io.BufferedWriter(file) as stream:
         stream.write(data)

@@ -2,7 +2,6 @@
 other run writes into the same folders."""
 
 import logging
-import math
 import os
 import weakref
 from collections.abc import Iterator
@@ -163,15 +162,11 @@ class Saver:
 def host_memory(tensors: list[Tensor]) -> Iterator[Tensor]:
     """Memory of the host for tensors, each with a storage of its own, in one block. It is pinned
     for those of CUDA, here: torch rounds the size of pinned memory up to a power of two."""
-    sizes = [math.ceil(t.nbytes / 64) * 64 for t in tensors]  # so that each is aligned
+    sizes = [-(-t.nbytes // 64) * 64 for t in tensors]  # so that each is aligned
     block = torch.empty(sum(sizes), dtype=torch.uint8).numpy()
     if any(t.is_cuda for t in tensors):
         cuda, begin = torch.cuda.cudart(), block.ctypes.data
         torch.cuda.check_error(int(cuda.cudaHostRegister(begin, block.nbytes, 0)))
         weakref.finalize(block, cuda.cudaHostUnregister, begin)  # each copy keeps the block
     for t, begin in zip(tensors, accumulate(sizes, initial=0), strict=False):
-        part = block[begin : begin + t.nbytes]
-        if t.numel():
-            yield torch.frombuffer(part, dtype=t.dtype).view(t.shape)
-        else:
-            yield torch.empty(t.shape, dtype=t.dtype)
+        yield torch.from_numpy(block[begin : begin + t.nbytes]).view(t.dtype).view(t.shape)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,7 +25,6 @@ from lingua.base.errors import UserError
 from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.rows import DocumentMarks, Documents, Rows, document_starts
-from lingua.parallel.mesh import begin_world_sum
 from lingua.parallel.tensors import device_threads, to_device
 
 STEPS_AHEAD = 8  # steps each thread reads ahead
@@ -240,10 +240,12 @@ def agree(
     counts = torch.stack([count(micro) for micro in batch]).sum(0)
     if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
         counts = torch.zeros_like(counts)
-    agreed = begin_world_sum(torch.cat((counts, torch.tensor([stopping, save_overdue]))))
+    total = torch.cat((counts, torch.tensor([stopping, save_overdue])))
+    # Over gloo, past the device's queue: a ring of n ranks, 2 (n - 1) messages one after another.
+    summing = dist.all_reduce(total, async_op=True)
 
     def wait() -> Ahead:
-        total = agreed()
+        summing.wait()
         return Ahead(batch, total[:-2], bool(total[-2]), bool(total[-1]))
 
     return wait

@@ -128,20 +128,9 @@ def dp_gather(t: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def world_sum_(t: Tensor) -> Tensor:
     """Sum a CPU tensor over all ranks, in place. It goes over gloo, past the device's queue."""
-    return begin_world_sum(t)()
-
-
-def begin_world_sum(t: Tensor) -> Callable[[], Tensor]:
-    """The same, while the caller does something else: the result waits for the sum and returns it.
-    Its time grows with the ranks: 2 (n - 1) messages follow one another in a ring of n."""
-    work = dist.all_reduce(t, async_op=True) if dist.get_world_size() > 1 else None
-
-    def wait() -> Tensor:
-        if work is not None:
-            work.wait()
-        return t
-
-    return wait
+    if dist.get_world_size() > 1:
+        dist.all_reduce(t)
+    return t
 
 
 def received_signals(name: str | None) -> list[str]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, _ops, _subclasses, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import utils as dcp
 from torch.distributed.tensor import DTensor, _utils
 from torch.utils import _python_dispatch, _pytree
@@ -78,8 +77,6 @@ tree_map_only = _pytree.tree_map_only
 compute_local_shape_and_global_offset = _utils.compute_local_shape_and_global_offset
 # A part of a file as a file: one of DCP's has many tensors, each as torch.save wrote it.
 create_file_view = dcp._create_file_view
-# Names DCP's files of one rank.
-StoragePrefix = filesystem._StoragePrefix
 # Allocations and frees on CUDA, recorded and written for pytorch.org/memory_viz.
 record_memory_history = torch.cuda.memory._record_memory_history
 dump_memory_snapshot = torch.cuda.memory._dump_snapshot

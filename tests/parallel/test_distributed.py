@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.base.errors import UserError
+from lingua.data.loader import MicroBatch, agree
 from lingua.parallel.launch import Launch, detect_launch, pick_device, start
 from lingua.parallel.mesh import (
     AXES,
     DistributedArgs,
-    begin_world_sum,
     dp_degree,
     dp_rank,
     mesh_sizes,
@@ -204,20 +204,21 @@ def test_the_result_or_error_of_rank_0_is_that_of_all(ranks):
     assert ranks.run(3, shared_work) == [expected] * 3
 
 
-def sum_with_a_late_rank() -> tuple[float, float]:
-    """The seconds in which a sum begins that rank 1 joins half a second late, and the sum."""
-    start(CPU, detect_launch(), DistributedArgs())
+def agree_with_a_late_rank() -> tuple[float, int, bool, bool]:
+    """The seconds in which an agreement begins that rank 1 joins half a second late, and it."""
+    mesh, ids = start(CPU, detect_launch(), DistributedArgs()), torch.arange(4)
     on_rank_0(lambda: None)
-    if dist.get_rank() == 1:
-        time.sleep(0.5)
+    late = dist.get_rank() == 1
+    time.sleep(0.5 * late)
     began = time.monotonic()
-    wait = begin_world_sum(torch.tensor(1.0))
-    return time.monotonic() - began, wait().item()
+    wait = agree([MicroBatch(ids, ids, ids)], lambda m: m.row_ids.sum()[None], mesh, late, False)
+    seconds, ahead = time.monotonic() - began, wait()
+    return seconds, ahead.counts.item(), ahead.stopping, ahead.save_overdue
 
 
-def test_a_sum_that_has_begun_waits_for_nobody(ranks):
-    for seconds, total in ranks.run(3, sum_with_a_late_rank):
-        assert seconds < 0.25 and total == 3
+def test_an_agreement_that_has_begun_waits_for_nobody(ranks):
+    for seconds, *agreed in ranks.run(3, agree_with_a_late_rank):
+        assert seconds < 0.25 and agreed == [18, True, False]
 
 
 def read_what_was_planted(path: Path) -> str:
