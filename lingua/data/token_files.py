@@ -108,12 +108,10 @@ class TokenSource(Source):
 
     def _choose(self) -> np.ndarray:
         """The numbers of the documents or blocks that are held out: one at least of HELD_OUT."""
-        files = pairwise(self._units.tolist())  # one after another: of all, hashes take memory
-        parts = [np.arange(begin, end) for begin, end in files]
-        held_out = np.concatenate([part[_hashes(part) < 2**32 // HELD_OUT] for part in parts])
+        files = (np.arange(begin, end) for begin, end in pairwise(self._units.tolist()))
+        held_out = np.concatenate([part[_hashes(part) < 2**32 // HELD_OUT] for part in files])
         if not len(held_out) and self._units[-1] >= HELD_OUT:
-            held_out = np.concatenate(parts)
-            held_out = held_out[[_hashes(held_out).argmin()]]
+            held_out = np.array([_hashes(np.arange(self._units[-1])).argmin()])
         return held_out
 
     def _ranges(self, numbers: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lingua.data import IGNORE
-from lingua.data.args import SourceFiles
+from lingua.data.args import ChatArgs, SourceFiles
 from lingua.data.rows import DocumentMarks
 from lingua.data.shards import SPLITS
 from lingua.data.sources import (
@@ -19,11 +19,13 @@ from lingua.data.sources import (
     open_sources,
     prepare_sources,
     shard_folder,
+    source_files,
 )
 from lingua.data.stream import RowStream
-from lingua.data.token_files import TokenSource, documents_of
+from lingua.data.token_files import TokenSource, documents_of, open_files
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.commands.data_verify import verify_source
+from lingua.tools.inspect.tokenizer import mixture_texts
 from tests.data.prepared import BOS, EOS, Prepared, make_args, train_tokens, write_jsonl
 from tests.data.sources import make_source
 from tests.data.token_writers import (
@@ -224,6 +226,23 @@ def test_damaged_files_are_refused_by_file_and_place(tmp_path, kind):
         args = write(folder, kind)
         damage(folder)
         refused(lambda args=args: prepare(args), *names)
+
+
+def test_files_of_several_forms_and_uses_that_need_text_are_refused(tmp_path):
+    args = write(tmp_path, "uint16")
+    write_megatron(tmp_path / "b.bin", DOCUMENTS[:9])
+    both = SourceFiles(["a.bin", "b.bin"])
+    refused(
+        lambda: prepare(replace(args, source_files={"a": both})), "a.bin (uint16)", "b.bin (meg"
+    )
+    write_llmc(tmp_path / "c.bin", DOCUMENTS, "u4")
+    write_llmc(tmp_path / "d.bin", DOCUMENTS)
+    sizes = SourceFiles(["c.bin", "d.bin"])
+    refused(lambda: prepare(replace(args, source_files={"a": sizes})), "c.bin of 4", "d.bin of 2")
+    refused(lambda: prepare(args, replace(BYTES, vocab_size=10**5)), "a.bin", "uint16 or uint32")
+    refused(lambda: list(mixture_texts(args, 10**6)), "data.sources.a: has files of tokens")
+    talk = replace(args, chat=ChatArgs())
+    refused(lambda: open_files("a", talk, BYTES, source_files("a", talk)), "a.bin has tokens")
 
 
 def test_what_a_sample_does_not_have_is_found_in_its_row_and_by_verify(tmp_path):
