@@ -77,7 +77,7 @@ class Before(nn.Module):
             shifted = torch.cat((first[:, None], before[-1][:, :-1]), dim=1)
             before.append(shifted if ctx.begins is None else shifted.masked_fill(ctx.begins, NONE))
         if ctx.cache is not None:
-            ctx.cache.extend(self, *before, dim=1)
+            ctx.cache.keep(self, *(t[:, -1 - ctx.cache.overlap] for t in before))
         return before
 
 
