@@ -48,6 +48,8 @@ def log_late(heart: Heartbeat) -> None:
     if _is_first(heart, f"lingua/late/{place}"):
         for line in late_ranks(heart, same_place=phase == "step"):
             logger.error(f"step {step}, {phase}, takes {time.monotonic() - since:.0f} s: {line}")
+    if _within(6 * STORE_S, lambda: heart.store.check(heart.keys[:1])) is None:
+        os._exit(1)  # the main thread may wait for the store, which has no end
 
 
 def late_ranks(heart: Heartbeat, same_place: bool = True) -> list[str]:
