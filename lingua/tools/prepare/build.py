@@ -15,13 +15,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import (
-    FIRST_EXCEPTION,
-    CancelledError,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
@@ -107,7 +101,7 @@ def build_source(
 
 
 def _shares(units: list[Unit], spec: ShardSpec) -> list[Manifest | None]:
-    with ThreadPoolExecutor(IO_THREADS) as threads:
+    with futures.ThreadPoolExecutor(IO_THREADS) as threads:
         return list(threads.map(partial(finished, spec=spec), units))
 
 
@@ -127,7 +121,7 @@ def _remove_unfinished(spec: ShardSpec, report: Callable[[str], None]) -> None:
 def _build_in_processes(units: list[Unit], spec: ShardSpec, processes: int, bar: tqdm) -> None:
     context = multiprocessing.get_context("spawn")  # this process may have threads and use CUDA
     n_read, cancelled = context.Value("q", 0), context.Event()
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (spec, n_read, cancelled))
+    pool = futures.ProcessPoolExecutor(processes, context, _start_worker, (spec, n_read, cancelled))
 
     def submit() -> set:
         resource_tracker.ensure_running()  # its own start unblocks signals
@@ -136,10 +130,10 @@ def _build_in_processes(units: list[Unit], spec: ShardSpec, processes: int, bar:
         return {pool.submit(_build_in_worker, unit) for unit in units}
 
     try:
-        with ThreadPoolExecutor(1) as thread:  # a signal interrupts this thread, and no start
+        with futures.ThreadPoolExecutor(1) as thread:  # a signal interrupts this one, no start
             waiting = thread.submit(submit).result()
         while waiting:
-            done, waiting = wait(waiting, PROGRESS_S, FIRST_EXCEPTION)
+            done, waiting = futures.wait(waiting, PROGRESS_S, futures.FIRST_EXCEPTION)
             bar.update(n_read.value - bar.n)
             for future in done:
                 future.result()
@@ -166,7 +160,7 @@ def _start_worker(spec: ShardSpec, n_read: Any, cancelled: Event) -> None:
 
     def on_read(n_bytes: int) -> None:
         if cancelled.is_set():
-            raise CancelledError
+            raise futures.CancelledError
         with n_read.get_lock():
             n_read.value += n_bytes
 

@@ -37,14 +37,7 @@ READ_BYTES = 2**18  # bytes read at once
 MAX_ROWS = 1024  # parquet rows read at once
 MAX_LIST_BYTES = 2**30  # largest .json file that is one list, largest value in a table
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_FORMS = {
-    ".jsonl": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+_FORMS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # a file of another is one text
 _TABLES = ("parquet", "arrow")  # with columns, read by pyarrow
 _TOKENS = "input_ids"  # column of tokens
 _BOM = b"\xef\xbb\xbf"
@@ -84,11 +77,11 @@ Examples = Callable[[int, dict[str, Any]], list[SourceRecord]]
 
 
 def _form(file: FilePart) -> tuple[str, str | None]:
-    """(one of _FORMS, else "text"; codec) of a file by its name."""
+    """(one of _FORMS without its dot, else "text"; codec) of a file by its name."""
     name = Path(file.path.lower())
     codec = _CODECS.get(name.suffix)
     suffix = name.with_suffix("").suffix if codec else name.suffix
-    form = _FORMS.get(suffix, "text")
+    form = suffix[1:] if suffix in _FORMS else "text"
     return ("text" if codec and form in _TABLES else form), codec
 
 
@@ -377,12 +370,7 @@ def _open_table(
         chosen = [i for i, group in enumerate(groups) if part.begin <= group.begin < part.end]
         n_rows, size = (sum(groups[i][k] for i in chosen) for k in (1, 2))
         read_groups = partial(file.iter_batches, row_groups=chosen, use_threads=False)
-        yield (
-            file.schema_arrow,
-            n_rows,
-            size,
-            lambda rows, columns=None: read_groups(rows, columns=columns),
-        )
+        yield file.schema_arrow, n_rows, size, lambda n, names=None: read_groups(n, columns=names)
 
 
 def _rows(part: FilePart, form: str) -> Iterator[Wrong | dict[str, Any]]:
@@ -414,9 +402,8 @@ def _column(
             return
         kind = schema.field(key).type
         stored = kind.value_type if pa.types.is_dictionary(kind) else kind
-        is_tokens = (
-            key == _TOKENS and pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
-        )
+        is_list = pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
+        is_tokens = key == _TOKENS and is_list
         if not is_tokens and stored not in (pa.string(), pa.large_string(), pa.string_view()):
             fault = Wrong("text is not a string", f"column {key} is {kind}", lacks_key=True)
             yield from repeat(fault, n_rows)
