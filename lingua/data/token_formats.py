@@ -155,22 +155,22 @@ def _megatron(part: FilePart) -> TokenFile:
 
 
 def _datatrove(part: FilePart) -> TokenFile:
-    path = Path(f"{part.full}.index")
+    path, metadata = (Path(".".join((part.full, name))) for name in ("index", "metadata"))
     content = _read_index(path)
     if len(content) % 8 or not len(content):
         raise _wrong_index(path, f"{len(content):,} bytes, no multiple of 8")
     ends = content.view("<i8")
     size = part.size // max(1, int(ends[-1]))
     try:  # "tokenizer|bytes of a token", then the number of tokens
-        first, count, *_ = Path(f"{part.full}.metadata").read_text(encoding="utf-8").splitlines()
+        first, count, *_ = metadata.read_text(encoding="utf-8").splitlines()
         size = int(first.rpartition("|")[2])
         if int(count) != ends[-1]:
-            raise _wrong_index(path, f"{ends[-1]:,} tokens; {part.full}.metadata has {count}")
+            raise _wrong_index(path, f"{ends[-1]:,} tokens; {metadata} has {count}")
     except FileNotFoundError:
         pass
     except ValueError:
         need = "must have a line TOKENIZER|BYTES, and one with the number of tokens"
-        raise UserError(f"{part.full}.metadata: {need}") from None
+        raise UserError(f"{metadata}: {need}") from None
     if size not in (2, 4):
         raise _wrong_index(path, f"{ends[-1]:,} tokens in {part.size:,} bytes; must be of 2 or 4")
     return _with_ends(part, path, np.dtype(f"<u{size}"), ends)
