@@ -34,8 +34,8 @@ from lingua.data.loader import Loader
 from lingua.data.shards import FORMAT_VERSION, SHARDS_MANIFEST, Manifest, Shard, Source, Split
 from lingua.data.sources import prepare_source
 from lingua.data.stream import RowStream
-from lingua.data.token_files import TokenSource
 from lingua.data.token_formats import MEGATRON_HEAD, open_file
+from lingua.data.token_source import TokenSource
 from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
 from lingua.tokenizer.tiktoken import SPLIT
 from lingua.tools.inspect.tokenizer import BOS, EOS, train

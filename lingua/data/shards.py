@@ -148,7 +148,7 @@ def _typed(kind: Any, value: Any) -> Any:
 class Source:
     """A prepared source. Its train tokens are one virtual array: the shards in order."""
 
-    in_place = False  # whether it is a lingua.data.token_files.TokenSource
+    in_place = False  # whether it is a lingua.data.token_source.TokenSource
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest

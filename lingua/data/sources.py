@@ -87,7 +87,7 @@ class TextData:
         if is_text:
             marks, documents = document_marks(args.data, tokenizer), None
             if marks is not None and any(source.in_place for source in sources.values()):
-                from lingua.data.token_files import documents_of
+                from lingua.data.token_source import documents_of
 
                 documents = documents_of(stream, marks)
             return OpenData(stream, fingerprints, held_out, documents)

@@ -22,7 +22,8 @@ from lingua.data.sources import (
     source_files,
 )
 from lingua.data.stream import RowStream
-from lingua.data.token_files import TokenSource, documents_of, open_files
+from lingua.data.token_files import open_files
+from lingua.data.token_source import TokenSource, documents_of
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.commands.data_verify import verify_source
 from lingua.tools.inspect.tokenizer import mixture_texts
