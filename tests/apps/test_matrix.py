@@ -141,8 +141,6 @@ for name in (
 ):
     FEATURES[name] = replace(FEATURES[name], controlled=True)
 SOAK |= {c: Feature(SHARDS, TP, CELL | {"model.cell": c}, fastrnn) for c in ("mingru", "minlstm")}
-SOAK["recurrences compiled"] = Feature(SHARDS, TP, CELL, fastrnn, other=COMPILED)
-SOAK["state spaces compiled"] = Feature(SHARDS, TP, STATES, mamba, other=COMPILED)
 SOAK["products in float8"] = Feature(SHARDS, TP, FLOAT8, rounding=3000)
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
 SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)

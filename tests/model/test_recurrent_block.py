@@ -156,6 +156,19 @@ def test_no_document_has_any_effect_on_another(kind):
             assert torch.equal(model(others, documents=begins)[:, length:], logits) == isolated
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["hawk", "mamba"])
+def test_a_layer_is_one_graph_to_the_compiler(kind):
+    layer = plain_model(kind).get_submodule("layers.0.attention")
+    tokens, _, documents = packed_row()
+    ctx, x = Context(ARGS, tokens, documents), torch.randn(1, 20, 24, requires_grad=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    expected, found = layer(x, ctx), compiled(x, ctx)
+    assert torch.equal(found, expected)
+    grads = [torch.autograd.grad(y.square().sum(), layer.parameters()) for y in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
 N_TOKENS = (4, 5, 12, 12)  # that each prompt asks for
 
 
