@@ -279,7 +279,9 @@ def parse_program(module: str, argv: list[str]) -> None:
         swept = [f"{key}={values[0]}" for key, values in sweep.items()]
         parse_program(job.script or "apps.main.train", [*arguments, *swept])
     elif module == "lingua tokenizer" and argv[0] == "train":
-        load(TokenizerTrainArgs, argv[1:], meta_lingua, partial=True)
+        # What it makes is there already, for the configs that name it.
+        keys = ["out=new" if word.startswith("out=") else word for word in argv[1:]]
+        load(TokenizerTrainArgs, keys, meta_lingua, partial=True)
     elif module == "lingua checkpoint":
         check_options(["-m", "lingua", "checkpoint"], argv[:1])
         check_options(["-m", "lingua", "checkpoint"], [word for word in argv if word[0] == "-"])

@@ -106,6 +106,8 @@ class Scale(nn.Module):
 
 
 class ValueAttention(Attention):
+    """Attention whose values have a further embedding of the token added."""
+
     def __init__(self, args: Any, out_factor: float) -> None:
         super().__init__(args, out_factor)
         self.value_embedding = nn.Embedding(args.vocab_size, self.wv.out_features)
@@ -118,11 +120,11 @@ class ValueAttention(Attention):
         trunc_normal_(self.value_embedding.weight, self.std or 0.0)
 
 
-class SquaredReLU(FeedForward):
+class SquaredReLU(nn.Module):
     """w2(relu(w1 x)^2) (So et al., 2021), with as many weights as SwiGLU has."""
 
     def __init__(self, args: Any, out_factor: float) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.std, self.out_factor = args.init_base_std, out_factor
         hidden = 3 * args.hidden_dim() // 2
         self.w1 = nn.Linear(args.dim, hidden, bias=False)
@@ -137,11 +139,13 @@ class SquaredReLU(FeedForward):
 
 def block(args: Any, depth: int) -> TransformerBlock:
     attention = ValueAttention if args.value_embeddings and depth % 2 == 0 else Attention
-    feed_forward = SquaredReLU if args.activation == "relu2" else FeedForward
+    feed_forward: type[nn.Module] = SquaredReLU if args.activation == "relu2" else FeedForward
     return TransformerBlock(args, depth, attention, feed_forward)
 
 
 class Speedrun(Transformer):
+    """The Transformer of apps/main with the parts that its arguments ask for."""
+
     args: ModelArgs
 
     def __init__(self, args: ModelArgs, **parts: Any) -> None:
