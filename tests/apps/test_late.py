@@ -128,5 +128,5 @@ def test_a_rank_that_is_slow_is_in_the_metrics_and_named_once(runs, rank, work_s
         assert median(line["slowest_ratio"] for line in lines) < 1.2 and not named
     else:
         assert {line["slowest_rank"] for line in lines} == {rank}
-        assert median(longer_s) == pytest.approx(work_s + rows_s, rel=0.3)
+        assert 0.4 < median(longer_s) / (work_s + rows_s) < 2  # other work delays all ranks
         assert named == [(str(rank), socket.gethostname())]
