@@ -32,10 +32,10 @@ from lingua.config.load import from_values, load
 from lingua.config.schema import MAX_ROWS, Free, bounds
 from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.parallel.program import run_program
+from lingua.tools.chat_template import Chat, ChatError, Message, open_chat
 from lingua.tools.inference.generate import Completion, Request, fit_prompts, generate
 from lingua.tools.inference.sampling import SamplingArgs
 from lingua.tools.inference.trained import OpenArgs, Opened, open_model
-from lingua.tools.prepare.chat_template import Chat, ChatError, Message, open_chat
 
 logger = logging.getLogger(__name__)
 

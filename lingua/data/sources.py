@@ -160,7 +160,7 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str
     elif not all(
         (shard_folder(name, args, tokenizer) / SHARDS_MANIFEST).exists() for name in names
     ):  # else the shards, whose key has the template, were made with it
-        tool = import_tool("lingua.tools.prepare.chat_template", "data.chat: reading its template")
+        tool = import_tool("lingua.tools.chat_template", "data.chat: reading its template")
         checks.append(partial(tool.open_chat, args.tokenizer, tokenizer, args.chat.template))
     checks += [partial(check_files, name) for name in names]
     mistakes: list[str] = []

@@ -18,8 +18,8 @@ from lingua.config.load import load_saved
 from lingua.data.rows import OpenData
 from lingua.optim.schedule import lr_at
 from lingua.tokenizer import build_tokenizer
+from lingua.tools.chat_template import open_chat
 from lingua.tools.plan.make import make_plan
-from lingua.tools.prepare.chat_template import open_chat
 from tests.apps.runs import SMALL, Outcome, Runs
 
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from apps.sft import app
 from lingua.data.shards import Source
 from lingua.data.sources import open_sources
+from lingua.tools.chat_template import Chat, open_chat
 from lingua.tools.inference.trained import open_trained
-from lingua.tools.prepare.chat_template import Chat, open_chat
 from tests.apps.runs import Outcome, Runs
 from tests.apps.test_generate import main_here
 

@@ -23,9 +23,9 @@ from lingua.data.rows import document_marks
 from lingua.data.shards import SPLITS
 from lingua.data.sources import check_sources, prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tools.chat_template import open_chat
 from lingua.tools.commands.data_show import main as show
 from lingua.tools.inspect.describe import describe_mixture, describe_row
-from lingua.tools.prepare.chat_template import open_chat
 from tests.chats import CHATML, TEMPLATES, write_tokenizer
 from tests.mistakes import refused
 

@@ -212,7 +212,7 @@ def end_tokens(data: Any, tokenizer: Tokenizer, base_ends: Any) -> int | list[in
     """
     ends: list[Any] = [tokenizer.eos_id]
     if data.chat is not None:
-        from lingua.tools.prepare.chat_template import ChatError, open_chat
+        from lingua.tools.chat_template import ChatError, open_chat
 
         with suppress(ChatError):  # it renders no conversation of one question
             ends.append(open_chat(data.tokenizer, tokenizer, data.chat.template).turn_end[0])

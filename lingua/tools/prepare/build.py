@@ -1,9 +1,6 @@
-"""Builds the token shards of a source with processes of this machine. A cache that is up to date is
-not built again (lingua.data.sources).
-
-One run builds a source at a time; another one waits for it. Its units (lingua.tools.prepare.units)
-are independent: they are finished in any order, and an interrupted build continues after those that
-are.
+"""Builds the token shards of a source with processes of this machine, where those in the cache are
+not up to date (lingua.data.sources). One run builds a source at a time; another one waits for it.
+Its units (lingua.tools.prepare.units) are finished in any order.
 """
 
 import hashlib
@@ -77,18 +74,14 @@ def build_source(
         _remove_unfinished(spec, report)
         units = plan_units(files, unit_bytes)
         todo = [unit for unit, share in zip(units, _shares(units, spec), strict=True) if not share]
-        total = sum(unit.size for unit in todo)
+        total = sum(part.end - part.begin for unit in todo for part in unit.parts)
         report(
             f"{spec.key}: tokenizing {total / 1e6:,.1f} MB into {spec.folder} "
             f"({why}; parts to build: {len(todo):,} of {len(units):,})"
         )
-        with tqdm(
-            total=total,
-            desc=f"tokenizing {spec.manifest.source}",
-            unit="B",
-            unit_scale=True,
-            mininterval=0.2 if sys.stderr.isatty() else 30,  # a log file gets a line now and then
-        ) as bar:
+        often = {"mininterval": 0.2 if sys.stderr.isatty() else 30}  # a log file: now and then
+        name = f"tokenizing {spec.manifest.source}"
+        with tqdm(total=total, desc=name, unit="B", unit_scale=True, **often) as bar:
             processes = min(len(todo), processes or len(os.sched_getaffinity(0)))
             if processes > 1:
                 _build_in_processes(todo, spec, processes, bar)

@@ -58,11 +58,6 @@ class Unit:
         places = json.dumps([(part.path, part.begin, part.end) for part in self.parts])
         return hashlib.blake2b(places.encode(), digest_size=8).hexdigest()
 
-    @property
-    def size(self) -> int:
-        """Bytes of its files."""
-        return sum(part.end - part.begin for part in self.parts)
-
     def record_path(self, folder: Path) -> Path:
         return folder / f"{self.id}.json"
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
-from lingua.tools.prepare.chat_template import Chat, ChatError, open_chat
+from lingua.tools.chat_template import Chat, ChatError, open_chat
 from tests.chats import CHATML, TEMPLATES, write_tokenizer
 from tests.mistakes import refused
 
