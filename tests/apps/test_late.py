@@ -80,14 +80,13 @@ def check_named(told: list[str], rank: int) -> None:
             assert re.match(rf"error: rank \d on {host}: lost its connection after", lines[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_rank_that_is_stopped_or_killed_is_named(runs, tmp_path, number):
-    check_named(interrupted(runs, tmp_path / "run", 3, 1, number, 0.3), 1)
+def test_a_rank_that_is_stopped_is_named(runs, tmp_path):
+    check_named(interrupted(runs, tmp_path / "run", 3, 1, signal.SIGSTOP, 0.3), 1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("trial", range(20))
-def test_a_rank_that_is_stopped_at_random_is_named(runs, tmp_path, trial):
+def test_a_rank_that_is_stopped_or_killed_at_random_is_named(runs, tmp_path, trial):
     chance = random.Random(trial)
     rank, number = chance.randrange(3), signal.SIGKILL if trial % 5 == 4 else signal.SIGSTOP
     check_named(interrupted(runs, tmp_path / "run", 3, rank, number, chance.uniform(0, 2)), rank)
@@ -116,7 +115,12 @@ LONG = {"data.workers": 0, "steps": 60, "stop_at": "null", "logging.freq": 10}
 
 
 @pytest.mark.parametrize(
-    ("rank", "work_s", "rows_s"), [(3, 0.05, 0.0), (2, 0.0, 0.05), (-1, 0.0, 0.0)]
+    ("rank", "work_s", "rows_s"),
+    [
+        (3, 0.05, 0.0),
+        pytest.param(2, 0.0, 0.05, marks=pytest.mark.soak),
+        pytest.param(-1, 0.0, 0.0, marks=pytest.mark.soak),
+    ],
 )
 def test_a_rank_that_is_slow_is_in_the_metrics_and_named_once(runs, rank, work_s, rows_s):
     """By CPU time, of one rank of a tp group, or by its wait for rows."""

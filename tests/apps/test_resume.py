@@ -221,13 +221,12 @@ def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(runs, nan_at_step_3
 
 
 BACKGROUND = {"checkpoint.dump.every": 2, "checkpoint.async_save": True}
-# The step after which a run stops: ranks agree while the device works on a step, so before its
-# validation and its save.
+# The step after which a run stops: ranks agree while they work on a step, and begin before it.
 MOMENTS: dict[str, tuple[Interrupt, dict[str, Any], int | None]] = {
     "in the first of two micro-steps": (
-        Interrupt(signal.SIGINT, forward=1, rank=1), {"data.batch_size": 2}, 1,
+        Interrupt(signal.SIGINT, forward=1, rank=1), {"data.batch_size": 2}, 2,
     ),
-    "in the third, to all": (Interrupt(signal.SIGUSR2, forward=3, rank=None), {}, 3),
+    "in the third, to all": (Interrupt(signal.SIGUSR2, forward=3, rank=None), {}, 4),
     "in the first validation": (
         Interrupt(signal.SIGTERM, forward=3, rank=1), {"validation.every": 2}, 3,
     ),
