@@ -132,7 +132,7 @@ def test_a_run_in_python_is_that_of_the_command_and_leaves_its_process_as_it_was
     done = subprocess.run([*python(), "script.py"], env=env, **where)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "refused: data.sources.none" in done.stdout, done.stdout
-    assert "saved: 0000000002 done" in done.stdout
+    assert "saved: 0000000003 done" in done.stdout
     reasons = "looked looked left start SIGINT start looked looked error start done"
     assert f"loop: 1 2 3 4 5 6 start {reasons}" in done.stdout, done.stdout
     subprocess.run([*python(), *words], env=env, check=True, **where)

