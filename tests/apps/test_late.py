@@ -114,13 +114,10 @@ def test_a_failure_prints_the_traceback_of_the_first_rank_and_a_line_of_the_othe
 LONG = {"data.workers": 0, "steps": 60, "stop_at": "null", "logging.freq": 10}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("rank", "work_s", "rows_s"),
-    [
-        (3, 0.05, 0.0),
-        pytest.param(2, 0.0, 0.05, marks=pytest.mark.soak),
-        pytest.param(-1, 0.0, 0.0, marks=pytest.mark.soak),
-    ],
+    [(3, 0.05, 0.0), (2, 0.0, 0.05), (-1, 0.0, 0.0)],
 )
 def test_a_rank_that_is_slow_is_in_the_metrics_and_named_once(runs, rank, work_s, rows_s):
     """By CPU time, of one rank of a tp group, or by its wait for rows."""

@@ -130,9 +130,12 @@ FLOAT8 |= {"model.n_kv_heads": 2, "model.ffn_dim_multiplier": 1, "model.multiple
 COMPILED = {COMPILE: True, CHECKPOINTING: "selective"}
 four = {"stopped": FOUR[0], "resumed": FOUR[1], "controlled": True}
 SOAK = {name: replace(feature, **four) for name, feature in FEATURES.items()}
-CONTROLLED = ("dropout", "muon", "several tokens", "conversations", "pairs", "rows made by code")
+CONTROLLED = ("dropout", "muon", "conversations", "rows made by code")
 FEATURES |= {name: replace(FEATURES[name], controlled=True) for name in CONTROLLED}
-for name in ("a speedrun", "another block", "an optimizer of torch on DTensors"):
+for name in (
+    "a speedrun", "another block", "an optimizer of torch on DTensors", "experts", "a teacher",
+    "row and column statistics", "a probe that runs the model",
+):  # fmt: skip
     del FEATURES[name]  # for time
 SOAK |= {c: Feature(SHARDS, TP, CELL | {"model.cell": c}, fastrnn) for c in ("mingru", "minlstm")}
 SOAK["products in float8"] = Feature(SHARDS, TP, FLOAT8, rounding=3000)
