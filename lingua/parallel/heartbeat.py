@@ -37,7 +37,8 @@ class Heartbeat:
             self.stopped = threading.Event()
             self.keys = [f"lingua/heartbeat/{r}" for r in range(world_size)]
             self._write()
-            threading.Thread(target=self._run, args=(self.stopped,), daemon=True).start()
+            for work in (self._beat, self._watch):
+                threading.Thread(target=work, args=(self.stopped,), daemon=True).start()
 
     def stop(self) -> None:
         self.stopped.set()
@@ -46,18 +47,22 @@ class Heartbeat:
         """State where this rank is. Called by every rank, in the same order."""
         self.place = self.place[0] + 1, step, phase, time.monotonic()
 
-    def _run(self, stopped: threading.Event) -> None:
-        looked = -1
-        look_s = LOOK_S + 2 * BEAT_S * (self.rank > 0)  # what rank 0 logs is in train.log
+    def _beat(self, stopped: threading.Event) -> None:
         with suppress(dist.DistError):  # the store has gone, and so does the run
             while not stopped.wait(BEAT_S):
                 self._write()
-                place, *_, since = self.place
-                if looked < place and time.monotonic() - since > self.patience_s + look_s:
-                    from lingua.parallel.late import log_late
 
-                    looked = place
-                    threading.Thread(target=log_late, args=(self,), daemon=True).start()
+    def _watch(self, stopped: threading.Event) -> None:
+        """Apart from `_beat`, which waits for as long as the main thread waits for the store."""
+        looked = -1
+        look_s = LOOK_S + 2 * BEAT_S * (self.rank > 0)  # what rank 0 logs is in train.log
+        while not stopped.wait(BEAT_S):
+            place, *_, since = self.place
+            if looked < place and time.monotonic() - since > self.patience_s + look_s:
+                from lingua.parallel.late import log_late
+
+                looked = place
+                threading.Thread(target=log_late, args=(self,), daemon=True).start()
 
     def _write(self) -> None:
         place, step, phase, _ = self.place

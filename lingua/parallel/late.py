@@ -23,7 +23,14 @@ STORE_S = 5.0  # seconds for the store to answer
 MAX_SHOWN = 16  # ranks, or groups of them, in one report
 FIRST = "lingua/first_failure"
 # What errors contain when a connection was lost or a collective timed out.
-LOST = ("gloo/", "Connection closed", "Connection reset", "Broken pipe", "Timed out")
+LOST = (
+    "gloo/",
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out",
+    "pair closure",
+)
 
 logger = logging.getLogger(__name__)
 
