@@ -58,10 +58,15 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         else:
             later = _explain(error)
             _show_in_torchrun(traceback.format_exc(), later=later is not None)
-            if later is None:
+            if detect_launch().world_size == 1:
                 raise
-            print(f"error: {printable(later)}", file=sys.stderr, flush=True)
-            sys.exit(1)
+            if later is None:
+                sys.excepthook(type(error), error, error.__traceback__)
+            else:
+                print(f"error: {printable(later)}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # at the interpreter's end, a thread that waits for the store would abort
     # Slurm may still send its early signal, which must not turn the end of a run into a failure.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if _has_process_group():
