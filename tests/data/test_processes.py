@@ -179,12 +179,15 @@ def test_a_worker_that_is_killed_is_an_error_not_a_hang(big_corpus, tmp_path_fac
     assert "data.sources.a: a process that tokenized it was killed" in errors
 
 
-def test_an_interrupt_while_workers_start_shows_no_traceback_of_them(big_corpus, tmp_path_factory):
+def test_an_interrupt_while_workers_start_ends_them_without_a_traceback(
+    big_corpus, tmp_path_factory
+):
     process = start(tmp_path_factory.mktemp("work") / "build.py", big_corpus, 2)
     for pid in [*wait_for(lambda: workers_of(process.pid)), process.pid]:  # as a terminal sends it
         os.kill(pid, signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert errors.count("Traceback") == 1 and errors.endswith("\nKeyboardInterrupt\n"), errors
+    assert not list(big_corpus.glob(".tokens/a-*/????????????????.json"))  # no part is built
 
 
 def test_the_command_takes_a_training_config_and_reports_what_exists(corpus, capsys):
