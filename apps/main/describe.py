@@ -24,6 +24,7 @@ from lingua.base.version import code_hash, code_version
 from lingua.checkpoint.state import versions
 from lingua.config.load import to_yaml
 from lingua.model.head import chunk_note
+from lingua.model.transformer import Attention
 from lingua.optim.schedule import schedule_warnings
 from lingua.parallel.mesh import AXES, dp_degree, on_rank_0
 
@@ -54,7 +55,8 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
         f"{counted(n_micro, 'micro-step')} of at most {counted(rows, 'row')} a rank, on "
         f"{counted(degree, 'data-parallel rank')}"
     )
-    yield "attention: {}, {}".format(*resolve_attention(args, mesh.device_type))
+    if any(isinstance(module, Attention) for module in model.modules()):
+        yield "attention: {}, {}".format(*resolve_attention(args, mesh.device_type))
     if args.distributed.float8 is not None:
         yield (
             "products of the blocks: float8, with scales of what each rank has, so that rounding "

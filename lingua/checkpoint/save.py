@@ -221,8 +221,8 @@ def _write_tensors(
     rank, why, places = dist.get_rank(), "", list[WriteResult]()
     planner = DefaultSavePlanner()
     planner.set_up_planner(once(tensors, group))
-    plan = planner.create_local_plan()
     try:
+        plan = planner.create_local_plan()
         folder.mkdir(parents=True, exist_ok=True)  # rank 0 reports that no file system is shared
         if plan.items:
             [*_, named] = writer.prepare_global_plan([plan] * (rank + 1))  # files of this rank
