@@ -5,16 +5,19 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from lingua.parallel.heartbeat import BEAT_S, HEARTBEAT, Heartbeat
+from lingua.parallel.heartbeat import BEAT_S, HEARTBEAT, LOOK_S, Heartbeat
+from lingua.parallel.program import fail
 
 T = TypeVar("T")
 
@@ -50,13 +53,39 @@ class Beat(NamedTuple):
 
 
 def log_late(heart: Heartbeat) -> None:
-    """Log which ranks are late, from one of those that wait at the same place."""
+    """Log which ranks are late, from one of those that wait at the same place. End the run where a
+    rank has been silent for as long again, or another has ended it: gloo waits without an end for a
+    rank that is stopped before they first connect."""
     place, step, phase, since = heart.place
-    if _is_first(heart, f"lingua/late/{place}"):
+    wait_s = max(heart.patience_s, LOOK_S)
+    first = _is_first(heart, f"lingua/late/{place}")
+    if first:
         for line in late_ranks(heart, same_place=phase == "step"):
             logger.error(f"step {step}, {phase}, takes {time.monotonic() - since:.0f} s: {line}")
-    if _within(6 * STORE_S, lambda: heart.store.check(heart.keys[:1])) is None:
-        os._exit(1)  # the main thread may wait for the store, which has no end
+    before, end = _read(heart) if first else [], time.monotonic() + wait_s
+    while heart.place[0] == place:
+        failed = _within(6 * STORE_S, lambda: heart.store.check([FIRST]))
+        if failed is None:  # the main thread may wait for the store, which has no end
+            line = f"error: {_who(heart)}: lost its connection after the store was lost"
+            print(line, file=sys.stderr, flush=True)
+            os._exit(1)
+        if first and time.monotonic() > end:
+            old, before, end = before, _read(heart), time.monotonic() + wait_s
+            failed = any(a.time == b.time for a, b in zip(old, before, strict=False))
+        if failed:
+            waited_s = time.monotonic() - since
+            error = TimeoutError(f"step {step}, {phase}, has taken {waited_s:.0f} s")
+            fail(error.with_traceback(_traceback(heart)))
+        time.sleep(BEAT_S)
+
+
+def _traceback(heart: Heartbeat) -> TracebackType | None:
+    """Of where the main thread is."""
+    frame, trace = sys._current_frames().get(heart.main), None
+    while frame is not None:
+        trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return trace
 
 
 def late_ranks(heart: Heartbeat, same_place: bool = True) -> list[str]:
@@ -96,7 +125,7 @@ def explain(error: Exception) -> str | None:
     if heart.stopped.is_set():
         return None
     heart.patience_s = float("inf")
-    lost = isinstance(error, dist.DistError) or any(words in text for words in LOST)
+    lost = isinstance(error, dist.DistError | TimeoutError) or any(words in text for words in LOST)
     if _is_first(heart, "lingua/failures"):
         for line in late_ranks(heart) if lost else []:
             error.add_note(line)
@@ -110,7 +139,11 @@ def explain(error: Exception) -> str | None:
     cause = f"rank {heart.store.get(FIRST).decode()} failed" if known else "the store was lost"
     first_line = text.partition("\n")[0]
     what = "lost its connection" if lost else f"{type(error).__name__}: {first_line}"
-    return f"rank {heart.rank} on {socket.gethostname()}: {what} after {cause}"
+    return f"{_who(heart)}: {what} after {cause}"
+
+
+def _who(heart: Heartbeat) -> str:
+    return f"rank {heart.rank} on {socket.gethostname()}"
 
 
 def host_of(rank: int) -> str:

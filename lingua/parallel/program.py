@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from lingua.parallel.environment import detect_launch
 from lingua.parallel.signals import STOPPING
 
 COLLECT_EVERY = 100  # steps between garbage collections; every tenth is a full one, 0.1 s
+LEAVING = threading.Lock()
 RANK_0_S = 10.0  # seconds for rank 0 to report a mistake that all ranks find before they meet
 
 
@@ -56,17 +58,10 @@ def run_program(program: Callable[[], None]) -> NoReturn:
             _report(UserError(f"{error.filename}: {error.strerror}"))
             code = 2
         else:
-            later = _explain(error)
-            _show_in_torchrun(traceback.format_exc(), later=later is not None)
-            if detect_launch().world_size == 1:
-                raise
-            if later is None:
-                sys.excepthook(type(error), error, error.__traceback__)
-            else:
-                print(f"error: {printable(later)}", file=sys.stderr)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # at the interpreter's end, a thread that waits for the store would abort
+            if detect_launch().world_size > 1:
+                fail(error)
+            _show_in_torchrun(traceback.format_exc())
+            raise
     # Slurm may still send its early signal, which must not turn the end of a run into a failure.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if _has_process_group():
@@ -78,6 +73,20 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         # 179291).
         time.sleep(0.1)
     sys.exit(code)
+
+
+def fail(error: Exception) -> NoReturn:
+    """End this rank of several: the first that fails prints its traceback, others a line."""
+    LEAVING.acquire()  # never released: the thread that comes second waits for the end of both
+    later = _explain(error)
+    _show_in_torchrun("".join(traceback.format_exception(error)), later=later is not None)
+    if later is None:
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's names the rank
+    else:
+        print(f"error: {printable(later)}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # at the interpreter's end, a thread that waits for the store would abort
 
 
 def exit_stopped(name: str) -> NoReturn:
@@ -118,8 +127,9 @@ def _explain(error: Exception) -> str | None:
         return None
     from lingua.parallel.late import explain
 
-    for number in STOPPING:  # a launcher sends them as soon as one rank has left
-        signal.signal(number, signal.SIG_IGN)
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:  # a launcher sends them as soon as one rank has left
+            signal.signal(number, signal.SIG_IGN)
     return explain(error)
 
 

@@ -21,12 +21,20 @@ PROGRAM = """
 import os, pathlib, sys, threading, time
 from apps.main.train import main
 from lingua.parallel.program import run_program
-folder, rank, number, delay_s, *argv = sys.argv[1:]
+folder, rank, number, delay_s, saving, *argv = sys.argv[1:]
+def reached():
+    if saving == "False":
+        return True
+    threads = [thread.ident for thread in threading.enumerate() if thread.name.startswith("save")]
+    frames = sys._current_frames()
+    return any(ident in frames and frames[ident].f_code.co_name != "_worker" for ident in threads)
 def interrupt():
     file = pathlib.Path(folder, "metrics.jsonl")
     while not file.exists() or file.read_text().count('"loss"') < 3:
         time.sleep(0.01)
     time.sleep(float(delay_s))
+    while not reached():
+        time.sleep(0.0001)
     os.kill(os.getpid(), int(number))
 if os.environ["RANK"] == rank:
     threading.Thread(target=interrupt, daemon=True).start()
@@ -36,11 +44,15 @@ SETTINGS = SMALL | {"steps": 100_000, "stop_at": "null", "distributed.step_timeo
 SETTINGS |= {"checkpoint.dump.every": 7, "validation.every": 5}
 
 
-def interrupted(runs: Runs, folder: Path, n: int, rank: int, number: int, s: float) -> list[str]:
+def interrupted(
+    runs: Runs, folder: Path, n: int, rank: int, number: int, s: float, saving: bool = False
+) -> list[str]:
     """What each of n ranks prints to stderr where one of them gets a signal, once all others have
     left with code 1."""
     values = SETTINGS | {"data.root_dir": runs.text, "dump_dir": folder}
-    words = [str(folder), str(rank), str(number), str(s), *(f"{k}={v}" for k, v in values.items())]
+    values |= {"checkpoint.async_save": saving}
+    words = [str(word) for word in (folder, rank, number, s, saving)]
+    words += [f"{k}={v}" for k, v in values.items()]
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1"}
     files = [folder.with_suffix(f".{r}") for r in range(n)]
@@ -53,7 +65,7 @@ def interrupted(runs: Runs, folder: Path, n: int, rank: int, number: int, s: flo
                 processes.append(subprocess.Popen(command, env=env | place, stdout=-3, stderr=err))
         for r, process in enumerate(processes):
             if r != rank:
-                assert process.wait(90) == 1, files[r].read_text()
+                assert process.wait(180) == 1, files[r].read_text()
     finally:
         for process in processes:
             process.kill()
@@ -82,6 +94,14 @@ def check_named(told: list[str], rank: int) -> None:
 
 def test_a_rank_that_is_stopped_is_named(runs, tmp_path):
     check_named(interrupted(runs, tmp_path / "run", 3, 1, signal.SIGSTOP, 0.3), 1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_stopped_while_it_saves_is_named(runs, tmp_path, rank):
+    """In the background: the wait for that has no error before distributed.timeout_s."""
+    told = interrupted(runs, tmp_path / "run", 3, rank, signal.SIGSTOP, 0, saving=True)
+    check_named(told, rank)
 
 
 @pytest.mark.soak
