@@ -2,8 +2,9 @@
 
     python -m apps.bench NAME [key=value ...]
 
-`key=value` changes the configuration, which is apps/main/configs/debug.yaml unless `config=FILE`
-names another; of `step` it is a model of each size, of `ablate` that of the speedrun.
+`key=value` changes the configuration, which is apps/bench/configs/debug.yaml unless `config=FILE`
+names another. For `step` it is a model of each size, for `debug` the debug run of apps/main, for
+`ablate` the speedrun with all of its parts.
 """
 
 import argparse
@@ -34,12 +35,12 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "checkpoint": ("saving and loading 1.2 GB, each over plain files", 12),
     "exchange": ("models of transformers: load, import, export, over plain files", 5),
     "promise": ("losses of a run, of any app, stopped and resumed on other meshes", None),
-    "ablate": ("the speedrun's recipe without each of its parts, and with others", 5),
+    "ablate": ("the speedrun without each of its parts, and with others", 5),
     "pairs": ("variance of the difference of two runs that share a seed", 10),
 }
 APPS = Path(__file__).parents[1]
-CONFIG = APPS / "main" / "configs" / "debug.yaml"
-SPEEDRUN = APPS / "speedrun" / "configs" / "speedrun.yaml"
+CONFIG = "bench/configs/debug.yaml"
+CONFIGS = {"debug": "main/configs/debug.yaml", "ablate": "speedrun/configs/all_parts.yaml"}
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def main() -> None:
             parser.error("--png: must be given with promise")
         given["png"] = options.png
     if name != "step" and not any(key.startswith("config=") for key in keys):
-        keys = [f"config={SPEEDRUN if name == 'ablate' else CONFIG}", *keys]
+        keys = [f"config={APPS / CONFIGS.get(name, CONFIG)}", *keys]
     command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])
     measure = import_module(f"apps.bench.{name}").measure
     show(measure(keys, **given), command, options.json)

@@ -1,5 +1,5 @@
-"""The recipe of apps/speedrun without each of its parts, and with each of some others, over common
-seeds, for a quarter of its steps.
+"""The parts of apps/speedrun: all of them, all but one, and some changes of one, over common seeds,
+for a quarter of the steps.
 
 Real runs of the training program. What each gave is added to FILE as soon as it ends, and a second
 start of the command goes on with the runs that FILE lacks. Intervals are those of `lingua compare`
@@ -28,7 +28,7 @@ from lingua.tools.runs.compare.statistics import pooled
 
 FILE, FOLDER = Path("apps/speedrun/ablations.json"), Path("runs/ablations")
 PLACES = re.compile(r"name|dump_dir|data\.(root|cache)_dir|(logging|checkpoint)\..*")
-BASE, LEVEL = "the recipe", 0.95
+BASE, LEVEL = "all parts", 0.95
 CHANGES = {
     "without n-grams": ["model.ngrams=1"],
     "without n-grams of three": ["model.ngrams=2"],
