@@ -39,8 +39,11 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "pairs": ("variance of the difference of two runs that share a seed", 10),
 }
 APPS = Path(__file__).parents[1]
-CONFIG = "bench/configs/debug.yaml"
-CONFIGS = {"debug": "main/configs/debug.yaml", "ablate": "speedrun/configs/all_parts.yaml"}
+CONFIG = APPS / "bench/configs/debug.yaml"
+CONFIGS = {
+    "debug": APPS / "main/configs/debug.yaml",
+    "ablate": APPS / "speedrun/configs/all_parts.yaml",
+}
 
 
 def main() -> None:
@@ -72,7 +75,7 @@ def main() -> None:
             parser.error("--png: must be given with promise")
         given["png"] = options.png
     if name != "step" and not any(key.startswith("config=") for key in keys):
-        keys = [f"config={APPS / CONFIGS.get(name, CONFIG)}", *keys]
+        keys = [f"config={CONFIGS.get(name, CONFIG)}", *keys]
     command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])
     measure = import_module(f"apps.bench.{name}").measure
     show(measure(keys, **given), command, options.json)

@@ -58,10 +58,7 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
     if any(isinstance(module, Attention) for module in model.modules()):
         yield "attention: {}, {}".format(*resolve_attention(args, mesh.device_type))
     if args.distributed.float8 is not None:
-        yield (
-            "products of the blocks: float8, with scales of what each rank has, so that rounding "
-            "depends on the mesh"
-        )
+        yield "products of the blocks: float8, whose scales, and so rounding, depend on the mesh"
     if n > 1:
         from lingua.parallel.traffic import traffic_notes
 

@@ -85,7 +85,6 @@ def fail(error: Exception) -> NoReturn:
     else:
         print(f"error: {printable(later)}", file=sys.stderr)
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(1)  # at the interpreter's end, a thread that waits for the store would abort
 
 
@@ -154,12 +153,10 @@ def _stdout_is_closed() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-# ---- garbage collection, in the same steps on all ranks: one that collects alone delays the others
-
-
 @contextmanager
 def collected_in_steps() -> Iterator[None]:
-    """Inside it Python collects nothing by itself; `collect_garbage` does."""
+    """Inside it Python collects no garbage by itself, since one rank alone would delay the others;
+    `collect_garbage` does, in the same steps on all ranks."""
     gc.disable()
     try:
         yield
