@@ -328,12 +328,13 @@ def test_a_mistyped_word_of_a_command_is_noticed(monkeypatch):
 @pytest.fixture(scope="module")
 def toured(tree: Path) -> Path:
     """The copy as it is once the README's commands have run in it."""
-    debug = tree / "apps" / "main" / "configs" / "debug.yaml"
-    config = yaml.safe_load(debug.read_text(encoding="utf-8"))
-    for group, values in SMALL.items():
-        config[group] |= values
-    config["steps"] = 60
-    debug.write_text(yaml.safe_dump(config), encoding="utf-8")
+    for name, values in {"small": SMALL, "debug": {}}.items():
+        file = tree / "apps" / "main" / "configs" / f"{name}.yaml"
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for group, smaller in values.items():
+            config[group] |= smaller
+        config["steps"] = 60
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
     for words in (["init"], ["add", "."], ["commit", "--message", "copy"]):  # what stool copies
         identity = ["-c", "user.name=docs", "-c", "user.email=docs@localhost"]
         subprocess.run(["git", *identity, *words], cwd=tree, check=True, capture_output=True)

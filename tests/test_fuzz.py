@@ -55,7 +55,7 @@ from tests.tools.exchange.converted import save_here
 
 pytestmark = pytest.mark.soak
 
-DEBUG = Path("apps/main/configs/debug.yaml")
+SMALL = Path("apps/main/configs/small.yaml")
 
 
 def stool(argv: list[str]) -> None:
@@ -96,11 +96,11 @@ def test_every_config_and_command_line_is_accepted_or_refused_by_name(tmp_path, 
 
     def make(draw):
         cls, program = draw.choice(PROGRAMS)
-        changed.write_bytes(change_bytes(DEBUG.read_bytes(), draw))
+        changed.write_bytes(change_bytes(SMALL.read_bytes(), draw))
         keys = list(schema(cls))
         if cls is launch.JobArgs:
             keys += [*schema(TrainArgs), *(f"sweep.{key}" for key in schema(TrainArgs))]
-        argv = [f"config={draw.choice([DEBUG, DEBUG, changed, draw.choice(specials)])}"]
+        argv = [f"config={draw.choice([SMALL, SMALL, changed, draw.choice(specials)])}"]
         argv = argv * draw.randint(0, 1)
         argv += [hostile_argument(draw, keys) for _ in range(draw.randint(0, 3))]
         return lambda: program(argv), names

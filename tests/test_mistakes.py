@@ -47,7 +47,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "tests/samples/0.1.0/run/checkpoints/0000000006"
-DEBUG = ROOT / "apps/main/configs/debug.yaml"
+PLANNED = ROOT / "apps/main/configs/small.yaml"
 
 
 def stool(argv):
@@ -130,7 +130,7 @@ PROGRAMS = {
     "attention": choose,
     "harness": lambda argv: to_settings(yaml.safe_load(argv[0]), 5),
     "show": loads(ShowArgs, *BATCH, partial=True),
-    "plan": lambda argv: make_plan([f"config={DEBUG}", *argv]),
+    "plan": lambda argv: make_plan([f"config={PLANNED}", *argv]),
     "checkpoint": checkpoint.main,
     "runs": runs.main,
     "report": report.main,

@@ -49,8 +49,8 @@ def write_text(folder: Path, line: str) -> None:
 
 
 def words(text: Path, *more: str) -> list[str]:
-    """The command line of a run of debug.yaml on the source in the folder `text`."""
-    config = ROOT / "apps/main/configs/debug.yaml"
+    """The command line of a run of small.yaml on the source in the folder `text`."""
+    config = ROOT / "apps/main/configs/small.yaml"
     sizes = ["model.dim=32", "model.n_heads=2", "data.seq_len=64", "logging.freq=1"]
     return [f"config={config}", f"data.root_dir={text}", "data.sources={words: 1}", *sizes, *more]
 

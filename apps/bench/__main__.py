@@ -2,7 +2,7 @@
 
     python -m apps.bench NAME [key=value ...]
 
-`key=value` changes the configuration, which is apps/bench/configs/debug.yaml unless `config=FILE`
+`key=value` changes the configuration, which is apps/main/configs/small.yaml unless `config=FILE`
 names another. For `step` it is a model of each size, for `debug` the debug run of apps/main, for
 `ablate` the speedrun with all of its parts.
 """
@@ -39,7 +39,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "pairs": ("variance of the difference of two runs that share a seed", 10),
 }
 APPS = Path(__file__).parents[1]
-CONFIG = APPS / "bench/configs/debug.yaml"
+CONFIG = APPS / "main/configs/small.yaml"
 CONFIGS = {
     "debug": APPS / "main/configs/debug.yaml",
     "ablate": APPS / "speedrun/configs/all_parts.yaml",

@@ -42,7 +42,7 @@ from lingua.monitor.peaks import peak_flops
 from lingua.parallel.launch import pick_device
 
 CONFIGS = Path(__file__).parents[1] / "main" / "configs"
-DEBUG = f"config={Path(__file__).parent / 'configs' / 'debug.yaml'}"
+SMALL = f"config={CONFIGS / 'small.yaml'}"
 LLAMA = ["model.vocab_size=128256", "data.seq_len=4096", "data.batch_size=2"]
 LLAMA += ["data.global_batch_size=2", "distributed.activation_checkpointing=none"]
 # Each at its width, with as many layers as a GPU of 80 GB trains without checkpointing.
@@ -52,7 +52,7 @@ SHAPES = {
         "3B": [f"config={CONFIGS / 'llama_3B.yaml'}", *LLAMA, "model.n_layers=14"],
         "8B": [f"config={CONFIGS / 'llama_8B.yaml'}", *LLAMA, "model.n_layers=6"],
     },
-    "cpu": {"debug": [DEBUG, "model.vocab_size=1024"]},
+    "cpu": {"small": [SMALL, "model.vocab_size=1024"]},
 }
 # Keys that are varied where the command line does not set them.
 VARIED = {
@@ -70,7 +70,7 @@ def measure(keys: list[str], repeats: int) -> Report:
     if (reference := named.get("reference", "nanogpt")) != "nanogpt":
         raise UserError(f"reference = {reference}: must be nanogpt")
     if "reference" in named:
-        config = [] if "config" in named else [DEBUG]
+        config = [] if "config" in named else [SMALL]
         return nanogpt.measure(config + [k for k in keys if "reference=" not in k], repeats)
     device = pick_device(named.get("device", "auto"), one_process("a step"))
     shapes = {Path(named["config"]).stem: []} if "config" in named else SHAPES[device.type]

@@ -207,11 +207,11 @@ def test_the_seconds_between_saves_are_youngs():
     assert plan.fits
 
 
-DEBUG = "config=apps/main/configs/debug.yaml"  # 4 heads, 4 key-value heads, 16 rows a step
+SMALL = "config=apps/main/configs/small.yaml"  # 4 heads, 4 key-value heads, 16 rows a step
 
 
 # Weights with rows that 64 shards divide.
-MODEL = [DEBUG, "device=cuda", "distributed.model_dtype=bf16", "data.seq_len=512"]
+MODEL = [SMALL, "device=cuda", "distributed.model_dtype=bf16", "data.seq_len=512"]
 MODEL += ["model.n_layers=5", "model.multiple_of=64", "model.vocab_size=256"]
 MODEL += ["data.global_batch_size=1024"]
 CHECKPOINTING = "distributed.activation_checkpointing"
@@ -251,7 +251,7 @@ def sent(found: Trace) -> dict[tuple[str, str, bool], tuple[int, int]]:
 
 
 def test_meshes_are_those_that_the_model_and_the_nodes_allow():
-    app, args = read_config([DEBUG, "data.global_batch_size=16"])
+    app, args = read_config([SMALL, "data.global_batch_size=16"])
     found = [sizes for _, several in meshes(app, args, 12, 6) for sizes in several]
     of_1 = [(1, 12, 1), (2, 6, 1), (3, 4, 1), (4, 3, 1), (6, 2, 1), (12, 1, 1)]
     assert found == [*of_1, (1, 6, 2), (2, 3, 2), (3, 2, 2), (6, 1, 2)]  # 3 and 6 split no heads

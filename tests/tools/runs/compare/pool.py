@@ -15,7 +15,7 @@ POOL: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))["results"]
 STEPS: list[int] = POOL["steps"]
 LOSSES = {arm: np.array(runs) for arm, runs in POOL["runs"].items()}  # float64 [seeds, steps]
 SEEDS = len(LOSSES["base"])
-DEFAULTS = ["optim.lr=4.0e-3", "optim.name=adamw"]  # of debug.yaml, for what the changes change
+DEFAULTS = ["optim.lr=4.0e-3", "optim.name=adamw"]  # of small.yaml, for what the changes change
 
 
 def config_of(words: list[str]) -> dict[str, Any]:
