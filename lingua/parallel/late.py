@@ -56,15 +56,17 @@ def log_late(heart: Heartbeat) -> None:
     """Log which ranks are late, from one of those that wait at the same place. End the run where a
     rank has been silent for as long again, or another has ended it: gloo waits without an end for a
     rank that is stopped before they first connect."""
-    place, step, phase, since = heart.place
+    (place, step, phase, since), stopped = heart.place, heart.stopped
     wait_s = max(heart.patience_s, LOOK_S)
     first = _is_first(heart, f"lingua/late/{place}")
     if first:
         for line in late_ranks(heart, same_place=phase == "step"):
             logger.error(f"step {step}, {phase}, takes {time.monotonic() - since:.0f} s: {line}")
     before, end = _read(heart) if first else [], time.monotonic() + wait_s
-    while heart.place[0] == place:
+    while heart.place[0] == place and not stopped.wait(BEAT_S):
         failed = _within(6 * STORE_S, lambda: heart.store.check([FIRST]))
+        if stopped.is_set():  # this rank has left the others, whose store may end
+            return
         if failed is None:  # the main thread may wait for the store, which has no end
             line = f"error: {_who(heart)}: lost its connection after the store was lost"
             print(line, file=sys.stderr, flush=True)
@@ -76,7 +78,6 @@ def log_late(heart: Heartbeat) -> None:
             waited_s = time.monotonic() - since
             error = TimeoutError(f"step {step}, {phase}, has taken {waited_s:.0f} s")
             fail(error.with_traceback(_traceback(heart)))
-        time.sleep(BEAT_S)
 
 
 def _traceback(heart: Heartbeat) -> TracebackType | None:
