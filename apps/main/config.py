@@ -86,10 +86,8 @@ class TrainArgs:
             if key not in keys and not key.startswith("data."):  # data.content.NAME, of each source
                 yield f"checkpoint.allow_change[{i}]", f"must be a config key{nearest(key, keys)}"
         if self.exact and self.distributed.tp_size > 1:
-            need = (
-                "must be 1 with deterministic = mesh: tensor parallelism splits the sums inside of"
-            )
-            yield "distributed.tp_size", f"{need} products, whose order then depends on it"
+            need = "must be 1 with deterministic = mesh: tensor parallelism splits sums of products"
+            yield "distributed.tp_size", f"{need}, whose order then depends on it"
         if self.exact and self.distributed.grad_sync not in (None, "every"):
             need = "must be every or null with deterministic = mesh: between micro-steps a rank"
             yield "distributed.grad_sync", f"{need} would add up gradients in its own order"

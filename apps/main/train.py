@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(app: App, args: TrainArgs) -> str | None:
     """Train until `steps`, `stop_at` or a signal, from the newest checkpoint if there is one.
     Returns the name of the signal that ended it, if one did: the lowest that a rank received."""
-    with closing(StopRequest("stopping before the next step")) as stop:
+    with StopRequest("stopping before the next step") as stop:
         signals: list[str] = []  # names of those that ended it
         with ExitStack() as open_parts:  # closed at the end, also where a start fails
             try:

@@ -105,10 +105,8 @@ def load_saved(cls: type[C], path: str | Path, text: str | None = None) -> C:
     does not have take their defaults. `validate()` runs in `model` alone. Raises UserError.
     """
     keys, report = schema(cls), Report(saved=str(path))
-    name = str(path)
-    saved = leaves(
-        parse_mapping(text, name) if text is not None else read_file(Path(path), name), keys
-    )
+    values = read_file(Path(path), str(path)) if text is None else parse_mapping(text, str(path))
+    saved = leaves(values, keys)
     known = {k: v for k, v in saved.items() if k in keys or k.startswith("model.")}
     args = _build(cls, known, keys, report)
     report.check()

@@ -30,7 +30,7 @@ class Heartbeat:
 
     def start(self, store: dist.Store, rank: int, world_size: int) -> None:
         """Write where this rank is from now on. Called by its main thread."""
-        self.stop()
+        self.stopped.set()
         self.store, self.rank, self.main = store, rank, threading.get_ident()
         self.place = 0, 0, "start", time.monotonic()
         if world_size > 1:
@@ -39,9 +39,6 @@ class Heartbeat:
             self._write()
             for work in (self._beat, self._watch):
                 threading.Thread(target=work, args=(self.stopped,), daemon=True).start()
-
-    def stop(self) -> None:
-        self.stopped.set()
 
     def at(self, step: int, phase: str) -> None:
         """State where this rank is. Called by every rank, in the same order."""

@@ -204,6 +204,6 @@ def one_process() -> Iterator[None]:
 def leave(patience_s: float) -> None:
     """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
     call this: its process may hold the store, which they may still read."""
-    HEARTBEAT.stop()
+    HEARTBEAT.stopped.set()
     all_call("left", 0.0 if dist.get_rank() else patience_s)
     dist.destroy_process_group()

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from lingua.base.errors import UserError
+from lingua.parallel.environment import detect_launch
+
 STOPPING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INSIST_S = 2.0  # one Ctrl-C can arrive twice, since torchrun forwards it; a later one exits
 
@@ -26,7 +29,7 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """Catches SIGUSR2, SIGTERM, SIGINT and SIGHUP until `close`. SIGHUP stays ignored where nohup
+    """A context that catches SIGUSR2, SIGTERM, SIGINT and SIGHUP. SIGHUP stays ignored where nohup
     made it so.
 
     Python runs a handler between two operations of the main thread, and one collective may take
@@ -41,9 +44,7 @@ class StopRequest:
         self._raising = False
         hangup = signal.getsignal(signal.SIGHUP)
         caught = [n for n in STOPPING if n != signal.SIGHUP or hangup != signal.SIG_IGN]
-        self._previous_handlers = {
-            number: signal.signal(number, self._receive) for number in caught
-        }
+        self._previous_handlers = {n: signal.signal(n, self._receive) for n in caught}
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -62,7 +63,7 @@ class StopRequest:
     def _watch(self, reader: int) -> None:
         noted: set[int] = set()
         interrupted_at: float | None = None
-        while number := os.read(reader, 1)[0]:  # `close` writes 0
+        while number := os.read(reader, 1)[0]:  # `__exit__` writes 0
             if number not in self._previous_handlers:
                 continue
             name = signal.Signals(number).name
@@ -91,8 +92,14 @@ class StopRequest:
         finally:
             self._raising = False
 
-    def close(self) -> None:
-        """Restore the previous handlers."""
+    def __enter__(self) -> "StopRequest":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A launcher ends all ranks when one fails: those that fail with it must still say why.
+        failed = isinstance(error, Exception) and not isinstance(error, UserError)
+        if failed and detect_launch().world_size > 1:
+            return
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)

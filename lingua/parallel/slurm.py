@@ -7,10 +7,12 @@ which then resumes from the checkpoint.
 import logging
 import os
 import re
+import signal
 import subprocess
 
 from lingua.base.errors import UserError
 from lingua.parallel.environment import detect_launch
+from lingua.parallel.signals import STOPPING
 
 # What Slurm sends ahead of a time limit (--signal) and on preemption; SIGINT comes from a person.
 EARLY = ("SIGUSR2", "SIGTERM")
@@ -51,6 +53,8 @@ def requeue(signals: list[str]) -> None:
     early = not set(EARLY).isdisjoint(signals)
     if not early or detect_launch().rank != 0:  # other ranks leave before Slurm ends them
         return
+    for number in STOPPING:  # squeue inherits this, and gets the step's signals too
+        signal.signal(number, signal.SIG_IGN)
     job = os.environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in os.environ:  # the id of an array's last job means the whole array
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"

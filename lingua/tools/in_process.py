@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -122,7 +122,7 @@ def open_here(app: str | ModuleType | App, config: Config) -> Iterator[OpenRun]:
     stopped_by: str | None = None
     with (
         _training_process(app, config, "lingua.open_run") as (program, chosen, args),
-        closing(StopRequest("stopping before the next step")) as stop,
+        StopRequest("stopping before the next step") as stop,
     ):
         try:
             with ExitStack() as open_parts:

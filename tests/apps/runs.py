@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -313,7 +313,7 @@ def train_here(
 def opened(app: App, overrides: dict[str, Any]) -> Iterator[Run]:
     """A run before its first step."""
     args = arguments(overrides, app)
-    with closing(StopRequest()) as stop, ExitStack() as open_parts:
+    with StopRequest() as stop, ExitStack() as open_parts:
         started = start_run(app, args, stop, open_parts)
         yield build_run(app, args, started, stop, open_parts)
 

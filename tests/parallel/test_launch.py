@@ -311,17 +311,47 @@ def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals()
         process.kill()
 
 
+FAILING = """
+import os
+import signal
+from lingua.parallel.program import run_program
+from lingua.parallel.signals import StopRequest
+
+def program():
+    try:
+        with StopRequest():
+            raise ValueError("the cause")
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+run_program(program)
+"""
+
+
+@pytest.mark.parametrize(("env", "code"), [({}, -15), (TORCHRUN, 1), (SLURM, 1)])
+def test_a_signal_of_the_launcher_does_not_end_a_rank_that_has_failed_before_it_says_why(env, code):
+    """Another rank failed with it, and its launcher ends all. A single process just ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING],
+        cwd=Path(__file__).parents[2],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == code
+    assert ("ValueError: the cause" in done.stderr) == (code == 1)
+
+
 def test_a_process_forked_by_a_library_ends_by_a_signal():
     """Process pools end their workers by SIGTERM and wait for them."""
-    stop = StopRequest()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, b"1")
-        time.sleep(30)
-        os._exit(0)
-    os.read(reader, 1)
-    os.kill(child, signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
-    stop.close()
+    with StopRequest() as stop:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"1")
+            time.sleep(30)
+            os._exit(0)
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM and stop.signal is None

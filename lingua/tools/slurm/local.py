@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -56,7 +55,7 @@ def visible_gpus() -> list[str]:
 def run_one(argv: Sequence[str]) -> int:
     """Run a command, whose output is shown. A signal stops it. Returns its exit code; 128 + the
     signal where that stopped it."""
-    with closing(StopRequest()) as stop, subprocess.Popen(argv) as process:
+    with StopRequest() as stop, subprocess.Popen(argv) as process:
         while process.poll() is None and stop.signal is None:
             time.sleep(POLL_S)
         _pass_on(stop.signal, [process])
@@ -81,7 +80,7 @@ def run_sweep(
     free = list(environments)
     codes: dict[int, int] = {}
     running: dict[int, tuple[subprocess.Popen[bytes], dict[str, str], float]] = {}
-    with closing(StopRequest()) as stop:
+    with StopRequest() as stop:
         passed_on = False
         while running or (len(codes) < n and stop.signal is None):
             while free and len(codes) + len(running) < n and stop.signal is None:
