@@ -10,19 +10,19 @@ import json
 import re
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from apps.bench.launch import read_config, read_lines, run
+from apps.bench.launch import read_config, read_lines, train_seed
 from apps.bench.report import Report
 from apps.bench.turns import clock
 from apps.speedrun import app
 from lingua.base.dump_dir import CHECKPOINTS, METRICS, VALIDATION
 from lingua.base.errors import UserError
 from lingua.base.files import write_atomically
-from lingua.base.format import align
 from lingua.config.load import flatten
 from lingua.tools.runs.compare.statistics import pooled
 
@@ -54,15 +54,15 @@ def measure(keys: list[str], repeats: int) -> Report:
     keys = [*keys, f"steps={steps}", "checkpoint.dump.every=0", "validation.every=0"]
     config, defaults = flatten(read_config(keys, app)), flatten(app.config())
     recipe = {k: v for k, v in config.items() if v != defaults.get(k) and not PLACES.fullmatch(k)}
-    runs, arms = read_runs(recipe), {BASE: list[str]()} | CHANGES
-    for seed in range(repeats):
-        for name, change in arms.items():
-            if len(runs.setdefault(name, [])) == seed:
-                print(f"{name}, seed {seed}", file=sys.stderr)
-                runs[name].append(train([*keys, *change], f"{name.replace(' ', '-')}-{seed}", seed))
-                FILE.parent.mkdir(parents=True, exist_ok=True)
-                text = json.dumps({"recipe": recipe, "runs": runs}, indent=1)
-                write_atomically(FILE, f"{text}\n")
+    runs, arms = read_runs(recipe), {BASE: list[str](), **CHANGES}
+    for seed, name in product(range(repeats), arms):
+        if len(runs.setdefault(name, [])) == seed:
+            print(f"{name}, seed {seed}", file=sys.stderr)
+            folder = FOLDER / f"{name.replace(' ', '-')}-{seed}"
+            runs[name].append(train([*keys, *arms[name]], folder, seed))
+            FILE.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"recipe": recipe, "runs": runs}, indent=1)
+            write_atomically(FILE, f"{text}\n")
     return report({name: runs[name][:repeats] for name in arms}, steps)
 
 
@@ -78,9 +78,9 @@ def read_runs(recipe: dict[str, Any]) -> Runs:
     return runs
 
 
-def train(keys: list[str], name: str, seed: int) -> dict[str, Any]:
-    folder, begin = FOLDER / name, clock()
-    run("apps.main.train", [*keys, f"name={name}", f"dump_dir={folder}", f"seed={seed}"])
+def train(keys: list[str], folder: Path, seed: int) -> dict[str, Any]:
+    begin = clock()
+    train_seed(keys, folder, seed)
     cpu_s = round(float((clock() - begin)[1]), 1)
     shutil.rmtree(folder / CHECKPOINTS)
     start = json.loads((folder / METRICS).read_text(encoding="utf-8").partition("\n")[0])
@@ -89,10 +89,10 @@ def train(keys: list[str], name: str, seed: int) -> dict[str, Any]:
 
 
 def report(runs: Runs, steps: int) -> Report:
-    losses = [{str(seed): one["loss"] for seed, one in enumerate(arm)} for arm in runs.values()]
-    cpu_s = {name: float(np.median([one["cpu_s"] for one in arm])) for name, arm in runs.items()}
-    codes = {one["code"] for arm in runs.values() for one in arm}
-    result, mean = pooled(losses, LEVEL, blocks=True), float(np.mean([*losses[0].values()]))
+    losses = [{str(seed): run["loss"] for seed, run in enumerate(arm)} for arm in runs.values()]
+    cpu_s = {name: np.median([run["cpu_s"] for run in arm]) for name, arm in runs.items()}
+    codes = {run["code"] for arm in runs.values() for run in arm}
+    result, mean = pooled(losses, LEVEL, blocks=True), np.mean([*losses[0].values()])
     assert result is not None  # several seeds, and every arm has all of them
     rows = [("", "held-out", "difference", f"{LEVEL:.0%} interval", "verdict", "processor s")]
     rows.append((BASE, f"{mean:.4f}", "", "", "", f"{cpu_s[BASE]:.0f}"))
@@ -102,7 +102,7 @@ def report(runs: Runs, steps: int) -> Report:
             name, f"{mean + e.mean:.4f}", f"{e.mean:+.4f}", f"{e.low:+.4f} to {e.high:+.4f}",
             verdict if e.excludes_zero else "cannot be told apart", f"{cpu_s[name]:.0f}",
         ))  # fmt: skip
-    lines = [*align(rows, left=1), "", f"{steps:,} steps, {len(losses[0])} seeds; nats per byte"]
+    notes = [f"{steps:,} steps, {len(losses[0])} seeds; nats per byte"]
     if len(codes) > 1:
-        lines.append(f"the runs are of {len(codes)} versions of the code: {', '.join(codes)}")
-    return Report(lines, {"steps": steps, "runs": runs, "differences": result.estimates})
+        notes.append(f"the runs are of {len(codes)} versions of the code: {', '.join(codes)}")
+    return Report(rows, notes, {"steps": steps, "runs": runs, "differences": result.estimates})

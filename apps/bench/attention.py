@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from apps.bench.launch import read_config
-from apps.bench.report import Report, quotients, spread
-from apps.bench.turns import take_round
-from lingua.base.format import align
+from apps.bench.report import Report, largest_difference, quotients, spread
+from apps.bench.turns import take_turns
 from lingua.model.attention import MIN_SEPARATED, Mask, attend, build_mask
 from lingua.model.masks import SeparateDocuments
 
@@ -26,42 +25,36 @@ DOCUMENTS = (1, 4, 16, 64)  # documents in a row
 def measure(keys: list[str], repeats: int) -> Report:
     args = read_config(keys)
     n_heads, n_kv_heads, head_dim = args.model.heads()
-    heads = n_heads, n_kv_heads, n_kv_heads, n_heads
     dtype, random = args.distributed.dtype, torch.Generator().manual_seed(args.seed)
     cases: list[dict[str, Any]] = []
+    rows = [("row, tokens", "documents", "mask, ms", "each, ms", "ratio", "range")]
     for seq_len, n in product(ROWS, DOCUMENTS):
         n_rows = TOKENS // seq_len
         starts = random_starts(n_rows, seq_len, n, random)
         q, k, v, grad = (
             torch.randn(n_rows, seq_len, h, head_dim, generator=random).to(dtype).transpose(1, 2)
-            for h in heads
+            for h in (n_heads, n_kv_heads, n_kv_heads, n_heads)
         )
-        rounds = [take_round(sides(q, k, v, grad, starts), i) for i in range(repeats + 1)][
-            1:
-        ]  # the first one warms up
-        masked, each = ([turns[side].seconds for turns in rounds] for side in ("mask", "each"))
+        title = f"rows of {seq_len} tokens, {n} documents"
+        turns = take_turns(sides(q, k, v, grad, starts), repeats, title)
+        mask, each = turns["mask"], turns["each"]
         case: dict[str, Any] = {
             "seq_len": seq_len,
             "documents": n,
-            "ratio": quotients(masked, each),
+            "ratio": quotients(mask.seconds, each.seconds),
+            "difference": max(map(largest_difference, each.results, mask.results)),
+            "masked_s": spread(mask.seconds),
+            "each_s": spread(each.seconds),
         }
-        pairs = (zip(turns["each"].result, turns["mask"].result, strict=True) for turns in rounds)
-        apart = (float((a - b).norm() / b.norm()) for pair in pairs for a, b in pair)
-        case["difference"] = max(apart)  # largest relative difference of a gradient
-        cases.append(case | {"masked_s": spread(masked), "each_s": spread(each)})
-    rows = [("row, tokens", "documents", "mask, ms", "each, ms", "ratio", "range")]
-    for case in cases:
-        masked_ms, each_ms = (f"{1000 * case[s].median:.1f}" for s in ("masked_s", "each_s"))
-        size = f"{case['seq_len']:,}", f"{case['documents']}"
-        rows.append((*size, masked_ms, each_ms, *case["ratio"].cells()))
-    lines = [
-        *align(rows, left=0),
-        "",
+        cases.append(case)
+        ms = (f"{1000 * case[side].median:.1f}" for side in ("masked_s", "each_s"))
+        rows.append((f"{seq_len:,}", f"{n}", *ms, *case["ratio"].cells()))
+    notes = [
         f"medians of {repeats} turns of {TOKENS:,} tokens, forward and backward, {str(dtype)[6:]}, "
         f"{n_heads} heads ({n_kv_heads} of keys and values) of {head_dim} features;",
         f"gradients: at most {max(case['difference'] for case in cases):.1e} apart (relative)",
     ]
-    return Report(lines, {"cases": cases})
+    return Report(rows, notes, {"cases": cases}, left=0)
 
 
 def random_starts(n_rows: int, seq_len: int, n: int, random: torch.Generator) -> Tensor:

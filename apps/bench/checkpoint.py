@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from apps.bench.launch import on_ranks, read_config, with_defaults
 from apps.bench.report import Report, side_rows
-from apps.bench.turns import Side, take_round
+from apps.bench.turns import Side, seconds_of, take_round
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
-from lingua.base.format import align
+from lingua.base.dump_dir import step_folder
 from lingua.checkpoint.digest import digest
 from lingua.checkpoint.folder import newest
 from lingua.checkpoint.save import save
@@ -60,19 +60,17 @@ def measure(keys: list[str], repeats: int) -> Report:
     with TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as folder:
         words = [folder, f"{repeats}", *with_defaults(MODEL, keys)]
         results = on_ranks(PROCESSES, take_turns_on_rank, *words)
-    size, rounds = results["bytes"], results["rounds"]
-    rows, spreads = side_rows(rounds, RATIOS)
+    gigabytes = results["bytes"] / 1e9
+    rows, spreads = side_rows(results["seconds"], RATIOS)
     table = [("", "median", "range", "GB/s", "of the fastest")]
     for (name, median, extremes, fastest), s in zip(rows, spreads.values(), strict=True):
-        rates = (f"{size / 1e9 / t:.2f}" for t in (s.median, s.low))
+        rates = (f"{gigabytes / seconds:.2f}" for seconds in (s.median, s.low))
         table.append((name, median, extremes, *(("", fastest) if name in RATIOS else rates)))
-    lines = [
-        *align(table, left=1),
-        "",
-        f"{size / 1e9:.2f} GB by {PROCESSES} processes, saved by 2 shards; {len(rounds)} rounds; "
-        "what is read is not in the page cache",
-    ]
-    return Report(lines, results | spreads)
+    note = (
+        f"{gigabytes:.2f} GB by {PROCESSES} processes, saved by 2 shards; {repeats} rounds; "
+        "what is read is not in the page cache"
+    )
+    return Report(table, [note], results | spreads)
 
 
 def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
             t.to_local().uniform_()
     root, plain = Path(folder) / "checkpoints", Path(folder) / f"plain{launch.rank}"
     save(root, 0, states[first], {}, "")
-    [shard] = (root / f"{0:010d}").glob(f"__{launch.rank}_*")
+    [shard] = (root / step_folder(0)).glob(f"__{launch.rank}_*")
     content = shard.read_bytes()
     # Memory that a virtual machine did not use for a while is its host's: to get it back for the
     # page cache takes longer than to write it to the disk, and one side would pay for it.
@@ -107,8 +105,7 @@ def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
     for i in range(1 + int(repeats)):
         start_over(root, plain)
         turns = take_round(writes, i, before, after=dist.barrier)
-        turns |= take_round(reads, i, before, after=dist.barrier)
-        rounds.append({side: turn.seconds for side, turn in turns.items()})
+        rounds.append(turns | take_round(reads, i, before, after=dist.barrier))
     start_over(root, plain)
     for name in states[first]:  # every topology loaded the same values
         loaded = (tensors[name] for tensors in states.values())
@@ -116,7 +113,7 @@ def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
         assert all(torch.equal(whole, other) for other in rest), name
     size = torch.tensor(len(content))
     dist.all_reduce(size)
-    return {"bytes": size.item(), "rounds": rounds[1:]}
+    return {"bytes": size.item(), "seconds": seconds_of(rounds[1:])}
 
 
 def start_over(root: Path, plain: Path) -> None:
@@ -137,6 +134,13 @@ def state_on(args: TrainArgs, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
     return tensors_of(model, build_optimizer(model, args.optim))
 
 
+def load_newest(root: Path, tensors: dict[str, Tensor]) -> None:
+    """As a run that resumes does it."""
+    checkpoint = newest(root, "full", lambda line: None)
+    assert checkpoint is not None
+    open_checkpoint(checkpoint).load(tensors)
+
+
 def forget_files(paths: Iterable[Path]) -> None:
     """Drop files from the page cache, then wait for the other ranks."""
     for path in paths:
@@ -147,17 +151,10 @@ def forget_files(paths: Iterable[Path]) -> None:
     dist.barrier()
 
 
-def load_newest(root: Path, tensors: dict[str, Tensor]) -> None:
-    """As a run that resumes does it."""
-    checkpoint = newest(root, "full", lambda line: None)
-    assert checkpoint is not None
-    open_checkpoint(checkpoint).load(tensors)
-
-
 def write(path: Path, content: bytes) -> None:
-    with path.open("wb", buffering=0) as f:
-        written = f.write(content)
-        assert written == len(content)
+    with path.open("wb") as f:
+        f.write(content)
+        f.flush()
         os.fsync(f.fileno())
 
 

@@ -13,7 +13,7 @@ import multiprocessing
 import random
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,7 @@ import pyarrow as pa
 import tiktoken
 
 from apps.bench.report import Report, Spread, quotients, spread
-from apps.bench.turns import Turn, take_round, take_turns
-from lingua.base.format import align
+from apps.bench.turns import Side, Turn, Turns, by_side, take_round, take_turns
 from lingua.data.args import DataArgs
 from lingua.data.files import TOKEN_FILES, FilePart
 from lingua.data.loader import Loader
@@ -57,39 +56,34 @@ DOCUMENT_TOKENS = 1000
 VALUES = 50_000  # of these tokens
 SPARSE_TOKENS, SPARSE_SHARDS = 10**10, 80
 
-Rounds = Iterable[dict[str, Turn]]  # turns of `ours` and `reference`, each with its amount of work
+TABLE = {  # of what is measured; a name that it does not have is a form of token files
+    **{name: f"{name}, million tokens/s" for name in TEXT_REPEATS},
+    SAME_OBJECT: SAME_OBJECT,
+    "two processes": "two processes over one, million tokens/s",
+    "rows": "rows to micro-batches, million tokens/s",
+}
+Pair = dict[str, Turns]  # turns of `ours` and `reference`; each returns its amount of work
 
 
 def measure(keys: list[str], repeats: int) -> Report:
-    rows: list[tuple[str, ...]] = [("", "ours", "reference", "ratio", "range", "CPU ratio")]
-    results: dict[str, Any] = {"repeats": repeats}
     with TemporaryDirectory() as folder:
         work = Path(folder)
         tokenizers = make_tokenizers(work, write_text(work))
-
-        def add(name: str, label: str, rounds: Rounds) -> None:
-            results[name] = s = speeds(rounds)
-            sides = (f"{s[side].median / 1e6:.2f}" for side in ("ours", "reference"))
-            rows.append((label, *sides, *s["ratio"].cells(), s["cpu_ratio"].cells()[0]))
-
-        million = "million tokens/s"
-        for name, tokenizer in tokenizers.items():
-            add(name, f"{name}, {million}", tokenizing(work, name, tokenizer, repeats))
-        tiktoken_args = tokenizers["tiktoken"]
-        rounds = tokenizing(work, "tiktoken", tiktoken_args, repeats, same_object=True)
-        add(SAME_OBJECT, SAME_OBJECT, rounds)
-        rounds = two_processes(work, tiktoken_args, repeats)
-        add("two processes", f"two processes over one, {million}", rounds)
-        add("rows", f"rows to micro-batches, {million}", gathering(work, repeats))
-        for form, source in token_sources(work):
-            label = f"rows of {form} files over those of shards, {million}"
-            add(form, label, reading_files(work, source, repeats))
+        measured = {name: tokenizing(work, name, tokenizers[name], repeats) for name in tokenizers}
+        ranks = tokenizers["tiktoken"]
+        measured[SAME_OBJECT] = tokenizing(work, "tiktoken", ranks, repeats, same_object=True)
+        measured["two processes"] = two_processes(work, ranks, repeats)
+        measured |= reading(work, repeats)
         first_ms, grown_mib = first_batches(work, repeats)
-        results |= {"first batch, ms": first_ms, "memory grown, MiB": grown_mib}
+    results: dict[str, Any] = {name: speeds(pair) for name, pair in measured.items()}
+    rows: list[tuple[str, ...]] = [("", "ours", "reference", "ratio", "range", "CPU ratio")]
+    for name, s in results.items():
+        label = TABLE.get(name, f"rows of {name} files over those of shards, million tokens/s")
+        sides = (f"{s[side].median / 1e6:.2f}" for side in ("ours", "reference"))
+        rows.append((label, *sides, *s["ratio"].cells(), s["cpu_ratio"].cells()[0]))
+    results |= {"first batch, ms": first_ms, "memory grown, MiB": grown_mib, "repeats": repeats}
     median, extremes = first_ms.cells(".1f")
-    lines = [
-        *align(rows, left=1),
-        "",
+    notes = [
         f"first batch of {ROWS} rows at a random position of {SPARSE_TOKENS:.0e} tokens: "
         f"{median} ms ({extremes}); memory after 200 more: {grown_mib:+.1f} MiB",
         f"medians of {repeats} rounds. The references: a plain loop of the library's encode on "
@@ -97,19 +91,20 @@ def measure(keys: list[str], repeats: int) -> Report:
         "otherwise; then with ours; bytes: to a numpy array), one process of ours, a plain gather "
         "of the same rows from a memory map, shards of the same number of tokens",
     ]
-    return Report(lines, results)
+    return Report(rows, notes, results)
 
 
-def speeds(rounds: Rounds) -> dict[str, Spread]:
+def speeds(pair: Pair) -> dict[str, Spread]:
     """Units of work a second. AssertionError where the sides did not do the same work."""
-    ours, reference = zip(*((r["ours"], r["reference"]) for r in rounds), strict=True)
-    for a, b in zip(ours, reference, strict=True):
-        assert a.result == b.result > 0, (a.result, b.result)
+    ours, reference = pair["ours"], pair["reference"]
+    assert ours.results == reference.results and min(ours.results) > 0, pair
     return {
-        "ours": spread(turn.result / turn.seconds for turn in ours),
-        "reference": spread(turn.result / turn.seconds for turn in reference),
-        "ratio": quotients((t.seconds for t in reference), (t.seconds for t in ours)),
-        "cpu_ratio": quotients((t.cpu_seconds for t in reference), (t.cpu_seconds for t in ours)),
+        **{
+            side: spread(n / s for n, s in zip(turns.results, turns.seconds, strict=True))
+            for side, turns in pair.items()
+        },
+        "ratio": quotients(reference.seconds, ours.seconds),
+        "cpu_ratio": quotients(reference.cpu_seconds, ours.cpu_seconds),
     }
 
 
@@ -117,12 +112,9 @@ def write_text(work: Path) -> list[str]:
     """Documents of some thousand characters as JSON lines, in a source for each tokenizer."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     parts = (f.read_text("utf-8", "replace") for f in files if not EXCLUDED & set(f.parts))
-    whole = "\n".join(parts)[:TEXT_BYTES]
-    rng, texts, at = random.Random(0), [], 0
-    while at < len(whole):
-        length = int(rng.lognormvariate(8, 0.9)) + 1
-        texts.append(whole[at : at + length])
-        at += length
+    whole = io.StringIO("\n".join(parts)[:TEXT_BYTES])
+    rng = random.Random(0)
+    texts = list(iter(lambda: whole.read(int(rng.lognormvariate(8, 0.9)) + 1), ""))
     lines = "".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts))
     for name, repeats in TEXT_REPEATS.items():
         (work / f"{name}.jsonl").write_text(lines * repeats, encoding="utf-8")
@@ -132,14 +124,11 @@ def write_text(work: Path) -> list[str]:
 def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
     """A byte-level BPE as tiktoken ranks and a sentencepiece BPE, trained on some of the text."""
     import sentencepiece
-    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     sizes = itertools.accumulate(map(len, texts))
     some = [text for text, size in zip(texts, sizes, strict=True) if size <= TRAINED_ON]
-    # The library spells a byte as itself where that is printable, else as the next free character.
-    spelled = [b for b in range(256) if chr(b) in ByteLevel.alphabet()]
-    byte_of = {chr(b): b for b in spelled}
-    byte_of |= {chr(256 + i): b for i, b in enumerate(sorted(set(range(256)) - set(spelled)))}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     vocabulary = train(iter(some), VOCABULARY).get_vocab()
     tokens = sorted(vocabulary.keys() - {BOS, EOS}, key=vocabulary.__getitem__)
     ranks = (
@@ -162,9 +151,38 @@ def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
     }
 
 
+def tokenizing(
+    work: Path, name: str, tokenizer: TokenizerArgs, repeats: int, same_object: bool = False
+) -> Pair:
+    """Text files to token shards in one process, over the library's encode of the same texts. Each
+    round is a process of its own: where tables lie in its memory makes both sides faster or slower
+    by some percent, and not by the same."""
+    rounds = []
+    for i in range(repeats):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            turns = process.submit(tokenize_round, work, name, tokenizer, same_object, i).result()
+        rounds.append(turns)
+    return by_side(rounds)
+
+
+def tokenize_round(
+    work: Path, name: str, tokenizer: TokenizerArgs, same_object: bool, i: int
+) -> dict[str, Turn]:
+    with open(work / f"{name}.jsonl", encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line in file]
+    encode = encoder(tokenizer, same_object)
+    for text in texts[:WARM_UP]:
+        encode(text)
+    sides = {
+        "ours": lambda: prepare(work, name, tokenizer, UNIT_BYTES),
+        "reference": lambda: sum(len(encode(text)) for text in texts),
+    }
+    return take_round(sides, i, before=partial(remove_shards, work))
+
+
 def encoder(args: TokenizerArgs, same_object: bool) -> Callable[[str], Any]:
     """The library's own encode; of tiktoken with Llama 3's pattern, or of the object of ours."""
-    library = _built(args.name, args.path).library
+    library = built(args.name, args.path).library
     if args.name == "sp":
         return library.encode
     if args.name == "bytes":
@@ -175,41 +193,9 @@ def encoder(args: TokenizerArgs, same_object: bool) -> Callable[[str], Any]:
 
 
 @functools.cache
-def _built(name: Any, path: str | None) -> Tokenizer:
+def built(name: Any, path: str | None) -> Tokenizer:
     """Built once, as in a run: reading its file is no part of tokenizing."""
     return build_tokenizer(TokenizerArgs(name, path))
-
-
-def tokenizing(
-    work: Path, name: str, tokenizer: TokenizerArgs, repeats: int, same_object: bool = False
-) -> Rounds:
-    """Text files to token shards in one process, over the library's encode of the same texts. Each
-    round is a process of its own: where tables lie in its memory makes both sides faster or slower
-    by some percent, and not by the same."""
-    context = multiprocessing.get_context("spawn")
-    for i in range(repeats):
-        with ProcessPoolExecutor(1, context) as process:
-            yield process.submit(_tokenize, work, name, tokenizer, same_object, i).result()
-
-
-def _tokenize(
-    work: Path, name: str, tokenizer: TokenizerArgs, same_object: bool, i: int
-) -> dict[str, Turn]:
-    with open(work / f"{name}.jsonl", encoding="utf-8") as file:
-        texts = [json.loads(line)["text"] for line in file]
-    encode = encoder(tokenizer, same_object)
-    for text in texts[:WARM_UP]:
-        encode(text)
-    _remove_shards(work)
-    sides = {
-        "ours": lambda: prepare(work, name, tokenizer, UNIT_BYTES),
-        "reference": lambda: sum(len(encode(text)) for text in texts),
-    }
-    return take_round(sides, i)
-
-
-def _remove_shards(work: Path) -> None:
-    shutil.rmtree(work / ".tokens", ignore_errors=True)
 
 
 def prepare(
@@ -217,65 +203,83 @@ def prepare(
 ) -> int:
     """Build the shards of a source; its tokens, without the two that frame a document."""
     args = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=tokenizer)
-    built, report = _built(tokenizer.name, tokenizer.path), lambda line: None
     building = {"processes": processes, "unit_bytes": unit_bytes}
-    prepared = prepare_source(source, args, built, report, **building)
-    total = prepared.manifest.total
+    library = built(tokenizer.name, tokenizer.path)
+    total = prepare_source(source, args, library, lambda line: None, **building).manifest.total
     return sum(total(s, "tokens") - 2 * total(s, "documents") for s in ("train", "heldout"))
 
 
-def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> Rounds:
+def remove_shards(work: Path) -> None:
+    shutil.rmtree(work / ".tokens", ignore_errors=True)
+
+
+def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> Pair:
     """A preparation with two processes, from before they start, over one with one."""
     unit_bytes = -(-(work / "tiktoken.jsonl").stat().st_size // SHARED_PARTS)
     build = partial(prepare, work, "tiktoken", tokenizer, unit_bytes)
-    sides: dict[str, Callable[[], int]] = {"ours": lambda: build(processes=2), "reference": build}
-    for i in range(repeats):
-        yield take_round(sides, i, before=partial(_remove_shards, work))
+    sides = {"ours": partial(build, processes=2), "reference": build}
+    return by_side(
+        take_round(sides, i, before=partial(remove_shards, work)) for i in range(repeats)
+    )
 
 
-def gathering(work: Path, repeats: int) -> Rounds:
-    """Rows in random order from the page cache to micro-batches, over a plain gather of them."""
+def reading(work: Path, repeats: int) -> dict[str, Pair]:
+    """Rows in random order from the page cache to micro-batches: from shards over a plain gather of
+    them, and from files of other tools over as many tokens in shards."""
     path = work / "rows" / "0.train.tokens"
     path.parent.mkdir()
-    tokens = np.random.default_rng(0).integers(0, VALUES, GATHERED_TOKENS, np.uint16)
-    tokens.tofile(path)
-    steps = 8 * GATHERED_TOKENS // (SEQ_LEN * ROWS) // 10
+    np.random.default_rng(0).integers(0, VALUES, GATHERED_TOKENS, np.uint16).tofile(path)
     memory = np.memmap(path, np.uint16, "r").view(np.ndarray)
-    loader = _loader(_source(path.parent, [GATHERED_TOKENS]), 0)
 
-    def ours() -> int:
-        for _ in range(steps):
-            next(loader)
-        return steps * ROWS * SEQ_LEN
+    def read_from(source: Any) -> Side:
+        return partial(read_rows, open_loader(source, 0), n_steps(source.n_tokens))
 
-    def reference() -> int:
-        out = np.empty((ROWS, SEQ_LEN + 1), np.uint16)
-        starts = np.random.default_rng(1).integers(0, len(memory) // SEQ_LEN - 1, steps * ROWS)
-        for step in (starts * SEQ_LEN).reshape(steps, ROWS).tolist():
-            for i, start in enumerate(step):
-                out[i] = memory[start : start + SEQ_LEN + 1]
-        return steps * ROWS * SEQ_LEN
-
-    return take_turns({"ours": ours, "reference": reference}, repeats, "rows")
+    shards = open_shards(path.parent, [GATHERED_TOKENS])
+    sides: dict[str, Side] = {"ours": read_from(shards)}
+    sides["reference"] = partial(gather_rows, memory)
+    measured = {"rows": take_turns(sides, repeats, "rows")}
+    for source in token_sources(work / "files", path):
+        shards = open_shards(path.parent, [source.n_tokens])
+        sides = {"ours": read_from(source), "reference": read_from(shards)}
+        measured[source.form] = take_turns(sides, repeats, source.form)
+    return measured
 
 
-def token_sources(work: Path) -> Iterator[tuple[str, TokenSource]]:
-    """The tokens of `gathering` as files of other tools, in documents of DOCUMENT_TOKENS."""
-    plain = work / "rows" / "0.train.tokens"
+def n_steps(n_tokens: int) -> int:
+    """Steps that take four fifths of so many tokens."""
+    return 8 * n_tokens // (SEQ_LEN * ROWS) // 10
+
+
+def read_rows(loader: Iterator[Any], steps: int) -> int:
+    for _ in range(steps):
+        next(loader)
+    return steps * ROWS * SEQ_LEN
+
+
+def gather_rows(memory: np.ndarray) -> int:
+    steps, out = n_steps(len(memory)), np.empty((ROWS, SEQ_LEN + 1), np.uint16)
+    starts = np.random.default_rng(1).integers(0, len(memory) // SEQ_LEN - 1, steps * ROWS)
+    for step in (starts * SEQ_LEN).reshape(steps, ROWS).tolist():
+        for i, start in enumerate(step):
+            out[i] = memory[start : start + SEQ_LEN + 1]
+    return steps * ROWS * SEQ_LEN
+
+
+def token_sources(folder: Path, tokens: Path) -> Iterator[TokenSource]:
+    """The tokens of a plain file as files of other tools, in documents of DOCUMENT_TOKENS."""
     ends = np.arange(DOCUMENT_TOKENS, GATHERED_TOKENS + 1, DOCUMENT_TOKENS)
     ends[-1] = GATHERED_TOKENS
     lengths = np.diff(ends, prepend=0)
-    folder = work / "files"
     folder.mkdir()
     for name in ("uint16.bin", "megatron.bin", "datatrove.ds"):
-        (folder / name).hardlink_to(plain)
+        (folder / name).hardlink_to(tokens)
     ends.astype("<i8").tofile(folder / "datatrove.ds.index")
     head = np.array([(b"MMIDIDX", 1, 8, len(ends), len(ends) + 1)], MEGATRON_HEAD)
     bounds = np.arange(len(ends) + 1, dtype="<i8")
     index = head, lengths.astype("<i4"), (2 * (ends - lengths)).astype("<i8"), bounds
     (folder / "megatron.idx").write_bytes(b"".join(part.tobytes() for part in index))
     offsets = np.concatenate([[0], ends[: len(ends) // 8]])
-    values = np.fromfile(plain, np.uint16, offsets[-1]).astype(np.int32)
+    values = np.fromfile(tokens, np.uint16, offsets[-1]).astype(np.int32)
     table = pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, values)})
     with pa.ipc.new_stream(str(folder / "datasets.arrow"), table.schema) as stream:
         stream.write_table(table, max_chunksize=1000)  # rows, as datasets has
@@ -284,23 +288,7 @@ def token_sources(work: Path) -> Iterator[tuple[str, TokenSource]]:
         if path.suffix in TOKEN_FILES:
             part = FilePart(path.name, str(path), path.stat().st_size, 0, 0, 0)
             opened = open_file(path.stem, part, tokenizer.vocab_size, by_name=False)
-            yield path.stem, TokenSource("rows", path.stem, [opened], tokenizer)
-
-
-def reading_files(work: Path, source: TokenSource, repeats: int) -> Rounds:
-    """Rows in random order from the page cache to micro-batches, over those of shards with as many
-    tokens."""
-    shards = _source(work / "rows", [source.n_tokens])
-    steps = 8 * source.n_tokens // (SEQ_LEN * ROWS) // 10
-
-    def read(loader: Iterator[Any]) -> int:
-        for _ in range(steps):
-            next(loader)
-        return steps * ROWS * SEQ_LEN
-
-    both = {"ours": source, "reference": shards}
-    sides = {side: partial(read, _loader(opened, 0)) for side, opened in both.items()}
-    return take_turns(sides, repeats, source.form)
+            yield TokenSource("rows", path.stem, [opened], tokenizer)
 
 
 def first_batches(work: Path, repeats: int) -> tuple[Spread, float]:
@@ -310,39 +298,36 @@ def first_batches(work: Path, repeats: int) -> tuple[Spread, float]:
     for i in range(SPARSE_SHARDS):
         with open(folder / f"{i}.train.tokens", "wb") as file:
             file.truncate(2 * size)
-    manifest = _source(folder, [size] * SPARSE_SHARDS).manifest
+    manifest = open_shards(folder, [size] * SPARSE_SHARDS).manifest
     (folder / SHARDS_MANIFEST).write_text(manifest.to_json())
     rng = random.Random(0)
 
     def first() -> Iterator[Any]:
-        loader = _loader(Source.open(folder), rng.randrange(10**12))
+        loader = open_loader(Source.open(folder), rng.randrange(10**12))
         next(loader)
         return loader
 
-    turns = [taken["first"] for taken in take_turns({"first": first}, repeats, "first batches")]
-    loader = turns[-1].result
-    grown = 0.0
+    turns = take_turns({"first": first}, repeats, "first batches")["first"]
     for _ in range(2):  # the allocator takes some memory once: the second time counts
-        before = _anonymous_mib()
-        for _ in range(200):
-            next(loader)
-        grown = _anonymous_mib() - before
-    return spread(1000 * turn.seconds for turn in turns), grown
+        before = anonymous_mib()
+        read_rows(turns.results[-1], 200)
+        grown = anonymous_mib() - before
+    return spread(1000 * seconds for seconds in turns.seconds), grown
 
 
-def _source(folder: Path, sizes: list[int]) -> Source:
+def open_shards(folder: Path, sizes: list[int]) -> Source:
     none = Split(0, 0, 0, "")
     shards = [Shard(str(i), 0, Split(size, 0, 0, ""), none) for i, size in enumerate(sizes)]
     manifest = Manifest(FORMAT_VERSION, "rows", {}, True, True, "<u2", [], shards, {}, 0, "")
     return Source(folder, manifest)
 
 
-def _loader(source: Source, position: int) -> Iterator[Any]:
+def open_loader(source: Source | TokenSource, position: int) -> Iterator[Any]:
     stream = RowStream({"rows": source}, {"rows": 1.0}, SEQ_LEN, 2, seed=1)
     return Loader(stream, ROWS, 0, 1, ROWS // MICRO_ROWS, MICRO_ROWS).steps(position)
 
 
-def _anonymous_mib() -> float:
+def anonymous_mib() -> float:
     """Memory of this process that is no file's: pages of the shards belong to the system."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))

@@ -2,41 +2,33 @@
 A real process, `python -m apps.main.train`, with a dump dir and a token cache of its own."""
 
 import time
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from apps.bench.launch import read_lines, run
 from apps.bench.report import Report, spread
-from lingua.base.format import align
+from lingua.base.dump_dir import METRICS, VALIDATION
 
 
 def measure(keys: list[str]) -> Report:
     with TemporaryDirectory() as folder:
-        dump_dir = Path(folder) / "run"
-        begin = time.perf_counter()
+        dump_dir, begin = Path(folder, "run"), time.perf_counter()
         words = [*keys, f"data.cache_dir={folder}/cache", f"dump_dir={dump_dir}"]
         run("apps.main.train", words, show=True)
         wall_s = time.perf_counter() - begin
-        metrics = read_lines(dump_dir / "metrics.jsonl")
-        held_out = read_lines(dump_dir / "metrics.validation.jsonl")
-    last, logged = metrics[-1], [0, *(line["step"] for line in metrics)]
-    steps = [after - before for before, after in pairwise(logged)]
+        metrics, held_out = read_lines(dump_dir / METRICS), read_lines(dump_dir / VALIDATION)
+    last, steps = metrics[-1], np.diff([line["step"] for line in metrics], prepend=0)
     trained_s, waited_s = (
-        sum(line[key] * n for line, n in zip(metrics, steps, strict=True))
-        for key in ("step_time_s", "data_time_s")
+        float(steps @ [line[key] for line in metrics]) for key in ("step_time_s", "data_time_s")
     )
     tokens_per_s = spread(line["tokens_per_s"] for line in metrics)
     results = {
-        "wall_s": wall_s,
-        "training_s": trained_s,
-        "waiting_for_data_s": waited_s,
-        "steps": last["step"],
-        "tokens": last["tokens"],
-        "tokens_per_s": tokens_per_s,
-        "peak_mem_gib": last["peak_mem_gib"],
-        "held_out": held_out,
-    }
+        "wall_s": wall_s, "training_s": trained_s, "waiting_for_data_s": waited_s,
+        "steps": last["step"], "tokens": last["tokens"], "tokens_per_s": tokens_per_s,
+        "peak_mem_gib": last["peak_mem_gib"], "held_out": held_out,
+    }  # fmt: skip
     rows = [
         ("", "median", "range"),
         ("wall time, s", f"{wall_s:.1f}", ""),
@@ -50,4 +42,4 @@ def measure(keys: list[str]) -> Report:
     for line in held_out:
         name = f"held-out {line['source']} after step {line['step']:,}, nats per byte"
         rows.append((name, f"{line['nats_per_byte']:.4f}", ""))
-    return Report(align(rows, left=1), results)
+    return Report(rows, [], results)

@@ -24,10 +24,10 @@ from torch import Tensor
 from apps.bench.checkpoint import forget_files
 from apps.bench.launch import on_ranks, read_config, with_defaults
 from apps.bench.report import Report, side_rows
-from apps.bench.turns import Side, take_round
+from apps.bench.turns import Side, Turn, seconds_of, take_round
 from apps.main.hugging_face import llama
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
-from lingua.base.format import align
+from lingua.base.files import read_into
 from lingua.checkpoint.origin import HF_CONFIG
 from lingua.checkpoint.tensors import local_parts, tensors_of
 from lingua.parallel.launch import detect_launch, start
@@ -55,7 +55,7 @@ def measure(keys: list[str], repeats: int) -> Report:
             size = write_folder(folder, model, dtype)
             loaded = on_ranks(PROCESSES, load_on_rank, str(folder), f"{repeats}")
             title = f"{size / 1e9:.2f} GB of {dtype}"
-            more, spreads = side_rows(loaded["rounds"], LOADED, f"{title}: ")
+            more, spreads = side_rows(loaded["seconds"], LOADED, f"{title}: ")
             results[title] = loaded | spreads
             rows += more
             held, peak, largest = (f"{loaded[k] / 1e6:.0f}" for k in ("held", "peak", "largest"))
@@ -63,10 +63,10 @@ def measure(keys: list[str], repeats: int) -> Report:
                 f"{title}: a rank holds {held} MB, and its memory grows by {peak} MB; the largest "
                 f"tensor has {largest}"
             )
-        rounds = [convert_once(folder) for _ in range(repeats)]
-    more, spreads = side_rows(rounds, CONVERTED, "convert: ")
-    results["convert"] = {"rounds": rounds, **spreads}
-    return Report([*align([*rows, *more], left=1), "", *notes], results)
+        converted = seconds_of(convert_once(folder) for _ in range(repeats))
+    more, spreads = side_rows(converted, CONVERTED, "convert: ")
+    results["convert"] = {"seconds": converted, **spreads}
+    return Report([*rows, *more], notes, results)
 
 
 def write_folder(folder: Path, model: ModelArgs, dtype: torch.dtype) -> int:
@@ -81,36 +81,33 @@ def write_folder(folder: Path, model: ModelArgs, dtype: torch.dtype) -> int:
     return sum((folder / file).stat().st_size for file in files.values())
 
 
-def convert_once(folder: Path) -> dict[str, float]:
-    """Seconds of each side; what they write is removed."""
-    written = [folder.with_name(f"out{i}") for i in range(4)]
-    copy, synced, checkpoint, exported = written
-    files = sorted(folder.glob("*.safetensors"))
+def convert_once(folder: Path) -> dict[str, Turn]:
+    """A turn of each side, in a folder that is removed."""
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        out = Path(temporary)
+        sides: dict[str, Side] = {
+            "copy": lambda: copy(folder, out / "copy", sync=False),
+            "copy, synced": lambda: copy(folder, out / "synced", sync=True),
+            "import": lambda: convert_quietly(folder, out / "import", "tokenizer.name=bytes"),
+            "export": lambda: convert_quietly(out / "import", out / "export"),
+        }
+        # In this order: what is imported is exported.
+        return take_round(sides, 0, before=os.sync)
 
-    def copy_files(to: Path, sync: bool) -> None:
-        to.mkdir()
-        for file in files:
-            with (to / file.name).open("wb") as out:
-                with file.open("rb") as f:
-                    shutil.copyfileobj(f, out, 1 << 20)
-                if sync:
-                    out.flush()
-                    os.fsync(out.fileno())
 
-    def convert_quietly(source: Path, out: Path, *keys: str) -> None:
-        with redirect_stdout(io.StringIO()):
-            convert.main([f"source={source}", f"out={out}", *keys])
+def copy(folder: Path, to: Path, sync: bool) -> None:
+    to.mkdir()
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as source, (to / file.name).open("wb") as out:
+            shutil.copyfileobj(source, out, 1 << 20)
+            if sync:
+                out.flush()
+                os.fsync(out.fileno())
 
-    sides: dict[str, Side] = {
-        "copy": lambda: copy_files(copy, False),
-        "copy, synced": lambda: copy_files(synced, True),
-        "import": lambda: convert_quietly(folder, checkpoint, "tokenizer.name=bytes"),
-        "export": lambda: convert_quietly(checkpoint, exported),
-    }
-    turns = take_round(sides, 0, before=os.sync)  # in this order: what is imported is exported
-    for path in written:
-        shutil.rmtree(path)
-    return {side: turn.seconds for side, turn in turns.items()}
+
+def convert_quietly(source: Path, out: Path, *keys: str) -> None:
+    with redirect_stdout(io.StringIO()):
+        convert.main([f"source={source}", f"out={out}", *keys])
 
 
 def load_on_rank(path: str, repeats: str) -> dict[str, Any]:
@@ -126,24 +123,25 @@ def load_on_rank(path: str, repeats: str) -> dict[str, Any]:
     tensors = tensors_of(model)
     source.load(tensors, "model.")
     grown = peak_bytes() - before
-    parts = local_parts(tensors)
-    n_elements = sum(part.out.numel() for part in parts)
+    parts = [part.out for part in local_parts(tensors)]
     itemsize = next(iter(source.tensors.values())).itemsize
-    memory = torch.ones(n_elements * itemsize, dtype=torch.uint8)
+    memory = torch.ones(sum(part.numel() for part in parts) * itemsize, dtype=torch.uint8)
     files = sorted(Path(path).glob("*.safetensors"))
-    load_model = partial(source.load, tensors, "model.")
-    sides = {"load": load_model, "read": partial(read, files, memory)}
-    rounds: list[dict[str, float]] = []
+    sides: dict[str, Side] = {
+        "load": lambda: source.load(tensors, "model."),
+        "read": lambda: read(files, memory),
+    }
+    rounds: list[dict[str, Turn]] = []
     for i in range(int(repeats)):
-        seconds: dict[str, float] = {}
+        turns: dict[str, Turn] = {}
         for where in (PAGE_CACHE, DISK):
             forgotten = files if where == DISK and launch.rank == 0 else []
-            turns = take_round(sides, i, partial(forget_files, forgotten), dist.barrier)
-            seconds |= {f"{side}, {where}": turn.seconds for side, turn in turns.items()}
-        rounds.append(seconds)
+            taken = take_round(sides, i, partial(forget_files, forgotten), dist.barrier)
+            turns |= {f"{side}, {where}": turn for side, turn in taken.items()}
+        rounds.append(turns)
     largest = max(t.nbytes for t in source.tensors.values())
-    held = sum(part.out.nbytes for part in parts)
-    return {"rounds": rounds, "held": held, "largest": largest, "peak": grown}
+    held = sum(part.nbytes for part in parts)
+    return {"seconds": seconds_of(rounds), "held": held, "largest": largest, "peak": grown}
 
 
 def peak_bytes() -> int:
@@ -159,7 +157,5 @@ def read(files: list[Path], memory: Tensor) -> None:
         size = file.stat().st_size
         if rest and skip < size:
             with file.open("rb", buffering=0) as f:
-                f.seek(skip)
-                while rest and (n := f.readinto(rest)):
-                    rest = rest[n:]
+                rest = rest[read_into(f.fileno(), rest, skip) :]
         skip = max(0, skip - size)

@@ -5,6 +5,7 @@ depend on what the weights are. Both continue the same prompts greedily with a c
 they generate the same tokens shows that they do the same work.
 """
 
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,6 @@ from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import take_turns
 from apps.main.transformer import build
 from lingua.base.errors import UserError, import_optional
-from lingua.base.format import align
 from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import to_yaml
@@ -67,15 +67,14 @@ def measure(keys: list[str], repeats: int) -> Report:
     results: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "new_tokens": n_new}
     for n in BATCHES:
         # What both return are lists, so the device is done.
-        sides = {"here": lambda n=n: here(n), "transformers": lambda n=n: transformers(n)}
-        rounds = take_turns(sides, repeats, f"batch {n}")
-        seconds = {side: [turns[side].seconds for turns in rounds] for side in sides}
-        speed = {side: spread(n * n_new / s for s in seconds[side]) for side in sides}
-        ratio = quotients(seconds["transformers"], seconds["here"])
-        tokens = [torch.tensor(rounds[-1][side].result) for side in sides]
-        equal = (tokens[0] == tokens[1]).float().mean().item()
+        sides = {"here": partial(here, n), "transformers": partial(transformers, n)}
+        turns = take_turns(sides, repeats, f"batch {n}")
+        speed = {side: spread(n * n_new / s for s in turns[side].seconds) for side in sides}
+        ratio = quotients(turns["transformers"].seconds, turns["here"].seconds)
+        ours, theirs = (torch.tensor(turns[side].results[-1]) for side in sides)
+        equal = (ours == theirs).float().mean().item()
         results[f"batch_{n}"] = {**speed, "ratio": ratio, "equal_tokens": equal}
         medians = (f"{s.median:,.0f}" for s in speed.values())
         rows.append((f"batch {n}", *medians, *ratio.cells(), f"{equal:.2%}"))
     about = f"prompts of {PROMPT_TOKENS} tokens, {n_new} new ones, greedy, float32; {repeats} turns"
-    return Report([*align(rows, left=1), "", about], results, device.type)
+    return Report(rows, [about], results, device.type)

@@ -6,26 +6,27 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from apps.main import app as main_app
-from lingua.app import App, Built
+from apps.main.run import Run
+from apps.main.start import start_run
+from apps.main.train import build_run, take_steps
+from lingua.app import App
+from lingua.base.dump_dir import COLLECTIVES, PROFILING
 from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
 from lingua.parallel.launch import Launch, detect_launch
 from lingua.parallel.program import run_program
+from lingua.parallel.signals import StopRequest
 from lingua.tokenizer import build_tokenizer
-
-# (step from 1 on, micro-batches of the step that follow this one, tokens, targets)
-Look = Callable[[int, int, Tensor, Tensor], object]
 
 
 def with_defaults(defaults: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -63,6 +64,12 @@ def run(module: str, words: Sequence[str], ranks: int = 0, show: bool = False) -
         raise UserError(f"{shlex.join(command)}\nhas exit code {done.returncode}\n{output}")
 
 
+def train_seed(keys: Sequence[str], folder: Path, seed: int) -> None:
+    """A run of the training program in one process, which stays in `folder`."""
+    named = [f"name={folder.name}", f"dump_dir={folder}", f"seed={seed}"]
+    run("apps.main.train", [*keys, *named])
+
+
 def on_ranks(ranks: int, function: Callable[..., Any], *words: str) -> Any:
     """What `function(*words)`, a global of its module that every rank of a torchrun launch calls,
     returns on rank 0: a value that JSON has."""
@@ -73,23 +80,37 @@ def on_ranks(ranks: int, function: Callable[..., Any], *words: str) -> Any:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def watched(app: App, look: Look) -> App:
-    """The app, with a model that calls `look` before every micro-batch that it trains on."""
+def train_on_ranks(ranks: int, function: Callable[..., Any], *keys: str) -> Any:
+    """`on_ranks` of a function that trains with these keys, in a dump dir that is removed."""
+    with TemporaryDirectory() as folder:
+        return on_ranks(ranks, function, *keys, f"dump_dir={folder}/run")
 
-    def build(args: Any) -> Built:
-        built = app.build(args)
-        n_micro, _ = args.micro_steps(dist.get_world_size() // args.distributed.tp_size)
-        numbers = count()
 
-        def before_forward(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if module.training:  # neither measured nor sampled from
-                step, i = divmod(next(numbers), n_micro)
-                look(step + 1, n_micro - 1 - i, inputs[0], inputs[1])
+@contextmanager
+def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[int]]]:
+    """A run of the training program before its first step, and its first steps: an iterator that
+    yields each once it is complete. The run measures nothing held out and saves nothing. The
+    iterator raises KeyboardInterrupt where a signal stops the run."""
+    args.checkpoint.dump.every = args.checkpoint.eval.every = args.validation.every = 0
+    args.steps, args.stop_at = max(args.steps, n_steps + 1), None  # the last step of a run is saved
 
-        built.module.register_forward_pre_hook(before_forward)
-        return built
+    def steps() -> Iterator[int]:
+        yield from islice(take_steps(run, stop), n_steps)
+        if run.signals:
+            raise KeyboardInterrupt
 
-    return replace(app, build=build)
+    with StopRequest("stopping before the next step") as stop, ExitStack() as open_parts:
+        started = start_run(app, args, stop, open_parts)
+        run = build_run(app, args, started, stop, open_parts)
+        yield run, steps()
+
+
+def backward_collectives(args: Any, step: int) -> list[dict[str, Any]]:
+    """Collectives of rank 0 in the backward passes of a profiled step: others are of metrics, of
+    clipping and of who stops."""
+    path = Path(args.dump_dir, PROFILING, COLLECTIVES.replace("*", f"{step}"))
+    calls = json.loads(path.read_text(encoding="utf-8"))["collectives"]
+    return [call for call in calls if call["backward"]]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

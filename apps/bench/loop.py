@@ -1,8 +1,8 @@
 """What the training loop costs over a bare forward, backward and step of the same model.
 
-The real loop, `apps.main.train.train`, runs as it is. A hook on its model stops it after every few
-steps while the reference takes the same steps on the same rows. How far two copies of the reference
-are apart is the resolution. A round is the steps from one log line to the next.
+The loop of `apps.main.train` runs as it is. After every few steps it waits while the reference
+takes the same steps on the same rows. How far two copies of the reference are apart is the
+resolution. A round is as many steps as from one log line to the next.
 
 The reference is a plain script: forward and backward of every micro-batch, torch's
 `clip_grad_norm_` and fused AdamW, on rows in memory, without mesh, FSDP, batch hash, metrics, guard
@@ -12,9 +12,8 @@ instruction tuning to plain training. Saving and evaluating are left out.
 """
 
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,15 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from apps.bench.launch import one_process, read_config, read_lines, watched
+from apps.bench.launch import one_process, read_config, read_lines, training
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import clock
 from apps.main.config import TrainArgs
-from apps.main.train import train
-from lingua.app import App, Built, choose_app
+from lingua.app import App, choose_app
 from lingua.base.errors import UserError
-from lingua.base.format import align
 from lingua.data import IGNORE
+from lingua.data.loader import MicroBatch
 from lingua.optim.optimizer import build_optimizer
 from lingua.optim.schedule import lr_at
 from lingua.parallel.init import init_parameters
@@ -40,29 +38,7 @@ from lingua.parallel.launch import pick_device
 
 WARM_UP = 4  # turns that are not measured
 
-Batch = list[tuple[Tensor, Tensor]]  # tokens and targets of each micro-batch of a step
-
-
-def measure(keys: list[str], repeats: int) -> Report:
-    app = choose_app(keys)
-    args: TrainArgs = read_config(keys, app)
-    device = pick_device(args.device, one_process("the loop"))
-    if args.distributed.compile or args.distributed.activation_checkpointing != "none":
-        plain = "distributed.compile=false and distributed.activation_checkpointing=none"
-        raise UserError(f"the reference is a plain model: set {plain}")
-    turns = Turns(app, device, repeats, args.logging.freq)
-    with TemporaryDirectory() as folder:
-        args.dump_dir, args.checkpoint.path = folder, None
-        args.checkpoint.dump.every = args.checkpoint.eval.every = args.validation.every = 0
-        args.stop_at = turns.steps
-        args.steps = max(args.steps, args.stop_at + 1)  # the end of a run evaluates
-        console = Path(folder) / "console.txt"
-        with console.open("w", encoding="utf-8") as file, redirect_stdout(file):
-            train(watched(replace(app, build=turns.build), turns.before_micro_batch), args)
-        lines = read_lines(Path(folder) / "metrics.jsonl")
-    if len(turns.loop) < WARM_UP + turns.turns_per_round - 1:
-        raise UserError("the loop was stopped before a round was complete")
-    return report(args, turns, {line["step"]: line["loss"] for line in lines})
+Batch = Sequence[MicroBatch]  # micro-batches of a step
 
 
 class Reference:
@@ -73,27 +49,25 @@ class Reference:
         self.args, self.model, self.device = args, module, device
         self.parameters = list(module.parameters())
         self.optimizer = AdamW(build_optimizer(module, args.optim).param_groups, fused=True)
-        self.losses: dict[int, Tensor] = {}
+        self.losses: list[Tensor] = []  # of every step so far
 
-    def run(self, first_step: int, batches: list[Batch]) -> np.ndarray:
+    def run(self, batches: Sequence[Batch]) -> np.ndarray:
         """Take a step on each of the batches; returns the time it took, as `clock` does."""
-        valid = [
-            torch.stack([(targets != IGNORE).sum((1, 2)) for _, targets in batch]).sum(0)
-            for batch in batches
-        ]
+        batches = [[micro.to(self.device) for micro in batch] for batch in batches]
+        valid = [sum((m.targets != IGNORE).sum((1, 2)) for m in batch) for batch in batches]
         start = clock(self.device)
-        for step, batch, targets in zip(count(first_step), batches, valid, strict=False):
+        for batch, counts in zip(batches, valid, strict=True):
             for group in self.optimizer.param_groups:
-                group["lr"] = lr_at(step - 1, self.args.optim, self.args.steps)
-            self.losses[step] = self._step(batch, targets)
+                group["lr"] = lr_at(len(self.losses), self.args.optim, self.args.steps)
+            self.losses.append(self._step(batch, counts))
         return clock(self.device) - start
 
-    def _step(self, batch: Batch, valid: Tensor) -> Tensor:
+    def _step(self, batch: Batch, valid: Any) -> Tensor:
         total = torch.zeros((), device=self.device)
         dtype, kind = self.args.distributed.dtype, self.device.type
-        for tokens, targets in batch:
+        for micro in batch:
             with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
-                sums, *_ = self.model(tokens, targets)
+                sums, *_ = self.model(micro.tokens, micro.targets)
             loss = (sums / valid).sum()
             loss.backward()
             total += loss.detach()
@@ -103,93 +77,77 @@ class Reference:
         return total
 
 
-class Turns:
-    """Halts the loop for the reference where the last micro-step of a turn begins, and times both.
-    What data threads read ahead meanwhile is not timed: for the debug config 0.06 ms a step."""
-
-    def __init__(self, app: App, device: torch.device, rounds: int, freq: int) -> None:
-        # On CUDA a change of turn waits for the device, so it comes but once a round.
-        self.turn_steps = freq if device.type == "cuda" else 1
-        self.turns_per_round = freq // self.turn_steps
-        self.steps = (WARM_UP + rounds * self.turns_per_round) * self.turn_steps
-        self.app, self.device, self.rounds = app, device, rounds
-        self.references: list[Reference] = []
-        self.loop: list[np.ndarray] = []  # time of each turn
-        self.copies: list[list[np.ndarray]] = [[], []]  # time of each turn of each reference
-        self.batches: list[Batch] = []  # what the steps of this turn train on
-        self.n_micro = 0  # micro-batches of a step
-        self.since: np.ndarray | None = None  # when the loop last went on
-
-    def build(self, args: TrainArgs) -> Built:
-        """The loop's model; beside it the two copies that the reference trains are made."""
-        models = (self.app.build(args).module for _ in range(2))
-        self.references = [Reference(model, args, self.device) for model in models]
-        return self.app.build(args)
-
-    def before_micro_batch(self, step: int, left: int, tokens: Tensor, targets: Tensor) -> None:
-        first_step = (step - 1) // self.turn_steps * self.turn_steps + 1
-        self.batches += [[] for _ in range(step - first_step + 1 - len(self.batches))]
-        self.batches[-1].append((tokens, targets))
-        if left or step % self.turn_steps:
-            return
-        self.n_micro = len(self.batches[-1])
-        now = clock(self.device)
-        if self.since is not None:
-            self.loop.append(now - self.since)
-        turn = step // self.turn_steps
-        for copy in (0, 1) if turn % 2 else (1, 0):  # neither always follows the loop
-            self.copies[copy].append(self.references[copy].run(first_step, self.batches))
-        self.batches = []
-        measured = turn - WARM_UP
-        if measured > 0 and measured % self.turns_per_round == 0:
-            print(f"round {measured // self.turns_per_round} of {self.rounds}", file=sys.stderr)
-        self.since = clock(self.device)
-
-    def by_round(self) -> np.ndarray:
-        """Seconds [rounds, 3, 2]: of the loop and the two copies; wall time and processor time."""
-        # The first halt only starts the loop's clock, so the loop has one turn less.
-        turns = np.array([self.loop[WARM_UP - 1 :], *(copy[WARM_UP:] for copy in self.copies)])
-        n = self.turns_per_round
-        turns = turns[:, : turns.shape[1] // n * n]
-        return turns.reshape(3, -1, n, 2).sum(2).transpose(1, 0, 2)
-
-
-def report(args: TrainArgs, turns: Turns, losses: dict[int, float]) -> Report:
-    """`losses` are those that the loop logged, by step."""
-    seconds = turns.by_round()
-    steps = turns.turns_per_round * turns.turn_steps
+def measure(keys: list[str], repeats: int) -> Report:
+    app = choose_app(keys)
+    args: TrainArgs = read_config(keys, app)
+    device = pick_device(args.device, one_process("the loop"))
+    if args.distributed.compile or args.distributed.activation_checkpointing != "none":
+        plain = "distributed.compile=false and distributed.activation_checkpointing=none"
+        raise UserError(f"the reference is a plain model: set {plain}")
+    # On CUDA a change of turn waits for the device, so it comes but once a round.
+    turn_steps = args.logging.freq if device.type == "cuda" else 1
+    with TemporaryDirectory() as folder:
+        args.dump_dir, args.checkpoint.path = folder, None
+        references = [Reference(app.build(args).module, args, device) for _ in range(2)]
+        with Path(folder, "console.txt").open("w") as console, redirect_stdout(console):
+            seconds = take_turns_with_loop(app, args, references, turn_steps, repeats)
+        losses = {line["step"]: line["loss"] for line in read_lines(Path(folder, "metrics.jsonl"))}
+    expected = references[0].losses
+    apart = max(abs(expected[step - 1].item() / loss - 1) for step, loss in losses.items())
     bare = seconds[:, 1:].mean(1)
     overhead = 100 * (seconds[:, 0] / bare - 1)
     control = 100 * (seconds[:, 2] / seconds[:, 1] - 1)
+    freq = args.logging.freq
     table: dict[str, tuple[str, np.ndarray]] = {
         "overhead_percent": ("overhead, % of time", overhead[:, 0]),
         "control_percent": ("  two copies of the reference apart", control[:, 0]),
         "overhead_cpu_percent": ("overhead, % of processor time", overhead[:, 1]),
         "control_cpu_percent": ("  two copies of the reference apart", control[:, 1]),
-        "loop_step_ms": ("loop, ms a step", 1000 * seconds[:, 0, 0] / steps),
-        "reference_step_ms": ("reference, ms a step", 1000 * bare[:, 0] / steps),
+        "loop_step_ms": ("loop, ms a step", 1000 * seconds[:, 0, 0] / freq),
+        "reference_step_ms": ("reference, ms a step", 1000 * bare[:, 0] / freq),
     }
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {name: spread(values) for name, (_, values) in table.items()}
     rows: list[tuple[str, ...]] = [("", "median", "quartiles", "range")]
-    for key, (name, values) in table.items():
-        results[key] = s = spread(values)
-        form = "+.2f" if key.endswith("percent") else ".1f"
-        median, extremes = s.cells(form)
-        rows.append((name, median, f"{s.q1:{form}} to {s.q3:{form}}", extremes))
-    expected = turns.references[0].losses
-    apart = max(abs(expected[step].item() / loss - 1) for step, loss in losses.items())
+    for name, (title, _) in table.items():
+        form = "+.2f" if name.endswith("percent") else ".1f"
+        median, extremes = results[name].cells(form)
+        rows.append((title, median, results[name].quartiles(form), extremes))
     results["tokens_ratio"] = ratio = quotients(bare[:, 0], seconds[:, 0, 0])
-    median, extremes = ratio.cells(".3f")
-    lines = [
-        *align(rows, left=1),
-        "",
-        f"{len(seconds)} rounds of {steps} steps, taken in turns of {turns.turn_steps}; a step is "
-        f"{args.data.global_batch_size} rows of {args.data.seq_len} tokens, micro-steps: "
-        f"{turns.n_micro};",
+    results |= {"rounds_s": seconds.tolist(), "steps_per_round": freq, "loss_difference": apart}
+    rows_of_step, seq_len = args.data.global_batch_size, args.data.seq_len
+    notes = [
+        f"{repeats} rounds of {freq} steps, taken in turns of {turn_steps}; a step is "
+        f"{rows_of_step} rows of {seq_len} tokens, micro-steps: {args.micro_steps(1)[0]};",
         f"losses of loop and reference: at most {apart:.1e} apart (relative)"
         if args.data.document_mask == "none"
         else "documents of a row do not see each other in the loop; in the reference they do",
-        f"tokens/s of the loop over the reference's: {median} ({extremes})",
+        f"tokens/s of the loop over the reference's: {ratio.text('.3f')}",
     ]
-    results |= {"rounds_s": seconds.tolist(), "steps_per_round": steps, "loss_difference": apart}
-    return Report(lines, results, turns.device.type)
+    return Report(rows, notes, results, device.type)
+
+
+def take_turns_with_loop(
+    app: App, args: TrainArgs, references: Sequence[Reference], turn_steps: int, repeats: int
+) -> np.ndarray:
+    """Seconds [rounds, 3, 2]: of the loop and of two references; wall time and processor time. What
+    data threads read ahead in the references' turns is not timed: for the debug config 0.06 ms a
+    step."""
+    per_round, device = args.logging.freq // turn_steps, references[0].device
+    turns: list[list[np.ndarray]] = []
+    batches: list[Batch] = []  # of the loop's turn
+    with training(app, args, (WARM_UP + repeats * per_round) * turn_steps) as (run, steps):
+        since = clock(device)
+        for step in steps:
+            batches.append(run.batch)
+            if step % turn_steps:
+                continue
+            seconds = [clock(device) - since] * 3
+            for i in (1, 2) if len(turns) % 2 else (2, 1):  # neither always follows the loop
+                seconds[i] = references[i - 1].run(batches)
+            turns.append(seconds)
+            batches = []
+            n_rounds, rest = divmod(len(turns) - WARM_UP, per_round)
+            if n_rounds > 0 and rest == 0:
+                print(f"round {n_rounds} of {repeats}", file=sys.stderr)
+            since = clock(device)
+    return np.array(turns[WARM_UP:]).reshape(repeats, per_round, 3, 2).sum(1)

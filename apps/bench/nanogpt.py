@@ -3,9 +3,6 @@ on the CPU in float32: what rotary positions, RMSNorm and SwiGLU cost beside lea
 LayerNorm and GELU of as many layers, features and heads.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +11,6 @@ from apps.bench.launch import read_config
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import take_turns
 from apps.main.transformer import ModelArgs, build
-from lingua.base.format import align
 from lingua.parallel.init import init_parameters
 
 PASSES = 10  # turns of a round: each forward and backward, once
@@ -64,35 +60,29 @@ def measure(keys: list[str], repeats: int) -> Report:
     rows = torch.randint(args.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     tokens, targets = rows[:, :-1], rows[:, 1:]
 
-    def ours() -> Tensor:
+    def lingua() -> None:
+        model.zero_grad()
         sums, counts, *_ = model(tokens, targets[None])
-        return (sums / counts).sum()
+        (sums / counts).sum().backward()
 
-    modules = {
-        "lingua": (model, ours),
-        "nanogpt": (reference, lambda: reference(tokens, targets)),
-    }
-    sides = {name: partial(one_pass, *parts) for name, parts in modules.items()}
+    def nanogpt() -> None:
+        reference.zero_grad()
+        reference(tokens, targets).backward()
+
+    sides = {"lingua": lingua, "nanogpt": nanogpt}
     turns = take_turns(sides, repeats * PASSES, "forward and backward")
-    table = [("", "parameters", "tokens/s", "range")]
     results = {}
-    for name, (module, _) in modules.items():
-        results[name] = speed = spread(tokens.numel() / turn[name].seconds for turn in turns)
-        n = sum(p.numel() for p in module.parameters())
-        table.append((name, f"{n:,}", *speed.cells(",.0f")))
-    lines = [
-        *align(table, left=1),
-        "",
-        f"medians of {len(turns)} passes of {len(tokens)} rows of {seq_len} tokens; nanogpt's time "
-        "over lingua's:",
+    table = [("", "parameters", "tokens/s", "range")]
+    for name, module in (("lingua", model), ("nanogpt", reference)):
+        results[name] = speed = spread(tokens.numel() / s for s in turns[name].seconds)
+        n_parameters = sum(p.numel() for p in module.parameters())
+        table.append((name, f"{n_parameters:,}", *speed.cells(",.0f")))
+    notes = [
+        f"medians of {repeats * PASSES} passes of {len(tokens)} rows of {seq_len} tokens; "
+        "nanogpt's time over lingua's:"
     ]
     for key, about in (("seconds", "wall time"), ("cpu_seconds", "processor time")):
-        of_turns = ([getattr(turn[name], key) for turn in turns] for name in ("nanogpt", "lingua"))
-        results[f"{key}_ratio"] = ratio = quotients(*of_turns)
-        lines.append(f"{ratio.median:.3f} in {about} (quartiles {ratio.q1:.3f} to {ratio.q3:.3f})")
-    return Report(lines, results)
-
-
-def one_pass(module: nn.Module, loss: Callable[[], Tensor]) -> None:
-    module.zero_grad()
-    loss().backward()
+        over, under = (getattr(turns[name], key) for name in ("nanogpt", "lingua"))
+        results[f"{key}_ratio"] = ratio = quotients(over, under)
+        notes.append(f"{ratio.median:.3f} in {about} (quartiles {ratio.quartiles('.3f')})")
+    return Report(table, notes, results)

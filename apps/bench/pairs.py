@@ -7,13 +7,14 @@ the runs that exist.
 
 import sys
 import sysconfig
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from apps.bench.launch import read_lines, run, with_defaults
+from apps.bench.launch import read_lines, train_seed, with_defaults
 from apps.bench.report import Report
-from lingua.base.format import align
+from lingua.base.dump_dir import VALIDATION
 
 FOLDER = Path("runs/pairs")
 # Text that every Python has: modules, but no tests and no installed packages.
@@ -46,17 +47,17 @@ def measure(keys: list[str], repeats: int) -> Report:
     long = [f"steps={LONG_STEPS}", f"validation.every={LONG_STEPS // 6}"]
     long_steps, long_runs = measure_arms(LONG, [*long, *keys], (repeats + 1) // 2, "long-")
     rows = [("change", "step", "mean difference", "deviation: paired", "unpaired", "variances")]
-    for at, some in ((steps, runs), (long_steps, long_runs)):
-        base = np.array(some["base"])
-        for name in list(some)[1:]:
-            arm = np.array(some[name])
-            paired = (arm - base).var(0, ddof=1)
-            unpaired = arm.var(0, ddof=1) + base.var(0, ddof=1)
-            for i, step in enumerate(at):
-                ratio = unpaired[i] / paired[i] if paired[i] else np.inf
+    for at, (base, *arms) in ((steps, runs.items()), (long_steps, long_runs.items())):
+        for name, losses in arms:
+            difference = np.subtract(losses, base[1])
+            paired = difference.var(0, ddof=1)
+            unpaired = np.var(losses, 0, ddof=1) + np.var(base[1], 0, ddof=1)
+            for numbers in zip(at, difference.mean(0), paired, unpaired, strict=True):
+                step, mean, variance, sum_of_variances = numbers
+                ratio = sum_of_variances / variance if variance else np.inf
                 rows.append((
-                    name, f"{step}", f"{(arm - base).mean(0)[i]:+.5f}", f"{paired[i] ** 0.5:.2g}",
-                    f"{unpaired[i] ** 0.5:.2g}", f"{ratio:.2g}",
+                    name, f"{step}", f"{mean:+.5f}", f"{variance ** 0.5:.2g}",
+                    f"{sum_of_variances ** 0.5:.2g}", f"{ratio:.2g}",
                 ))  # fmt: skip
     same = {name: runs.pop(name) for name in SAME}
     results = {
@@ -64,24 +65,20 @@ def measure(keys: list[str], repeats: int) -> Report:
         "same": {"changes": SAME, "steps": steps, "runs": {"base": runs["base"], **same}},
         "long": {"changes": LONG, "steps": long_steps, "runs": long_runs},
     }  # fmt: skip
-    return Report(align(rows, left=1), results)
+    return Report(rows, [], results)
 
 
 def measure_arms(
     changes: dict[str, list[str]], keys: list[str], repeats: int, prefix: str = ""
 ) -> tuple[list[int], dict[str, list[list[float]]]]:
     """(steps, losses at them of each seed, by arm) of BASE and of each change to it."""
-    arms = {"base": BASE} | {name: [*BASE, *change] for name, change in changes.items()}
+    arms = {"base": list[str](), **changes}
     runs: dict[str, list[list[float]]] = {name: [] for name in arms}
     root = [f"data.root_dir={sysconfig.get_path('stdlib')}", f"data.cache_dir={FOLDER}/tokens"]
-    steps: list[int] = []
-    for seed in range(repeats):
-        for i, (name, change) in enumerate(arms.items()):
-            folder = FOLDER / f"{prefix}{name.replace(' ', '-')}-{seed}"
-            print(f"{folder}: run {seed * len(arms) + i + 1}", file=sys.stderr)
-            named = [f"name={folder.name}", f"dump_dir={folder}", f"seed={seed}"]
-            run("apps.main.train", [*with_defaults([*TINY, *root, *change], keys), *named])
-            lines = read_lines(folder / "metrics.validation.jsonl")  # from one source
-            steps = [line["step"] for line in lines]
-            runs[name].append([line["nats_per_byte"] for line in lines])
-    return steps, runs
+    for seed, name in product(range(repeats), arms):
+        folder = FOLDER / f"{prefix}{name.replace(' ', '-')}-{seed}"
+        print(folder, file=sys.stderr)
+        train_seed(with_defaults([*TINY, *root, *BASE, *arms[name]], keys), folder, seed)
+        lines = read_lines(folder / VALIDATION)  # from one source
+        runs[name].append([line["nats_per_byte"] for line in lines])
+    return [line["step"] for line in lines], runs

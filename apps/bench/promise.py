@@ -8,6 +8,7 @@ checkpoint, to the last bit: of a run on each mesh, and of one that changes its 
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +18,8 @@ from apps.bench.launch import read_config, read_lines, run, with_defaults
 from apps.bench.report import Report
 from apps.main import app as main_app
 from lingua.app import App, choose_app
-from lingua.base.dump_dir import CHECKPOINTS
+from lingua.base.dump_dir import CHECKPOINTS, METRICS
 from lingua.base.errors import UserError, import_optional
-from lingua.base.format import align
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
 from lingua.monitor.metrics import NOT_CHAINED
@@ -30,8 +30,7 @@ STARTS = (
     ((1, 1, 1), 16), ((2, 1, 1), 3), ((1, 2, 1), 8), ((1, 1, 2), 5), ((1, 2, 2), 4),
 )  # fmt: skip
 EXACT_MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
-# Numbers of a metrics line that tell of the machine.
-TIMES = NOT_CHAINED - {"chain"}
+TIMES = NOT_CHAINED - {"chain"}  # numbers of a metrics line that depend on the machine
 COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # one for each start
 MUTED, GRID = "#666666", "#e4e4e0"
 SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]
@@ -63,37 +62,60 @@ class Start:
 
 
 def measure(keys: list[str], png: Path | None = None) -> Report:
+    app, exact = choose_app(keys), "deterministic=mesh" in keys
     if png is not None:
-        _pyplot()  # a mistake is found before training
-    app = choose_app(keys)
-    if "deterministic=mesh" in keys:
-        if png is not None:
+        if exact:
             raise UserError("--png: draws losses that are apart; leave it out with this mode")
-        return measure_exact(app, keys)
-    keys = with_defaults(SHORT if app is main_app else SHORTER, keys)
-    starts = starts_of(app, keys)
+        _pyplot()  # a mistake is found before training
     with TemporaryDirectory() as folder:
         keys = [*keys, "logging.freq=1", f"data.cache_dir={folder}/cache"]
-        never = train([*keys, f"dump_dir={folder}/never"], (1, 1, 1))
-        for start in starts:
-            words = [f"stop_at={start.end}", f"data.batch_size={start.rows}"]
-            stopped = train([*keys, *words, f"dump_dir={folder}/stopped"], start.sizes)
-    return report(never, stopped, starts, png)
+        if exact:
+            return measure_exact(app, with_defaults([*SHORTER, "data.batch_size=3"], keys), folder)
+        return measure_close(
+            app, with_defaults(SHORT if app is main_app else SHORTER, keys), folder, png
+        )
 
 
-def measure_exact(app: App, keys: list[str]) -> Report:
-    keys = with_defaults([*SHORTER, "data.batch_size=3"], keys)
+def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> Report:
+    starts = starts_of(app, keys)
+    never = train(keys, f"{folder}/never", (1, 1, 1))
+    for start in starts:
+        words = [f"stop_at={start.end}", f"data.batch_size={start.rows}"]
+        stopped = train([*keys, *words], f"{folder}/stopped", start.sizes)
+    apart, equal = compare(never, stopped)
+    rows = [("dp_replicate, dp_shard, tp", "micro-batch", "steps", "equal batches", "loss apart")]
+    for start in starts:
+        steps = f"{start.before + 1} to {start.end}"
+        same, largest = sum(equal[start.steps]), max(apart[start.steps])
+        rows.append((f"{start.sizes}", f"{start.rows} rows", steps, f"{same}", f"{largest:.1e}"))
+    notes = [
+        f"batch hashes equal in {sum(equal)} of {len(equal)} steps; losses at most "
+        f"{max(apart):.1e} apart, relative to the run that never stopped (one process)"
+    ]
+    if len(starts) < len(STARTS):
+        notes.append("without tensor parallelism: the app gives no such layout")
+    results: dict[str, Any] = {
+        "never": never,
+        "stopped": stopped,
+        "apart": apart,
+        "batches_equal": equal,
+    }
+    if png is not None:
+        draw(png, results, starts)
+        notes.append(f"drawn: {png}")
+    return Report(rows, notes, results)
+
+
+def measure_exact(app: App, keys: list[str], folder: str) -> Report:
     end, n = read_config(keys, app).steps, len(EXACT_MESHES)
     outcomes: dict[str, Any] = {}
-    with TemporaryDirectory() as folder:
-        keys = [*keys, "logging.freq=1", f"data.cache_dir={folder}/cache"]
-        for sizes in EXACT_MESHES:
-            dump_dir = f"{folder}/{'x'.join(map(str, sizes))}"
-            train([*keys, f"dump_dir={dump_dir}"], sizes)
-            outcomes[str(sizes)] = outcome_of(Path(dump_dir))
-        for i, sizes in enumerate(EXACT_MESHES, start=1):
-            train([*keys, f"stop_at={-(-end * i // n)}", f"dump_dir={folder}/all"], sizes)
-        outcomes["one after the other"] = outcome_of(Path(f"{folder}/all"))
+    for sizes in EXACT_MESHES:
+        dump_dir = f"{folder}/{'x'.join(map(str, sizes))}"
+        lines = train(keys, dump_dir, sizes)
+        outcomes[str(sizes)] = outcome_of(lines, dump_dir)
+    for i, sizes in enumerate(EXACT_MESHES, start=1):
+        lines = train([*keys, f"stop_at={-(-end * i // n)}"], f"{folder}/all", sizes)
+    outcomes["one after the other"] = outcome_of(lines, f"{folder}/all")
     first, *others = outcomes.values()
     rows = [("dp_replicate, dp_shard, tp", "equal lines", "hash of all tensors")]
     for name, outcome in outcomes.items():
@@ -101,16 +123,13 @@ def measure_exact(app: App, keys: list[str]) -> Report:
         rows.append((name, f"{sum(a == b for a, b in pairs)} of {end}", outcome["hash"]))
     same = all(other == first for other in others)
     verdict = "all runs are equal to the last bit" if same else "THE RUNS DIFFER"
-    return Report([*align(rows, left=1), "", verdict], {"outcomes": outcomes, "equal": same})
+    return Report(rows, [verdict], {"outcomes": outcomes, "equal": same})
 
 
-def outcome_of(dump_dir: Path) -> dict[str, Any]:
+def outcome_of(metrics: Metrics, dump_dir: str) -> dict[str, Any]:
     """The metrics of a run without its times, and a hash of all tensors of its last checkpoint."""
-    lines = [
-        {key: value for key, value in line.items() if key not in TIMES}
-        for line in steps_of(dump_dir)
-    ]
-    source = open_checkpoint(find(dump_dir / CHECKPOINTS)[0], alone=True)
+    lines = [{key: line[key] for key in line if key not in TIMES} for line in metrics]
+    source = open_checkpoint(find(Path(dump_dir, CHECKPOINTS))[0], alone=True)
     return {"lines": lines, "hash": digest_of_files(source)}
 
 
@@ -123,21 +142,17 @@ def starts_of(app: App, keys: list[str]) -> list[Start]:
     n = len(chosen)
     if args.steps < n:
         raise UserError(f"steps = {args.steps}: must be at least {n}, one for each start")
-    ends = [args.steps * i // n for i in range(n + 1)]
-    return [Start(*pair, *ends[i : i + 2]) for i, pair in enumerate(chosen)]
+    parts = pairwise(args.steps * i // n for i in range(n + 1))
+    return [Start(*pair, *part) for pair, part in zip(chosen, parts, strict=True)]
 
 
-def train(keys: list[str], sizes: tuple[int, int, int]) -> Metrics:
+def train(keys: list[str], dump_dir: str, sizes: tuple[int, int, int]) -> Metrics:
     """Start the program on a mesh of these sizes; the metrics of all steps so far."""
     names = ("dp_replicate", "dp_shard", "tp_size")
     mesh = [f"distributed.{name}={n}" for name, n in zip(names, sizes, strict=True)]
-    run("apps.main.train", [*keys, *mesh], ranks=prod(sizes), show=True)
-    return steps_of(Path(keys[-1].removeprefix("dump_dir=")))
-
-
-def steps_of(dump_dir: Path) -> Metrics:
-    """The metrics of every logged step of a run."""
-    return read_lines(dump_dir / "metrics.jsonl")
+    words = [*keys, *mesh, f"dump_dir={dump_dir}"]
+    run("apps.main.train", words, ranks=prod(sizes), show=True)
+    return read_lines(Path(dump_dir, METRICS))
 
 
 def compare(never: Metrics, stopped: Metrics) -> tuple[list[float], list[bool]]:
@@ -146,36 +161,9 @@ def compare(never: Metrics, stopped: Metrics) -> tuple[list[float], list[bool]]:
     steps = [line["step"] for line in never]
     if [line["step"] for line in stopped] != steps or steps != list(range(1, len(steps) + 1)):
         raise UserError("the two runs did not log the same steps, each once")
-    apart = [abs(b["loss"] / a["loss"] - 1) for a, b in zip(never, stopped, strict=True)]
-    equal = [a["batch_hash"] == b["batch_hash"] for a, b in zip(never, stopped, strict=True)]
-    return apart, equal
-
-
-def report(never: Metrics, stopped: Metrics, starts: list[Start], png: Path | None) -> Report:
-    apart, equal = compare(never, stopped)
-    rows = [("dp_replicate, dp_shard, tp", "micro-batch", "steps", "equal batches", "loss apart")]
-    for start in starts:
-        steps = f"{start.before + 1} to {start.end}"
-        same, largest = sum(equal[start.steps]), max(apart[start.steps])
-        rows.append((f"{start.sizes}", f"{start.rows} rows", steps, f"{same}", f"{largest:.1e}"))
-    lines = [
-        *align(rows, left=1),
-        "",
-        f"batch hashes equal in {sum(equal)} of {len(equal)} steps; losses at most "
-        f"{max(apart):.1e} apart, relative to the run that never stopped (one process)",
-    ]
-    if len(starts) < len(STARTS):
-        lines.append("without tensor parallelism: the app gives no such layout")
-    results: dict[str, list[Any]] = {
-        "never": never,
-        "stopped": stopped,
-        "apart": apart,
-        "batches_equal": equal,
-    }
-    if png is not None:
-        draw(png, results, starts)
-        lines.append(f"drawn: {png}")
-    return Report(lines, results)
+    pairs = list(zip(never, stopped, strict=True))
+    apart = [abs(b["loss"] / a["loss"] - 1) for a, b in pairs]
+    return apart, [a["batch_hash"] == b["batch_hash"] for a, b in pairs]
 
 
 def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:

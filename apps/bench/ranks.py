@@ -26,7 +26,6 @@ from apps.bench.launch import read_config, with_defaults
 from apps.bench.report import Report
 from apps.main.transformer import build
 from lingua.base.errors import UserError
-from lingua.base.format import align
 from lingua.checkpoint.retention import CheckpointArgs, DumpEvery
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress
@@ -67,18 +66,14 @@ def measure(keys: list[str]) -> Report:
     for name, form, key in ROWS:
         measured = [results[n][key] for n in RANKS]
         estimates = np.polyval(np.polyfit(RANKS, measured, 1), ESTIMATED)
-        cells = [f"{value:{form}}" for value in (*measured, *estimates)]
-        if key in SLEPT:
-            cells[len(RANKS) :] = [""] * len(ESTIMATED)
-        rows.append((name, *cells))
-    lines = [
-        *align(rows, left=1),
-        "",
+        estimated = [""] * len(ESTIMATED) if key in SLEPT else [f"{e:{form}}" for e in estimates]
+        rows.append((name, *(f"{value:{form}}" for value in measured), *estimated))
+    notes = [
         "* estimates: a line through the four that were measured",
         f"later saves: medians of {SAVES - 1}; a step is {1000 * WORK_S:.0f} ms, and another rank "
         f"is {1000 * LATE_S:.0f} ms late in each",
     ]
-    return Report(lines, {"ranks": results})
+    return Report(rows, notes, {"ranks": results})
 
 
 def run_ranks(n: int, keys: list[str]) -> dict[str, float]:
@@ -89,47 +84,51 @@ def run_ranks(n: int, keys: list[str]) -> dict[str, float]:
     context = get_context("fork")
     answers, ready = context.SimpleQueue(), context.Barrier(n)
     with TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as folder:
-        place = (n, port, folder, keys, ready, answers)
+        place = (n, port, Path(folder), keys, ready, answers)
         processes = [context.Process(target=rank_here, args=(r, *place)) for r in range(n)]
         for process in processes:
             process.start()
-        everyone = dict(answers.get() for _ in processes)
+        numbers = dict(answers.get() for _ in processes)
         for process in processes:
             process.join()
-    for answer in everyone.values():
+    for answer in numbers.values():
         if isinstance(answer, str):
             raise UserError(answer)
-    first, others = everyone[0], [everyone[r] for r in range(1, n)]
+    first, others = numbers[0], [numbers[rank] for rank in range(1, n)]
     later = np.median(first["saves"][1:], 0)  # [bytes, messages, CPU seconds]
     return {
-        "start_s": float(np.median([each["start_s"] for each in everyone.values()])),
+        "start_s": float(np.median([rank["start_s"] for rank in numbers.values()])),
         "start_messages": first["start_messages"],
         "files_0": first["files"],
-        "files": max(each["files"] for each in others),
+        "files": max(rank["files"] for rank in others),
         "first_kib": first["saves"][0][0] / 1024,
         "first_cpu": first["saves"][0][2],
         "later_kib": later[0] / 1024,
         "later_messages": later[1],
         "later_cpu_0": later[2],
-        "later_cpu": float(np.median([each["saves"][1:] for each in others], (0, 1))[2]),
+        "later_cpu": float(np.median([rank["saves"][1:] for rank in others], (0, 1))[2]),
         "hops": 2 * (n - 1),
-        "at_once_ms": first["at_once_ms"],
-        "ahead_ms": first["ahead_ms"],
+        **{key: first[key] for key in SLEPT},
     }
 
 
 def rank_here(
-    rank: int, n: int, port: int, folder: str, keys: list[str], ready: Any, answers: Any
+    rank: int, n: int, port: int, folder: Path, keys: list[str], ready: Any, answers: Any
 ) -> None:
     """One rank, in a process of its own, which puts (rank, numbers or the error) into `answers`."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "RANK": f"{rank}"}
-    os.environ |= {"WORLD_SIZE": f"{n}", "LOCAL_RANK": f"{rank % NODE}"}
-    os.environ |= {"LOCAL_WORLD_SIZE": f"{NODE}", "OMP_NUM_THREADS": "1"}
+    place: dict[str, Any] = {
+        "RANK": rank,
+        "WORLD_SIZE": n,
+        "LOCAL_RANK": rank % NODE,
+        "LOCAL_WORLD_SIZE": NODE,
+    }
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ |= {name: str(value) for name, value in place.items()}
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # gloo prints what each rank is connected to
     os.dup2(1, 2)
     try:
-        answers.put((rank, numbers_of_rank(n, Path(folder), keys, ready)))
+        answers.put((rank, numbers_of_rank(n, folder, keys, ready)))
         leave(60)
     except Exception:
         answers.put((rank, traceback.format_exc()))
@@ -159,13 +158,13 @@ def numbers_of_rank(n: int, folder: Path, keys: list[str], ready: Any) -> dict[s
             saver.save(step, tensors, asdict(Progress()), "", final=True)
             world_sum_(torch.ones(1))
             numbers["saves"].append(np.array([*received(), time.process_time()]) - before)
-    for key, ahead in (("at_once_ms", False), ("ahead_ms", True)):
+    for key in SLEPT:
         world_sum_(torch.ones(1))
         begin = time.perf_counter()
         for step in range(STEPS):
             time.sleep(LATE_S * (step % n == launch.rank))
             agreement = dist.all_reduce(torch.ones(4), async_op=True)
-            if not ahead:
+            if key == "at_once_ms":
                 agreement.wait()
             time.sleep(WORK_S)
             agreement.wait()

@@ -6,21 +6,21 @@ run has written, and divided by the steps between two of them in the whole run. 
 of rank 0 where something is written; between two log lines there is none.
 """
 
-import sys
-import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from apps.bench.launch import one_process, read_config, read_lines
 from apps.bench.report import Report, spread
+from apps.bench.turns import Side, take_round, take_turns
 from apps.main.train import train
 from lingua.app import App, choose_app
 from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
-from lingua.base.format import align
 from lingua.checkpoint.digest import digest
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
@@ -40,28 +40,28 @@ def measure(keys: list[str], repeats: int) -> Report:
         "the hash of tensors": args.checkpoint.dump.every or args.steps,
         "the receipt": args.steps,
     }
-    rounds = []
-    for i in range(repeats):
-        print(f"round {i + 1} of {repeats}", file=sys.stderr)
-        rounds.append(seconds_of(app, read_config(keys, app)))
-    shares = [{n: 100 * r[n] / r["a step"] / steps for n, steps in every.items()} for r in rounds]
+    short_run = partial(seconds_of_parts, app, keys)
+    parts = take_turns({"run": short_run}, repeats, "receipt", warm_up=0)["run"].results
+    seconds = {name: np.array([each[name] for each in parts]) for name in parts[0]}
+    shares = {name: 100 * seconds[name] / seconds["a step"] / n for name, n in every.items()}
     rows: list[tuple[str, ...]] = [("", "ms", "range", "each", "% of a step", "range")]
     results: dict[str, Any] = {}
-    for name in rounds[0]:
-        results[name] = s = spread(1000 * r[name] for r in rounds)
-        cells: tuple[str, ...] = (name, *s.cells(".3f"))
+    for name in seconds:
+        results[name] = ms = spread(1000 * seconds[name])
+        cells: tuple[str, ...] = ("", "", "")
         if name in every:
-            results[f"{name}, percent"] = share = spread(r[name] for r in shares)
-            cells += (f"{every[name]} steps", *share.cells(".4f"))
-        rows.append((*cells, *[""] * (len(rows[0]) - len(cells))))
-    results["percent"] = total = spread(sum(r.values()) for r in shares)
+            results[f"{name}, percent"] = share = spread(shares[name])
+            cells = (f"{every[name]} steps", *share.cells(".4f"))
+        rows.append((name, *ms.cells(".3f"), *cells))
+    results["percent"] = total = spread(sum(shares.values()))
     rows.append(("all of them", "", "", "", *total.cells(".4f")))
-    return Report([*align(rows, left=1), "", f"medians of {repeats} rounds"], results)
+    return Report(rows, [f"medians of {repeats} rounds"], results)
 
 
-def seconds_of(app: App, args: Any) -> dict[str, float]:
+def seconds_of_parts(app: App, keys: list[str]) -> dict[str, float]:
     """Seconds of a step (mean of those before the last line) and of each part of the record, in one
     short run. Raises UserError where a signal stops it."""
+    args = read_config(keys, app)
     with TemporaryDirectory() as folder, temporary_process_group():
         args.dump_dir, args.checkpoint.path = folder, None
         args.steps, args.stop_at = 2 * args.logging.freq, None
@@ -70,20 +70,14 @@ def seconds_of(app: App, args: Any) -> dict[str, float]:
         with Path(folder, "console.txt").open("w") as console, redirect_stdout(console):
             if train(app, args):
                 raise UserError("the run was stopped before its end")
-        lines = read_lines(Path(folder, METRICS))
-        [*_, checkpoint] = find(args.checkpoint_folder)
-        source = open_checkpoint(checkpoint)
+        last = read_lines(Path(folder, METRICS))[-1]
+        source = open_checkpoint(find(args.checkpoint_folder)[-1])
         tensors = source.whole(source.tensors)
-        return {
-            "a step": lines[-1]["step_time_s"],
-            "a link of a line": seconds(lambda: [link("", lines[-1]) for _ in range(LINES)])
-            / LINES,
-            "the hash of tensors": seconds(lambda: digest(tensors)),
-            "the receipt": seconds(lambda: write_receipt(Path(folder))),
+        sides: dict[str, Side] = {
+            "a link of a line": lambda: [link("", last) for _ in range(LINES)],
+            "the hash of tensors": lambda: digest(tensors),
+            "the receipt": lambda: write_receipt(Path(folder)),
         }
-
-
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+        seconds = {side: turn.seconds for side, turn in take_round(sides, 0).items()}
+    seconds["a link of a line"] /= LINES
+    return {"a step": last["step_time_s"], **seconds}

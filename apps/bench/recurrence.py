@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from apps.bench.launch import read_config
-from apps.bench.report import Report, quotients, spread
-from apps.bench.turns import take_round
+from apps.bench.report import Report, largest_difference, quotients, spread
+from apps.bench.turns import take_turns
 from apps.mamba.model import ssd
-from lingua.base.format import align
 from lingua.model.attention import attend
 from lingua.model.scan import scan
 
@@ -25,26 +24,21 @@ RATIOS = (("loop", "scan"), ("attention", "scan"), ("attention", "ssd"))
 def measure(keys: list[str], repeats: int) -> Report:
     n_heads, _, head_dim = read_config(keys).model.heads()
     cases: list[dict[str, Any]] = []
+    rows: list[tuple[str, ...]] = []
     for seq_len in LENGTHS:
-        works = sides(seq_len, n_heads, head_dim)
-        rounds = [take_round(works, i) for i in range(repeats + 1)][1:]  # the first one warms up
-        seconds = {side: [turns[side].seconds for turns in rounds] for side in works}
-        case: dict[str, Any] = {f"{side}_s": spread(s) for side, s in seconds.items()}
-        case |= {f"{a} / {b}": quotients(seconds[a], seconds[b]) for a, b in RATIOS}
-        pairs = zip(rounds[0]["scan"].result, rounds[0]["loop"].result, strict=True)
-        case["difference"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
-        cases.append(case | {"seq_len": seq_len})
-    names = [name for name in cases[0] if name.endswith("_s")]
-    ratios = [f"{a} / {b}" for a, b in RATIOS]
-    rows = [("tokens", *(f"{name[:-2]}, ms" for name in names), *(r for r in ratios))]
-    for case in cases:
-        ms = (f"{1000 * case[name].median:.1f}" for name in names)
-        cells = ("{} ({})".format(*case[ratio].cells(".1f")) for ratio in ratios)
-        rows.append((f"{case['seq_len']:,}", *ms, *cells))
+        turns = take_turns(sides(seq_len, n_heads, head_dim), repeats, f"{seq_len} tokens")
+        seconds = {side: spread(taken.seconds) for side, taken in turns.items()}
+        ratios = {f"{a} / {b}": quotients(turns[a].seconds, turns[b].seconds) for a, b in RATIOS}
+        apart = largest_difference(turns["scan"].results[0], turns["loop"].results[0])
+        case = {f"{side}_s": s for side, s in seconds.items()} | ratios
+        cases.append({**case, "difference": apart, "seq_len": seq_len})
+        ms = (f"{1000 * s.median:.1f}" for s in seconds.values())
+        rows.append((f"{seq_len:,}", *ms, *(ratio.text(".1f") for ratio in ratios.values())))
+    heading = ("tokens", *(f"{side}, ms" for side in seconds), *ratios)
     note = f"medians of {repeats} turns, ratios with their ranges, {n_heads} heads of {head_dim}"
     apart = max(case["difference"] for case in cases)
     note += f" features, float32; gradients of loop and scan at most {apart:.1e} apart (relative)"
-    return Report([*align(rows, left=0), "", note], {"cases": cases})
+    return Report([heading, *rows], [note], {"cases": cases}, left=0)
 
 
 def sides(seq_len: int, n_heads: int, head_dim: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:

@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,15 +11,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from lingua.base.format import align
 
 
 @dataclass(frozen=True)
 class Report:
     """The result of a measurement."""
 
-    lines: list[str]  # the table to print, and notes on it
+    rows: Sequence[Sequence[str]]  # the table to print
+    notes: list[str]  # lines below it
     results: dict[str, Any]  # the same as numbers, Spreads, and lists and mappings of them
     device: str = "cpu"  # torch device type
+    left: int = 1  # columns that are aligned left
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,13 @@ class Spread:
         """The median and the range as text, each number formatted with `form`."""
         return f"{self.median:{form}}", f"{self.low:{form}} to {self.high:{form}}"
 
+    def text(self, form: str = ".2f") -> str:
+        """The median, and the range in parentheses."""
+        return "{} ({})".format(*self.cells(form))
+
+    def quartiles(self, form: str = ".2f") -> str:
+        return f"{self.q1:{form}} to {self.q3:{form}}"
+
 
 def spread(measured: Iterable[float]) -> Spread:
     values = [float(value) for value in measured]
@@ -49,20 +61,25 @@ def quotients(over: Iterable[float], under: Iterable[float]) -> Spread:
     return spread(a / b for a, b in zip(over, under, strict=True))
 
 
+def largest_difference(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    """The largest relative difference of two tensors at the same place."""
+    pairs = zip(some, others, strict=True)
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
 def side_rows(
-    rounds: list[dict[str, float]], ratios: dict[str, tuple[str, str]], title: str = ""
+    seconds: dict[str, list[float]], ratios: dict[str, tuple[str, str]], title: str = ""
 ) -> tuple[list[tuple[str, ...]], dict[str, Spread]]:
-    """A row (name, median, range, "") for the seconds of each side of the rounds, then one (name,
-    median, range, that of the fastest turns) for each ratio {name: (over, under)}; all Spreads."""
-    sides = {side: [seconds[side] for seconds in rounds] for side in rounds[0]}
-    spreads = {side: spread(seconds) for side, seconds in sides.items()}
+    """A row (name, median, range, "") for each side's seconds by round, then one (name, median,
+    range, that of the fastest turns) for each ratio {name: (over, under)}; all Spreads."""
+    spreads = {side: spread(values) for side, values in seconds.items()}
     rows: list[tuple[str, ...]] = [
         (f"{title}{side}, s", *s.cells(), "") for side, s in spreads.items()
     ]
     for name, (over, under) in ratios.items():
-        spreads[name] = s = quotients(sides[over], sides[under])
+        spreads[name] = quotients(seconds[over], seconds[under])
         fastest = spreads[over].low / spreads[under].low
-        rows.append((f"{title}{name}", *s.cells(), f"{fastest:.2f}"))
+        rows.append((f"{title}{name}", *spreads[name].cells(), f"{fastest:.2f}"))
     return rows, spreads
 
 
@@ -81,7 +98,9 @@ def show(report: Report, command: str, json_path: Path | None) -> None:
         f"device {machine['device']}; torch {machine['torch']}, Python {machine['python']}"
     )
     print(f"command  {command}\n")
-    print("\n".join(report.lines))
+    print("\n".join(align(report.rows, report.left)))
+    if report.notes:
+        print("\n".join(["", *report.notes]))
     if json_path is not None:
         now = datetime.now(UTC).isoformat()
         content = {"command": command, "machine": machine, "results": report.results}

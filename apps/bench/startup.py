@@ -8,12 +8,13 @@ import json
 import sys
 import time
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from apps.bench.launch import read_lines, run
-from apps.bench.report import Report, Spread, spread
-from lingua.base.format import align
+from apps.bench.report import Report, spread
+from lingua.base.dump_dir import METRICS
 
 # What each part ends with is a stamp of the probe, the last one the line of step 1.
 PARTS = {
@@ -29,35 +30,33 @@ CASES = {"built": "shards built", "to build": "shards to build"}
 
 
 def measure(keys: list[str], repeats: int) -> Report:
-    seconds: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+    starts: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
     for repeat in range(repeats):
         with TemporaryDirectory() as folder:
             for case in ("to build", "built"):
                 print(f"start {repeat + 1} of {repeats}, {CASES[case]}", file=sys.stderr)
-                seconds[case].append(start_once(keys, Path(folder), case))
-    results: dict[str, dict[str, Spread]] = {
-        case: {part: spread(parts[part] for parts in starts) for part in (*PARTS, "all")}
-        for case, starts in seconds.items()
+                starts[case].append(start_once(keys, Path(folder), case))
+    results = {
+        case: {part: spread(seconds[part] for seconds in starts[case]) for part in (*PARTS, "all")}
+        for case in CASES
     }
     rows = [("seconds: median (range)", *CASES.values())]
     for part, name in {**PARTS, "all": "to the first completed step"}.items():
-        rows.append((name, *("{} ({})".format(*results[case][part].cells()) for case in CASES)))
-    lines = [*align(rows, left=1), "", f"{repeats} starts of each"]
-    return Report(lines, {"seconds": results, "repeats": repeats})
+        rows.append((name, *(results[case][part].text() for case in CASES)))
+    return Report(rows, [f"{repeats} starts of each"], {"seconds": results, "repeats": repeats})
 
 
-def start_once(keys: list[str], folder: Path, name: str) -> dict[str, float]:
+def start_once(keys: list[str], folder: Path, case: str) -> dict[str, float]:
     """Seconds of every part, and of all, of one start with token shards in `folder`/cache."""
-    dump_dir = folder / name.replace(" ", "_")
-    stamps_file = folder / f"{dump_dir.name}.json"
+    dump_dir = folder / case.replace(" ", "_")
+    stamps_file = dump_dir.with_suffix(".json")
     places = [f"dump_dir={dump_dir}", f"data.cache_dir={folder}/cache"]
-    since = before = time.time()
+    begin = time.time()
     words = [str(stamps_file), *keys, *places, "stop_at=1", "logging.freq=1"]
     run("apps.bench.startup_probe", words)
     stamps = json.loads(stamps_file.read_text(encoding="utf-8"))
-    [line] = read_lines(dump_dir / "metrics.jsonl")
+    [line] = read_lines(dump_dir / METRICS)
     stamps["first step"] = datetime.fromisoformat(line["created_at"]).timestamp()
-    parts = {}
-    for part in PARTS:
-        parts[part], since = stamps[part] - since, stamps[part]
-    return {**parts, "all": since - before}
+    ends = [begin, *(stamps[part] for part in PARTS)]
+    parts = {part: end - since for part, (since, end) in zip(PARTS, pairwise(ends), strict=True)}
+    return {**parts, "all": ends[-1] - begin}

@@ -1,6 +1,6 @@
 """One start of the training program, stamped with the time at which each part of it was done.
 
-python -m apps.bench.startup_probe STAMPS.json config=... key=value ...
+python -m apps.bench.startup_probe stamps.json config=... key=value ...
 
 The first call of an app's data follows the process group, the last one opens the data, and the
 first call of its model begins the first step.
@@ -42,14 +42,22 @@ def main() -> None:
     from lingua.parallel.program import run_program
 
     stamps["imports"] = time.time()
-    from apps.bench.launch import watched
+
+    def stamp_model(*_: Any) -> None:
+        stamps.setdefault("model", time.time())
 
     def run() -> None:
         app = choose_app(keys)
         args: Any = load_run(app, keys)[0]
         stamps["config"] = time.time()
-        app = replace(app, data=StampedData(app.data or TextData(), stamps))
-        train(watched(app, lambda *_: stamps.setdefault("model", time.time())), args)
+
+        def build(args: Any) -> Any:
+            built = app.build(args)
+            built.module.register_forward_pre_hook(stamp_model)
+            return built
+
+        data = StampedData(app.data or TextData(), stamps)
+        train(replace(app, build=build, data=data), args)
         Path(path).write_text(json.dumps(stamps), encoding="utf-8")
 
     run_program(run)

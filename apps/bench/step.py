@@ -11,35 +11,30 @@ CPU beside another model, see apps.bench.nanogpt.
 import gc
 import io
 import json
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from apps.bench import nanogpt
-from apps.bench.launch import one_process, read_lines, watched
+from apps.bench.launch import one_process, read_lines, training
 from apps.bench.loop import Batch, Reference
 from apps.bench.report import Report, quotients, spread
-from apps.bench.turns import clock, take_round
+from apps.bench.turns import clock, take_turns
 from apps.main.config import TrainArgs
-from apps.main.train import train
 from apps.main.transformer import build
 from lingua.app import choose_app
 from lingua.base.errors import UserError
-from lingua.base.format import align
 from lingua.config.load import load, meta_lingua
 from lingua.monitor.metrics import mfu
 from lingua.monitor.peaks import peak_flops
 from lingua.parallel.launch import pick_device
+from lingua.tools.in_process import temporary_process_group
 
 CONFIGS = Path(__file__).parents[1] / "main" / "configs"
 SMALL = f"config={CONFIGS / 'small.yaml'}"
@@ -78,13 +73,12 @@ def measure(keys: list[str], repeats: int) -> Report:
     axes = [(named[key],) if key in named else values for key, values in varied.items()]
     cases: list[dict[str, Any]] = []
     for shape, *values in product(shapes, *axes):
-        chosen = dict(zip(varied, values, strict=True))
-        case = {"shape": shape, **chosen}
-        print(", ".join(f"{key} {value}" for key, value in case.items()), file=sys.stderr)
-        words = [f"{key}={value}" for key, value in chosen.items()]
+        case: dict[str, Any] = {"shape": shape, **dict(zip(varied, values, strict=True))}
+        title = ", ".join(f"{key} {value}" for key, value in case.items())
+        words = [f"{key}={case[key]}" for key in varied]
         torch.compiler.reset()  # else what differs from the last shape would be compiled as dynamic
         try:
-            numbers = measure_case([*shapes[shape], *keys, *words], device, repeats)
+            numbers = measure_case([*shapes[shape], *keys, *words], device, repeats, title)
         except (UserError, RuntimeError) as error:  # the others are still measured
             numbers = {"error": str(error)}
         cases.append(case | numbers)
@@ -109,7 +103,41 @@ def report(cases: list[dict[str, Any]], repeats: int, device: torch.device) -> R
     apart = max(case["loss_difference"] for case in cases if "error" not in case)
     about = f"medians of {repeats} turns of {STEPS} steps, after {WARM_UP} that are not measured"
     about += f"; losses of both: at most {apart:.1e} apart (relative)"
-    return Report([*align(rows, left=3), *errors, "", about], {"cases": cases}, device.type)
+    return Report(rows, [*errors, about], {"cases": cases}, device.type, left=3)
+
+
+def measure_case(keys: list[str], device: torch.device, repeats: int, title: str) -> dict[str, Any]:
+    """Spreads over the turns, and the largest relative difference of the losses."""
+    taken: list[Steps] = []  # by the program, whose first turn comes first
+
+    def program() -> Steps:
+        taken.append(program_turn(keys, device))
+        return taken[-1]
+
+    turns = take_turns(
+        {"program": program, "bare": lambda: bare_turn(taken[-1], device)}, repeats, title, 0
+    )
+    bare = turns["bare"].results
+    args, name = taken[0].args, "cpu"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    tokens = STEPS * args.data.step_rows * args.data.seq_len
+    seconds, bare_seconds = ([steps.seconds for steps in side] for side in (taken, bare))
+    speed = spread(tokens / s for s in seconds)
+    peak = peak_flops(name, args.distributed.dtype)
+    return {
+        "tokens_per_s": speed,
+        "bare_tokens_per_s": spread(tokens / s for s in bare_seconds),
+        "ratio": quotients(bare_seconds, seconds),
+        "mfu": mfu(build(args).flops_per_token, speed.median, peak),
+        "peak_gib": max(steps.peak_bytes for steps in taken) / 2**30 or None,
+        "bare_peak_gib": max(steps.peak_bytes for steps in bare) / 2**30 or None,
+        "loss_difference": max(
+            abs(reference.losses[step] - loss) / max(loss, 1e-9)  # on the stub driver all are zero
+            for program, reference in zip(taken, bare, strict=True)
+            for step, loss in program.losses.items()
+        ),
+    }
 
 
 @dataclass
@@ -121,35 +149,6 @@ class Steps:
     losses: dict[int, float]  # the loss by step, where one was logged
     seconds: float = 0.0  # duration of the measured steps
     peak_bytes: int = 0  # peak memory of tensors on CUDA; 0 on the CPU
-
-
-def measure_case(keys: list[str], device: torch.device, repeats: int) -> dict[str, Any]:
-    """Spreads over the turns, and the largest relative difference of the losses."""
-    program = program_turn(keys, device)
-    args, bare = program.args, partial(bare_turn, program.args, program.batches, device)
-    turns = [(program, bare())]
-    sides = {"program": partial(program_turn, keys, device), "bare": bare}
-    for i in range(1, repeats):
-        taken = take_round(sides, i)
-        turns.append((taken["program"].result, taken["bare"].result))
-    tokens = STEPS * args.data.step_rows * args.data.seq_len
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(name, args.distributed.dtype)
-    seconds, bare_seconds = ([turn.seconds for turn in side] for side in zip(*turns, strict=True))
-    speed = spread(tokens / s for s in seconds)
-    return {
-        "tokens_per_s": speed,
-        "bare_tokens_per_s": spread(tokens / s for s in bare_seconds),
-        "ratio": quotients(bare_seconds, seconds),
-        "mfu": mfu(build(args).flops_per_token, speed.median, peak),
-        "peak_gib": max(program.peak_bytes for program, _ in turns) / 2**30 or None,
-        "bare_peak_gib": max(bare.peak_bytes for _, bare in turns) / 2**30 or None,
-        "loss_difference": max(
-            abs(bare.losses[step] - loss) / max(loss, 1e-9)  # on the stub driver all are zero
-            for program, bare in turns
-            for step, loss in program.losses.items()
-        ),
-    }
 
 
 class Stopwatch:
@@ -175,32 +174,25 @@ class Stopwatch:
 
 def program_turn(keys: list[str], device: torch.device) -> Steps:
     watch = Stopwatch(device)
-    try:
-        with redirect_stdout(io.StringIO()):
-            steps = run_steps([*keys, f"logging.freq={WARM_UP}"], WARM_UP + STEPS, watch)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with temporary_process_group(), redirect_stdout(io.StringIO()):
+        steps = run_steps([*keys, f"logging.freq={WARM_UP}"], WARM_UP + STEPS, watch)
     return replace(steps, seconds=watch.seconds, peak_bytes=watch.peak_bytes)
 
 
-def bare_turn(args: TrainArgs, batches: list[Batch], device: torch.device) -> Steps:
-    watch = Stopwatch(device)
+def bare_turn(program: Steps, device: torch.device) -> Steps:
+    """The steps of the program, by the bare loop."""
+    watch, args = Stopwatch(device), program.args
     module = build(args).module
     if args.distributed.compile:
         for block in module.get_submodule("layers").children():
             block.compile()
     reference = Reference(module, args, device)
-    reference.run(1, batches[:WARM_UP])
+    reference.run(program.batches[:WARM_UP])
     watch(WARM_UP)
-    reference.run(1 + WARM_UP, batches[WARM_UP:])
+    reference.run(program.batches[WARM_UP:])
     watch(WARM_UP + STEPS)
-    losses = {step: loss.item() for step, loss in reference.losses.items()}
-    return Steps(args, batches, losses, watch.seconds, watch.peak_bytes)
-
-
-class _Enough(Exception):
-    """All steps are taken."""
+    losses = {step: loss.item() for step, loss in enumerate(reference.losses, start=1)}
+    return replace(program, losses=losses, seconds=watch.seconds, peak_bytes=watch.peak_bytes)
 
 
 def run_steps(keys: list[str], n: int, at: Callable[[int], None]) -> Steps:
@@ -216,26 +208,17 @@ def run_steps(keys: list[str], n: int, at: Callable[[int], None]) -> Steps:
         fixed = [
             f"dump_dir={folder}/run", f"data.root_dir={folder}", "data.sources={text: 1.0}",
             "data.source_files={}", "data.tokenizer={name: bytes, path: null}",
-            "checkpoint.path=null", "checkpoint.dump.every=0", "checkpoint.eval.every=0",
-            "validation.every=0",
+            "checkpoint.path=null",
         ]  # fmt: skip
         app = choose_app(keys)
         args: TrainArgs = load(app.config, [*keys, *fixed], foreign=meta_lingua)[0]
         if args.model.vocab_size == -1:
             raise UserError("model.vocab_size: must be given, since no tokenizer's file is read")
-        args.steps, args.stop_at = max(args.steps, n + 1), None
         batches: list[Batch] = []
-
-        def look(step: int, left: int, tokens: Tensor, targets: Tensor) -> None:
-            if step > len(batches):
-                at(step - 1)
-                if step > n:
-                    raise _Enough
-                batches.append([])
-            batches[-1].append((tokens, targets))
-
-        with suppress(_Enough):
-            train(watched(app, look), args)
-            raise KeyboardInterrupt  # a signal ended it
+        with training(app, args, n) as (run, steps):
+            at(0)
+            for step in steps:
+                batches.append(run.batch)
+                at(step)
         lines = read_lines(args.folder / "metrics.jsonl")
         return Steps(args, batches, {line["step"]: line["loss"] for line in lines})

@@ -5,30 +5,34 @@ Each mode is a real torchrun launch of the training program, 2 replicas of 2 sha
 """
 
 import gc
-import json
 import sys
 import time
 from math import prod
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from apps.bench.launch import on_ranks, read_config, watched, with_defaults
+from apps.bench.launch import (
+    backward_collectives,
+    read_config,
+    train_on_ranks,
+    training,
+    with_defaults,
+)  # fmt: skip
 from apps.bench.report import Report
 from apps.main import app
 from apps.main.config import TrainArgs
-from apps.main.train import train
 from lingua.base.errors import UserError
-from lingua.base.format import align, human_bytes
+from lingua.base.format import human_bytes
 
 MODES = ("last", "replica_last", "every")
 RUN = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "device=cpu"]
 RUN += ["data.global_batch_size=16", "data.batch_size=1"]
 STEP = 2  # the step that is counted: in the first, FSDP and the allocator settle
+REDUCTIONS = {"reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}  # kind: axis
 
 
 def measure(keys: list[str]) -> Report:
@@ -38,53 +42,48 @@ def measure(keys: list[str]) -> Report:
     if replicas is None or shards is None:
         raise UserError("distributed.dp_replicate and dp_shard: must be numbers")
     mesh = replicas, shards, args.distributed.tp_size
-    n_micro, n_rows = args.micro_steps(replicas * shards)
     rows = [["grad_sync", "reduce-scatters", "bytes", "all-reduces", "bytes", "kept"]]
     modes = []
     for mode in MODES:
         print(f"{prod(mesh)} processes, grad_sync = {mode}", file=sys.stderr)
-        with TemporaryDirectory() as folder:
-            words = [*keys, f"distributed.grad_sync={mode}", f"dump_dir={folder}/run"]
-            counts = on_ranks(prod(mesh), count, *words)
+        counts = train_on_ranks(prod(mesh), count, *keys, f"distributed.grad_sync={mode}")
         modes.append({"mode": mode, **counts})
-        reduced = (counts[kind] for kind in ("reduce_scatter", "all_reduce"))
+        reduced = (counts[kind] for kind in REDUCTIONS)
         cells = [cell for c in reduced for cell in (f"{c['count']}", human_bytes(c["bytes"]))]
         rows.append([mode, *cells, human_bytes(counts["kept_bytes"])])
-    lines = [
-        *align(rows, left=1),
-        "",
+    n_micro, n_rows = args.micro_steps(replicas * shards)
+    notes = [
         f"gradients in one step of rank 0: dp_replicate {replicas}, dp_shard {shards}, "
         f"tp {mesh[2]}; {n_micro} micro-steps of at most {n_rows} rows; "
         f"{modes[0]['parameters']:,} parameters;",
         "bytes: of the larger side of each collective, the gradient before it is reduced;",
         "kept: memory of gradients between micro-steps",
     ]
-    return Report(lines, {"mesh": mesh, "micro_steps": n_micro, "modes": modes})
+    return Report(rows, notes, {"mesh": mesh, "micro_steps": n_micro, "modes": modes})
 
 
 def count(*keys: str) -> dict[str, Any]:
     """Gradient collectives of a step that this rank issued, and bytes of gradients that it keeps
     when the last micro-step begins. Every rank calls this; rank 0 returns the counts."""
     args: TrainArgs = read_config(keys)
-    args.stop_at = STEP + 1
     args.profiling.run, args.profiling.profile_warmup, args.profiling.profile_steps = True, STEP, 1
     live: list[int] = []  # bytes of all tensors as each micro-step of the step begins
 
-    def look(step: int, left: int, tokens: Tensor, targets: Tensor) -> None:
-        if step == STEP and dist.get_rank() == 0:
+    def look(model: nn.Module, inputs: Any) -> None:
+        if run.progress.step == STEP - 1 and dist.get_rank() == 0:
             live.append(settled_bytes())
 
-    train(watched(app, look), args)
+    with training(app, args, STEP + 1) as (run, steps):
+        run.model.register_forward_pre_hook(look, prepend=True)
+        list(steps)
     if dist.get_rank() != 0:
         return {}
-    path = args.folder / "profiling" / f"collectives_step{STEP}.json"
-    collectives = json.loads(path.read_text(encoding="utf-8"))["collectives"]
-    n_parameters = sum(p.numel() for p in app.build(args).module.parameters())
+    n_parameters = sum(p.numel() for p in run.model.parameters())
     counts: dict[str, Any] = {"parameters": n_parameters, "kept_bytes": live[-1] - live[0]}
-    for kind, axis in (("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")):
-        # Those of the backward pass: others are of metrics, of clipping and of who stops.
-        calls = [c for c in collectives if c["backward"] and (c["kind"], c["axis"]) == (kind, axis)]
-        counts[kind] = {key: sum(c[key] for c in calls) for key in ("count", "bytes")}
+    for kind, axis in REDUCTIONS.items():
+        calls = backward_collectives(args, STEP)
+        reduced = [call for call in calls if (call["kind"], call["axis"]) == (kind, axis)]
+        counts[kind] = {key: sum(call[key] for call in reduced) for key in ("count", "bytes")}
     return counts
 
 

@@ -4,9 +4,8 @@ affects all of them equally."""
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +13,20 @@ import torch
 Side = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One call of one side."""
 
     seconds: float
     cpu_seconds: float  # summed over the threads of this process, and its children that have ended
     result: Any  # what the side returned
+
+
+class Turns(NamedTuple):
+    """The turns of one side, by round."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    results: list[Any]
 
 
 def clock(device: torch.device | None = None) -> np.ndarray:
@@ -52,10 +58,25 @@ def take_round(
     return {name: turns[name] for name in names}
 
 
-def take_turns(sides: Mapping[str, Side], repeats: int, title: str) -> list[dict[str, Turn]]:
-    """Rounds of all sides, after one that warms up and is left out."""
+def take_turns(
+    sides: Mapping[str, Side], repeats: int, title: str, warm_up: int = 1
+) -> dict[str, Turns]:
+    """The turns of every side in so many rounds, after others that warm up and are left out."""
     rounds = []
-    for i in range(repeats + 1):
-        print(f"{title}: round {i} of {repeats}", file=sys.stderr)
+    for i in range(warm_up + repeats):
+        print(f"{title}: round {i + 1 - warm_up} of {repeats}", file=sys.stderr)
         rounds.append(take_round(sides, i))
-    return rounds[1:]
+    return by_side(rounds[warm_up:])
+
+
+def by_side(rounds: Iterable[Mapping[str, Turn]]) -> dict[str, Turns]:
+    rounds = list(rounds)
+    return {
+        side: Turns(*map(list, zip(*(taken[side] for taken in rounds), strict=True)))
+        for side in rounds[0]
+    }
+
+
+def seconds_of(rounds: Iterable[Mapping[str, Turn]]) -> dict[str, list[float]]:
+    """The seconds of every side, by round."""
+    return {side: turns.seconds for side, turns in by_side(rounds).items()}

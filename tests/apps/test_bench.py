@@ -18,6 +18,7 @@ from apps.bench.loop import Reference
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.config.load import load
+from lingua.data.loader import MicroBatch
 from tests.mistakes import refused
 from tests.programs import python
 
@@ -203,9 +204,12 @@ def test_a_reference_on_other_rows_has_other_losses() -> None:
     for first in (0, 0, 1):
         reference = Reference(build(args).module, args, torch.device("cpu"))
         part = rows[first : first + 8]
-        batch = [(part[i : i + 4, :-1], part[None, i : i + 4, 1:]) for i in (0, 4)]
-        reference.run(1, [batch, batch])
-        losses.append(torch.stack([reference.losses[1], reference.losses[2]]))
+        batch = [
+            MicroBatch(torch.arange(4), part[i : i + 4, :-1], part[None, i : i + 4, 1:])
+            for i in (0, 4)
+        ]
+        reference.run([batch, batch])
+        losses.append(torch.stack(reference.losses))
     assert (losses[1] / losses[0] - 1).abs().max() < 1e-5
     assert (losses[2] / losses[0] - 1).abs().min() > 1e-4
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from apps.bench.promise import compare, steps_of
+from apps.bench.launch import read_lines
+from apps.bench.promise import compare
 from apps.main import train as program
+from lingua.base.dump_dir import METRICS
 from lingua.tools.runs.records import Record
 from tests.apps.meshes import mesh, on_meshes
 
@@ -34,7 +36,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(ranks, tmp_path, ve
     assert "(step 6)" in (sample / "run" / "train.log").read_text()
     whole = [json.loads(line) for line in (sample / "metrics.jsonl").read_text().splitlines()]
     whole = [line for line in whole if "loss" in line]
-    found = steps_of(sample / "run")
+    found = read_lines(sample / "run" / METRICS)
     apart, equal = compare(whole, found)
     assert len(equal) == 12 and all(equal) and max(apart) < CLOSE
     a_step_off = [abs(b["loss"] / a["loss"] - 1) for a, b in pairwise(found)]
