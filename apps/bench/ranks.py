@@ -1,17 +1,15 @@
 """What grows with the ranks: descriptors, messages and seconds of a start, of saves in the
 background and of a step's agreement, counted in real processes.
 
-They are forked on this machine, with nodes of 8 ranks and a tiny model sharded over all. What a
-rank receives is what the kernel counts of the TCP connections of its process. The numbers of more
-ranks are estimates: a line through those that were measured.
+They are forked on this machine, with nodes of 8 ranks and a tiny model sharded over all.
 """
 
+import json
 import os
 import socket
 import struct
 import sys
 import time
-import traceback
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.multiprocessing import start_processes
 
 from apps.bench.launch import read_config, with_defaults
 from apps.bench.report import Report
 from apps.main.transformer import build
-from lingua.base.errors import UserError
 from lingua.checkpoint.retention import CheckpointArgs, DumpEvery
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress
@@ -79,59 +78,40 @@ def measure(keys: list[str]) -> Report:
 def run_ranks(n: int, keys: list[str]) -> dict[str, float]:
     """The numbers of `n` ranks, by the keys of ROWS."""
     print(f"{n} processes", file=sys.stderr)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    context = get_context("fork")
-    answers, ready = context.SimpleQueue(), context.Barrier(n)
     with TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as folder:
-        place = (n, port, Path(folder), keys, ready, answers)
-        processes = [context.Process(target=rank_here, args=(r, *place)) for r in range(n)]
-        for process in processes:
-            process.start()
-        numbers = dict(answers.get() for _ in processes)
-        for process in processes:
-            process.join()
-    for answer in numbers.values():
-        if isinstance(answer, str):
-            raise UserError(answer)
-    first, others = numbers[0], [numbers[rank] for rank in range(1, n)]
-    later = np.median(first["saves"][1:], 0)  # [bytes, messages, CPU seconds]
+        place = (n, get_free_port(), Path(folder), keys, get_context("fork").Barrier(n))
+        start_processes(rank_here, place, n, start_method="fork")
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(n)]
+    first, *others = ranks
+    [first_save, *_], saves = first["saves"], [rank["saves"][1:] for rank in ranks]
+    n_bytes, n_messages, cpu_s = np.median(saves[0], 0).tolist()
     return {
-        "start_s": float(np.median([rank["start_s"] for rank in numbers.values()])),
+        "start_s": float(np.median([rank["start_s"] for rank in ranks])),
         "start_messages": first["start_messages"],
         "files_0": first["files"],
         "files": max(rank["files"] for rank in others),
-        "first_kib": first["saves"][0][0] / 1024,
-        "first_cpu": first["saves"][0][2],
-        "later_kib": later[0] / 1024,
-        "later_messages": later[1],
-        "later_cpu_0": later[2],
-        "later_cpu": float(np.median([rank["saves"][1:] for rank in others], (0, 1))[2]),
+        "first_kib": first_save[0] / 1024,
+        "first_cpu": first_save[2],
+        "later_kib": n_bytes / 1024,
+        "later_messages": n_messages,
+        "later_cpu_0": cpu_s,
+        "later_cpu": float(np.median(saves[1:], (0, 1))[2]),
         "hops": 2 * (n - 1),
         **{key: first[key] for key in SLEPT},
     }
 
 
-def rank_here(
-    rank: int, n: int, port: int, folder: Path, keys: list[str], ready: Any, answers: Any
-) -> None:
-    """One rank, in a process of its own, which puts (rank, numbers or the error) into `answers`."""
-    place: dict[str, Any] = {
-        "RANK": rank,
-        "WORLD_SIZE": n,
-        "LOCAL_RANK": rank % NODE,
-        "LOCAL_WORLD_SIZE": NODE,
-    }
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    os.environ |= {name: str(value) for name, value in place.items()}
+def rank_here(rank: int, n: int, port: int, folder: Path, keys: list[str], ready: Any) -> None:
+    """One rank, in a process of its own, which writes its numbers to `folder`."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "RANK": f"{rank}"}
+    os.environ |= {"WORLD_SIZE": f"{n}", "LOCAL_RANK": f"{rank % NODE}"}
+    os.environ |= {"LOCAL_WORLD_SIZE": f"{NODE}", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # gloo prints what each rank is connected to
     os.dup2(1, 2)
-    try:
-        answers.put((rank, numbers_of_rank(n, folder, keys, ready)))
-        leave(60)
-    except Exception:
-        answers.put((rank, traceback.format_exc()))
+    numbers = numbers_of_rank(n, folder, keys, ready)
+    Path(folder, f"{rank}.json").write_text(json.dumps(numbers))
+    leave(60)
 
 
 def numbers_of_rank(n: int, folder: Path, keys: list[str], ready: Any) -> dict[str, Any]:
@@ -157,7 +137,8 @@ def numbers_of_rank(n: int, folder: Path, keys: list[str], ready: Any) -> dict[s
             before = np.array([*received(), time.process_time()])
             saver.save(step, tensors, asdict(Progress()), "", final=True)
             world_sum_(torch.ones(1))
-            numbers["saves"].append(np.array([*received(), time.process_time()]) - before)
+            saved = np.array([*received(), time.process_time()]) - before
+            numbers["saves"].append(saved.tolist())
     for key in SLEPT:
         world_sum_(torch.ones(1))
         begin = time.perf_counter()

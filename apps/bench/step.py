@@ -1,11 +1,10 @@
 """Tokens per second, MFU and peak memory of a training step, beside a bare PyTorch loop of the same
 model: each shape, compiled and not, with each attention.
 
-The two take the same steps on the same rows, in turns, each with a model of its own, so that the
-peak is that of one. The bare loop is that of `apps.bench loop`, with its blocks compiled where the
-program's are. What a key on the command line sets is not varied: `config=FILE` measures that model,
-`distributed.compile=true` leaves out eager. `reference=nanogpt` measures forward and backward on a
-CPU beside another model, see apps.bench.nanogpt.
+The two take the same steps on the same rows, in turns, each with a model of its own. The bare loop
+is that of `apps.bench loop`, with its blocks compiled where the program's are. What a key on the
+command line sets is not varied: `config=FILE` measures that model, `distributed.compile=true`
+leaves out eager. `reference=nanogpt` measures what apps.bench.nanogpt describes.
 """
 
 import gc
@@ -13,11 +12,10 @@ import io
 import json
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +27,7 @@ from apps.bench.turns import clock, take_turns
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import choose_app
+from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
 from lingua.monitor.metrics import mfu
@@ -108,47 +107,47 @@ def report(cases: list[dict[str, Any]], repeats: int, device: torch.device) -> R
 
 def measure_case(keys: list[str], device: torch.device, repeats: int, title: str) -> dict[str, Any]:
     """Spreads over the turns, and the largest relative difference of the losses."""
-    taken: list[Steps] = []  # by the program, whose first turn comes first
+    taken: list[Steps] = []  # by the program, which begins
+    differences: list[float] = []
 
-    def program() -> Steps:
-        taken.append(program_turn(keys, device))
-        return taken[-1]
+    def program() -> Stopwatch:
+        watch = Stopwatch(device)
+        with temporary_process_group(), redirect_stdout(io.StringIO()):
+            taken.append(run_steps([*keys, f"logging.freq={WARM_UP}"], WARM_UP + STEPS, watch))
+        return watch
 
-    turns = take_turns(
-        {"program": program, "bare": lambda: bare_turn(taken[-1], device)}, repeats, title, 0
-    )
-    bare = turns["bare"].results
-    args, name = taken[0].args, "cpu"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    def bare() -> Stopwatch:
+        watch, steps = Stopwatch(device), taken[-1]
+        module = build(steps.args).module
+        if steps.args.distributed.compile:
+            for block in module.get_submodule("layers").children():
+                block.compile()
+        reference = Reference(module, steps.args, device)
+        reference.run(steps.batches[:WARM_UP])
+        watch(WARM_UP)
+        reference.run(steps.batches[WARM_UP:])
+        watch(WARM_UP + STEPS)
+        for step, loss in steps.losses.items():
+            apart = abs(reference.losses[step - 1].item() - loss)
+            differences.append(apart / max(loss, 1e-9))  # on the stub driver all are zero
+        return watch
+
+    turns = take_turns({"program": program, "bare": bare}, repeats, title, warm_up=0)
+    watches = turns["program"].results, turns["bare"].results
+    seconds, bare_seconds = ([watch.seconds for watch in side] for side in watches)
+    peak_gib, bare_peak_gib = (max(w.peak_bytes for w in side) / 2**30 or None for side in watches)
+    args, name = taken[0].args, torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     tokens = STEPS * args.data.step_rows * args.data.seq_len
-    seconds, bare_seconds = ([steps.seconds for steps in side] for side in (taken, bare))
-    speed = spread(tokens / s for s in seconds)
-    peak = peak_flops(name, args.distributed.dtype)
+    speed, peak = spread(tokens / s for s in seconds), peak_flops(name, args.distributed.dtype)
     return {
         "tokens_per_s": speed,
         "bare_tokens_per_s": spread(tokens / s for s in bare_seconds),
         "ratio": quotients(bare_seconds, seconds),
         "mfu": mfu(build(args).flops_per_token, speed.median, peak),
-        "peak_gib": max(steps.peak_bytes for steps in taken) / 2**30 or None,
-        "bare_peak_gib": max(steps.peak_bytes for steps in bare) / 2**30 or None,
-        "loss_difference": max(
-            abs(reference.losses[step] - loss) / max(loss, 1e-9)  # on the stub driver all are zero
-            for program, reference in zip(taken, bare, strict=True)
-            for step, loss in program.losses.items()
-        ),
+        "peak_gib": peak_gib,
+        "bare_peak_gib": bare_peak_gib,
+        "loss_difference": max(differences),
     }
-
-
-@dataclass
-class Steps:
-    """Steps that were taken, by the program or by the bare loop."""
-
-    args: TrainArgs  # resolved
-    batches: list[Batch]  # what each step trained on
-    losses: dict[int, float]  # the loss by step, where one was logged
-    seconds: float = 0.0  # duration of the measured steps
-    peak_bytes: int = 0  # peak memory of tensors on CUDA; 0 on the CPU
 
 
 class Stopwatch:
@@ -172,27 +171,12 @@ class Stopwatch:
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device) if is_cuda else 0
 
 
-def program_turn(keys: list[str], device: torch.device) -> Steps:
-    watch = Stopwatch(device)
-    with temporary_process_group(), redirect_stdout(io.StringIO()):
-        steps = run_steps([*keys, f"logging.freq={WARM_UP}"], WARM_UP + STEPS, watch)
-    return replace(steps, seconds=watch.seconds, peak_bytes=watch.peak_bytes)
+class Steps(NamedTuple):
+    """Steps that the training program took."""
 
-
-def bare_turn(program: Steps, device: torch.device) -> Steps:
-    """The steps of the program, by the bare loop."""
-    watch, args = Stopwatch(device), program.args
-    module = build(args).module
-    if args.distributed.compile:
-        for block in module.get_submodule("layers").children():
-            block.compile()
-    reference = Reference(module, args, device)
-    reference.run(program.batches[:WARM_UP])
-    watch(WARM_UP)
-    reference.run(program.batches[WARM_UP:])
-    watch(WARM_UP + STEPS)
-    losses = {step: loss.item() for step, loss in enumerate(reference.losses, start=1)}
-    return replace(program, losses=losses, seconds=watch.seconds, peak_bytes=watch.peak_bytes)
+    args: TrainArgs  # resolved
+    batches: list[Batch]  # what each step trained on
+    losses: dict[int, float]  # the loss by step, where one was logged
 
 
 def run_steps(keys: list[str], n: int, at: Callable[[int], None]) -> Steps:
@@ -202,9 +186,10 @@ def run_steps(keys: list[str], n: int, at: Callable[[int], None]) -> Steps:
     to the caller. Raises KeyboardInterrupt where a signal asks to stop.
     """
     with TemporaryDirectory() as folder:
-        (Path(folder) / "text").mkdir()
-        text = json.dumps({"text": "A step reads rows of this document, again and again. "})
-        (Path(folder) / "text" / "text.jsonl").write_text(f"{text}\n" * 2000)
+        text = Path(folder, "text", "text.jsonl")
+        text.parent.mkdir()
+        document = json.dumps({"text": "A step reads rows of this document, again and again. "})
+        text.write_text(f"{document}\n" * 2000)
         fixed = [
             f"dump_dir={folder}/run", f"data.root_dir={folder}", "data.sources={text: 1.0}",
             "data.source_files={}", "data.tokenizer={name: bytes, path: null}",
@@ -220,5 +205,5 @@ def run_steps(keys: list[str], n: int, at: Callable[[int], None]) -> Steps:
             for step in steps:
                 batches.append(run.batch)
                 at(step)
-        lines = read_lines(args.folder / "metrics.jsonl")
+        lines = read_lines(args.folder / METRICS)
         return Steps(args, batches, {line["step"]: line["loss"] for line in lines})
