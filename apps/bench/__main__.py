@@ -64,12 +64,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
     options = parser.parse_intermixed_args()
     name, keys, given = options.measurement, options.keys, dict[str, Any]()
-    if (repeats := MEASUREMENTS[name][1]) is not None:
-        given["repeats"] = repeats if options.repeats is None else options.repeats
-        if given["repeats"] < 1:
-            parser.error("--repeats: must be at least 1")
-    elif options.repeats is not None:
-        parser.error(f"--repeats: {name} has no rounds")
+    _, rounds = MEASUREMENTS[name]
+    if options.repeats is not None and (rounds is None or options.repeats < 1):
+        parser.error(f"--repeats: {'must be at least 1' if rounds else f'{name} has no rounds'}")
+    if rounds is not None:
+        given["repeats"] = options.repeats or rounds
     if options.png is not None:
         if name != "promise":
             parser.error("--png: must be given with promise")

@@ -1,9 +1,8 @@
 """The parts of apps/speedrun: all of them, all but one, and some changes of one, over common seeds,
 for a quarter of the steps.
 
-Real runs of the training program. What each gave is added to FILE as soon as it ends, and a second
-start of the command goes on with the runs that FILE lacks. Intervals are those of `lingua compare`
-for several arms: one variance of losses by arm and seed, and all of them hold together.
+What a run gave is added to FILE as soon as it ends, and a second start of the command goes on with
+the runs that FILE lacks. Intervals are those of `lingua compare` for several arms.
 """
 
 import json

@@ -1,13 +1,9 @@
 """Saving and loading a checkpoint, over plain files of the same size.
 
 Two processes have a model of the training program with AdamW's moments, 1.2 GB in all unless keys
-set another size, and take turns: the real `save`, and its hash of tensors alone, against one plain
-file each, written and synced; the real `load`, every checksum verified first, against one plain
-file each, read; loading on the topology that saved against loading on others. Nothing that is read
-is in the page cache.
-
-In a virtual machine, memory that the host must allocate first makes single turns two to three times
-as long. So the fastest turns are reported beside the medians.
+set another size. Nothing that is read is in the page cache. In a virtual machine, memory that the
+host must allocate first makes single turns two to three times as long: so the fastest turns are
+reported beside the medians.
 """
 
 import os

@@ -1,11 +1,9 @@
 """What preparing text costs over the tokenizer's own library, and how fast rows come.
 
-Everything is made on the spot: text from the standard library of this Python, tokenizers trained on
-it, token shards. CPU seconds are reported too: other processes change them less.
+Text is that of the standard library of this Python, on which the tokenizers are trained.
 """
 
 import base64
-import functools
 import io
 import itertools
 import json
@@ -45,7 +43,7 @@ TEXT_BYTES = 12_000_000
 EXCLUDED = {"site-packages", "test"}  # folders
 # How often the text is repeated for each tokenizer: a round takes all of them seconds, and what a
 # source costs once, whatever its size (files synced, a look at the disk), is small in it.
-TEXT_REPEATS = {"tiktoken": 4, "sentencepiece": 2, "bytes": 12}
+TEXT_REPEATS = {"tiktoken": 4, "sp": 2, "bytes": 12}
 WARM_UP = 1000  # documents that are encoded before a round
 SHARED_PARTS = 16  # parts of one size: as many for each of two processes
 TRAINED_ON = 4_000_000  # characters of the text
@@ -56,12 +54,10 @@ DOCUMENT_TOKENS = 1000
 VALUES = 50_000  # of these tokens
 SPARSE_TOKENS, SPARSE_SHARDS = 10**10, 80
 
-TABLE = {  # of what is measured; a name that it does not have is a form of token files
-    **{name: f"{name}, million tokens/s" for name in TEXT_REPEATS},
-    SAME_OBJECT: SAME_OBJECT,
-    "two processes": "two processes over one, million tokens/s",
-    "rows": "rows to micro-batches, million tokens/s",
-}
+MILLION = "million tokens/s"
+LABELS = {name: f"{name}, {MILLION}" for name in ("tiktoken", "sentencepiece", "bytes")}
+LABELS |= {SAME_OBJECT: SAME_OBJECT, "two processes": f"two processes over one, {MILLION}"}
+LABELS |= {"rows": f"rows to micro-batches, {MILLION}"}
 Pair = dict[str, Turns]  # turns of `ours` and `reference`; each returns its amount of work
 
 
@@ -70,15 +66,13 @@ def measure(keys: list[str], repeats: int) -> Report:
         work = Path(folder)
         tokenizers = make_tokenizers(work, write_text(work))
         measured = {name: tokenizing(work, name, tokenizers[name], repeats) for name in tokenizers}
-        ranks = tokenizers["tiktoken"]
-        measured[SAME_OBJECT] = tokenizing(work, "tiktoken", ranks, repeats, same_object=True)
-        measured["two processes"] = two_processes(work, ranks, repeats)
+        measured["two processes"] = two_processes(work, tokenizers["tiktoken"], repeats)
         measured |= reading(work, repeats)
         first_ms, grown_mib = first_batches(work, repeats)
     results: dict[str, Any] = {name: speeds(pair) for name, pair in measured.items()}
     rows: list[tuple[str, ...]] = [("", "ours", "reference", "ratio", "range", "CPU ratio")]
     for name, s in results.items():
-        label = TABLE.get(name, f"rows of {name} files over those of shards, million tokens/s")
+        label = LABELS.get(name, f"rows of {name} files over those of shards, {MILLION}")
         sides = (f"{s[side].median / 1e6:.2f}" for side in ("ours", "reference"))
         rows.append((label, *sides, *s["ratio"].cells(), s["cpu_ratio"].cells()[0]))
     results |= {"first batch, ms": first_ms, "memory grown, MiB": grown_mib, "repeats": repeats}
@@ -148,64 +142,56 @@ def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
         "tiktoken": TokenizerArgs("tiktoken", str(work / "ranks")),
         "sentencepiece": TokenizerArgs("sp", str(work / "model")),
         "bytes": TokenizerArgs("bytes"),
+        SAME_OBJECT: TokenizerArgs("tiktoken", str(work / "ranks")),
     }
 
 
-def tokenizing(
-    work: Path, name: str, tokenizer: TokenizerArgs, repeats: int, same_object: bool = False
-) -> Pair:
+def tokenizing(work: Path, name: str, args: TokenizerArgs, repeats: int) -> Pair:
     """Text files to token shards in one process, over the library's encode of the same texts. Each
     round is a process of its own: where tables lie in its memory makes both sides faster or slower
     by some percent, and not by the same."""
     rounds = []
     for i in range(repeats):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            turns = process.submit(tokenize_round, work, name, tokenizer, same_object, i).result()
-        rounds.append(turns)
+            rounds.append(process.submit(tokenize_round, work, name, args, i).result())
     return by_side(rounds)
 
 
-def tokenize_round(
-    work: Path, name: str, tokenizer: TokenizerArgs, same_object: bool, i: int
-) -> dict[str, Turn]:
-    with open(work / f"{name}.jsonl", encoding="utf-8") as file:
+def tokenize_round(work: Path, name: str, args: TokenizerArgs, i: int) -> dict[str, Turn]:
+    with open(work / f"{args.name}.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
-    encode = encoder(tokenizer, same_object)
+    tokenizer = build_tokenizer(args)  # once, as in a run
+    encode = encoder(name, tokenizer.library)
     for text in texts[:WARM_UP]:
         encode(text)
     sides = {
-        "ours": lambda: prepare(work, name, tokenizer, UNIT_BYTES),
+        "ours": lambda: prepare(work, args, tokenizer, UNIT_BYTES),
         "reference": lambda: sum(len(encode(text)) for text in texts),
     }
     return take_round(sides, i, before=partial(remove_shards, work))
 
 
-def encoder(args: TokenizerArgs, same_object: bool) -> Callable[[str], Any]:
+def encoder(name: str, library: Any) -> Callable[[str], Any]:
     """The library's own encode; of tiktoken with Llama 3's pattern, or of the object of ours."""
-    library = built(args.name, args.path).library
-    if args.name == "sp":
-        return library.encode
-    if args.name == "bytes":
+    if name == "bytes":
         return lambda text: np.frombuffer(text.encode(), np.uint8)
+    if name == "sentencepiece":
+        return library.encode
+    if name == SAME_OBJECT:
+        return library.encode_ordinary
     ranks = library._mergeable_ranks
     plain = tiktoken.Encoding("plain", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
-    return (library if same_object else plain).encode_ordinary
-
-
-@functools.cache
-def built(name: Any, path: str | None) -> Tokenizer:
-    """Built once, as in a run: reading its file is no part of tokenizing."""
-    return build_tokenizer(TokenizerArgs(name, path))
+    return plain.encode_ordinary
 
 
 def prepare(
-    work: Path, source: str, tokenizer: TokenizerArgs, unit_bytes: int, processes: int = 1
+    work: Path, args: TokenizerArgs, tokenizer: Tokenizer, unit_bytes: int, processes: int = 1
 ) -> int:
     """Build the shards of a source; its tokens, without the two that frame a document."""
-    args = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=tokenizer)
+    source = str(args.name)
+    data = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=args)
     building = {"processes": processes, "unit_bytes": unit_bytes}
-    library = built(tokenizer.name, tokenizer.path)
-    total = prepare_source(source, args, library, lambda line: None, **building).manifest.total
+    total = prepare_source(source, data, tokenizer, lambda line: None, **building).manifest.total
     return sum(total(s, "tokens") - 2 * total(s, "documents") for s in ("train", "heldout"))
 
 
@@ -213,19 +199,19 @@ def remove_shards(work: Path) -> None:
     shutil.rmtree(work / ".tokens", ignore_errors=True)
 
 
-def two_processes(work: Path, tokenizer: TokenizerArgs, repeats: int) -> Pair:
+def two_processes(work: Path, args: TokenizerArgs, repeats: int) -> Pair:
     """A preparation with two processes, from before they start, over one with one."""
-    unit_bytes = -(-(work / "tiktoken.jsonl").stat().st_size // SHARED_PARTS)
-    build = partial(prepare, work, "tiktoken", tokenizer, unit_bytes)
-    sides = {"ours": partial(build, processes=2), "reference": build}
+    unit_bytes = -(-(work / f"{args.name}.jsonl").stat().st_size // SHARED_PARTS)
+    one = partial(prepare, work, args, build_tokenizer(args), unit_bytes)
+    sides = {"ours": partial(one, processes=2), "reference": one}
     return by_side(
         take_round(sides, i, before=partial(remove_shards, work)) for i in range(repeats)
     )
 
 
 def reading(work: Path, repeats: int) -> dict[str, Pair]:
-    """Rows in random order from the page cache to micro-batches: from shards over a plain gather of
-    them, and from files of other tools over as many tokens in shards."""
+    """Random rows from the page cache to micro-batches: from shards over a plain gather of them,
+    and from files of other tools over as many tokens in shards."""
     path = work / "rows" / "0.train.tokens"
     path.parent.mkdir()
     np.random.default_rng(0).integers(0, VALUES, GATHERED_TOKENS, np.uint16).tofile(path)

@@ -1,9 +1,7 @@
 """What `deterministic: mesh` costs: a step and its gradient traffic, over the same config in float.
 
 Both are real torchrun launches, in turns: two ranks on the CPU and micro-batches of 4 rows unless
-keys set other numbers. Both reduce gradients in every micro-step (`grad_sync: every`), with as many
-threads. The time of a round is that of its steps after the first ones; processor time, which other
-work on the machine changes less, is that of rank 0.
+keys set other numbers. Both reduce gradients in every micro-step. Processor time is that of rank 0.
 """
 
 from functools import partial

@@ -1,9 +1,8 @@
 """Models of transformers: loading, import and export, each over reading or copying the same files.
 
-The folders have random weights of a model that keys describe, of 1.2 GB in float32 and half as much
-in bfloat16. Eight processes load each as a training run does, in float32 and sharded, and read as
-many bytes, from the page cache and from the disk. The bfloat16 folder is imported and exported, and
-its files are copied, with and without syncing the copies: an import is a checkpoint and is synced.
+The folders have random weights of a model that keys describe. Eight processes load each as a
+training run does, in float32 and sharded, and read as many bytes. The bfloat16 folder is imported
+and exported, and its files are copied: an import is a checkpoint and is synced.
 """
 
 import io

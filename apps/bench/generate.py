@@ -1,8 +1,7 @@
 """Tokens per second of generation, against transformers' `generate` on the same exported weights.
 
-The model of the configuration with its initial weights, in float32, in one process: speed does not
-depend on what the weights are. Both continue the same prompts greedily with a cache, in turns. That
-they generate the same tokens shows that they do the same work.
+The model has its initial weights, since speed does not depend on what they are. Both continue the
+same prompts greedily with a cache. Equal tokens show that they do the same work.
 """
 
 from functools import partial

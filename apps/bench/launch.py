@@ -1,13 +1,14 @@
 """Command lines, processes and the training program, as the measurements start them."""
 
 import importlib
+import io
 import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from apps.main.run import Run
 from apps.main.start import start_run
 from apps.main.train import build_run, take_steps
 from lingua.app import App
-from lingua.base.dump_dir import COLLECTIVES, PROFILING
+from lingua.base.dump_dir import COLLECTIVES, METRICS, PROFILING
 from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
 from lingua.parallel.launch import Launch, detect_launch
@@ -89,8 +90,8 @@ def train_on_ranks(ranks: int, function: Callable[..., Any], *keys: str) -> Any:
 @contextmanager
 def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[int]]]:
     """A run of the training program before its first step, and its first steps: an iterator that
-    yields each once it is complete. The run measures nothing held out and saves nothing. The
-    iterator raises KeyboardInterrupt where a signal stops the run."""
+    yields each once it is complete. The run measures nothing held out, saves nothing and prints
+    nothing. The iterator raises KeyboardInterrupt where a signal stops the run."""
     args.checkpoint.dump.every = args.checkpoint.eval.every = args.validation.every = 0
     args.steps, args.stop_at = max(args.steps, n_steps + 1), None  # the last step of a run is saved
 
@@ -99,7 +100,11 @@ def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[
         if run.signals:
             raise KeyboardInterrupt
 
-    with StopRequest("stopping before the next step") as stop, ExitStack() as open_parts:
+    with (
+        redirect_stdout(io.StringIO()),
+        StopRequest("stopping before the next step") as stop,
+        ExitStack() as open_parts,
+    ):
         started = start_run(app, args, stop, open_parts)
         run = build_run(app, args, started, stop, open_parts)
         yield run, steps()
@@ -111,6 +116,11 @@ def backward_collectives(args: Any, step: int) -> list[dict[str, Any]]:
     path = Path(args.dump_dir, PROFILING, COLLECTIVES.replace("*", f"{step}"))
     calls = json.loads(path.read_text(encoding="utf-8"))["collectives"]
     return [call for call in calls if call["backward"]]
+
+
+def logged_losses(args: Any) -> dict[int, float]:
+    """The losses that a run has logged, by step."""
+    return {line["step"]: line["loss"] for line in read_lines(Path(args.dump_dir, METRICS))}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,20 +1,17 @@
 """What the training loop costs over a bare forward, backward and step of the same model.
 
-The loop of `apps.main.train` runs as it is. After every few steps it waits while the reference
-takes the same steps on the same rows. How far two copies of the reference are apart is the
-resolution. A round is as many steps as from one log line to the next.
+The loop of `apps.main.train` waits after every few steps while the reference takes the same steps
+on the same rows. How far two copies of the reference are apart is the resolution. A round is as
+many steps as from one log line to the next. Saving and evaluating are left out.
 
 The reference is a plain script: forward and backward of every micro-batch, torch's
-`clip_grad_norm_` and fused AdamW, on rows in memory, without mesh, FSDP, batch hash, metrics, guard
-or agreement on stopping. It trains the same run: equal losses show that both did the same work. The
-reference sees no documents, so for config=apps/sft/configs/debug.yaml the ratio is that of
-instruction tuning to plain training. Saving and evaluating are left out.
+`clip_grad_norm_` and fused AdamW, on rows in memory. Equal losses show that both did the same work.
+It sees no documents, so for config=apps/sft/configs/debug.yaml the ratio is that of instruction
+tuning to plain training.
 """
 
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from apps.bench.launch import one_process, read_config, read_lines, training
+from apps.bench.launch import logged_losses, one_process, read_config, training
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import clock
 from apps.main.config import TrainArgs
@@ -89,35 +86,34 @@ def measure(keys: list[str], repeats: int) -> Report:
     with TemporaryDirectory() as folder:
         args.dump_dir, args.checkpoint.path = folder, None
         references = [Reference(app.build(args).module, args, device) for _ in range(2)]
-        with Path(folder, "console.txt").open("w") as console, redirect_stdout(console):
-            seconds = take_turns_with_loop(app, args, references, turn_steps, repeats)
-        losses = {line["step"]: line["loss"] for line in read_lines(Path(folder, "metrics.jsonl"))}
+        seconds = take_turns_with_loop(app, args, references, turn_steps, repeats)
+        losses = logged_losses(args)
     expected = references[0].losses
     apart = max(abs(expected[step - 1].item() / loss - 1) for step, loss in losses.items())
     bare = seconds[:, 1:].mean(1)
     overhead = 100 * (seconds[:, 0] / bare - 1)
     control = 100 * (seconds[:, 2] / seconds[:, 1] - 1)
     freq = args.logging.freq
-    table: dict[str, tuple[str, np.ndarray]] = {
-        "overhead_percent": ("overhead, % of time", overhead[:, 0]),
-        "control_percent": ("  two copies of the reference apart", control[:, 0]),
-        "overhead_cpu_percent": ("overhead, % of processor time", overhead[:, 1]),
-        "control_cpu_percent": ("  two copies of the reference apart", control[:, 1]),
-        "loop_step_ms": ("loop, ms a step", 1000 * seconds[:, 0, 0] / freq),
-        "reference_step_ms": ("reference, ms a step", 1000 * bare[:, 0] / freq),
-    }
-    results: dict[str, Any] = {name: spread(values) for name, (_, values) in table.items()}
+    table: list[tuple[str, str, str, np.ndarray]] = [
+        ("overhead_percent", "overhead, % of time", "+.2f", overhead[:, 0]),
+        ("control_percent", "  two copies of the reference apart", "+.2f", control[:, 0]),
+        ("overhead_cpu_percent", "overhead, % of processor time", "+.2f", overhead[:, 1]),
+        ("control_cpu_percent", "  two copies of the reference apart", "+.2f", control[:, 1]),
+        ("loop_step_ms", "loop, ms a step", ".1f", 1000 * seconds[:, 0, 0] / freq),
+        ("reference_step_ms", "reference, ms a step", ".1f", 1000 * bare[:, 0] / freq),
+    ]
+    results: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = [("", "median", "quartiles", "range")]
-    for name, (title, _) in table.items():
-        form = "+.2f" if name.endswith("percent") else ".1f"
-        median, extremes = results[name].cells(form)
-        rows.append((title, median, results[name].quartiles(form), extremes))
+    for name, title, form, values in table:
+        results[name] = s = spread(values)
+        median, extremes = s.cells(form)
+        rows.append((title, median, s.quartiles(form), extremes))
     results["tokens_ratio"] = ratio = quotients(bare[:, 0], seconds[:, 0, 0])
     results |= {"rounds_s": seconds.tolist(), "steps_per_round": freq, "loss_difference": apart}
-    rows_of_step, seq_len = args.data.global_batch_size, args.data.seq_len
     notes = [
         f"{repeats} rounds of {freq} steps, taken in turns of {turn_steps}; a step is "
-        f"{rows_of_step} rows of {seq_len} tokens, micro-steps: {args.micro_steps(1)[0]};",
+        f"{args.data.global_batch_size} rows of {args.data.seq_len} tokens, micro-steps: "
+        f"{args.micro_steps(1)[0]};",
         f"losses of loop and reference: at most {apart:.1e} apart (relative)"
         if args.data.document_mask == "none"
         else "documents of a row do not see each other in the loop; in the reference they do",

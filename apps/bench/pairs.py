@@ -1,8 +1,6 @@
 """Pairs of runs that share a seed: by how much sharing it reduces the variance of a difference.
 
-Real runs of the training program, which stay in runs/pairs: the config as it is, and each change of
-CHANGES to it, over the same seeds. Held-out losses are measured along the run. A second start uses
-the runs that exist.
+Real runs of the training program, which stay in runs/pairs: a second start uses those that exist.
 """
 
 import sys

@@ -1,9 +1,8 @@
 """The promise as a picture: one run stopped and resumed across topologies, over one never stopped.
 
-Both are real launches of the training program on the CPU, of any app (`app=`, `config=`): one
-process, and a run that changes its processes, mesh and micro-batches at every start. Compared are
-the loss of every step and the hash of every global batch. `--png FILE` draws it (matplotlib).
-With `deterministic=mesh` compared are all numbers of every step and all tensors of the last
+Real launches of any app (`app=`, `config=`): one process, and a run that changes its mesh and
+micro-batches at every start. Compared are the loss of every step and the hash of every global
+batch. With `deterministic=mesh` compared are all numbers of every step and all tensors of the last
 checkpoint, to the last bit: of a run on each mesh, and of one that changes its mesh at every start.
 """
 
@@ -150,8 +149,7 @@ def train(keys: list[str], dump_dir: str, sizes: tuple[int, int, int]) -> Metric
     """Start the program on a mesh of these sizes; the metrics of all steps so far."""
     names = ("dp_replicate", "dp_shard", "tp_size")
     mesh = [f"distributed.{name}={n}" for name, n in zip(names, sizes, strict=True)]
-    words = [*keys, *mesh, f"dump_dir={dump_dir}"]
-    run("apps.main.train", words, ranks=prod(sizes), show=True)
+    run("apps.main.train", [*keys, *mesh, f"dump_dir={dump_dir}"], prod(sizes), show=True)
     return read_lines(Path(dump_dir, METRICS))
 
 

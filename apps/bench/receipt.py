@@ -2,8 +2,7 @@
 of tensors in each checkpoint, and the receipt at the end, over a step.
 
 Each round trains a short run, which gives the time of a step; then the three are timed on what the
-run has written, and divided by the steps between two of them in the whole run. All of them are work
-of rank 0 where something is written; between two log lines there is none.
+run has written, and divided by the steps between two of them in the whole run.
 """
 
 from contextlib import redirect_stdout

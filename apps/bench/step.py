@@ -8,10 +8,8 @@ leaves out eager. `reference=nanogpt` measures what apps.bench.nanogpt describes
 """
 
 import gc
-import io
 import json
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from apps.bench import nanogpt
-from apps.bench.launch import one_process, read_lines, training
+from apps.bench.launch import logged_losses, one_process, training
 from apps.bench.loop import Batch, Reference
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import clock, take_turns
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import choose_app
-from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
 from lingua.monitor.metrics import mfu
@@ -112,7 +109,7 @@ def measure_case(keys: list[str], device: torch.device, repeats: int, title: str
 
     def program() -> Stopwatch:
         watch = Stopwatch(device)
-        with temporary_process_group(), redirect_stdout(io.StringIO()):
+        with temporary_process_group():
             taken.append(run_steps([*keys, f"logging.freq={WARM_UP}"], WARM_UP + STEPS, watch))
         return watch
 
@@ -205,5 +202,4 @@ def run_steps(keys: list[str], n: int, at: Callable[[int], None]) -> Steps:
             for step in steps:
                 batches.append(run.batch)
                 at(step)
-        lines = read_lines(args.folder / METRICS)
-        return Steps(args, batches, {line["step"]: line["loss"] for line in lines})
+        return Steps(args, batches, logged_losses(args))

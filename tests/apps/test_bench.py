@@ -175,7 +175,7 @@ def test_ablations_go_on_with_the_runs_that_are_missing(tmp_path: Path) -> None:
 def test_text_and_rows_are_timed_beside_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         "TEXT_BYTES": 400_000,
-        "TEXT_REPEATS": {"tiktoken": 1, "sentencepiece": 1, "bytes": 1},
+        "TEXT_REPEATS": {"tiktoken": 1, "sp": 1, "bytes": 1},
         "TRAINED_ON": 200_000,
         "VOCABULARY": 700,
         "SHARED_PARTS": 4,
