@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from apps.bench.launch import on_ranks, read_config, with_defaults
@@ -76,7 +76,8 @@ def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
     d = args.distributed
     d.dp_replicate, d.dp_shard, d.tp_size = TOPOLOGIES[first]
     start(torch.device("cpu"), launch, d)
-    states = {name: state_on(args, sizes) for name, sizes in TOPOLOGIES.items()}
+    meshes = (init_device_mesh("cpu", sizes, mesh_dim_names=AXES) for sizes in TOPOLOGIES.values())
+    states = {name: state_on(mesh, args) for name, mesh in zip(TOPOLOGIES, meshes, strict=True)}
     torch.manual_seed(launch.rank)  # each rank has other parts of sharded tensors
     for t in states[first].values():
         if isinstance(t, DTensor):
@@ -121,10 +122,9 @@ def start_over(root: Path, plain: Path) -> None:
     dist.barrier()
 
 
-def state_on(args: TrainArgs, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
-    """Model and moments as the training program lays them out on a mesh of these sizes."""
+def state_on(mesh: DeviceMesh, args: TrainArgs) -> dict[str, Tensor]:
+    """Model and moments as the training program lays them out on a mesh of CPUs."""
     built = build(args)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     model = parallelize_model(built.module, mesh, built.plan, args.distributed)
     model.to_empty(device="cpu")
     return tensors_of(model, build_optimizer(model, args.optim))

@@ -45,12 +45,7 @@ class Start:
 
     sizes: tuple[int, int, int]  # dp_replicate, dp_shard, tp
     rows: int  # largest micro-batch
-    before: int  # the step that it resumes from
-    end: int  # its last step
-
-    @property
-    def steps(self) -> slice:
-        return slice(self.before, self.end)
+    steps: slice  # from the one that it resumes from to its last
 
     def label(self) -> str:
         replicas, shards, tp = self.sizes
@@ -65,26 +60,25 @@ def measure(keys: list[str], png: Path | None = None) -> Report:
     if png is not None:
         if exact:
             raise UserError("--png: draws losses that are apart; leave it out with this mode")
-        _pyplot()  # a mistake is found before training
+        import_optional("matplotlib", "--png")  # a mistake is found before training
     with TemporaryDirectory() as folder:
         keys = [*keys, "logging.freq=1", f"data.cache_dir={folder}/cache"]
         if exact:
             return measure_exact(app, with_defaults([*SHORTER, "data.batch_size=3"], keys), folder)
-        return measure_close(
-            app, with_defaults(SHORT if app is main_app else SHORTER, keys), folder, png
-        )
+        keys = with_defaults(SHORT if app is main_app else SHORTER, keys)
+        return measure_close(app, keys, folder, png)
 
 
 def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> Report:
     starts = starts_of(app, keys)
     never = train(keys, f"{folder}/never", (1, 1, 1))
     for start in starts:
-        words = [f"stop_at={start.end}", f"data.batch_size={start.rows}"]
+        words = [f"stop_at={start.steps.stop}", f"data.batch_size={start.rows}"]
         stopped = train([*keys, *words], f"{folder}/stopped", start.sizes)
     apart, equal = compare(never, stopped)
     rows = [("dp_replicate, dp_shard, tp", "micro-batch", "steps", "equal batches", "loss apart")]
     for start in starts:
-        steps = f"{start.before + 1} to {start.end}"
+        steps = f"{start.steps.start + 1} to {start.steps.stop}"
         same, largest = sum(equal[start.steps]), max(apart[start.steps])
         rows.append((f"{start.sizes}", f"{start.rows} rows", steps, f"{same}", f"{largest:.1e}"))
     notes = [
@@ -93,12 +87,8 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
     ]
     if len(starts) < len(STARTS):
         notes.append("without tensor parallelism: the app gives no such layout")
-    results: dict[str, Any] = {
-        "never": never,
-        "stopped": stopped,
-        "apart": apart,
-        "batches_equal": equal,
-    }
+    results: dict[str, Any] = {"never": never, "stopped": stopped}
+    results |= {"apart": apart, "batches_equal": equal}
     if png is not None:
         draw(png, results, starts)
         notes.append(f"drawn: {png}")
@@ -142,7 +132,7 @@ def starts_of(app: App, keys: list[str]) -> list[Start]:
     if args.steps < n:
         raise UserError(f"steps = {args.steps}: must be at least {n}, one for each start")
     parts = pairwise(args.steps * i // n for i in range(n + 1))
-    return [Start(*pair, *part) for pair, part in zip(chosen, parts, strict=True)]
+    return [Start(*pair, slice(*part)) for pair, part in zip(chosen, parts, strict=True)]
 
 
 def train(keys: list[str], dump_dir: str, sizes: tuple[int, int, int]) -> Metrics:
@@ -166,7 +156,7 @@ def compare(never: Metrics, stopped: Metrics) -> tuple[list[float], list[bool]]:
 
 def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:
     """Above, both loss curves; below, how far apart they are."""
-    plt = _pyplot()
+    plt = import_optional("matplotlib.pyplot", "--png")
     plt.rcParams.update({
         "font.size": 9, "text.color": "#222222", "axes.labelcolor": MUTED, "axes.grid": True,
         "axes.grid.axis": "y", "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": GRID,
@@ -186,13 +176,14 @@ def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:
     text = "never stopped:\none process"
     top.annotate(text, (steps[at], never[at]), place, ha="center", color=MUTED, arrowprops=arrow)
     for start, color in zip(starts, COLORS, strict=False):
-        joined = slice(max(start.before - 1, 0), start.end)  # from the last step of the one before
+        before, end = start.steps.start, start.steps.stop
+        joined = slice(max(before - 1, 0), end)  # from the last step of the one before
         top.plot(steps[joined], stopped[joined], color=color, linewidth=1.6)
         bottom.plot(steps[start.steps], apart[start.steps], ".", color=color, markersize=4)
         box = {"transform": top.get_xaxis_transform(), "ha": "center", "va": "top"}
-        top.text((start.before + start.end + 1) / 2, 0.98, start.label(), color=color, **box)
-        for axes in (top, bottom) if start.end < n else ():
-            axes.axvline(start.end + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
+        top.text((before + end + 1) / 2, 0.98, start.label(), color=color, **box)
+        for axes in (top, bottom) if end < n else ():
+            axes.axvline(end + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
     top.set(ylabel="loss, nats per token", xlim=(0, n + 1))
     top.set_ylim(low - 0.05 * (high - low), high + 0.12 * (high - low))
     bottom.set(ylabel="relative difference", xlabel="step")
@@ -203,8 +194,3 @@ def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:
     title += f"{same} {n} global batches are the same"
     figure.suptitle(title, x=0.02, ha="left", fontsize=11)
     figure.savefig(png, dpi=130)
-
-
-def _pyplot() -> Any:
-    import_optional("matplotlib", "--png").use("agg")
-    return import_optional("matplotlib.pyplot", "--png")

@@ -22,17 +22,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import start_processes
 
+from apps.bench.checkpoint import state_on
 from apps.bench.launch import read_config, with_defaults
 from apps.bench.report import Report
-from apps.main.transformer import build
 from lingua.checkpoint.retention import CheckpointArgs, DumpEvery
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress
-from lingua.checkpoint.tensors import tensors_of
-from lingua.optim.optimizer import build_optimizer
 from lingua.parallel.launch import detect_launch, leave, start
 from lingua.parallel.mesh import on_rank_0, world_sum_
-from lingua.parallel.parallelize import parallelize_model
 
 RANKS, ESTIMATED = (8, 16, 32, 64), (1024, 4096)
 NODE = 8  # ranks of a node
@@ -127,11 +124,7 @@ def numbers_of_rank(n: int, folder: Path, keys: list[str], ready: Any) -> dict[s
         on_rank_0(lambda: None)
         world_sum_(torch.ones(4))
         numbers["files"] = len(os.listdir("/proc/self/fd")) - files
-        built = build(args)
-        model = parallelize_model(built.module, mesh, built.plan, args.distributed, False)
-        model.to_empty(device="cpu")
-        tensors = tensors_of(model, build_optimizer(model, args.optim))
-        numbers["saves"] = []
+        tensors, numbers["saves"] = state_on(mesh, args), []
         for step in range(1, SAVES + 1):
             world_sum_(torch.ones(1))
             before = np.array([*received(), time.process_time()])
