@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import sentencepiece
 import tiktoken
 
 from apps.bench.report import Report, Spread, quotients, spread
 from apps.bench.turns import Side, Turn, Turns, by_side, take_round, take_turns
+from lingua.base.errors import import_optional
 from lingua.data.args import DataArgs
 from lingua.data.files import TOKEN_FILES, FilePart
 from lingua.data.loader import Loader
@@ -93,10 +95,8 @@ def speeds(pair: Pair) -> dict[str, Spread]:
     ours, reference = pair["ours"], pair["reference"]
     assert ours.results == reference.results and min(ours.results) > 0, pair
     return {
-        **{
-            side: spread(n / s for n, s in zip(turns.results, turns.seconds, strict=True))
-            for side, turns in pair.items()
-        },
+        "ours": quotients(ours.results, ours.seconds),
+        "reference": quotients(reference.results, reference.seconds),
         "ratio": quotients(reference.seconds, ours.seconds),
         "cpu_ratio": quotients(reference.cpu_seconds, ours.cpu_seconds),
     }
@@ -117,12 +117,10 @@ def write_text(work: Path) -> list[str]:
 
 def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
     """A byte-level BPE as tiktoken ranks and a sentencepiece BPE, trained on some of the text."""
-    import sentencepiece
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
+    byte_level = import_optional("transformers.convert_slow_tokenizer", "the measurement")
+    byte_of = {character: byte for byte, character in byte_level.bytes_to_unicode().items()}
     sizes = itertools.accumulate(map(len, texts))
     some = [text for text, size in zip(texts, sizes, strict=True) if size <= TRAINED_ON]
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     vocabulary = train(iter(some), VOCABULARY).get_vocab()
     tokens = sorted(vocabulary.keys() - {BOS, EOS}, key=vocabulary.__getitem__)
     ranks = (

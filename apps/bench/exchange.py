@@ -37,6 +37,7 @@ from lingua.tools.exchange.hugging_face import open_folder
 
 PROCESSES = 8
 MODEL = ["model.dim=2048", "model.n_layers=4", "model.n_heads=16", "model.vocab_size=32000"]
+BYTES = "tokenizer.name=bytes"
 PAGE_CACHE, DISK = "from the page cache", "from the disk"
 LOADED = {f"load, {w} / read, {w}": (f"load, {w}", f"read, {w}") for w in (PAGE_CACHE, DISK)}
 CONVERTED = {f"{a} / {b}": (a, b) for a, b in (("import", "copy, synced"), ("export", "copy"))}
@@ -82,16 +83,14 @@ def write_folder(folder: Path, model: ModelArgs, dtype: torch.dtype) -> int:
 
 def convert_once(folder: Path) -> dict[str, Turn]:
     """A turn of each side, in a folder that is removed."""
-    with TemporaryDirectory(dir=folder.parent) as temporary:
-        out = Path(temporary)
+    with TemporaryDirectory(dir=folder.parent) as out, redirect_stdout(io.StringIO()):
         sides: dict[str, Side] = {
-            "copy": lambda: copy(folder, out / "copy", sync=False),
-            "copy, synced": lambda: copy(folder, out / "synced", sync=True),
-            "import": lambda: convert_quietly(folder, out / "import", "tokenizer.name=bytes"),
-            "export": lambda: convert_quietly(out / "import", out / "export"),
+            "copy": lambda: copy(folder, Path(out, "copy"), sync=False),
+            "copy, synced": lambda: copy(folder, Path(out, "synced"), sync=True),
+            "import": lambda: convert.main([f"source={folder}", f"out={out}/ours", BYTES]),
+            "export": lambda: convert.main([f"source={out}/ours", f"out={out}/theirs"]),
         }
-        # In this order: what is imported is exported.
-        return take_round(sides, 0, before=os.sync)
+        return take_round(sides, 0, before=os.sync)  # in this order: what is imported is exported
 
 
 def copy(folder: Path, to: Path, sync: bool) -> None:
@@ -102,11 +101,6 @@ def copy(folder: Path, to: Path, sync: bool) -> None:
             if sync:
                 out.flush()
                 os.fsync(out.fileno())
-
-
-def convert_quietly(source: Path, out: Path, *keys: str) -> None:
-    with redirect_stdout(io.StringIO()):
-        convert.main([f"source={source}", f"out={out}", *keys])
 
 
 def load_on_rank(path: str, repeats: str) -> dict[str, Any]:

@@ -137,10 +137,10 @@ def take_turns_with_loop(
             batches.append(run.batch)
             if step % turn_steps:
                 continue
-            seconds = [clock(device) - since] * 3
-            for i in (1, 2) if len(turns) % 2 else (2, 1):  # neither always follows the loop
-                seconds[i] = references[i - 1].run(batches)
-            turns.append(seconds)
+            loop = clock(device) - since
+            order = (0, 1) if len(turns) % 2 else (1, 0)  # neither always follows the loop
+            copies = {i: references[i].run(batches) for i in order}
+            turns.append([loop, copies[0], copies[1]])
             batches = []
             n_rounds, rest = divmod(len(turns) - WARM_UP, per_round)
             if n_rounds > 0 and rest == 0:
