@@ -38,6 +38,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "ablate": ("the speedrun without each of its parts, and with others", 5),
     "pairs": ("variance of the difference of two runs that share a seed", 10),
 }
+NANOGPT = "reference=nanogpt"  # of step: forward and backward beside another model
 APPS = Path(__file__).parents[1]
 CONFIG = APPS / "main/configs/small.yaml"
 CONFIGS = {
@@ -73,6 +74,8 @@ def main() -> None:
         if name != "promise":
             parser.error("--png: must be given with promise")
         given["png"] = options.png
+    if name == "step" and NANOGPT in keys:
+        name, keys = "nanogpt", [key for key in keys if key != NANOGPT]
     if name != "step" and not any(key.startswith("config=") for key in keys):
         keys = [f"config={CONFIGS.get(name, CONFIG)}", *keys]
     command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])

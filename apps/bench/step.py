@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apps.bench import nanogpt
 from apps.bench.launch import logged_losses, one_process, training
 from apps.bench.loop import Batch, Reference
 from apps.bench.report import Report, quotients, spread
@@ -33,7 +32,6 @@ from lingua.parallel.launch import pick_device
 from lingua.tools.in_process import temporary_process_group
 
 CONFIGS = Path(__file__).parents[1] / "main" / "configs"
-SMALL = f"config={CONFIGS / 'small.yaml'}"
 LLAMA = ["model.vocab_size=128256", "data.seq_len=4096", "data.batch_size=2"]
 LLAMA += ["data.global_batch_size=2", "distributed.activation_checkpointing=none"]
 # Each at its width, with as many layers as a GPU of 80 GB trains without checkpointing.
@@ -43,7 +41,7 @@ SHAPES = {
         "3B": [f"config={CONFIGS / 'llama_3B.yaml'}", *LLAMA, "model.n_layers=14"],
         "8B": [f"config={CONFIGS / 'llama_8B.yaml'}", *LLAMA, "model.n_layers=6"],
     },
-    "cpu": {"small": [SMALL, "model.vocab_size=1024"]},
+    "cpu": {"small": [f"config={CONFIGS / 'small.yaml'}", "model.vocab_size=1024"]},
 }
 # Keys that are varied where the command line does not set them.
 VARIED = {
@@ -58,11 +56,6 @@ WARM_UP, STEPS = 5, 10  # steps of a turn: not measured, and measured
 
 def measure(keys: list[str], repeats: int) -> Report:
     named = dict(key.partition("=")[::2] for key in keys)
-    if (reference := named.get("reference", "nanogpt")) != "nanogpt":
-        raise UserError(f"reference = {reference}: must be nanogpt")
-    if "reference" in named:
-        config = [] if "config" in named else [SMALL]
-        return nanogpt.measure(config + [k for k in keys if "reference=" not in k], repeats)
     device = pick_device(named.get("device", "auto"), one_process("a step"))
     shapes = {Path(named["config"]).stem: []} if "config" in named else SHAPES[device.type]
     varied = VARIED[device.type]
