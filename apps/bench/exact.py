@@ -7,8 +7,6 @@ keys set other numbers. Both reduce gradients in every micro-step. Processor tim
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from apps.bench.launch import (
     backward_collectives,
     read_config,
@@ -56,15 +54,13 @@ def measure(keys: list[str], repeats: int) -> Report:
 
 
 def step_cost(*keys: str) -> dict[str, Any]:
-    """Wall and processor time of a step, and bytes of its gradient collectives on this rank. Every
-    rank calls this; rank 0 returns the numbers."""
+    """Wall and processor time of a step on this rank, and bytes of gradient collectives on rank 0.
+    Called by every rank."""
     args: TrainArgs = read_config(keys)
     n = WARM_UP + STEPS
     args.profiling.run, args.profiling.profile_warmup, args.profiling.profile_steps = True, n, 1
     with training(app, args, n + 1) as (_, steps):
         times = [clock() for _ in steps]
-    if dist.get_rank() != 0:
-        return {}
     seconds, cpu_seconds = ((times[n - 1] - times[WARM_UP - 1]) / STEPS).tolist()
     n_bytes = sum(
         call["bytes"]

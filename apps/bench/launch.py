@@ -112,7 +112,8 @@ def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[
 
 def backward_collectives(args: Any, step: int) -> list[dict[str, Any]]:
     """Collectives of rank 0 in the backward passes of a profiled step: others are of metrics, of
-    clipping and of who stops."""
+    clipping and of who stops. Called by every rank."""
+    dist.barrier()  # rank 0 has written them
     path = Path(args.dump_dir, PROFILING, COLLECTIVES.replace("*", f"{step}"))
     calls = json.loads(path.read_text(encoding="utf-8"))["collectives"]
     return [call for call in calls if call["backward"]]

@@ -168,13 +168,10 @@ def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:
     )
     never, stopped = ([line["loss"] for line in results[key]] for key in ("never", "stopped"))
     apart, equal, n = results["apart"], results["batches_equal"], len(never)
-    steps, low, high = range(1, n + 1), min(never), max(never)
-    top.plot(steps, never, color="#bdbdb8", linewidth=6, solid_capstyle="round")
-    at = n // 7  # where the curve still falls: it has no other label below it
-    place = (1.5 * n / len(starts), 0.45 * high + 0.55 * low)
-    arrow = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7}
-    text = "never stopped:\none process"
-    top.annotate(text, (steps[at], never[at]), place, ha="center", color=MUTED, arrowprops=arrow)
+    steps, label = range(1, n + 1), "never stopped: one process"
+    top.plot(steps, never, color="#bdbdb8", linewidth=6, solid_capstyle="round", label=label)
+    top.legend(loc="center right", frameon=False, labelcolor=MUTED)
+    top.margins(y=0.12)  # with a place for the labels
     for start, color in zip(starts, COLORS, strict=False):
         before, end = start.steps.start, start.steps.stop
         joined = slice(max(before - 1, 0), end)  # from the last step of the one before
@@ -185,12 +182,12 @@ def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:
         for axes in (top, bottom) if end < n else ():
             axes.axvline(end + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (3, 3)))
     top.set(ylabel="loss, nats per token", xlim=(0, n + 1))
-    top.set_ylim(low - 0.05 * (high - low), high + 0.12 * (high - low))
     bottom.set(ylabel="relative difference", xlabel="step")
     bottom.set_yscale("symlog", linthresh=1e-8)  # zero has a place too
     bottom.set(ylim=(-2e-9, 1e-5), yticks=[0, 1e-8, 1e-7, 1e-6, 1e-5])
     same = "all" if all(equal) else f"{sum(equal)} of"
     title = f"One run, stopped and resumed on {len(starts)} topologies: "
-    title += f"{same} {n} global batches are the same"
-    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    figure.suptitle(
+        f"{title}{same} {n} global batches are the same", x=0.02, ha="left", fontsize=11
+    )
     figure.savefig(png, dpi=130)

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -63,25 +62,23 @@ def measure(keys: list[str]) -> Report:
 
 
 def count(*keys: str) -> dict[str, Any]:
-    """Gradient collectives of a step that this rank issued, and bytes of gradients that it keeps
-    when the last micro-step begins. Every rank calls this; rank 0 returns the counts."""
+    """Gradient collectives of a step that rank 0 issued, and bytes of gradients that this rank
+    keeps when the last micro-step begins. Called by every rank."""
     args: TrainArgs = read_config(keys)
     args.profiling.run, args.profiling.profile_warmup, args.profiling.profile_steps = True, STEP, 1
     live: list[int] = []  # bytes of all tensors as each micro-step of the step begins
 
     def look(model: nn.Module, inputs: Any) -> None:
-        if run.progress.step == STEP - 1 and dist.get_rank() == 0:
+        if run.progress.step == STEP - 1:
             live.append(settled_bytes())
 
     with training(app, args, STEP + 1) as (run, steps):
         run.model.register_forward_pre_hook(look, prepend=True)
         list(steps)
-    if dist.get_rank() != 0:
-        return {}
     n_parameters = sum(p.numel() for p in run.model.parameters())
     counts: dict[str, Any] = {"parameters": n_parameters, "kept_bytes": live[-1] - live[0]}
+    calls = backward_collectives(args, STEP)
     for kind, axis in REDUCTIONS.items():
-        calls = backward_collectives(args, STEP)
         reduced = [call for call in calls if (call["kind"], call["axis"]) == (kind, axis)]
         counts[kind] = {key: sum(call[key] for call in reduced) for key in ("count", "bytes")}
     return counts
