@@ -7,7 +7,6 @@ and exported, and its files are copied: an import is a checkpoint and is synced.
 
 import io
 import os
-import resource
 import shutil
 from contextlib import redirect_stdout
 from functools import partial
@@ -29,6 +28,7 @@ from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.base.files import read_into
 from lingua.checkpoint.origin import HF_CONFIG
 from lingua.checkpoint.tensors import local_parts, tensors_of
+from lingua.monitor.metrics import peak_mem_gib
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
@@ -108,14 +108,15 @@ def load_on_rank(path: str, repeats: str) -> dict[str, Any]:
     holds, of the largest tensor, and by which the peak of this process's memory grew. Every rank
     calls this."""
     launch, parallel = detect_launch(), DistributedArgs(model_dtype="fp32")
-    mesh = start(torch.device("cpu"), launch, parallel)
+    cpu = torch.device("cpu")
+    mesh = start(cpu, launch, parallel)
     source, args, seq_len = open_folder(llama, Path(path))
     model = parallelize_model(build_transformer(args), mesh, parallel_plan(args, seq_len), parallel)
-    before = peak_bytes()
+    before = peak_mem_gib(cpu)
     model.to_empty(device="cpu")
     tensors = tensors_of(model)
     source.load(tensors, "model.")
-    grown = peak_bytes() - before
+    grown = 2**30 * (peak_mem_gib(cpu) - before)  # mapped files included
     parts = [part.out for part in local_parts(tensors)]
     itemsize = next(iter(source.tensors.values())).itemsize
     memory = torch.ones(sum(part.numel() for part in parts) * itemsize, dtype=torch.uint8)
@@ -135,11 +136,6 @@ def load_on_rank(path: str, repeats: str) -> dict[str, Any]:
     largest = max(t.nbytes for t in source.tensors.values())
     held = sum(part.nbytes for part in parts)
     return {"seconds": seconds_of(rounds), "held": held, "largest": largest, "peak": grown}
-
-
-def peak_bytes() -> int:
-    """The peak of this process's memory in bytes, mapped files included."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def read(files: list[Path], memory: Tensor) -> None:

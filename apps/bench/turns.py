@@ -70,6 +70,7 @@ def take_turns(
 
 
 def by_side(rounds: Iterable[Mapping[str, Turn]]) -> dict[str, Turns]:
+    """The turns of every side."""
     rounds = list(rounds)
     return {
         side: Turns(*map(list, zip(*(taken[side] for taken in rounds), strict=True)))
