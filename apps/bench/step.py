@@ -60,7 +60,10 @@ def measure(keys: list[str], repeats: int) -> Report:
     shapes = {Path(named["config"]).stem: []} if "config" in named else SHAPES[device.type]
     varied = VARIED[device.type]
     axes = [(named[key],) if key in named else values for key, values in varied.items()]
+    heading = ("tokens/s", "bare loop", "ratio", "MFU, %", "peak GiB", "bare loop")
+    rows: list[tuple[str, ...]] = [("shape", *varied, *heading)]
     cases: list[dict[str, Any]] = []
+    errors: list[str] = []
     for shape, *values in product(shapes, *axes):
         case: dict[str, Any] = {"shape": shape, **dict(zip(varied, values, strict=True))}
         title = ", ".join(f"{key} {value}" for key, value in case.items())
@@ -69,30 +72,21 @@ def measure(keys: list[str], repeats: int) -> Report:
         try:
             numbers = measure_case([*shapes[shape], *keys, *words], device, repeats, title)
         except (UserError, RuntimeError) as error:  # the others are still measured
-            numbers = {"error": str(error)}
-        cases.append(case | numbers)
-    if all("error" in case for case in cases):
-        raise UserError(cases[0]["error"])
-    return report(cases, repeats, device)
-
-
-def report(cases: list[dict[str, Any]], repeats: int, device: torch.device) -> Report:
-    axes = ["shape", *VARIED[device.type]]
-    rows = [(*axes, "tokens/s", "bare loop", "ratio", "MFU, %", "peak GiB", "bare loop")]
-    errors = []
-    for case in cases:
-        named = [case[key] for key in axes]
-        if "error" in case:
-            errors.append(f"{', '.join(named)}: {case['error'].splitlines()[0]}")
+            errors.append(f"{title}: {error}")
+            cases.append({**case, "error": str(error)})
             continue
-        speeds = (f"{case[key].median:,.0f}" for key in ("tokens_per_s", "bare_tokens_per_s"))
-        more = (case[key] for key in ("mfu", "peak_gib", "bare_peak_gib"))
+        cases.append(case | numbers)
+        speeds = (f"{numbers[key].median:,.0f}" for key in ("tokens_per_s", "bare_tokens_per_s"))
+        more = (numbers[key] for key in ("mfu", "peak_gib", "bare_peak_gib"))
         shown = ("-" if value is None else f"{value:.1f}" for value in more)
-        rows.append((*named, *speeds, f"{case['ratio'].median:.3f}", *shown))
+        rows.append((shape, *values, *speeds, f"{numbers['ratio'].median:.3f}", *shown))
+    if len(errors) == len(cases):
+        raise UserError(cases[0]["error"])
     apart = max(case["loss_difference"] for case in cases if "error" not in case)
     about = f"medians of {repeats} turns of {STEPS} steps, after {WARM_UP} that are not measured"
     about += f"; losses of both: at most {apart:.1e} apart (relative)"
-    return Report(rows, [*errors, about], {"cases": cases}, device.type, left=3)
+    notes = [*(error.splitlines()[0] for error in errors), about]
+    return Report(rows, notes, {"cases": cases}, device.type, left=3)
 
 
 def measure_case(keys: list[str], device: torch.device, repeats: int, title: str) -> dict[str, Any]:
