@@ -7,13 +7,7 @@ keys set other numbers. Both reduce gradients in every micro-step. Processor tim
 from functools import partial
 from typing import Any
 
-from apps.bench.launch import (
-    backward_collectives,
-    read_config,
-    train_on_ranks,
-    training,
-    with_defaults,
-)  # fmt: skip
+from apps.bench.launch import collectives, read_config, train_on_ranks, training, with_defaults
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import clock, take_turns
 from apps.main import app
@@ -64,7 +58,7 @@ def step_cost(*keys: str) -> dict[str, Any]:
     seconds, cpu_seconds = ((times[n - 1] - times[WARM_UP - 1]) / STEPS).tolist()
     n_bytes = sum(
         call["bytes"]
-        for call in backward_collectives(args, n)
+        for call in collectives(args, n)
         if call["kind"] in REDUCTIONS or call["axis"] == "dp_replicate"
     )
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "bytes": n_bytes}

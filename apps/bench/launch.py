@@ -110,7 +110,7 @@ def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[
         yield run, steps()
 
 
-def backward_collectives(args: Any, step: int) -> list[dict[str, Any]]:
+def collectives(args: Any, step: int) -> list[dict[str, Any]]:
     """Collectives of rank 0 in the backward passes of a profiled step: others are of metrics, of
     clipping and of who stops. Called by every rank."""
     dist.barrier()  # rank 0 has written them

@@ -14,13 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from apps.bench.launch import (
-    backward_collectives,
-    read_config,
-    train_on_ranks,
-    training,
-    with_defaults,
-)  # fmt: skip
+from apps.bench.launch import collectives, read_config, train_on_ranks, training, with_defaults
 from apps.bench.report import Report
 from apps.main import app
 from apps.main.config import TrainArgs
@@ -77,7 +71,7 @@ def count(*keys: str) -> dict[str, Any]:
         list(steps)
     n_parameters = sum(p.numel() for p in run.model.parameters())
     counts: dict[str, Any] = {"parameters": n_parameters, "kept_bytes": live[-1] - live[0]}
-    calls = backward_collectives(args, STEP)
+    calls = collectives(args, STEP)
     for kind, axis in REDUCTIONS.items():
         reduced = [call for call in calls if (call["kind"], call["axis"]) == (kind, axis)]
         counts[kind] = {key: sum(call[key] for call in reduced) for key in ("count", "bytes")}
