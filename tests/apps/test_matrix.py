@@ -141,6 +141,9 @@ SOAK |= {c: Feature(SHARDS, TP, CELL | {"model.cell": c}, fastrnn) for c in ("mi
 SOAK["products in float8"] = Feature(SHARDS, TP, FLOAT8, rounding=3000)
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
 SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)
+SOAK["compiled, keeping all"] = Feature(SHARDS, REPLICAS, other={COMPILE: True})
+KEPT_NOTHING = {COMPILE: True, CHECKPOINTING: "full"}
+SOAK["compiled, keeping nothing"] = Feature(TP, (1, 2, 2), other=KEPT_NOTHING)
 SOAK["compiled blocks that run twice"] = Feature(REPLICAS, TP, LOOPED, looped.app, other=COMPILED)
 
 
@@ -243,6 +246,7 @@ def test_a_run_resumed_on_another_mesh_is_that_of_one_process(runs, tmp_path, re
         start = {"app": feature.app, "build": build, "twist": twist, "look": True}
         keys = settings | on_its_own(sizes) | other
         run = runs.train(sizes, keys, dump_dir=copy, **start)
+        assert all(bool(rank["compiled"]) == keys.get(COMPILE, False) for rank in run.ranks)
         moved = [(line["old"], line["new"]) for line in run.events if line["event"] == "topology"]
         assert moved == [(list(feature.stopped), list(sizes))][: sizes != feature.stopped]
         return differences(run, alone, saved)

@@ -354,26 +354,6 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):
     assert selective["reduce_scatter"] == none["reduce_scatter"]
 
 
-@pytest.mark.soak  # a C++ compiler takes a minute for the kernels of a block
-@pytest.mark.parametrize(
-    ("sizes", "kind"),
-    [
-        *(((1, 2, 2), k) for k in ("none", "full", "selective")),
-        ((2, 1, 1), "none"),
-        ((2, 1, 1), "selective"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else name_of(value),
-)
-def test_compiled_blocks_train_the_same_run(runs, sizes, kind):
-    settings = {"stop_at": 3, "data.sources": "{two: 1}"}  # of which nothing is held out
-    alone = runs.train((1, 1, 1), settings)
-    settings |= {"data.batch_size": 4, COMPILE: True, CHECKPOINTING: kind}
-    run = runs.train(sizes, settings)
-    assert all(rank["compiled"] > 0 for rank in run.ranks)
-    assert run.weights == alone.weights
-    assert differs(run, alone) == []
-
-
 def test_the_log_ends_with_the_plan_and_what_was_sent(runs, tmp_path):
     sizes, once = (1, 2, 1), {"profiling.run": True, "profiling.profile_warmup": 2, "stop_at": 2}
     words = (SMALL | runs.config(sizes, once)).items()
