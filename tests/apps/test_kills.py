@@ -37,7 +37,6 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.dump.keep": 3,
 }
 ONE: Sizes = (1, 1, 1)
-TWO: list[Sizes] = [(1, 2, 1), ONE]
 TEN: list[Sizes] = [ONE, (1, 1, 2), ONE, (2, 1, 1), ONE, (1, 2, 2), ONE, (1, 2, 1), ONE, ONE]
 
 
@@ -172,12 +171,6 @@ def survives(runs: Runs, folder: Path, topologies: list[Sizes], seed: int) -> Ki
     assert differs(run, whole) == []
     assert not list(killed.checkpoints.glob("*.tmp-*"))
     return killed
-
-
-@pytest.mark.soak  # by default in test_rows.py
-def test_a_run_killed_at_any_moment_goes_on_as_the_same_run(runs, tmp_path):
-    killed = survives(runs, tmp_path, TWO, seed=5)
-    assert killed.in_a_save and killed.steps[-1] > 0
 
 
 @pytest.mark.soak
