@@ -104,6 +104,13 @@ def test_meta_linguas_published_configs_are_accepted_with_every_key(name, tmp_pa
     assert args.eval is None
 
 
+def test_the_config_of_a_run_of_meta_lingua_is_accepted(tmp_path):
+    (tmp_path / "wiki.jsonl").write_text('{"text": "one"}\n' * 10)
+    where = [f"dump_dir={tmp_path}/run", f"data.root_dir={tmp_path}", "checkpoint.path=null"]
+    args, _ = check([f"config={PUBLISHED}/resolved.yaml", *where], 2)
+    assert (args.data.sources, args.optim.lr, args.model.dim) == ({"wiki": 80.0}, 0.01, 22)
+
+
 @pytest.mark.parametrize("path", sorted(map(str, Path("apps").glob("*/configs/*.yaml"))))
 def test_our_configs_leave_nothing_to_the_number_of_ranks_and_survive_a_round_trip(path, tmp_path):
     ranks = tmp_path / "tokenizer.model"
