@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from apps.main.check import check
-from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
 from lingua.monitor.evaluation import WAITING
@@ -19,6 +18,7 @@ from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.apps.tasks import write_tasks
 from tests.apps.test_eval import eval_here, results_in
 from tests.local_slurm import needs_slurm, slurm_here
+from tests.mistakes import refused
 from tests.programs import wait_for
 
 TRAINED = {
@@ -119,50 +119,21 @@ def test_an_evaluation_stops_where_a_signal_asks_the_run_to_stop(runs, tmp_path)
     assert "resuming" in run.log and "done: 4 steps" in run.log
 
 
-def checked_here(settings: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
-    """The error that a launcher of the run gets for each case, or nothing."""
-    errors = []
-    for case in cases:
-        try:
-            check([f"{key}={value}" for key, value in (settings | case).items()], 2)
-            errors.append("")
-        except UserError as error:
-            errors.append(str(error))
-    return errors
+def test_mistakes_of_an_evaluation_are_found_before_training(runs, task_dir):
+    """Those of the job of one: tests/mistakes.txt."""
+    settings = TRAINED | {"data.root_dir": runs.text, "eval.task_dir": task_dir}
+    run = runs.train((1, 2, 1), settings | {"data.seq_len": 12}, refused=True)
+    assert "tasks: reply: max_gen_tokens = 12: leaves no room" in run.error
+    assert not list((run.dump_dir / "checkpoints").glob("0*"))
 
+    def validate(**more: Any) -> None:
+        """As a launcher of the run does."""
+        words = SMALL | settings | {"dump_dir": run.dump_dir} | more
+        check([f"{key}={value}" for key, value in words.items()], 2)
 
-def test_mistakes_of_an_evaluation_are_found_before_training(runs, task_dir, tmp_path):
-    settings = TRAINED | {"eval.task_dir": task_dir}
-    for wrong, need in (
-        ({"data.seq_len": 12}, "tasks: reply: max_gen_tokens = 12: leaves no room"),
-        ({"eval.task_dir": "/no"}, 'eval.task_dir = "/no": must be a folder'),
-    ):
-        run = runs.train((1, 2, 1), settings | wrong, refused=True)
-        assert need in run.error and not list((run.dump_dir / "checkpoints").glob("0*"))
-
-    jobs = {
-        "{ngpu: 2, distributed.tp_size: 2, context: 16, time: 5, signal_s: 60}": "",
-        "{ngpu: 4, distributed.tp_size: 4}": "eval.job.script = apps.main.eval would refuse its "
-        "job: distributed.tp_size = 4: must divide model.n_kv_heads = 2",
-        "{ngpu: 3, distributed.tp_size: 2}": "2 does not divide the number",
-        "{batchsize: 4}": 'batchsize: unknown key (did you mean "batch_size"?)',
-        "{nodes: 0}": "nodes = 0: must be at least 1",
-        "{limit: 1.5}": "limit = 1.5: must be a whole number",
-        "{script: apps.main.evl}": "No module named 'apps.main.evl'",
-        "{script: lingua.stool}": "must have a function check(arguments, world_size)",
-        "{time: 2}": "signal_s = 120: must be below time = 2",
-        "{sweep.seed: 1}": "eval.job: must not have the keys",
-        "{launcher: local}": "eval.job: must not have the keys",
-        "{name: 'a:b'}": "name = 'a:b': must not contain",
-    }
-    cases = [{"eval.launcher": "slurm", "eval.job": job} for job in jobs]
-    cases.append(wrong)  # a launcher is told what the program is
-    needs = [*jobs.values(), run.error]
-    settings = SMALL | runs.config((1, 2, 1), settings | {"dump_dir": tmp_path / "run"})
-    [found] = runs.ranks.run(1, checked_here, settings, cases)
-    for case, need, error in zip(cases, needs, found, strict=True):
-        assert need in error if need else not error, (case, error)
-    assert not (tmp_path / "run").exists()
+    refused(lambda: validate(**{"eval.task_dir": "/no"}), 'eval.task_dir = "/no": must be a folder')
+    job = "{ngpu: 2, distributed.tp_size: 2, context: 16, time: 5, signal_s: 60}"
+    validate(**{"eval.launcher": "slurm", "eval.job": job})
 
 
 def test_the_status_of_a_job_that_does_not_train_is_what_it_came_to(tmp_path):
