@@ -239,6 +239,7 @@ def place(tmp_path_factory):
     (folder / "own.yaml").write_text("{memory_gib: 10, memory_gb_per_s: 1000, fp32_tflops: 1}")
     (folder / "token.jsonl").write_text('{"prompt": "a", "stop_tokens": [1, 258]}')
     (folder / "room.jsonl").write_text('{"prompt": "a", "max_gen_tokens": 64}')
+    (folder / "two.txt").write_text("short\nsomewhat more\n")
     os.mkfifo(folder / "pipe.txt")
     shutil.copytree(SAMPLES, folder / "sample")
     shutil.copytree(SAMPLE, folder / "run/checkpoints" / SAMPLE.name)

@@ -108,19 +108,6 @@ def test_keys_of_a_json_line_win_over_those_of_the_command_line(results, tmp_pat
     assert empty["seed"] == 3 and len(empty["tokens"]) == 8
 
 
-def test_long_prompts_are_cut_and_counted_or_refused(ranks, ckpt, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("short\n" + "a" * 70 + "\n" + "b" * 63 + "\n")  # the context is 64 tokens
-    argv = [f"ckpt={ckpt}", f"prompts={prompts}", "max_gen_tokens=2", "temperature=0"]
-    [(refused, printed)] = ranks.run(1, main_here, *argv)
-    assert not refused and "2 of 3 prompts cut on the left" in printed
-    assert f"--- {'a' * 70}" in printed
-    [(refused, _)] = ranks.run(1, main_here, *argv, "on_long_prompt=refuse")
-    assert f"{prompts}:2: has 71 tokens; must have at most 62" in refused
-    [(refused, printed)] = ranks.run(1, main_here, *argv, "on_long_prompt=refuse", "context=100")
-    assert not refused and "cut" not in printed
-
-
 def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckpt, tmp_path):
     argv = [f"ckpt={ckpt / 'checkpoints/0000000003'}", "temperature=0", "max_gen_tokens=8"]
     argv.append("stop_tokens=[]")
