@@ -24,7 +24,7 @@ from tests.programs import python, wait_for
 def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(runs, tmp_path):
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     where = {"data.root_dir": runs.text, "dump_dir": run, "checkpoint.dump.every": 1}
-    job = start(1, python(), **where, **ENDLESS)
+    job = start(1, python(), where | ENDLESS)
     try:
         wait_for(lambda: n_lines(run) >= 3, job)
         pid = int(text_of(run / "run.lock").split()[1])

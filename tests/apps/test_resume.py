@@ -258,7 +258,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
     with claimed(folder.with_name(f"{folder.name}.lock")):
         run = tmp_path / "run"
         where = {"data.root_dir": tmp_path, "data.sources": "{one: 1}", "dump_dir": run}
-        job, log = start(2, python(), **where), run / "train.log"
+        job, log = start(2, python(), where), run / "train.log"
         wait_for(lambda: log.exists() and ": waiting" in log.read_text(), job)
         os.kill(process_of_rank(run, 0), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
@@ -268,18 +268,21 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
     assert list((run / "checkpoints").iterdir()) == []
 
 
-def start(n_ranks: int, python: list[str], max_restarts: int = 0, **overrides: Any) -> Process:
+def start(
+    n_ranks: int, python: list[str], settings: dict[str, Any], max_restarts: int = 0, **options: Any
+) -> Process:
+    """The training program with `settings` over SMALL, under torchrun where it has several ranks;
+    `options` of Popen."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     torchrun += [f"--max-restarts={max_restarts}"]
     launcher = [*python, *torchrun, "--no-python"] if n_ranks > 1 else []
-    words = [f"{k}={v}" for k, v in (SMALL | overrides).items()]
+    words = [f"{k}={v}" for k, v in (SMALL | settings).items()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(
         [*launcher, *python, "-m", "apps.main.train", *words],
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1", "A_SECRET": SECRET},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        **(pipes | options),
     )
 
 
@@ -300,7 +303,7 @@ def test_torchrun_does_not_restart_a_run_that_is_asked_to_stop(runs, through, tm
     """Another, a rank of which is killed, it does: that start finds nothing of the one before."""
     where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
     endless = {"steps": 2000, "stop_at": "null", "checkpoint.dump.every": 1}
-    job = start(2, python(), 3, **where, **endless)
+    job = start(2, python(), where | endless, max_restarts=3)
     metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "train.log"
     wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= 2, job)
     os.kill(process_of_rank(tmp_path / "run", 1), signal.SIGKILL)
