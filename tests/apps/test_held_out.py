@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import Built
@@ -21,12 +20,10 @@ from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
-from lingua.data.rows import HeldOut, OpenData
-from lingua.data.sources import TextData
+from lingua.data.rows import HeldOut
 from lingua.model import Losses, as_losses
 from lingua.monitor import held_out as measuring
 from lingua.parallel.init import init_parameters
-from lingua.tokenizer import Tokenizer
 from lingua.tools.inspect.checkpoint import summary
 from tests.apps.meshes import Sizes, on_mesh
 from tests.apps.plain import Plain, build_plain
@@ -102,19 +99,8 @@ def test_windows_are_measured_many_at_once_and_the_result_is_that_of_all_togethe
             assert found != pytest.approx(nats[8:].mean().item(), rel=1e-4)  # of a window less
 
 
-class NarrowWindows(TextData):
-    def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
-        opened = super().open(args, tokenizer)
-        windows = opened.held_out["one"]
-        narrow = replace(windows, targets=windows.targets.astype(np.int32))
-        return replace(opened, held_out={"one": narrow})
-
-
-def test_windows_that_cannot_be_measured_are_refused_before_the_first_step(runs: Runs) -> None:
-    fork = replace(app, data=NarrowWindows())
-    run = runs.train((1, 2, 1), {"validation.every": 3}, app=fork, refused=True)
-    assert run.error.startswith("held-out targets of one: int32 [")
-    assert "]; must be int64 [" in run.error and run.lines == []
+def test_windows_that_cannot_be_measured_are_refused() -> None:
+    """Before the first step of a run: test_shapes.py."""
     tokens = np.zeros((3, 16), np.int64)
     windows = HeldOut(tokens, tokens, n_bytes=9, documents=tokens)
     windows.check("one", 16)
