@@ -18,7 +18,7 @@ from tests.apps.test_saves import set_privileged
 from tests.apps.test_stopping import ENDLESS, n_lines, text_of
 from tests.locks import ELSEWHERE, lose
 from tests.mistakes import refused
-from tests.programs import python, wait_for
+from tests.programs import python, state_of, wait_for
 
 
 def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(runs, tmp_path):
@@ -28,21 +28,17 @@ def test_a_run_has_its_folders_alone_and_ends_when_it_loses_them(runs, tmp_path)
     try:
         wait_for(lambda: n_lines(run) >= 3, job)
         pid = int(text_of(run / "run.lock").split()[1])
-        for stopped in (False, True):
-            if stopped:
-                os.kill(pid, signal.SIGSTOP)
-            before = text_of(run / "config.yaml"), n_lines(run)
-            for folder, lock in (
-                ({"dump_dir": run}, run),
-                ({"dump_dir": run, "checkpoint.path": tmp_path / "other"}, run),
-                ({"dump_dir": tmp_path / "third", "checkpoint.path": checkpoints}, checkpoints),
-            ):
-                other = runs.train((1, 1, 1), folder, refused=True)
-                held = f"{lock / 'run.lock'} is held by process {pid} on "
-                assert other.error.startswith(held)
-                assert other.error.endswith(", which is running")
-            assert text_of(run / "config.yaml") == before[0] and n_lines(run) >= before[1]
-        assert n_lines(run) == before[1]  # it is stopped
+        os.kill(pid, signal.SIGSTOP)  # stopped, it lives
+        wait_for(lambda: state_of(pid) == "T", job)
+        before = text_of(run / "config.yaml"), n_lines(run)
+        for folder, held in (
+            ({"dump_dir": run, "checkpoint.path": tmp_path / "other"}, run),
+            ({"dump_dir": tmp_path / "third", "checkpoint.path": checkpoints}, checkpoints),
+        ):
+            error = runs.train((1, 1, 1), folder, refused=True).error
+            assert error.startswith(f"{held / 'run.lock'} is held by process {pid} on ")
+            assert error.endswith(", which is running")
+        assert (text_of(run / "config.yaml"), n_lines(run)) == before
         lose(run / "run.lock")  # as if it had been stopped for longer than a lock lives
         published = sorted(checkpoints.glob("?" * 10))
         os.kill(pid, signal.SIGCONT)

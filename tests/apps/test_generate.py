@@ -4,7 +4,6 @@ tests/mistakes.txt."""
 import contextlib
 import io
 import json
-import resource
 import select
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from apps.main.generate import main
 from lingua.base.errors import UserError
 from tests.apps.meshes import mesh
 from tests.apps.test_model import initialised
+from tests.disk import full_disk
 from tests.programs import python
 from tests.ranks import Ranks
 from tests.tools.exchange.converted import a_model, save_here
@@ -40,19 +40,16 @@ def ckpt(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def main_here(*arguments: str, stdin: bytes = b"", at_most: int = -1) -> tuple[str, str]:
-    """(the error, what it prints). No file can have more than `at_most` bytes, as on a full disk;
-    -1: any."""
-    printed, refused, limit = io.StringIO(), "", resource.getrlimit(resource.RLIMIT_FSIZE)
+def main_here(*arguments: str, stdin: bytes = b"") -> tuple[str, str]:
+    """(the error, what it prints)."""
+    printed, refused = io.StringIO(), ""
     typed = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
     with contextlib.redirect_stdout(printed), mock.patch.object(sys, "stdin", typed):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (at_most, limit[1]))
         try:
             main(list(arguments))
         except UserError as error:
             refused = str(error)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             if dist.is_initialized():
                 dist.destroy_process_group()
     return refused, printed.getvalue()
@@ -169,10 +166,15 @@ def test_ctrl_c_ends_a_generation_then_the_program_without_a_traceback(ckpt):
         assert b"Traceback" not in rest and single.returncode == 130
 
 
+def main_on_a_full_disk_here(*arguments: str) -> tuple[str, str]:
+    with full_disk(20):  # a part of a line fits
+        return main_here(*arguments)
+
+
 def test_a_full_disk_leaves_a_file_that_the_same_command_may_write(ranks, ckpt, tmp_path):
     out = tmp_path / "out.jsonl"
     argv = [f"ckpt={ckpt}", f"out={out}", "prompt=a", "max_gen_tokens=2"]
-    [(refused, _)] = ranks.run(1, main_here, *argv, at_most=20)  # a part of a line fits
+    [(refused, _)] = ranks.run(1, main_on_a_full_disk_here, *argv)
     assert f"out = {out}: cannot be written (No space left on device)" in refused
     assert out.read_bytes() == b""
     [(refused, _)] = ranks.run(1, main_here, *argv)

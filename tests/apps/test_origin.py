@@ -199,17 +199,12 @@ def test_what_of_meta_linguas_does_not_fit_is_refused(runs, theirs, tmp_path):
     file = copy / "consolidated" / "consolidated.pth"
     assert "gives a model alone" in refused(file, EVERYTHING)
     shard = next(copy.glob("__1_*"))
-    content = shard.read_bytes()
-    shard.write_bytes(content[:1000])
+    shard.write_bytes(shard.read_bytes()[:1000])
     error = refused(copy, {})
     assert f"{copy} cannot be read: " in error and "__1_0.distcp" in error
-    shard.write_bytes(bytes(len(content)))
-    assert f"{copy} cannot be read" in refused(copy, {})
-    shard.write_bytes(content)
+    # Nothing of another's pickle is executed: that of files of torch, tests/tools/exchange.
     (copy / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
     assert "refers to posix.mkdir" in refused(copy, {})
-    torch.save({"model": {"a": torch.ones(1)}, "x": Evil(tmp_path / "executed")}, file)
-    assert "it refers to posix.mkdir, which is not executed" in refused(file, {})
     assert not (tmp_path / "executed").exists()
 
 
