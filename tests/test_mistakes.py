@@ -16,6 +16,7 @@ import yaml
 
 import lingua
 from apps.dpo import TrainArgs as DPOArgs
+from apps.fastrnn import TrainArgs as FastArgs
 from apps.main import eval as evaluation
 from apps.main import generate as generation
 from apps.main.check import check
@@ -23,6 +24,7 @@ from apps.main.config import TrainArgs
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs, read_prompts
 from apps.main.hugging_face import from_config
+from apps.mamba import TrainArgs as MambaArgs
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
 from lingua.checkpoint.resume import TOKENIZER
@@ -151,6 +153,8 @@ PROGRAMS = {
     "run": lambda argv: load_run(choose_app([]), [*SOURCES, *argv]),
     "sft": loads(SFTArgs, *SOURCES),
     "dpo": loads(DPOArgs, *SOURCES, *PAIRS),
+    "fastrnn": loads(FastArgs, *SOURCES, "model.n_kv_heads=null"),
+    "mamba": loads(MambaArgs, *SOURCES, "model.dim=22"),
     "app": choose_app,
     "generate": loads(GenerateArgs, "ckpt=runs/a"),
     "tokens": loads(TokenizerArgs),

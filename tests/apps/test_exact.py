@@ -29,10 +29,9 @@ from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.tensors import local, whole
 from tests.apps.meshes import Sizes
-from tests.apps.runs import Outcome, Twist, arguments, digests
+from tests.apps.runs import Outcome, Twist, digests
 from tests.apps.test_matrix import SOAK as FEATURES
 from tests.apps.test_matrix import Feature
-from tests.mistakes import refused
 
 END = 4
 ONE: Sizes = (1, 1, 1)
@@ -140,17 +139,14 @@ def test_steps_of_a_run_may_have_more_grains_than_ranks_and_fewer(runs, sizes):
 
 
 def test_what_cannot_be_exact_is_refused_by_name(runs):
+    """Keys that exclude each other: tests/mistakes.txt."""
+
     def message(settings: dict[str, Any], sizes: Sizes = ONE, app: App = main) -> str | None:
         return runs.train(sizes, EXACT | settings, app=app, refused=True).error
 
     fused = replace(main, optimizer=build_fused)
     assert "fused=True" in message({}, app=fused)
     assert "grad_acc_steps = 3: must be 4" in message({"grad_acc_steps": 3})
-    for settings, key in (
-        ({"distributed.tp_size": 2}, "distributed.tp_size"),
-        ({"distributed.grad_sync": "last"}, "distributed.grad_sync"),
-    ):
-        refused(lambda s=settings: arguments(EXACT | s), key, "deterministic = mesh")
 
 
 def test_ranks_that_are_not_alike_are_refused_on_all_of_them():
