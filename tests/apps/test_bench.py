@@ -108,7 +108,9 @@ SMALLEST: dict[str, list[str]] = {
 }
 # What a measurement and its reference must agree on, by the end of its key.
 EQUAL = {"difference": 0.0, "equal_tokens": 1.0}
-MINUTES = (
+SOAK = (
+    "generate",
+    "checkpoint",
     "attention",
     "ranks",
     "recurrence",
@@ -122,7 +124,7 @@ MINUTES = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.soak) if n in MINUTES else n for n in SMALLEST]
+    "name", [pytest.param(n, marks=pytest.mark.soak) if n in SOAK else n for n in SMALLEST]
 )
 def test_a_measurement_reports_its_figures(tmp_path: Path, name: str) -> None:
     done = bench(tmp_path, *name.split(), "--json=report.json", *SMALLEST[name])

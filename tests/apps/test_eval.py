@@ -202,7 +202,8 @@ def read_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokeniz
     return PreTrainedTokenizerFast(tokenizer_object=made, add_bos_token=True, **tokens)
 
 
-@pytest.mark.parametrize("kind", ["sp", pytest.param("tiktoken", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["sp", "tiktoken"])
 def test_other_tokenizers_and_tied_weights_score_so(
     ranks, make_run, task_dir, tmp_path, monkeypatch, kind
 ):

@@ -106,7 +106,7 @@ def test_a_run_is_equal_to_the_bit_on_every_mesh(runs, request, name, settings, 
 def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_path):
     alone = runs.train(ONE, EXACT)
     run = runs.train((1, 2, 1), EXACT | {"stop_at": 1})
-    for end, sizes in ((2, (2, 2, 1)), (3, (1, 5, 1)), (4, (1, 3, 1))):
+    for end, sizes in ((2, (2, 2, 1)), (4, (1, 3, 1))):
         run = runs.train(sizes, EXACT | {"stop_at": end}, dump_dir=run.dump_dir)
     assert results(run) == results(alone)
 
@@ -123,7 +123,7 @@ def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "sizes", [*(pytest.param(mesh, marks=pytest.mark.soak) for mesh in MESHES[:-1]), MESHES[-1]]
+    "sizes", [pytest.param(mesh, marks=[pytest.mark.soak] * (mesh != (1, 3, 1))) for mesh in MESHES]
 )
 def test_steps_of_a_run_may_have_more_grains_than_ranks_and_fewer(runs, sizes):
     """Steps 1 and 2 have 7 grains, more than any mesh has ranks; 3 and 4 have one, fewer."""

@@ -25,7 +25,7 @@ from lingua.model import Losses, as_losses
 from lingua.monitor import held_out as measuring
 from lingua.parallel.init import init_parameters
 from lingua.tools.inspect.checkpoint import summary
-from tests.apps.meshes import Sizes, on_mesh
+from tests.apps.meshes import Sizes, on_mesh, on_meshes
 from tests.apps.plain import Plain, build_plain
 from tests.apps.runs import Outcome, Runs, differs, digests
 from tests.mistakes import refused
@@ -45,7 +45,7 @@ class FailsToMeasure:
         return built
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1), (1, 1, 2)])
+@on_meshes((1, 2, 1), (1, 1, 2), soak=[(2, 1, 1)])
 def test_a_measurement_that_fails_saves_the_step_before_it_ends_the_run(runs: Runs, sizes) -> None:
     """On each mesh it has all 4 windows of a source at once."""
     settings = {"validation.every": 3, "stop_at": 5, "checkpoint.dump.every": 0}

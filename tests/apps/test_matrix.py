@@ -134,7 +134,8 @@ CONTROLLED = ("dropout", "muon", "conversations", "rows made by code")
 FEATURES |= {name: replace(FEATURES[name], controlled=True) for name in CONTROLLED}
 for name in (
     "a speedrun", "another block", "an optimizer of torch on DTensors", "experts", "a teacher",
-    "row and column statistics", "a probe that runs the model",
+    "row and column statistics", "a probe that runs the model", "a probe", "another task",
+    "pairs without a reference",
 ):  # fmt: skip
     del FEATURES[name]  # for time
 SOAK |= {c: Feature(SHARDS, TP, CELL | {"model.cell": c}, fastrnn) for c in ("mingru", "minlstm")}

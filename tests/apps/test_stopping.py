@@ -20,7 +20,7 @@ from apps.main.transformer import build
 from lingua.app import Built
 from tests.apps.runs import Interrupt, opened, train_here
 from tests.apps.test_resume import process_of_rank, start
-from tests.programs import state_of, wait_for
+from tests.programs import python, state_of, wait_for
 
 ENDLESS = {"steps": 100_000, "stop_at": "null"}
 
@@ -39,7 +39,7 @@ def test_a_run_whose_terminal_is_closed_saves(runs, tmp_path):
     ours, terminal = os.openpty()
     job = start(
         1,
-        [sys.executable],
+        python(),
         ENDLESS | {"data.root_dir": runs.text, "dump_dir": run},
         **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
         start_new_session=True,

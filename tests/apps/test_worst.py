@@ -4,7 +4,8 @@ step trained on, of any app, and rows of garbage come first."""
 import json
 import random
 import re
-import subprocess
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,7 @@ from lingua.tools.commands.data_show import main
 from lingua.tools.inference.row_losses import RowLosses, nearest_checkpoint, row_losses
 from lingua.tools.inference.trained import open_trained
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, prepare
-from tests.programs import python
 from tests.ranks import Ranks
-
-REPO = Path(__file__).parents[2]
 
 
 def losses_here(folder: Path, app: str, saved: int, step: int) -> tuple[RowLosses, list[float]]:
@@ -99,9 +97,11 @@ GARBAGE = "\u00ff\u00fe" * 60
 HEADER = re.compile(r"=== loss ([\d.]+) over 16 targets")
 
 
-def show(*words: Any) -> subprocess.CompletedProcess[str]:
-    command = [*python(), "-m", "lingua", "data", "show", *map(str, words)]
-    return subprocess.run(command, cwd=REPO, capture_output=True, encoding="utf-8", timeout=120)
+def show_here(*words: Any) -> str:
+    """What the command prints."""
+    with redirect_stdout(StringIO()) as printed:
+        main([str(word) for word in words])
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return Runs(ranks, text, tmp_path_factory.mktemp("run")).train((1, 2, 1), settings)
 
 
-def test_garbage_among_the_rows_is_found(run, tmp_path):
+def test_garbage_among_the_rows_is_found(ranks, run, tmp_path):
     """Also in a run that was moved: its config has the folder it was in."""
     run = run.copy(tmp_path / "moved")
     args = load_saved(TrainArgs, run.dump_dir / "config.yaml")
@@ -130,9 +130,8 @@ def test_garbage_among_the_rows_is_found(run, tmp_path):
     row = int(of_garbage[step].argmax())
     assert of_garbage[step, row] == 17
 
-    done = show(run.dump_dir, f"step={step + 1}", "worst=3")
-    assert not done.returncode, done.stderr
-    heading, loss, *lines = done.stdout.splitlines()
+    [shown] = ranks.run(1, show_here, run.dump_dir, f"step={step + 1}", "worst=3")
+    heading, loss, *lines = shown.splitlines()
     saved = run.checkpoint(step // 5 * 5)
     assert f"step {step + 1} under the weights of {saved}, " in heading
     assert f"(logged: {run.column('loss')[step]:.4f})" in loss
