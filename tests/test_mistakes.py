@@ -144,6 +144,7 @@ FAMILY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 53, "num_hid
 FAMILY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
 SOURCES = ("data.sources={a: 1}", "model.n_heads=4")
 PAIRS = ("data.chat={pairs: true}", "data.document_mask=ignore", "checkpoint.init_from=m")
+START = ("config=sample/config.yaml", "data.root_dir=sample/text", "dump_dir=new")
 BATCH = ("data.sources={a: 1}", "data.global_batch_size=8")
 PROGRAMS = {
     "example": loads(Config, foreign=meta_lingua),
@@ -178,6 +179,7 @@ PROGRAMS = {
     "compare": compare.main,
     "stool": stool,
     "launched": launched,
+    "start": lambda argv: check([*START, *argv], 1),
     "generation": alone(generation.main, "max_gen_tokens=8"),
     "benchmark": alone(evaluation.main, "ckpt=run", "task_dir=../tasks", "tasks=[choice]"),
     "rows": lambda argv: data_show.main([*argv, "data.root_dir=sample/text"]),
