@@ -28,7 +28,7 @@ from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.tensors import local, whole
-from tests.apps.meshes import Sizes
+from tests.apps.meshes import Sizes, name_of, on_meshes
 from tests.apps.runs import Outcome, Twist, digests
 from tests.apps.test_matrix import SOAK as FEATURES
 from tests.apps.test_matrix import Feature
@@ -88,9 +88,9 @@ def build_fused(model: nn.Module, args: Any, plan: Any) -> torch.optim.Optimizer
 
 @pytest.mark.parametrize(
     ("name", "settings", "sizes"),
-    [(name, *case) for name, case in DEFAULT.items()]
+    [pytest.param(name, *case, id=name) for name, case in DEFAULT.items()]
     + [
-        pytest.param(*case, mesh, marks=pytest.mark.soak)
+        pytest.param(*case, mesh, id=f"{case[0]} on {name_of(mesh)}", marks=pytest.mark.soak)
         for case in SOAK.items()
         for mesh in MESHES
     ],
@@ -122,9 +122,7 @@ def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_pa
         assert key in error and "checkpoint.allow_change" in error
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param(mesh, marks=[pytest.mark.soak] * (mesh != (1, 3, 1))) for mesh in MESHES]
-)
+@on_meshes((1, 3, 1), soak=MESHES)
 def test_steps_of_a_run_may_have_more_grains_than_ranks_and_fewer(runs, sizes):
     """Steps 1 and 2 have 7 grains, more than any mesh has ranks; 3 and 4 have one, fewer."""
     more = EXACT | {"data.batch_size": 1, "stop_at": 2}
