@@ -25,7 +25,7 @@ from apps.sft import app as sft
 from apps.speedrun import app as speedrun
 from lingua.app import App, Built
 from lingua.parallel.parallelize import ParallelPlan
-from tests.apps.meshes import Sizes, name_of, on_its_own, on_meshes
+from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Twist, digests, relative
 from tests.forks import (
@@ -155,16 +155,17 @@ MESHES: list[Sizes] = [ONE, REPLICAS, (1, 3, 1), TP, (2, 2, 1), (1, 2, 2), EIGHT
 
 def pair(saved: Sizes, loaded: Sizes) -> Feature:
     """Every mesh saves both optimizers, and loads both, with tied weights and without."""
-    i, j = MESHES.index(saved), MESHES.index(loaded)
+    i, j = list(TOPOLOGIES).index(saved), list(TOPOLOGIES).index(loaded)
     settings = {"optim.name": ("adamw", "muon")[(i // 2 + j) % 2], "optim.muon.dtype": "fp32"}
-    settings["model.weight_tying"] = i % 2 == 1
+    settings["model.weight_tying"] = (i + j // 3) % 2 == 1
     return Feature(saved, loaded, settings)
 
 
-# Together of every kind; the other pairs are for soak.
-DEFAULT = [((1, 3, 1), (1, 2, 2)), ((1, 2, 2), (1, 3, 1)), ((2, 2, 1), TP), (TP, ONE)]
+# Together of every kind; the other pairs are for soak, and the meshes that are in none of them.
+DEFAULT = [((1, 3, 1), (1, 2, 2)), ((1, 2, 2), (1, 3, 1)), ((2, 2, 1), TP), ((2, 1, 2), ONE)]
 PAIRS = [(saved, loaded) for loaded in MESHES for saved in MESHES if saved != loaded]
 PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  # for time
+PAIRS.append(((3, 1, 2), SHARDS))
 FEATURES |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in DEFAULT}
 SOAK |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in PAIRS if (a, b) not in DEFAULT}
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from apps.main.config import TrainArgs
 from lingua.app import import_app
 from lingua.base.errors import UserError
-from lingua.checkpoint.folder import Checkpoint
 from lingua.config.load import load_saved
 from lingua.data.rows import document_marks
 from lingua.data.sources import TextData
@@ -25,7 +24,7 @@ from lingua.parallel.launch import Launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.commands.data_show import main
-from lingua.tools.inference.row_losses import RowLosses, nearest_checkpoint, row_losses
+from lingua.tools.inference.row_losses import RowLosses, row_losses
 from lingua.tools.inference.trained import open_trained
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, prepare
 from tests.ranks import Ranks
@@ -85,12 +84,6 @@ def test_the_rows_of_a_step_have_the_loss_that_it_trained_on(runs, case):
     # Under other weights it is another loss.
     [(other, _)] = runs.ranks.run(1, losses_here, folder, app, saved=3, step=5)
     assert abs(other.step_loss() / logged[4] - 1) > 1e-4
-
-
-def test_the_nearest_checkpoint_is_one_that_has_not_trained_on_later_rows():
-    found = [Checkpoint(Path(), step, serial=0, files={}) for step in (30, 10, 20, 19)]
-    expected = {5: 10, 10: 10, 11: 10, 18: 10, 20: 19, 21: 20, 29: 20, 30: 30, 99: 30}
-    assert {step: nearest_checkpoint(found, step).step for step in expected} == expected
 
 
 GARBAGE = "\u00ff\u00fe" * 60
