@@ -220,14 +220,11 @@ def mistakes():
         yield pytest.param("example", argv, names, id=argv[0][:20])
 
 
-def write_checkpoint(folder, model=None, state=None):
-    """The sample with other settings of its model, or another state."""
-    shutil.copytree(SAMPLE, folder)
-    for name, changed in (("config.yaml", {"model": model}), ("train_state.json", {"data": state})):
-        content = yaml.safe_load((folder / name).read_text())
-        for group, values in changed.items():
-            content[group] |= values or {}
-        (folder / name).write_text(json.dumps(content))
+def write_checkpoint(folder, file, group, **changed):
+    """The sample with other values in a group of one of its files."""
+    content = yaml.safe_load((shutil.copytree(SAMPLE, folder) / file).read_text())
+    content[group] |= changed
+    (folder / file).write_text(json.dumps(content))
     resign(folder)
 
 
@@ -245,7 +242,7 @@ def place(tmp_path_factory):
     (folder / "own.yaml").write_text("{memory_gib: 10, memory_gb_per_s: 1000, fp32_tflops: 1}")
     (folder / "token.jsonl").write_text('{"prompt": "a", "stop_tokens": [1, 258]}')
     (folder / "room.jsonl").write_text('{"prompt": "a", "max_gen_tokens": 64}')
-    (folder / "two.txt").write_text("short\nsomewhat more\n")
+    (folder / "prompts.txt").write_text("short\nsomewhat more\n")
     os.mkfifo(folder / "pipe.txt")
     shutil.copytree(SAMPLES, folder / "sample")
     shutil.copytree(SAMPLE, folder / "run/checkpoints" / SAMPLE.name)
@@ -253,9 +250,9 @@ def place(tmp_path_factory):
     shutil.copytree(
         SAMPLES / "run", folder / "lost", ignore=shutil.ignore_patterns("manifest.json")
     )
-    write_checkpoint(folder / "fork", model={"head_layers": 1})
-    write_checkpoint(folder / "few", model={"vocab_size": 100})
-    write_checkpoint(folder / "retrained", state={TOKENIZER: "another"})
+    write_checkpoint(folder / "fork", "config.yaml", "model", head_layers=1)
+    write_checkpoint(folder / "few", "config.yaml", "model", vocab_size=100)
+    write_checkpoint(folder / "retrained", "train_state.json", "data", **{TOKENIZER: "another"})
     with (shutil.copytree(SAMPLE, folder / "damaged") / "__0_0.distcp").open("r+b") as file:
         file.seek(-50, os.SEEK_END)
         file.write(b"0")
