@@ -45,13 +45,11 @@ from lingua.tools.inference.trained import open_trained
 from lingua.tools.slurm import launch
 from tests import mutation
 from tests.apps.tasks import write_tasks
-from tests.apps.test_generate import MODEL
 from tests.checkpoint.test_foreign import SAMPLE, STEP
 from tests.checkpoints import resign, write_manifest
 from tests.data.prepared import TEXTS, Prepared, expected_tokens, make_args, train_tokens
 from tests.mutation import change_bytes, change_file, change_json, fuzz, hostile_argument
 from tests.tokenizer import test_tokenizer as tokenizers
-from tests.tools.exchange.converted import save_here
 
 pytestmark = pytest.mark.soak
 
@@ -206,28 +204,48 @@ JSON = [*map(json.dumps, mutation.VALUES), "NaN", "1e999", "[-1]", "[1e3]", "[" 
 FORM = ["argument", "must have the form key=value", "unknown key"]
 
 
-@pytest.fixture(scope="module")
-def ckpt(ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    ranks.run(1, save_here, folder / "checkpoints", MODEL, {})
-    return folder
+RUN = str(SAMPLE / "run")
 
 
-def test_hostile_command_lines_of_generation_are_refused_by_key(ckpt, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("main", "cls", "skipped"),
+    [
+        (generation.main, GenerateArgs, ("app", "prompts")),
+        (evaluation.main, EvalArgs, ("app", "tasks", "wandb", "dump_dir")),
+    ],
+    ids=["generate", "eval"],
+)
+def test_hostile_settings_of_a_program_are_refused_by_key(
+    main, cls, skipped, tmp_path, monkeypatch
+):
+    """On a command line and in a file."""
     monkeypatch.chdir(tmp_path)  # where `out` is written
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))  # asked without a prompt
-    keys = [f.name for f in fields(generation.GenerateArgs) if f.name not in ("app", "prompts")]
-    keys += ["distributed.tp_size", "distributed.dp_shard", "distributed.model_dtype", "config"]
+    config = tmp_path / "c.yaml"
+    plain = {"ckpt": RUN, "device": "cpu", "max_gen_tokens": 2}
+    if cls is EvalArgs:
+        task_dir = write_tasks(tmp_path / "tasks", n=2)
+        plain |= {"tasks": ["choice", "reply"], "task_dir": str(task_dir), "limit": 1}
+        plain["dump_dir"] = str(tmp_path / "out")
+    else:
+        plain["prompt"] = "a"
+    keys = [f.name for f in fields(cls) if f.name not in skipped]
+    keys += ["distributed.tp_size", "distributed.dp_shard", "distributed.model_dtype"]
+    names = [str(config), *(key.split(".")[-1] for key in keys), *FORM, "the evaluation failed: "]
 
     def make(draw):
-        argv = [f"ckpt={ckpt}", "prompt=a", "device=cpu", "max_gen_tokens=2"]
-        argv += [hostile_argument(draw, keys) for _ in range(draw.randint(1, 3))]
-        return lambda: generation.main(argv), [*(key.split(".")[-1] for key in keys), *FORM]
+        argv = [hostile_argument(draw, keys) for _ in range(draw.randint(1, 3))]
+        in_file = [word for word in argv if "\udcff" not in word and draw.random() < 0.5]
+        lines = [f"{key}: {json.dumps(value)}\n" for key, value in plain.items()]
+        lines += [word.replace("=", ": ", 1) + "\n" for word in in_file]
+        config.write_text("".join(lines), encoding="utf-8")
+        argv = [f"config={config}", *(word for word in argv if word not in in_file)]
+        return lambda: main(argv), names
 
     fuzz(make, 20)
 
 
-def test_hostile_files_of_prompts_are_refused_by_line(ckpt, tmp_path):
+def test_hostile_files_of_prompts_are_refused_by_line(tmp_path):
     keys = [f.name for f in fields(SamplingArgs)] + ["prompt", "id", "seed", "x", "", "\x1b[31m"]
     path = tmp_path / "prompts.jsonl"
 
@@ -238,28 +256,8 @@ def test_hostile_files_of_prompts_are_refused_by_line(ckpt, tmp_path):
             line = line[:at] + bytes([draw.randrange(256)]) + line[at + draw.randint(0, 1) :]
         good = [b'{"prompt": "good"}'] * draw.randint(0, 2)
         path.write_bytes(b"\n".join([*good, line, *good]))
-        argv = [f"ckpt={ckpt}", f"prompts={path}", "device=cpu", "max_gen_tokens=2"]
+        argv = [f"ckpt={RUN}", f"prompts={path}", "device=cpu", "max_gen_tokens=2"]
         return lambda: generation.main(argv), [f"{path}:"]
-
-    fuzz(make, 20)
-
-
-def test_hostile_configs_of_an_evaluation_are_refused_by_key(ckpt, tmp_path):
-    task_dir, config = write_tasks(tmp_path / "tasks", n=2), tmp_path / "c.yaml"
-    skipped = ("app", "tasks", "wandb", "dump_dir")
-    keys = [f.name for f in fields(evaluation.EvalArgs) if f.name not in skipped]
-    plain = {"ckpt": str(ckpt), "tasks": ["choice", "reply"], "task_dir": str(task_dir)}
-    plain |= {"device": "cpu", "limit": 1, "dump_dir": str(tmp_path / "out"), "max_gen_tokens": 2}
-    names = [str(config), *keys, *FORM, "the evaluation failed: "]
-
-    def make(draw):
-        argv = [hostile_argument(draw, keys) for _ in range(draw.randint(1, 3))]
-        in_file = [word for word in argv if "\udcff" not in word and draw.random() < 0.5]
-        lines = [f"{key}: {json.dumps(value)}\n" for key, value in plain.items()]
-        lines += [word.replace("=", ": ", 1) + "\n" for word in in_file]
-        config.write_text("".join(lines), encoding="utf-8")
-        argv = [f"config={config}", *(word for word in argv if word not in in_file)]
-        return lambda: evaluation.main(argv), names
 
     fuzz(make, 20)
 

@@ -2,6 +2,7 @@
 user types, and what the refusal must name. What is compared: `refused` of tests/mistakes.py."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -10,16 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 import lingua
 from apps.dpo import TrainArgs as DPOArgs
+from apps.fastrnn import TrainArgs as FastArgs
+from apps.main import eval as evaluation
+from apps.main import generate as generation
+from apps.main.check import check
 from apps.main.config import TrainArgs
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs, read_prompts
 from apps.main.hugging_face import from_config
+from apps.mamba import TrainArgs as MambaArgs
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
+from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.run_config import load_run
 from lingua.config.help import help_text
 from lingua.config.load import load, meta_lingua
@@ -28,7 +36,15 @@ from lingua.model.attention import choose_attention
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.mesh import DistributedArgs, mesh_sizes
 from lingua.tokenizer import TokenizerArgs
-from lingua.tools.commands import checkpoint, compare, data_prepare, report, runs, tokenizer
+from lingua.tools.commands import (
+    checkpoint,
+    compare,
+    data_prepare,
+    data_show,
+    report,
+    runs,
+    tokenizer,
+)
 from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
@@ -36,6 +52,8 @@ from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
+from tests.apps.tasks import TASKS, write_tasks
+from tests.checkpoints import resign
 from tests.config.example import Config
 from tests.data.prepared import Prepared, make_args
 from tests.data.test_chat import BOT, PAIR, USER, prepared
@@ -46,7 +64,8 @@ from tests.tools.runs.compare.pool import write_run
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
-SAMPLE = ROOT / "tests/samples/0.1.0/run/checkpoints/0000000006"
+SAMPLES = ROOT / "tests/samples/0.1.0"
+SAMPLE = SAMPLES / "run/checkpoints/0000000006"
 PLANNED = ROOT / "apps/main/configs/small.yaml"
 
 
@@ -54,6 +73,26 @@ def stool(argv):
     words = {key: value for key, value in SMALL.items() if f"sweep.{key}" not in " ".join(argv)}
     words |= {"data.root_dir": ".", "dump_dir": "new"}
     stool_command.main(["launcher=print", *(f"{k}={v}" for k, v in words.items()), *argv])
+
+
+def launched(argv):
+    """A run with benchmarks in jobs of their own; the argument is the settings of those jobs."""
+    words = SMALL | {"data.root_dir": ".", "dump_dir": "new", "eval.launcher": "slurm"}
+    words |= {"eval.tasks": "[choice,reply]", "eval.task_dir": "../tasks", "eval.job": argv[0]}
+    check([f"{key}={value}" for key, value in words.items()], 2)
+
+
+def alone(main, *needed):
+    """A program whose process group ends with it."""
+
+    def program(argv):
+        try:
+            main([*needed, *argv])
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    return program
 
 
 def of_file(read, folder, name=None):
@@ -105,6 +144,7 @@ FAMILY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 53, "num_hid
 FAMILY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}
 SOURCES = ("data.sources={a: 1}", "model.n_heads=4")
 PAIRS = ("data.chat={pairs: true}", "data.document_mask=ignore", "checkpoint.init_from=m")
+START = ("config=sample/config.yaml", "data.root_dir=sample/text", "dump_dir=new")
 BATCH = ("data.sources={a: 1}", "data.global_batch_size=8")
 PROGRAMS = {
     "example": loads(Config, foreign=meta_lingua),
@@ -114,6 +154,8 @@ PROGRAMS = {
     "run": lambda argv: load_run(choose_app([]), [*SOURCES, *argv]),
     "sft": loads(SFTArgs, *SOURCES),
     "dpo": loads(DPOArgs, *SOURCES, *PAIRS),
+    "fastrnn": loads(FastArgs, *SOURCES, "model.n_kv_heads=null"),
+    "mamba": loads(MambaArgs, *SOURCES, "model.dim=22"),
     "app": choose_app,
     "generate": loads(GenerateArgs, "ckpt=runs/a"),
     "tokens": loads(TokenizerArgs),
@@ -136,6 +178,11 @@ PROGRAMS = {
     "report": report.main,
     "compare": compare.main,
     "stool": stool,
+    "launched": launched,
+    "start": lambda argv: check([*START, *argv], 1),
+    "generation": alone(generation.main, "max_gen_tokens=8"),
+    "benchmark": alone(evaluation.main, "ckpt=run", "task_dir=../tasks", "tasks=[choice]"),
+    "rows": lambda argv: data_show.main([*argv, "data.root_dir=sample/text"]),
     # of numbers out of range
     "evaluated": loads(TrainArgs, *SOURCES, "eval.tasks=[a]"),
     "eval": loads(EvalArgs, "ckpt=runs/a", "tasks=[a]"),
@@ -173,9 +220,17 @@ def mistakes():
         yield pytest.param("example", argv, names, id=argv[0][:20])
 
 
+def write_checkpoint(folder, file, group, **changed):
+    """The sample with other values in a group of one of its files."""
+    content = yaml.safe_load((shutil.copytree(SAMPLE, folder) / file).read_text())
+    content[group] |= changed
+    (folder / file).write_text(json.dumps(content))
+    resign(folder)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with runs, a torn checkpoint, sources of text and a config."""
+    """A folder with runs, checkpoints, sources of text, prompts and a config; beside it, tasks."""
     folder = tmp_path_factory.mktemp("mistakes")
     for name, lr, seed in (("a-0", 0.1, 0), ("a-1", 0.1, 1), ("b-0", 0.2, 0)):
         write_run(folder / name, [f"optim.lr={lr}", f"seed={seed}", "steps=20"], [10, 20], [3, 2])
@@ -185,8 +240,30 @@ def place(tmp_path_factory):
     (folder / "none.jsonl").touch()
     (folder / "c.yaml").write_text("data: {root_dir: ., sources: {one: 1}}\n")
     (folder / "own.yaml").write_text("{memory_gib: 10, memory_gb_per_s: 1000, fp32_tflops: 1}")
+    (folder / "token.jsonl").write_text('{"prompt": "a", "stop_tokens": [1, 258]}')
+    (folder / "room.jsonl").write_text('{"prompt": "a", "max_gen_tokens": 64}')
+    (folder / "prompts.txt").write_text("short\nsomewhat more\n")
+    os.mkfifo(folder / "pipe.txt")
+    shutil.copytree(SAMPLES, folder / "sample")
     shutil.copytree(SAMPLE, folder / "run/checkpoints" / SAMPLE.name)
     (shutil.copytree(SAMPLE, folder / "torn") / "train_state.json").unlink()
+    shutil.copytree(
+        SAMPLES / "run", folder / "lost", ignore=shutil.ignore_patterns("manifest.json")
+    )
+    write_checkpoint(folder / "fork", "config.yaml", "model", head_layers=1)
+    write_checkpoint(folder / "few", "config.yaml", "model", vocab_size=100)
+    write_checkpoint(folder / "retrained", "train_state.json", "data", **{TOKENIZER: "another"})
+    with (shutil.copytree(SAMPLE, folder / "damaged") / "__0_0.distcp").open("r+b") as file:
+        file.seek(-50, os.SEEK_END)
+        file.write(b"0")
+    tasks = write_tasks(folder.parent / "tasks")
+    odd = (tasks / "reply.yaml").read_text().replace('"\\n"]', '"\\n"], penalty: 2')
+    (tasks / "odd.yaml").write_text(odd.replace("task: reply", "task: odd"))
+    absent = (
+        "dataset_path: json\ntest_split: test\ndataset_kwargs: {data_files: {test: none.json}}\n"
+    )
+    (folder.parent / "broken").mkdir()
+    (folder.parent / "broken/choice.yaml").write_text(TASKS["choice"] + absent)
     return folder
 
 

@@ -18,15 +18,6 @@ ROOT = Path(__file__).parents[1]
 FILES = [f for folder in ("lingua", "apps", "setup") for f in (ROOT / folder).rglob("*.py")]
 
 
-def test_each_ignored_type_error_has_a_code_and_a_reason():
-    lines = [(file, line) for file in FILES for line in file.read_text().splitlines()]
-    comment = re.compile(r"#\s*(type|mypy):\s*ignore")
-    ignored = [(file, line) for file, line in lines if comment.search(line)]
-    assert ignored
-    for file, line in ignored:
-        assert re.search(r"# type: ignore\[[\w-]+\]  # \w+", line), f"{file}: {line}"
-
-
 # Packages of the floor, each of which imports only those before it.
 ORDER = ["base", "config", "app", "tokenizer", "parallel", "data", "model", "optim"]
 ORDER += ["checkpoint", "monitor"]

@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
 from lingua.config.load import to_yaml
@@ -60,7 +59,8 @@ def test_show_says_what_a_checkpoint_holds_and_reads_no_tensor(run, tmp_path, ca
     assert yaml.safe_load("\n".join(second))["step"] == 2
 
 
-def test_diff_prints_the_table_of_a_resume_and_refuses_what_it_would(runs, run, tmp_path, capsys):
+def test_diff_prints_the_table_of_a_resume(runs, run, tmp_path, capsys):
+    """And refuses what a resume would: tests/mistakes.txt."""
     copy = without_tensors(run, tmp_path)
     config = tmp_path / "config.yaml"
     here = {"data.root_dir": runs.text, "data.global_batch_size": "null"}
@@ -77,18 +77,6 @@ def test_diff_prints_the_table_of_a_resume_and_refuses_what_it_would(runs, run, 
     begin = words.index(["key", "saved", "now", "class"])
     assert len(table) == 3
     assert [line.split() for line in table] == words[begin : begin + 3]
-
-    other = [f"config={config}", "data.sources={two: 1}", "seed=7"]
-    with pytest.raises(UserError) as refused:
-        main(["diff", str(copy), *other])
-    shown = capsys.readouterr().out
-    assert "seed" in shown and "data.sources" in shown and "guarded" in shown
-    overrides = {"data.sources": "{two: 1}", "seed": 7, "stop_at": 4}
-    unchanged = shutil.copytree(run.dump_dir, tmp_path / "unchanged")
-    resumed = runs.train((1, 1, 1), overrides, dump_dir=unchanged, refused=True)
-    assert str(refused.value) == resumed.error
-    allowed = "checkpoint.allow_change=[data.sources, seed]"
-    assert "seed" in "\n".join(said(capsys, "diff", copy, *other, allowed))
 
 
 def test_what_is_marked_or_falls_on_keep_every_is_kept(run, tmp_path, capsys):

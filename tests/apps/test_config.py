@@ -4,6 +4,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from lingua.config.load import flatten, load, meta_lingua, resume_classes, to_ya
 from lingua.config.meta_lingua import META_LINGUA
 from lingua.parallel.launch import one_process
 from tests.apps.plain import build_plain
+from tests.apps.runs import SMALL, write_sources
+from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
 
@@ -104,6 +107,13 @@ def test_meta_linguas_published_configs_are_accepted_with_every_key(name, tmp_pa
     assert args.eval is None
 
 
+def test_the_config_of_a_run_of_meta_lingua_is_accepted(tmp_path):
+    (tmp_path / "wiki.jsonl").write_text('{"text": "one"}\n' * 10)
+    where = [f"dump_dir={tmp_path}/run", f"data.root_dir={tmp_path}", "checkpoint.path=null"]
+    args, _ = check([f"config={PUBLISHED}/resolved.yaml", *where], 2)
+    assert (args.data.sources, args.optim.lr, args.model.dim) == ({"wiki": 80.0}, 0.01, 22)
+
+
 @pytest.mark.parametrize("path", sorted(map(str, Path("apps").glob("*/configs/*.yaml"))))
 def test_our_configs_leave_nothing_to_the_number_of_ranks_and_survive_a_round_trip(path, tmp_path):
     ranks = tmp_path / "tokenizer.model"
@@ -142,3 +152,19 @@ def test_what_a_models_forward_does_not_take_is_refused_at_the_start(tmp_path, s
             else:
                 with pytest.raises(UserError, match=message):
                     check_run(plain, args, (1, 1, 1), "cpu")
+
+
+FORKS = (
+    "adafactor", "looped", "mingru", "moe", "modular", "optimizer", "probe", "soap", "synthetic"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fork", FORKS)
+def test_a_launcher_validates_a_fork(tmp_path, fork):
+    write_sources(tmp_path)
+    settings = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "run"}
+    if import_module(f"tests.forks.{fork}").app.data is not None:  # its rows are no text
+        settings |= {"data.sources": "{}"}
+    argv = [f"app=tests.forks.{fork}", *(f"{key}={value}" for key, value in settings.items())]
+    assert check(argv, 2)[0].app == f"tests.forks.{fork}"
+    refused(lambda: check([*argv, "distributed.tp_size=3"], 3), "distributed.tp_size = 3")

@@ -19,8 +19,7 @@ from lingua.data.rows import OpenData
 from lingua.optim.schedule import lr_at
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.chat_template import open_chat
-from lingua.tools.plan.make import make_plan
-from tests.apps.runs import SMALL, Outcome, Runs
+from tests.apps.runs import Outcome, Runs
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +128,3 @@ def test_what_is_stale_or_damaged_on_disk_is_computed_again(runs, pairs, trained
     settings |= {"stop_at": 2, "checkpoint.init_from": other}
     again = runs.train((1, 1, 1), settings, app=app, dump_dir=folder, refused=True)
     assert "data.reference" in again.error
-
-
-def test_a_run_on_pairs_is_planned_without_its_pairs(pairs):
-    absent = {"data.root_dir": "absent", "dump_dir": "absent"}
-    given = ["app=apps.dpo", *(f"{k}={v}" for k, v in (SMALL | pairs | absent).items())]
-    made, _ = make_plan(given)
-    assert made.trace.peak["activations"] > 0 and not Path("absent").exists()

@@ -1,9 +1,12 @@
-"""The program that runs benchmarks: lm-evaluation-harness's own scores, on any topology."""
+"""Benchmarks, by the program and while a run trains: lm-evaluation-harness's own scores, on any
+topology, and the run is the same. What is refused is in tests/mistakes.txt."""
 
 import contextlib
 import io
 import json
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -24,21 +27,29 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from apps.main.check import check
 from apps.main.eval import main
 from apps.main.transformer import ModelArgs
 from lingua.base.errors import UserError
+from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import mark, marks
 from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.monitor.evaluation import WAITING
-from lingua.parallel.launch import detect_launch, leave, start
+from lingua.parallel import launch
 from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.exchange import convert
+from lingua.tools.slurm.status import status, status_table
 from tests.apps.meshes import mesh, on_meshes
+from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.apps.tasks import TASKS, write_tasks
 from tests.apps.test_model import initialised, model_args
-from tests.ranks import Ranks, each_here
+from tests.apps.test_resume import start
+from tests.local_slurm import needs_slurm, slurm_here
+from tests.mistakes import refused
+from tests.programs import wait_for
+from tests.ranks import Ranks
 from tests.tokenizer.test_tokenizer import write_byte_level, write_ranks, write_sentencepiece
 
 CPU = torch.device("cpu")
@@ -50,7 +61,7 @@ GIVEN = {"num_fewshot": 2, "limit": 5}
 
 def make_run_here(folder: Path, model: ModelArgs, tokenizer: TokenizerArgs, add_bos: bool) -> None:
     """A run whose checkpoint of step 3 is exported to `folder`/hf."""
-    start(CPU, detect_launch(), DistributedArgs())
+    launch.start(CPU, launch.detect_launch(), DistributedArgs())
     data = {"seq_len": SEQ_LEN, "add_bos": add_bos, "add_eos": True}
     data["tokenizer"] = asdict(tokenizer)
     text = OmegaConf.to_yaml({"model": OmegaConf.structured(model), "data": data})
@@ -66,18 +77,18 @@ def make_run_here(folder: Path, model: ModelArgs, tokenizer: TokenizerArgs, add_
 
 def eval_here(*arguments: str, hidden: str | None = None) -> tuple[str, str]:
     """(the error, what it prints); `hidden` is a package that is not installed."""
-    printed, refused = io.StringIO(), ""
+    printed, message = io.StringIO(), ""
     gone = {name: None for name in sys.modules if hidden and name.split(".")[0] == hidden}
     gone |= {hidden: None} if hidden else {}
     with contextlib.redirect_stdout(printed), mock.patch.dict(sys.modules, gone):
         try:
             main(list(arguments))
         except UserError as error:
-            refused = str(error)
+            message = str(error)
         finally:
             if dist.is_initialized():
-                leave(patience_s=30)  # as the program does
-    return refused, printed.getvalue()
+                launch.leave(patience_s=30)  # as the program does
+    return message, printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +134,8 @@ def ours(ranks: Ranks, run: Path, task_dir: Path, out: Path, *more: str, n: int 
     argv += [f"{key}={value}" for key, value in GIVEN.items()]
     if not any(word.startswith("tasks=") for word in more):
         argv.append(f"tasks=[{','.join(TASKS)}]")
-    for refused, _ in ranks.run(n, eval_here, *argv, *more):
-        assert not refused
+    for error, _ in ranks.run(n, eval_here, *argv, *more):
+        assert not error
     return out
 
 
@@ -191,7 +202,8 @@ def read_ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokeniz
     return PreTrainedTokenizerFast(tokenizer_object=made, add_bos_token=True, **tokens)
 
 
-@pytest.mark.parametrize("kind", ["sp", pytest.param("tiktoken", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["sp", "tiktoken"])
 def test_other_tokenizers_and_tied_weights_score_so(
     ranks, make_run, task_dir, tmp_path, monkeypatch, kind
 ):
@@ -229,43 +241,10 @@ def test_groups_and_tags_are_those_of_the_harness(ranks, run, task_dir, tmp_path
     assert [json.loads(line)["task"] for line in lines].count("both") == 1
 
 
-def test_what_cannot_be_evaluated_is_refused_before_it_is_loaded(ranks, run, task_dir, tmp_path):
-    (tmp_path / "broken").mkdir()
-    broken = TASKS["choice"] + "dataset_path: json\ntest_split: test\n"
-    broken += "dataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
-    (tmp_path / "broken" / "choice.yaml").write_text(broken)
-    odd = (task_dir / "reply.yaml").read_text().replace('"\\n"]', '"\\n"], penalty: 2')
-    (task_dir / "odd.yaml").write_text(odd.replace("task: reply", "task: odd"))
-    good = [f"ckpt={run}", f"task_dir={task_dir}", f"dump_dir={tmp_path / 'out'}"]
-    cases = {
-        "none": ([*good], "tasks = []: must name at least one task"),
-        "folder": ([*good, "tasks=[choice]", "task_dir=/no"], 'task_dir = "/no": must be a folder'),
-        "data": (
-            [*good, "tasks=[choice]", f"task_dir={tmp_path}/broken"],
-            "tasks = ['choice']: cannot be loaded (FileNotFoundError: ... nowhere.jsonl",
-        ),
-        "long folder": ([*good, "tasks=[a]", f"task_dir={'t' * 300}"], "must be a folder of task"),
-        "setting": ([*good, "tasks=[odd]"], "tasks: odd: penalty: unknown key (generation_kwargs)"),
-        "room": (
-            [*good, "tasks=[choice,reply]", "context=12"],
-            "tasks: reply: max_gen_tokens = 12: ... must be below the context of 12 tokens",
-        ),
-        "results": (
-            [*good, "tasks=[choice]", f"dump_dir={run}/hf/config.json/out"],
-            "config.json/out: cannot be written (Not a directory)",
-        ),
-        "ckpt": ([*good, "tasks=[choice]", f"ckpt={task_dir}"], f"ckpt: {task_dir} has no whole"),
-    }
-    [found] = ranks.run(1, each_here, eval_here, {case: argv for case, (argv, _) in cases.items()})
-    for case, (_, need) in cases.items():
-        assert all(part in found[case][0] for part in need.split(" ... ")), (case, found[case])
-    assert not list(tmp_path.glob("out/*"))
-
-
 def test_without_the_harness_the_message_names_the_package(ranks, run, tmp_path):
     argv = [f"ckpt={run}", "tasks=[arc_easy]", f"dump_dir={tmp_path / 'out'}"]
-    for refused, _ in ranks.run(2, eval_here, *argv, hidden="lm_eval"):
-        assert "lm_eval, which is not installed (pip install lm_eval)" in refused
+    for error, _ in ranks.run(2, eval_here, *argv, hidden="lm_eval"):
+        assert "lm_eval, which is not installed (pip install lm_eval)" in error
 
 
 def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tmp_path):
@@ -274,8 +253,8 @@ def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tm
     mark(checkpoint, WAITING)
     argv = [f"ckpt={tmp_path / 'run'}", f"tasks=[{task_dir / 'rolling.yaml'}]", "limit=1"]
     argv += ["wandb.mode=offline", "wandb.group=mine"]
-    [(refused, printed)] = ranks.run(1, eval_here, *argv)
-    assert not refused and "|rolling|" in printed and "bits_per_byte" in printed
+    [(error, printed)] = ranks.run(1, eval_here, *argv)
+    assert not error and "|rolling|" in printed and "bits_per_byte" in printed
     folder = tmp_path / "run" / "evals" / "0000000003"
     assert f"step 3: results and samples are in {folder}" in printed
     assert results_in(folder)["config"]["limit"] == 1 and len(samples_in(folder, "rolling")) == 1
@@ -286,3 +265,191 @@ def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tm
     assert all(f"eval/rolling/{key}".encode() in sent.read_bytes() for key in values)
     assert json.dumps(values["bits_per_byte,none"]).encode() in sent.read_bytes()
     assert marks(checkpoint) == []  # no job waits for it any longer
+
+
+# ------------------------------------------------------------------------------- while a run trains
+
+TRAINED = {
+    "steps": 4,
+    "stop_at": "null",
+    "deterministic": True,
+    "model.dropout": 0.1,
+    "checkpoint.dump.every": 2,
+    "eval.tasks": "[choice,rolling,reply]",
+    "eval.num_fewshot": 1,
+}
+
+
+def of_evals(run: Outcome) -> list[dict[str, Any]]:
+    path = run.dump_dir / "metrics.eval.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_evaluated_run_is_the_same_and_scores_as_its_checkpoints(runs, task_dir, tmp_path):
+    settings = TRAINED | {"eval.task_dir": task_dir}
+    evaluated = runs.train((1, 2, 1), settings | {"eval.every": 2})
+    plain = runs.train((1, 2, 1), {k: v for k, v in settings.items() if k[:5] != "eval."})
+    assert evaluated.column("loss") == plain.column("loss")
+    assert evaluated.column("grad_norm") == plain.column("grad_norm")
+    assert differs(evaluated, plain) == []
+    assert not (plain.dump_dir / "metrics.eval.jsonl").exists()
+    found = of_evals(evaluated)
+    tasks = ["choice", "rolling", "reply"]
+    expected = [(step, task) for step in (2, 4) for task in tasks]
+    assert [(line["step"], line["task"]) for line in found] == expected
+    assert "|choice" in evaluated.log and "bits_per_byte" in evaluated.log
+    for step, lines in ((2, found[:3]), (4, found[3:])):
+        assert results_in(evaluated.dump_dir / "evals" / f"{step:010d}")["step"] == step
+        out = tmp_path / str(step)
+        argv = [f"ckpt={evaluated.checkpoint(step)}", f"dump_dir={out}", f"task_dir={task_dir}"]
+        argv += ["tasks=[choice,rolling,reply]", "num_fewshot=1"]
+        [(error, _)] = runs.ranks.run(1, eval_here, *argv)
+        assert not error
+        for line in lines:
+            alone = results_in(out)["results"][line["task"]]
+            numbers = {k: v for k, v in line.items() if "," in k}
+            assert numbers and numbers == pytest.approx({k: alone[k] for k in numbers}, rel=1e-4)
+    changed = [line["bits_per_byte,none"] for line in found if line["task"] == "rolling"]
+    assert abs(changed[0] / changed[1] - 1) > 1e-3  # which the comparison would notice
+
+
+def test_a_resumed_run_cuts_the_evaluations_of_what_it_repeats(runs, task_dir):
+    settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[rolling]", "eval.every": 1}
+    begun = runs.train((1, 1, 1), settings | {"stop_at": 2})
+    with (begun.dump_dir / "metrics.eval.jsonl").open("a") as file:
+        file.write('{"step": 3, "task": "rolling"}\n{"step"')  # what a killed process left
+    run = runs.train((1, 1, 1), settings, dump_dir=begun.dump_dir)
+    assert [line["step"] for line in of_evals(run)] == [1, 2, 3, 4]
+    assert all("byte_perplexity,none" in line for line in of_evals(run))
+
+
+def test_what_fails_in_an_evaluation_does_not_stop_training(runs, tmp_path):
+    """A task of which a function fails, and then results that cannot be written."""
+    task_dir, dump_dir = write_tasks(tmp_path / "tasks", n=4), tmp_path / "run"
+    broken = 'def length(doc, results):\n    return {"length": 1 / 0}\n'
+    (task_dir / "measure.py").write_text(broken)
+    (dump_dir / "evals").mkdir(parents=True)
+    (dump_dir / "evals" / "0000000004").write_text("a file")
+    settings = TRAINED | {"eval.task_dir": task_dir, "eval.every": 2}
+    runs.train((1, 2, 1), settings | {"eval.tasks": "[reply]", "stop_at": 3}, dump_dir=dump_dir)
+    run = runs.train((1, 2, 1), settings | {"eval.tasks": "[rolling]"}, dump_dir=dump_dir)
+    assert "error: step 2 is not evaluated: the evaluation failed: ZeroDiv" in run.log
+    assert "error: step 4 is not evaluated: " in run.log and "cannot be written" in run.log
+    assert "done: 4 steps" in run.log and of_evals(run)[-1]["step"] == 4
+
+
+def test_an_evaluation_stops_where_a_signal_asks_the_run_to_stop(runs, tmp_path):
+    task_dir, dump_dir = write_tasks(tmp_path / "tasks", n=4), runs.folder / "signalled"
+    # Sent while the questions are written, of the first evaluation: its checkpoint is there.
+    code = "import os, signal\n\ndef text(doc):\n"
+    code += f"    if os.path.exists({str(dump_dir / 'checkpoints' / '0000000001')!r}):\n"
+    code += '        os.kill(os.getpid(), signal.SIGUSR2)\n    return doc["question"]\n'
+    with (task_dir / "measure.py").open("a") as file:
+        file.write(code)
+    task = (task_dir / "reply.yaml").read_text()
+    by_function = task.replace('doc_to_text: "{{question}}"', "doc_to_text: !function measure.text")
+    assert by_function != task
+    (task_dir / "reply.yaml").write_text(by_function)
+    settings = TRAINED | {"eval.task_dir": task_dir, "eval.tasks": "[reply]", "eval.every": 1}
+    run = runs.train((1, 2, 1), settings, dump_dir=dump_dir)
+    assert "error: step 1 is not evaluated: a signal asks the run to stop" in run.log
+    assert "stopped by SIGUSR2" in run.log and run.column("step") == [1]
+    assert not (dump_dir / "metrics.eval.jsonl").exists()
+
+    (task_dir / "reply.yaml").write_text(task)
+    run = runs.train((1, 1, 1), settings, dump_dir=dump_dir)  # runs the missed evaluation
+    assert [line["step"] for line in of_evals(run)] == [1, 2, 3, 4]
+    assert "resuming" in run.log and "done: 4 steps" in run.log
+
+
+def test_mistakes_of_an_evaluation_are_found_before_training(runs, task_dir):
+    """Those of the job of one: tests/mistakes.txt."""
+    settings = TRAINED | {"data.root_dir": runs.text, "eval.task_dir": task_dir}
+    run = runs.train((1, 2, 1), settings | {"data.seq_len": 12}, refused=True)
+    assert "tasks: reply: max_gen_tokens = 12: leaves no room" in run.error
+    assert not list((run.dump_dir / "checkpoints").glob("0*"))
+
+    def validate(**more: Any) -> None:
+        """As a launcher of the run does."""
+        words = SMALL | settings | {"dump_dir": run.dump_dir} | more
+        check([f"{key}={value}" for key, value in words.items()], 2)
+
+    refused(lambda: validate(**{"eval.task_dir": "/no"}), 'eval.task_dir = "/no": must be a folder')
+    job = "{ngpu: 2, distributed.tp_size: 2, context: 16, time: 5, signal_s: 60}"
+    validate(**{"eval.launcher": "slurm", "eval.job": job})
+
+
+def test_the_status_of_a_job_that_does_not_train_is_what_it_came_to(tmp_path):
+    for name in ("0000000002", "0000000004"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "base_config.yaml").write_text("tasks: [a]\n")
+    (tmp_path / "0000000004" / "results_now.json").write_text("{}")
+    (tmp_path / "0000000002" / "logs" / "rank_err.txt").write_text("error: no space\n")
+    first, second = status(tmp_path)
+    assert first.failed and first.errors and "error: no space" in status_table([first])
+    assert not second.failed and " 0/0 " not in status_table([first, second])
+
+
+WAIT_S = 180.0  # of a job, where others run too
+
+
+@needs_slurm
+@pytest.mark.soak
+def test_a_run_launches_its_evaluations_and_logs_those_that_fail(tmp_path, tmp_path_factory):
+    text, dump_dir = tmp_path / "text", tmp_path / "run"
+    text.mkdir()
+    write_sources(text)
+    task_dir = write_tasks(tmp_path / "tasks", n=3)
+    settings = {"dump_dir": dump_dir, "data.root_dir": text, "steps": 6}
+    settings |= {"checkpoint.dump.every": 6, "checkpoint.dump.keep": 1, "eval.every": 2}
+    checkpoints = tmp_path / "elsewhere"
+    settings |= {"checkpoint.path": checkpoints, "logging.wandb.mode": "offline"}
+    settings |= {"eval.launcher": "slurm", "eval.tasks": "[reply]", "eval.task_dir": task_dir}
+
+    def evaluation(step: int) -> Path:
+        return dump_dir / "evals" / f"{step:010d}"
+
+    def marked(step: int) -> list[str]:
+        return marks(checkpoints / f"{step:010d}")
+
+    with slurm_here(tmp_path_factory.mktemp("jobs") / "cluster", 1) as env:
+
+        def train(stop_at: int, job: str) -> str:
+            """The output of a process that is itself in a job; each of them ends well."""
+            job_7 = env | {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_MEM_PER_CPU": "1"}
+            words = settings | {"stop_at": stop_at, "eval.job": job}
+            program = start(1, [sys.executable], words, env=job_7)
+            output, _ = program.communicate()
+            assert program.returncode == 0, output
+            return output
+
+        def state(job_id: str) -> str:
+            command = ["scontrol", "show", "job", "--oneliner", job_id]
+            shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+            return dict(w.split("=", 1) for w in shown.stdout.split() if "=" in w)["JobState"]
+
+        # A job that fails: the task needs more room than it is given there.
+        output = train(2, "{gpus: none, time: 5, context: 12}")
+        [failed] = re.findall(r"step 2 is evaluated by a job: job (\d+) was submitted", output)
+        wait_for(lambda: state(failed) == "FAILED", seconds=WAIT_S)
+        assert marked(2) == [WAITING] and marked(4) == []
+
+        # The next evaluation logs it; its own job completes.
+        output = train(4, "{gpus: none, time: 5}")
+        assert f"error: job {failed}, which evaluates 0000000002, is FAILED: error: " in output
+        assert "must be below the context of 12 tokens" in output
+        [good] = re.findall(r"step 4 is evaluated by a job: job (\d+) was submitted", output)
+        wait_for(lambda: state(good) == "COMPLETED", seconds=WAIT_S)
+        [line] = (dump_dir / "metrics.eval.jsonl").read_text().splitlines()
+        assert (json.loads(line)["step"], json.loads(line)["task"]) == (4, "reply")
+        assert results_in(evaluation(4))["config"]["num_fewshot"] is None
+        assert len(list(evaluation(4).glob("wandb/offline-run-*/run-*.wandb"))) == 1
+        assert marked(4) == [] and marked(2) == [WAITING]
+
+        # One that cannot be launched.
+        output = train(6, "{gpus: none, time: 5, partition: nowhere}")
+        assert "error: step 6 is not evaluated: its job was not launched: error: " in output
+        assert "nowhere" in output and "done: 6 steps" in output
+        assert not list(evaluation(6).glob("results_*")) and WAITING not in marked(6)
+        saved = sorted(c.step for c in find(checkpoints))
+        assert saved == [2, 6]  # 4 is evaluated, 2 was never

@@ -7,7 +7,7 @@ and in one grain of 7 fewer than all. One run has steps of both kinds on each me
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from apps.dpo import app as dpo
-from apps.fastrnn import app as fastrnn
 from apps.main import app as main
 from apps.main.train import Objective
-from apps.mamba import app as mamba
-from apps.mtp import app as mtp
-from apps.sft import app as sft
 from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.checkpoint.digest import digest
@@ -33,10 +28,10 @@ from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.tensors import local, whole
-from tests.apps.meshes import Sizes
-from tests.apps.runs import Outcome, Twist, arguments, digests
-from tests.forks import looped, optimizer, soap
-from tests.mistakes import refused
+from tests.apps.meshes import Sizes, name_of, on_meshes
+from tests.apps.runs import Outcome, Twist, digests
+from tests.apps.test_matrix import SOAK as FEATURES
+from tests.apps.test_matrix import Feature
 
 END = 4
 ONE: Sizes = (1, 1, 1)
@@ -45,37 +40,25 @@ EXACT = {"deterministic": "mesh", "stop_at": END, "validation.every": 2, "data.b
 TIMES = {"step_time_s", "data_time_s", "tokens_per_s", "tokens_per_s_per_device", "created_at"}
 TIMES |= {"host_time_s", "slowest_rank", "slowest_ratio", "peak_mem_gib"}
 BF16 = {"distributed.model_dtype": "bf16"}
-MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
-MASKS |= {"distributed.activation_checkpointing": "selective"}
-HEADS = {"data.n_views": 3, "model.n_layers": 3, "model.head_layers": 2, "model.dropout": 0.1}
-
-
-@dataclass(frozen=True)
-class Feature:
-    settings: dict[str, Any] = field(default_factory=dict)
-    app: App = main
-    reads: str | None = None  # the fixture that gives the settings of its data
-
-
-FEATURES = {
-    "masks, noise": Feature(MASKS),
-    "muon, bf16": Feature({"optim.name": "muon"} | BF16),
-    "an optimizer of torch": Feature({}, optimizer.app),
-    "pairs": Feature(BF16, dpo, "pairs"),
+NOISE = {"model.dropout": 0.1}
+# Features of test_matrix.py, or of this file, with settings more than there.
+DEFAULT: dict[str, tuple[dict[str, Any], Sizes]] = {
+    "document masks": (NOISE, (2, 1, 1)),
+    "muon": (BF16, (1, 3, 1)),
+    "an optimizer of torch": ({}, (2, 2, 1)),
+    "pairs": (BF16, (1, 5, 1)),
 }
-STATES = {"model.layers": "[mamba, attention]", "data.document_mask": "ignore"}
-STATES |= {"model.mamba": "{expand: 2, head_dim: 11, state_dim: 5, n_groups: 2}"}
-SOAK = {
-    "recurrences": Feature({"model.n_kv_heads": "null"} | MASKS, fastrnn),
-    "state spaces": Feature(STATES | BF16, mamba),
-    "several tokens": Feature(HEADS, mtp),
-    "conversations": Feature({}, sft, "talk"),
-    "compiled": Feature(MASKS | {"distributed.compile": True}),
-    "tied": Feature({"model.weight_tying": True} | BF16),
-    "grains of a row": Feature({"data.batch_size": 1}),
-    "one grain": Feature({"data.batch_size": 7}),
-    "blocks that run several times": Feature({}, looped.app),
-    "an optimizer of whole parameters": Feature({}, soap.app),
+SOAK: dict[str, dict[str, Any]] = {name: settings for name, (settings, _) in DEFAULT.items()} | {
+    "recurrences": NOISE,
+    "state spaces": BF16,
+    "several tokens": {},
+    "conversations": {},
+    "blocks that run twice": {},
+    "Kronecker factors": {},
+    "compiled": {"distributed.compile": True},
+    "tied": {"model.weight_tying": True} | BF16,
+    "grains of a row": {"data.batch_size": 1},
+    "one grain": {"data.batch_size": 7},
 }
 
 
@@ -104,21 +87,17 @@ def build_fused(model: nn.Module, args: Any, plan: Any) -> torch.optim.Optimizer
 
 
 @pytest.mark.parametrize(
-    ("feature", "sizes"),
-    [
-        *(
-            pytest.param(f, mesh, id=name)
-            for (name, f), mesh in zip(FEATURES.items(), MESHES[1:], strict=True)
-        ),
-        *(
-            pytest.param(f, mesh, id=f"{name}, {mesh}", marks=pytest.mark.soak)
-            for name, f in (FEATURES | SOAK).items()
-            for mesh in MESHES
-        ),
+    ("name", "settings", "sizes"),
+    [pytest.param(name, *case, id=name) for name, case in DEFAULT.items()]
+    + [
+        pytest.param(*case, mesh, id=f"{case[0]} on {name_of(mesh)}", marks=pytest.mark.soak)
+        for case in SOAK.items()
+        for mesh in MESHES
     ],
 )
-def test_a_run_is_equal_to_the_bit_on_every_mesh(runs, request, feature, sizes):
-    settings = EXACT | feature.settings
+def test_a_run_is_equal_to_the_bit_on_every_mesh(runs, request, name, settings, sizes):
+    feature = FEATURES.get(name, Feature(ONE, sizes))
+    settings = EXACT | feature.settings | settings
     settings |= request.getfixturevalue(feature.reads) if feature.reads else {}
     alone = runs.train(ONE, settings, app=feature.app)
     assert results(runs.train(sizes, settings, app=feature.app)) == results(alone)
@@ -127,7 +106,7 @@ def test_a_run_is_equal_to_the_bit_on_every_mesh(runs, request, feature, sizes):
 def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_path):
     alone = runs.train(ONE, EXACT)
     run = runs.train((1, 2, 1), EXACT | {"stop_at": 1})
-    for end, sizes in ((2, (2, 2, 1)), (3, (1, 5, 1)), (4, (1, 3, 1))):
+    for end, sizes in ((2, (2, 2, 1)), (4, (1, 3, 1))):
         run = runs.train(sizes, EXACT | {"stop_at": end}, dump_dir=run.dump_dir)
     assert results(run) == results(alone)
 
@@ -143,9 +122,7 @@ def test_stops_on_other_meshes_change_no_bit_and_faults_change_some(runs, tmp_pa
         assert key in error and "checkpoint.allow_change" in error
 
 
-@pytest.mark.parametrize(
-    "sizes", [*(pytest.param(mesh, marks=pytest.mark.soak) for mesh in MESHES[:-1]), MESHES[-1]]
-)
+@on_meshes((1, 3, 1), soak=MESHES)
 def test_steps_of_a_run_may_have_more_grains_than_ranks_and_fewer(runs, sizes):
     """Steps 1 and 2 have 7 grains, more than any mesh has ranks; 3 and 4 have one, fewer."""
     more = EXACT | {"data.batch_size": 1, "stop_at": 2}
@@ -160,17 +137,14 @@ def test_steps_of_a_run_may_have_more_grains_than_ranks_and_fewer(runs, sizes):
 
 
 def test_what_cannot_be_exact_is_refused_by_name(runs):
+    """Keys that exclude each other: tests/mistakes.txt."""
+
     def message(settings: dict[str, Any], sizes: Sizes = ONE, app: App = main) -> str | None:
         return runs.train(sizes, EXACT | settings, app=app, refused=True).error
 
     fused = replace(main, optimizer=build_fused)
     assert "fused=True" in message({}, app=fused)
     assert "grad_acc_steps = 3: must be 4" in message({"grad_acc_steps": 3})
-    for settings, key in (
-        ({"distributed.tp_size": 2}, "distributed.tp_size"),
-        ({"distributed.grad_sync": "last"}, "distributed.grad_sync"),
-    ):
-        refused(lambda s=settings: arguments(EXACT | s), key, "deterministic = mesh")
 
 
 def test_ranks_that_are_not_alike_are_refused_on_all_of_them():

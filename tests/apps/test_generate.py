@@ -1,12 +1,10 @@
-"""The program that generates text: prompts in, results out on any topology, what it refuses."""
+"""The program that generates text: prompts in, results out on any topology. What it refuses is in
+tests/mistakes.txt."""
 
 import contextlib
 import io
 import json
-import os
-import resource
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +20,10 @@ import torch.distributed as dist
 from apps.main.generate import main
 from lingua.base.errors import UserError
 from tests.apps.meshes import mesh
-from tests.apps.test_model import initialised, model_args
+from tests.apps.test_model import initialised
+from tests.disk import full_disk
 from tests.programs import python
-from tests.ranks import Ranks, each_here
+from tests.ranks import Ranks
 from tests.tools.exchange.converted import a_model, save_here
 from tests.tools.inference.test_generation import step_by_step
 
@@ -41,27 +40,19 @@ def ckpt(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def main_here(*arguments: str, stdin: bytes = b"", at_most: int = -1) -> tuple[str, str]:
-    """(the error, what it prints). No file can have more than `at_most` bytes, as on a full disk;
-    -1: any."""
-    printed, refused, limit = io.StringIO(), "", resource.getrlimit(resource.RLIMIT_FSIZE)
+def main_here(*arguments: str, stdin: bytes = b"") -> tuple[str, str]:
+    """(the error, what it prints)."""
+    printed, refused = io.StringIO(), ""
     typed = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
     with contextlib.redirect_stdout(printed), mock.patch.object(sys, "stdin", typed):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (at_most, limit[1]))
         try:
             main(list(arguments))
         except UserError as error:
             refused = str(error)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             if dist.is_initialized():
                 dist.destroy_process_group()
     return refused, printed.getvalue()
-
-
-def one_file(folder: Path, name: str) -> Path:
-    [path] = folder.rglob(name)
-    return path
 
 
 @pytest.fixture
@@ -112,19 +103,6 @@ def test_keys_of_a_json_line_win_over_those_of_the_command_line(results, tmp_pat
     assert short["id"] == 1 and short["seed"] == 7 and "id" not in long
     assert len(short["tokens"]) == 3 and short["tokens"] == long["tokens"][:3]
     assert empty["seed"] == 3 and len(empty["tokens"]) == 8
-
-
-def test_long_prompts_are_cut_and_counted_or_refused(ranks, ckpt, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("short\n" + "a" * 70 + "\n" + "b" * 63 + "\n")  # the context is 64 tokens
-    argv = [f"ckpt={ckpt}", f"prompts={prompts}", "max_gen_tokens=2", "temperature=0"]
-    [(refused, printed)] = ranks.run(1, main_here, *argv)
-    assert not refused and "2 of 3 prompts cut on the left" in printed
-    assert f"--- {'a' * 70}" in printed
-    [(refused, _)] = ranks.run(1, main_here, *argv, "on_long_prompt=refuse")
-    assert f"{prompts}:2: has 71 tokens; must have at most 62" in refused
-    [(refused, printed)] = ranks.run(1, main_here, *argv, "on_long_prompt=refuse", "context=100")
-    assert not refused and "cut" not in printed
 
 
 def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckpt, tmp_path):
@@ -188,52 +166,15 @@ def test_ctrl_c_ends_a_generation_then_the_program_without_a_traceback(ckpt):
         assert b"Traceback" not in rest and single.returncode == 130
 
 
-def test_mistakes_are_reported(ranks, ckpt, tmp_path):
-    """Those of a file of prompts alone are in tests/mistakes.txt."""
-    ranks.run(1, save_here, tmp_path / "small", a_model(vocab_size=259), {"head_layers": 1})
-    ranks.run(1, save_here, tmp_path / "few", model_args(vocab_size=100), {})
-    (tmp_path / "there.jsonl").write_text("a result")
-    other = tmp_path / "other"
-    ranks.run(1, save_here, other, MODEL, {}, "another")
-    damaged = shutil.copytree(ckpt, tmp_path / "damaged")
-    with one_file(damaged, "__0_0.distcp").open("r+b") as file:
-        file.seek(-50, os.SEEK_END)
-        file.write(b"0")
-    bad = {
-        "no token": ('{"prompt": "a", "stop_tokens": [1, 258]}', "258 is no token"),
-        "room": ('{"prompt": "a", "max_gen_tokens": 64}', "max_gen_tokens = 64"),
-    }
-    os.mkfifo(tmp_path / "pipe.txt")
-    cases = [
-        ("no ckpt", ["prompt=a"], "ckpt: must be given"),
-        ("empty", [f"ckpt={tmp_path}", "prompt=a"], f"ckpt: {tmp_path} has no whole checkpoint"),
-        ("absent", [f"ckpt={tmp_path / 'no'}", "prompt=a"], "no: no such file or folder"),
-        ("fork", [f"ckpt={tmp_path / 'small'}", "prompt=a"], "its model is not that of apps.main"),
-        ("few", [f"ckpt={tmp_path / 'few'}", "prompt=a"], "258 tokens, the model of"),
-        ("tokenizer", [f"ckpt={other}", "prompt=a"], "is not the one that"),
-        ("damaged", [f"ckpt={damaged}", "prompt=a"], "is damaged (__0_0.distcp: wrong checksum)"),
-        ("no file", [f"ckpt={ckpt}", "prompts=/no/file"], "prompts = /no/file: cannot be read"),
-        ("pipe", [f"ckpt={ckpt}", f"prompts={tmp_path}/pipe.txt"], "pipe.txt is not a file"),
-        ("endless", [f"ckpt={ckpt}", "prompts=/dev/zero"], "prompts = /dev/zero: cannot be read"),
-        ("long name", [f"ckpt={ckpt}", "prompt=a", f"out={'o' * 300}"], "cannot be written (F"),
-        ("folder", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}"], "exists already"),
-        ("there", [f"ckpt={ckpt}", "prompt=a", f"out={tmp_path}/there.jsonl"], "exists already"),
-        ("no folder", [f"ckpt={ckpt}", "prompt=a", "out=/no/o.jsonl"], "out = /no/o.jsonl: cannot"),
-        ("sizes", [f"ckpt={ckpt}", "prompt=a", "distributed.tp_size=3"], "tp_size = 3"),
-    ]
-    for name, (content, need) in bad.items():
-        (tmp_path / f"{name}.jsonl").write_text(content)
-        cases.append((name, [f"ckpt={ckpt}", f"prompts={tmp_path}/{name}.jsonl"], need))
-    words = {name: [*arguments, "max_gen_tokens=8"] for name, arguments, _ in cases}
-    [found] = ranks.run(1, each_here, main_here, words)
-    for name, _, need in cases:
-        assert need in found[name][0], (name, found[name])
+def main_on_a_full_disk_here(*arguments: str) -> tuple[str, str]:
+    with full_disk(20):  # a part of a line fits
+        return main_here(*arguments)
 
 
 def test_a_full_disk_leaves_a_file_that_the_same_command_may_write(ranks, ckpt, tmp_path):
     out = tmp_path / "out.jsonl"
     argv = [f"ckpt={ckpt}", f"out={out}", "prompt=a", "max_gen_tokens=2"]
-    [(refused, _)] = ranks.run(1, main_here, *argv, at_most=20)  # a part of a line fits
+    [(refused, _)] = ranks.run(1, main_on_a_full_disk_here, *argv)
     assert f"out = {out}: cannot be written (No space left on device)" in refused
     assert out.read_bytes() == b""
     [(refused, _)] = ranks.run(1, main_here, *argv)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import Built
@@ -21,16 +20,14 @@ from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
-from lingua.data.rows import HeldOut, OpenData
-from lingua.data.sources import TextData
+from lingua.data.rows import HeldOut
 from lingua.model import Losses, as_losses
 from lingua.monitor import held_out as measuring
 from lingua.parallel.init import init_parameters
-from lingua.tokenizer import Tokenizer
 from lingua.tools.inspect.checkpoint import summary
-from tests.apps.meshes import Sizes, on_mesh
+from tests.apps.meshes import Sizes, on_mesh, on_meshes
 from tests.apps.plain import Plain, build_plain
-from tests.apps.runs import Outcome, Runs, differs, digests, relative
+from tests.apps.runs import Outcome, Runs, differs, digests
 from tests.mistakes import refused
 
 
@@ -48,7 +45,7 @@ class FailsToMeasure:
         return built
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1), (1, 1, 2)])
+@on_meshes((1, 2, 1), (1, 1, 2), soak=[(2, 1, 1)])
 def test_a_measurement_that_fails_saves_the_step_before_it_ends_the_run(runs: Runs, sizes) -> None:
     """On each mesh it has all 4 windows of a source at once."""
     settings = {"validation.every": 3, "stop_at": 5, "checkpoint.dump.every": 0}
@@ -102,19 +99,8 @@ def test_windows_are_measured_many_at_once_and_the_result_is_that_of_all_togethe
             assert found != pytest.approx(nats[8:].mean().item(), rel=1e-4)  # of a window less
 
 
-class NarrowWindows(TextData):
-    def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
-        opened = super().open(args, tokenizer)
-        windows = opened.held_out["one"]
-        narrow = replace(windows, targets=windows.targets.astype(np.int32))
-        return replace(opened, held_out={"one": narrow})
-
-
-def test_windows_that_cannot_be_measured_are_refused_before_the_first_step(runs: Runs) -> None:
-    fork = replace(app, data=NarrowWindows())
-    run = runs.train((1, 2, 1), {"validation.every": 3}, app=fork, refused=True)
-    assert run.error.startswith("held-out targets of one: int32 [")
-    assert "]; must be int64 [" in run.error and run.lines == []
+def test_windows_that_cannot_be_measured_are_refused() -> None:
+    """Before the first step of a run: test_shapes.py."""
     tokens = np.zeros((3, 16), np.int64)
     windows = HeldOut(tokens, tokens, n_bytes=9, documents=tokens)
     windows.check("one", 16)
@@ -164,8 +150,8 @@ def test_a_model_that_cannot_generate_is_reported_before_step_1(runs):
 # The rate is far too high after its warm-up: the loss falls and then rises.
 RISING = {"optim.lr": 2, "optim.warmup": 8, "optim.clip": 100, "steps": 8, "stop_at": "null"}
 SAVED = RISING | {"checkpoint.dump.every": 1, "checkpoint.dump.keep": 2}
+KEPT = {"checkpoint.keep_best": True}
 BACKGROUND = {"checkpoint.async_save": True}
-BEST = SAVED | {"checkpoint.keep_best": True}
 
 
 def held_out(run: Outcome) -> dict[int, float]:
@@ -178,35 +164,34 @@ def held_out(run: Outcome) -> dict[int, float]:
     return {step: nats / n_bytes for step, (nats, n_bytes) in sums.items()}
 
 
-def saved(run: Outcome) -> list[int]:
-    return sorted(c.step for c in find(run.checkpoint(0).parent))
-
-
-def marked(run: Outcome) -> list[int]:
-    return [step for step in saved(run) if "best" in marks(run.checkpoint(step))]
-
-
-def lowest(losses: dict[int, float]) -> int:
-    return min(losses, key=losses.get)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "more"),
-    [((1, 2, 1), BACKGROUND), pytest.param((1, 1, 2), {}, marks=pytest.mark.soak)],
+    ("sizes", "settings", "measured", "saved"),
+    [
+        # In two starts: the second one knows the best of the first, step 2.
+        ((1, 2, 1), KEPT | BACKGROUND, range(1, 9), [2, 7, 8]),
+        pytest.param((1, 1, 2), KEPT, range(1, 9), [2, 7, 8], marks=pytest.mark.soak),
+        # Without `keep_best` the best is that of those that are left.
+        ((1, 1, 1), {"validation.every": 1}, range(1, 9), [7, 8]),
+        # A step that was not measured is never the best.
+        ((1, 1, 1), {"validation.every": 5, "checkpoint.dump.keep": -1}, [5, 8], range(1, 9)),
+    ],
 )
-def test_the_best_is_marked_and_kept_and_a_resumed_run_knows_it(runs, sizes, more):
-    begun = runs.train(sizes, BEST | more | {"stop_at": 5})
-    losses = held_out(begun)
-    assert sorted(losses) == [1, 2, 3, 4, 5]
-    assert marked(begun) == [lowest(losses)]
-    run = runs.train((1, 1, 1), BEST, dump_dir=begun.dump_dir)
+def test_the_best_checkpoint_is_marked_and_kept_when_asked(runs, sizes, settings, measured, saved):
+    begun = runs.train(sizes, SAVED | settings | {"stop_at": 5})
+    run = runs.train((1, 1, 1), SAVED | settings, dump_dir=begun.dump_dir)
+    checkpoints = sorted(find(run.checkpoint(0).parent), key=lambda checkpoint: checkpoint.step)
     losses = held_out(run)
-    best = lowest(losses)
-    assert 1 < best < 5  # of the first start, not of its last checkpoints
-    assert saved(run) == [best, 7, 8] and marked(run) == [best]
-    assert max(relative([run.state(best)["held_out"]], [losses[best]])) < 1e-12
-    shown = summary(find(run.checkpoint(0).parent)[-1])
-    assert (shown["held_out"], shown["marks"]) == (pytest.approx(losses[best]), ["best"])
+    assert sorted(losses) == [*measured] and [c.step for c in checkpoints] == [*saved]
+    best = min(losses.keys() & {*saved}, key=losses.get)
+    assert [c.step for c in checkpoints if "best" in marks(c.path)] == [best]
+    assert len(list(run.checkpoint(0).parent.glob("*.best"))) == 1
+    for step in saved:
+        stored = run.state(step)["held_out"]
+        assert stored == (pytest.approx(losses[step], rel=1e-12) if step in losses else None)
+    if settings.keys() >= KEPT.keys():
+        assert best == min(losses, key=losses.get)
+        shown = summary(checkpoints[0])
+        assert (shown["held_out"], shown["marks"]) == (pytest.approx(losses[best]), ["best"])
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "without a plan"])
@@ -224,18 +209,3 @@ def test_measuring_before_a_save_changes_nothing_that_is_saved(runs, tied):
     assert {name.split(".")[1] for name in saved[0] if name[:5] == "optim"} == {
         "exp_avg", "exp_avg_sq", "step",
     }  # fmt: skip
-
-
-def test_a_best_that_is_not_to_be_kept_is_the_best_of_what_is_left(runs):
-    run = runs.train((1, 1, 1), SAVED | {"validation.every": 1})
-    losses = held_out(run)
-    assert saved(run) == [7, 8] and lowest(losses) < 7
-    assert marked(run) == [lowest({step: losses[step] for step in (7, 8)})]
-    assert len(list(run.checkpoint(0).parent.glob("*.best"))) == 1
-
-
-def test_steps_that_were_not_measured_are_never_the_best(runs):
-    run = runs.train((1, 1, 1), SAVED | {"checkpoint.dump.keep": -1, "validation.every": 5})
-    assert sorted(held_out(run)) == [5, 8]
-    assert [run.state(step)["held_out"] is None for step in (4, 5, 7, 8)] == [1, 0, 1, 0]
-    assert marked(run) == [lowest(held_out(run))]

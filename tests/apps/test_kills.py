@@ -6,6 +6,7 @@ after each kill is verified here by zlib, without the product's help.
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -22,10 +23,10 @@ import pytest
 import xxhash
 
 from tests.apps.meshes import Sizes, mesh
-from tests.apps.runs import SMALL, Runs, differs
+from tests.apps.runs import Runs, differs
+from tests.apps.test_resume import start
 from tests.programs import state_of, wait_for
 
-REPO = Path(__file__).parents[2]
 PATIENCE_S = 120
 # Every step is saved, so that a moment of training is likely to be one of a save too. The rate is
 # low enough that orders of sums stay within the tolerance over all steps.
@@ -37,7 +38,6 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.dump.keep": 3,
 }
 ONE: Sizes = (1, 1, 1)
-TWO: list[Sizes] = [(1, 2, 1), ONE]
 TEN: list[Sizes] = [ONE, (1, 1, 2), ONE, (2, 1, 1), ONE, (1, 2, 2), ONE, (1, 2, 1), ONE, ONE]
 
 
@@ -62,7 +62,7 @@ class Killed:
         return path.read_text() if path.exists() else ""
 
     def start_and_kill(self, sizes: Sizes) -> None:
-        n = sizes[0] * sizes[1] * sizes[2]
+        n = math.prod(sizes)
         before, log = self.published(), self.log()
         leftovers = self.unfinished()
         background = self.chance.random() < 0.5
@@ -90,31 +90,23 @@ class Killed:
         for line in re.findall(r"resuming (.*) \(step", said):
             assert line == str(self.checkpoints / f"{max(before):010d}")
 
-    def start(self, sizes: Sizes, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-        n = sizes[0] * sizes[1] * sizes[2]
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m"]
+    def start(self, sizes: Sizes, settings: dict[str, Any]) -> subprocess.Popen[str]:
         where = {"data.root_dir": self.text, "dump_dir": self.dump_dir}
-        config = SMALL | SETTINGS | where | mesh(sizes) | settings
+        config = SETTINGS | where | mesh(sizes) | settings
         self.dump_dir.mkdir(exist_ok=True)
         with (self.dump_dir / "said.txt").open("ab") as said:
-            return subprocess.Popen(
-                [sys.executable, "-m", *(torchrun if n > 1 else []), "apps.main.train"]
-                + [f"{key}={value}" for key, value in config.items()],
-                cwd=REPO,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
+            return start(
+                math.prod(sizes), [sys.executable], config, stdout=said, start_new_session=True
             )
 
-    def wait(self, job: subprocess.Popen[bytes], condition: Callable[[], Any]) -> None:
+    def wait(self, job: subprocess.Popen[str], condition: Callable[[], Any]) -> None:
         end = time.monotonic() + PATIENCE_S
         while not condition():
             fine = job.poll() is None and time.monotonic() < end
             assert fine, (self.dump_dir / "said.txt").read_text()[-4000:]
             time.sleep(0.001)
 
-    def kill(self, job: subprocess.Popen[bytes], n: int) -> None:
+    def kill(self, job: subprocess.Popen[str], n: int) -> None:
         """All processes at once, as a machine does that fails; or one rank, as one that runs out of
         memory, whose launcher then ends the others."""
         ranks = children(job.pid) if n > 1 else []
@@ -172,12 +164,6 @@ def survives(runs: Runs, folder: Path, topologies: list[Sizes], seed: int) -> Ki
     assert differs(run, whole) == []
     assert not list(killed.checkpoints.glob("*.tmp-*"))
     return killed
-
-
-@pytest.mark.soak  # by default in test_rows.py
-def test_a_run_killed_at_any_moment_goes_on_as_the_same_run(runs, tmp_path):
-    killed = survives(runs, tmp_path, TWO, seed=5)
-    assert killed.in_a_save and killed.steps[-1] > 0
 
 
 @pytest.mark.soak

@@ -25,7 +25,7 @@ from apps.sft import app as sft
 from apps.speedrun import app as speedrun
 from lingua.app import App, Built
 from lingua.parallel.parallelize import ParallelPlan
-from tests.apps.meshes import Sizes, name_of, on_its_own, on_meshes
+from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Twist, digests, relative
 from tests.forks import (
@@ -134,13 +134,17 @@ CONTROLLED = ("dropout", "muon", "conversations", "rows made by code")
 FEATURES |= {name: replace(FEATURES[name], controlled=True) for name in CONTROLLED}
 for name in (
     "a speedrun", "another block", "an optimizer of torch on DTensors", "experts", "a teacher",
-    "row and column statistics", "a probe that runs the model",
+    "row and column statistics", "a probe that runs the model", "a probe", "another task",
+    "pairs without a reference",
 ):  # fmt: skip
     del FEATURES[name]  # for time
 SOAK |= {c: Feature(SHARDS, TP, CELL | {"model.cell": c}, fastrnn) for c in ("mingru", "minlstm")}
 SOAK["products in float8"] = Feature(SHARDS, TP, FLOAT8, rounding=3000)
 NOISE_AND_MASKS = {"model.dropout": 0.1, "data.document_mask": "ignore"}
 SOAK["compiled"] = Feature(TP, (1, 2, 2), NOISE_AND_MASKS, other=COMPILED)
+SOAK["compiled, keeping all"] = Feature(SHARDS, REPLICAS, other={COMPILE: True})
+KEPT_NOTHING = {COMPILE: True, CHECKPOINTING: "full"}
+SOAK["compiled, keeping nothing"] = Feature(TP, (1, 2, 2), other=KEPT_NOTHING)
 SOAK["compiled blocks that run twice"] = Feature(REPLICAS, TP, LOOPED, looped.app, other=COMPILED)
 
 
@@ -151,16 +155,17 @@ MESHES: list[Sizes] = [ONE, REPLICAS, (1, 3, 1), TP, (2, 2, 1), (1, 2, 2), EIGHT
 
 def pair(saved: Sizes, loaded: Sizes) -> Feature:
     """Every mesh saves both optimizers, and loads both, with tied weights and without."""
-    i, j = MESHES.index(saved), MESHES.index(loaded)
+    i, j = list(TOPOLOGIES).index(saved), list(TOPOLOGIES).index(loaded)
     settings = {"optim.name": ("adamw", "muon")[(i // 2 + j) % 2], "optim.muon.dtype": "fp32"}
-    settings["model.weight_tying"] = i % 2 == 1
+    settings["model.weight_tying"] = (i + j // 3) % 2 == 1
     return Feature(saved, loaded, settings)
 
 
-# Together of every kind; the other pairs are for soak.
-DEFAULT = [((1, 3, 1), (1, 2, 2)), ((1, 2, 2), (1, 3, 1)), ((2, 2, 1), TP), (TP, ONE)]
+# Together of every kind; the other pairs are for soak, and the meshes that are in none of them.
+DEFAULT = [((1, 3, 1), (1, 2, 2)), ((1, 2, 2), (1, 3, 1)), ((2, 2, 1), TP), ((2, 1, 2), ONE)]
 PAIRS = [(saved, loaded) for loaded in MESHES for saved in MESHES if saved != loaded]
 PAIRS = [pair for pair in PAIRS if pair[1] != EIGHT or pair[0] in MESHES[:4]]  # for time
+PAIRS.append(((3, 1, 2), SHARDS))
 FEATURES |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in DEFAULT}
 SOAK |= {f"{name_of(a)} to {name_of(b)}": pair(a, b) for a, b in PAIRS if (a, b) not in DEFAULT}
 
@@ -243,6 +248,7 @@ def test_a_run_resumed_on_another_mesh_is_that_of_one_process(runs, tmp_path, re
         start = {"app": feature.app, "build": build, "twist": twist, "look": True}
         keys = settings | on_its_own(sizes) | other
         run = runs.train(sizes, keys, dump_dir=copy, **start)
+        assert all(bool(rank["compiled"]) == keys.get(COMPILE, False) for rank in run.ranks)
         moved = [(line["old"], line["new"]) for line in run.events if line["event"] == "topology"]
         assert moved == [(list(feature.stopped), list(sizes))][: sizes != feature.stopped]
         return differences(run, alone, saved)

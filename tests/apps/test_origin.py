@@ -12,23 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForCausalLM
 
-from apps.main import app, train
+from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.transformer import Transformer, build
 from lingua.app import Built
 from tests import lingua_checkpoint
-from tests.apps import test_eval, test_generate
+from tests.apps import test_generate
 from tests.apps.meshes import mesh
 from tests.apps.runs import TOLERANCES, Outcome, arguments, differs, digest, digests, opened, whole
-from tests.apps.tasks import write_tasks
 from tests.checkpoint.test_checkpoint_load import Evil
 from tests.lingua_checkpoint import DIM, STEP, TOKENS, LMTransformer
-from tests.tools.exchange.converted import convert_here, convert_to
+from tests.tools.exchange.converted import convert_to
 from tests.tools.inference.test_generation import step_by_step
 
 K, END = 4, 7
@@ -110,19 +107,14 @@ def test_a_branch_goes_on_in_its_own_folder(runs, stopped, through, tmp_path):
 
 
 def test_what_cannot_be_started_from_is_refused_by_name(runs, stopped, tmp_path):
-    def refused(path: Path, **changed: Any) -> str:
-        settings = {key.replace("__", "."): value for key, value in changed.items()}
+    """What a launcher refuses too: tests/mistakes.txt."""
+
+    def refused(path: Path, **settings: Any) -> str:
         return runs.train((1, 1, 1), start(path) | settings, refused=True).error
 
-    said = refused(stopped.dump_dir, model__vocab_size=300, model__rope_theta=1e6)
-    assert "model.vocab_size: 259 in the checkpoint, 300 now" in said
-    assert "model.rope_theta: 10000.0 in the checkpoint, 1000000.0 now" in said
-    allow = {"checkpoint__allow_change": "[model.vocab_size]", "model__vocab_size": 300}
+    allow = {"checkpoint.allow_change": "[model.vocab_size]", "model.vocab_size": 300}
     said = refused(stopped.dump_dir, **allow)
     assert "model.tok_embeddings.weight: (300, 22) here, (259, 22) in the checkpoint" in said
-
-    assert "no such file or folder" in refused(tmp_path / "nowhere")
-    assert f"checkpoint.init_from: {tmp_path} has no whole checkpoint" in refused(tmp_path)
     damaged = shutil.copytree(stopped.checkpoint(K), tmp_path / "damaged")
     shard = next(damaged.glob("__1_*"))
     content = bytearray(shard.read_bytes())
@@ -202,17 +194,12 @@ def test_what_of_meta_linguas_does_not_fit_is_refused(runs, theirs, tmp_path):
     file = copy / "consolidated" / "consolidated.pth"
     assert "gives a model alone" in refused(file, EVERYTHING)
     shard = next(copy.glob("__1_*"))
-    content = shard.read_bytes()
-    shard.write_bytes(content[:1000])
+    shard.write_bytes(shard.read_bytes()[:1000])
     error = refused(copy, {})
     assert f"{copy} cannot be read: " in error and "__1_0.distcp" in error
-    shard.write_bytes(bytes(len(content)))
-    assert f"{copy} cannot be read" in refused(copy, {})
-    shard.write_bytes(content)
+    # Nothing of another's pickle is executed: that of files of torch, tests/tools/exchange.
     (copy / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
     assert "refers to posix.mkdir" in refused(copy, {})
-    torch.save({"model": {"a": torch.ones(1)}, "x": Evil(tmp_path / "executed")}, file)
-    assert "it refers to posix.mkdir, which is not executed" in refused(file, {})
     assert not (tmp_path / "executed").exists()
 
 
@@ -240,47 +227,23 @@ def load_theirs(file: Path, tied: bool) -> nn.Module:
     return model.eval()
 
 
-def logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
-    with torch.no_grad():
-        found = model(tokens)
-    return getattr(found, "logits", found)
-
-
-def test_a_model_of_meta_linguas_generates_is_evaluated_and_exported(ranks, theirs, tmp_path):
+def test_a_model_of_meta_linguas_generates_converted_or_as_it_is(ranks, theirs, tmp_path):
+    """What is converted is a checkpoint like any other, which is evaluated and exported too."""
     tied, folder, _ = theirs
     consolidated = folder / "consolidated" / "consolidated.pth"
-    model = load_theirs(consolidated, tied)
-    expected, _ = step_by_step(model, [256, *b"some words"], 8)  # 256: bos
-    for i, (source, step) in enumerate(((folder, 3), (consolidated, 0))):
-        ckpt = tmp_path / str(i)
-        convert_to(ranks, source, ckpt)
+    expected, _ = step_by_step(load_theirs(consolidated, tied), [256, *b"some words"], 8)
+    for source, step in ((folder, 3), (consolidated, 0)):
+        ckpt = convert_to(ranks, source, tmp_path / str(step))
         assert [path.name for path in ckpt.iterdir()] == [f"{step:010d}"]
-        out = tmp_path / f"{i}.jsonl"
-        prompts = tmp_path / "prompts.txt"
+        out, prompts = tmp_path / "out.jsonl", tmp_path / "prompts.txt"
         prompts.write_text("some words\n")
         argv = [f"prompts={prompts}", f"out={out}", "max_gen_tokens=8"]
         argv += ["temperature=0", "stop_tokens=[]"]
-        for path in (ckpt, source):  # which are the same model
+        for path in (ckpt, source):
             [(refused, _)] = ranks.run(1, test_generate.main_here, f"ckpt={path}", *argv)
             assert not refused
             assert json.loads(out.read_text())["tokens"] == expected
             out.unlink()
-
-    tasks = write_tasks(tmp_path / "tasks")
-    argv = [f"ckpt={ckpt}", f"task_dir={tasks}", "tasks=[choice]", f"dump_dir={tmp_path / 'x'}"]
-    [(refused, _)] = ranks.run(1, test_eval.eval_here, *argv)
-    assert not refused
-    sample = test_eval.samples_in(tmp_path / "x", "choice")[0]
-    context, choice = sample["arguments"][0]
-    tokens = torch.tensor([[256, *(context + choice).encode()]])
-    of_each = logits(model, tokens)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])
-    score = of_each[len(context.rstrip().encode()) :].sum().item()  # a space is the choice's
-    assert test_eval.answers([sample])[0][0] == pytest.approx(score, rel=1e-4)
-
-    [refused] = ranks.run(1, convert_here, f"source={ckpt}", f"out={tmp_path / 'hf'}")
-    assert not refused
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    torch.testing.assert_close(logits(exported), logits(model), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -299,15 +262,3 @@ def test_the_file_of_a_model_is_one_that_meta_lingua_loads(runs, ranks, tmp_path
     # And the file begins a run here.
     settings = {"model.dim": DIM, "model.weight_tying": tied, "checkpoint.init_from": file}
     assert "starting from the model" in runs.train((1, 1, 1), settings | {"stop_at": 1}).log
-
-
-def test_the_resolved_config_of_meta_lingua_trains_here(runs, ranks, tmp_path):
-    """All but where its files are and on how many processes it ran."""
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(lingua_checkpoint.params(tied=True)))
-    argv = [f"config={config}", f"dump_dir={tmp_path / 'run'}", "stop_at=1", "device=cpu"]
-    argv += [f"data.root_dir={runs.text}", "data.sources={one: 1}", "data.seq_len=16"]
-    argv += ["distributed.dp_shard=1", "checkpoint.path=null"]
-    ranks.run(1, train.main, argv)
-    run = Outcome(tmp_path / "run", [])
-    assert "stopped after step 1" in run.log and run.checkpoint(1).is_dir()

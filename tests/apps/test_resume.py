@@ -7,15 +7,22 @@ import secrets
 import shutil
 import signal
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from apps.bench.launch import read_lines
+from apps.bench.promise import compare
 from apps.main import app as main
+from apps.main import train as program
+from lingua.base.dump_dir import METRICS
 from lingua.base.lock import claimed
 from lingua.data.sources import shard_folder
 from lingua.tokenizer import build_tokenizer
+from lingua.tools.runs.records import Record
+from tests.apps.meshes import mesh, on_meshes
 from tests.apps.runs import (
     SMALL,
     Interrupt,
@@ -258,7 +265,7 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
     with claimed(folder.with_name(f"{folder.name}.lock")):
         run = tmp_path / "run"
         where = {"data.root_dir": tmp_path, "data.sources": "{one: 1}", "dump_dir": run}
-        job, log = start(2, python(), **where), run / "train.log"
+        job, log = start(2, python(), where), run / "train.log"
         wait_for(lambda: log.exists() and ": waiting" in log.read_text(), job)
         os.kill(process_of_rank(run, 0), signal.SIGUSR2)
         said, _ = job.communicate(timeout=60)
@@ -268,18 +275,21 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
     assert list((run / "checkpoints").iterdir()) == []
 
 
-def start(n_ranks: int, python: list[str], max_restarts: int = 0, **overrides: Any) -> Process:
+def start(
+    n_ranks: int, python: list[str], settings: dict[str, Any], max_restarts: int = 0, **options: Any
+) -> Process:
+    """The training program with `settings` over SMALL, under torchrun where it has several ranks;
+    `options` of Popen."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     torchrun += [f"--max-restarts={max_restarts}"]
     launcher = [*python, *torchrun, "--no-python"] if n_ranks > 1 else []
-    words = [f"{k}={v}" for k, v in (SMALL | overrides).items()]
+    words = [f"{k}={v}" for k, v in (SMALL | settings).items()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(
         [*launcher, *python, "-m", "apps.main.train", *words],
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1", "A_SECRET": SECRET},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        **(pipes | options),
     )
 
 
@@ -300,7 +310,7 @@ def test_torchrun_does_not_restart_a_run_that_is_asked_to_stop(runs, through, tm
     """Another, a rank of which is killed, it does: that start finds nothing of the one before."""
     where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
     endless = {"steps": 2000, "stop_at": "null", "checkpoint.dump.every": 1}
-    job = start(2, python(), 3, **where, **endless)
+    job = start(2, python(), where | endless, max_restarts=3)
     metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "train.log"
     wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= 2, job)
     os.kill(process_of_rank(tmp_path / "run", 1), signal.SIGKILL)
@@ -323,3 +333,36 @@ def test_torchrun_does_not_restart_a_run_that_is_asked_to_stop(runs, through, tm
     resumed = runs.train((1, 1, 1), end, dump_dir=run.dump_dir)
     assert resumed.column("step") == list(range(1, end["stop_at"] + 1))
     assert resumed.column("batch_hash")[:END] == through.column("batch_hash")
+
+
+SAMPLES = REPO / "tests/samples"  # by version: text, shards, a dump dir after step 6, all metrics
+CLOSE = 1e-5  # of losses, relative
+
+
+@on_meshes((1, 1, 2), soak=[(1, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("version", [folder.name for folder in SAMPLES.iterdir()])
+def test_a_run_of_an_earlier_version_goes_on_as_the_same_run(ranks, tmp_path, version, sizes):
+    sample = shutil.copytree(SAMPLES / version, tmp_path / "sample")
+    shards = {path: path.read_bytes() for path in sample.glob("text/.tokens/*/*.tokens")}
+    inodes = {path: path.stat().st_ino for path in shards}
+    config = sample / "config.yaml"  # without the key: a run keeps its held-out text
+    config.write_text(config.read_text().replace("tokens: 200, ", ""))
+    argv = [f"config={config}", f"dump_dir={sample}/run"]
+    argv += [f"{key}={n}" for key, n in mesh(sizes).items()]
+    argv += [f"data.root_dir={sample}/text", "data.workers=0"]
+    n = sizes[0] * sizes[1] * sizes[2]
+    ranks.run(n, program.main, argv)
+
+    assert "(step 6)" in (sample / "run" / "train.log").read_text()
+    whole = [json.loads(line) for line in (sample / "metrics.jsonl").read_text().splitlines()]
+    whole = [line for line in whole if "loss" in line]
+    found = read_lines(sample / "run" / METRICS)
+    apart, equal = compare(whole, found)
+    assert len(equal) == 12 and all(equal) and max(apart) < CLOSE
+    a_step_off = [abs(b["loss"] / a["loss"] - 1) for a, b in pairwise(found)]
+    assert min(a_step_off) > CLOSE and max(a_step_off) > 100 * CLOSE  # is seen
+    assert [line["lr"] for line in found] == [line["lr"] for line in whole]
+    assert Record(sample / "run").config["validation.tokens"] == 200
+    # Its shards are used as they are, and no others are built.
+    assert shards and set(sample.glob("text/.tokens/*/*.tokens")) == shards.keys()
+    assert {path: path.stat().st_ino for path in shards} == inodes

@@ -1,6 +1,7 @@
 """What a fork returns in another shape or dtype is refused before the first update, by the name of
 the function, with what was expected and what came."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,28 +21,34 @@ from tests.apps.runs import arguments
 from tests.forks.synthetic import CopyRows, CopyTask
 
 
-def with_rows(**functions: Any) -> App:
-    class Other(CopyRows):
-        pass
-
+def with_data(change: Callable[[OpenData], OpenData]) -> App:
     class Task(CopyTask):
         def open(self, args: Any, tokenizer: Any) -> OpenData:
-            opened = super().open(args, tokenizer)
-            return replace(opened, rows=Other(args, tokenizer.vocab_size))
+            return change(super().open(args, tokenizer))
 
-    for name, function in functions.items():
-        setattr(Other, name, function)
     return replace(main, data=Task())
+
+
+def with_rows(**functions: Any) -> App:
+    def change(opened: OpenData) -> OpenData:
+        opened.rows.__class__ = type("Other", (CopyRows,), functions)
+        return opened
+
+    return with_data(change)
 
 
 def with_length(length: int) -> App:
-    class Task(CopyTask):
-        def open(self, args: Any, tokenizer: Any) -> OpenData:
-            opened = super().open(args, tokenizer)
-            opened.rows.seq_len = length
-            return opened
+    def change(opened: OpenData) -> OpenData:
+        opened.rows.seq_len = length
+        return opened
 
-    return replace(main, data=Task())
+    return with_data(change)
+
+
+def with_narrow_windows(opened: OpenData) -> OpenData:
+    windows = opened.held_out["copy"]
+    narrow = replace(windows, targets=windows.targets.astype(np.int32))
+    return replace(opened, held_out={"copy": narrow})
 
 
 def with_objective(**functions: Any) -> App:
@@ -75,6 +82,10 @@ WRONG: dict[str, tuple[App, list[str]]] = {
         ["Other.is_target", "int64 [2, 17]", "bool [2, 17]"],
     ),
     "length": (with_length(8), ["data.seq_len = 16", "must be 8, that of CopyRows"]),
+    "windows": (
+        with_data(with_narrow_windows),
+        ["held-out targets of copy: int32 [8, 16]", "must be int64 [8, 16]"],
+    ),
     "a count": (
         with_objective(count=lambda self, micro: (micro.targets >= 0).sum()),
         ["int64 []", "must be int64 [any] on the CPU"],

@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -19,9 +18,9 @@ from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import Built
-from tests.apps.runs import SMALL, Interrupt, opened, train_here
-from tests.apps.test_resume import REPO, process_of_rank, start
-from tests.programs import state_of, wait_for
+from tests.apps.runs import Interrupt, opened, train_here
+from tests.apps.test_resume import process_of_rank, start
+from tests.programs import python, state_of, wait_for
 
 ENDLESS = {"steps": 100_000, "stop_at": "null"}
 
@@ -37,15 +36,12 @@ def text_of(log: Path) -> str:
 
 def test_a_run_whose_terminal_is_closed_saves(runs, tmp_path):
     run = tmp_path / "run"
-    settings = SMALL | ENDLESS | {"data.root_dir": runs.text, "dump_dir": run}
     ours, terminal = os.openpty()
-    job = subprocess.Popen(
-        [sys.executable, "-m", "apps.main.train", *(f"{k}={v}" for k, v in settings.items())],
-        cwd=REPO,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
+    job = start(
+        1,
+        python(),
+        ENDLESS | {"data.root_dir": runs.text, "dump_dir": run},
+        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
@@ -82,7 +78,7 @@ def test_a_run_under_nohup_ignores_hangups(runs, tmp_path):
 
 def test_an_interrupt_is_acknowledged_in_a_collective_and_a_later_one_leaves(runs, tmp_path):
     where = {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
-    job = start(2, [sys.executable], **where, **ENDLESS)
+    job = start(2, [sys.executable], where | ENDLESS)
     log = tmp_path / "run" / "train.log"
     try:
         wait_for(lambda: n_lines(tmp_path / "run") >= 2, job)

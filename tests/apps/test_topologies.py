@@ -1,4 +1,5 @@
-"""The same run on every topology: weights, rows, losses and gradients against one process."""
+"""Rows, losses and gradients of a step against plain torch and one process, what is sent for them,
+and that a fault is seen. The whole run on every topology: test_matrix.py."""
 
 import itertools
 import json
@@ -26,7 +27,7 @@ from lingua.model.transformer import FeedForward, TransformerArgs, TransformerBl
 from lingua.parallel.init import init_parameters
 from lingua.parallel.tensors import local
 from lingua.tools.plan.make import make_plan
-from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
+from tests.apps.meshes import Sizes, name_of, on_meshes
 from tests.apps.runs import (
     GLOBAL_BATCH,
     SMALL,
@@ -50,22 +51,6 @@ CHECKPOINTING, COMPILE = "distributed.activation_checkpointing", "distributed.co
 def alone(runs: Runs) -> Outcome:
     """The run in one process, its global batch in one piece."""
     return runs.train((1, 1, 1), MEASURED)
-
-
-SEVERAL_RANKS = [sizes for sizes in TOPOLOGIES if sizes != (1, 1, 1)]
-
-
-@on_meshes((2, 1, 2), soak=SEVERAL_RANKS)  # others: test_matrix.py
-def test_every_topology_trains_the_same_run(runs, alone, sizes):
-    run = runs.train(sizes, on_its_own(sizes) | MEASURED)
-    assert run.weights == alone.weights
-    assert len(run.lines) == STEPS
-    assert differs(run, alone) == []
-    assert run.column("lr") == alone.column("lr")
-    assert [line["step"] for line in run.held_out] == [line["step"] for line in alone.held_out]
-    for found, expected in zip(run.held_out, alone.held_out, strict=True):
-        assert max(relative([found["nats_per_byte"]], [expected["nats_per_byte"]])) < 1e-6
-        assert found["tokens"] == expected["tokens"]
 
 
 def test_micro_batches_do_not_change_the_run(runs, alone):
@@ -352,26 +337,6 @@ def test_checkpointed_blocks_recompute_what_they_did_not_keep(runs):
     assert full["reduce_scatter"] - none["reduce_scatter"] == 2
     assert selective["all_gather"] - none["all_gather"] == 4
     assert selective["reduce_scatter"] == none["reduce_scatter"]
-
-
-@pytest.mark.soak  # a C++ compiler takes a minute for the kernels of a block
-@pytest.mark.parametrize(
-    ("sizes", "kind"),
-    [
-        *(((1, 2, 2), k) for k in ("none", "full", "selective")),
-        ((2, 1, 1), "none"),
-        ((2, 1, 1), "selective"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else name_of(value),
-)
-def test_compiled_blocks_train_the_same_run(runs, sizes, kind):
-    settings = {"stop_at": 3, "data.sources": "{two: 1}"}  # of which nothing is held out
-    alone = runs.train((1, 1, 1), settings)
-    settings |= {"data.batch_size": 4, COMPILE: True, CHECKPOINTING: kind}
-    run = runs.train(sizes, settings)
-    assert all(rank["compiled"] > 0 for rank in run.ranks)
-    assert run.weights == alone.weights
-    assert differs(run, alone) == []
 
 
 def test_the_log_ends_with_the_plan_and_what_was_sent(runs, tmp_path):

@@ -4,8 +4,8 @@ step trained on, of any app, and rows of garbage come first."""
 import json
 import random
 import re
-import shutil
-import subprocess
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from apps.main.config import TrainArgs
 from lingua.app import import_app
 from lingua.base.errors import UserError
-from lingua.checkpoint.folder import Checkpoint
 from lingua.config.load import load_saved
 from lingua.data.rows import document_marks
 from lingua.data.sources import TextData
@@ -25,14 +24,10 @@ from lingua.parallel.launch import Launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.commands.data_show import main
-from lingua.tools.inference.row_losses import RowLosses, nearest_checkpoint, row_losses
+from lingua.tools.inference.row_losses import RowLosses, row_losses
 from lingua.tools.inference.trained import open_trained
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, prepare
-from tests.mistakes import refused
-from tests.programs import python
 from tests.ranks import Ranks
-
-REPO = Path(__file__).parents[2]
 
 
 def losses_here(folder: Path, app: str, saved: int, step: int) -> tuple[RowLosses, list[float]]:
@@ -91,19 +86,15 @@ def test_the_rows_of_a_step_have_the_loss_that_it_trained_on(runs, case):
     assert abs(other.step_loss() / logged[4] - 1) > 1e-4
 
 
-def test_the_nearest_checkpoint_is_one_that_has_not_trained_on_later_rows():
-    found = [Checkpoint(Path(), step, serial=0, files={}) for step in (30, 10, 20, 19)]
-    expected = {5: 10, 10: 10, 11: 10, 18: 10, 20: 19, 21: 20, 29: 20, 30: 30, 99: 30}
-    assert {step: nearest_checkpoint(found, step).step for step in expected} == expected
-
-
 GARBAGE = "\u00ff\u00fe" * 60
 HEADER = re.compile(r"=== loss ([\d.]+) over 16 targets")
 
 
-def show(*words: Any) -> subprocess.CompletedProcess[str]:
-    command = [*python(), "-m", "lingua", "data", "show", *map(str, words)]
-    return subprocess.run(command, cwd=REPO, capture_output=True, encoding="utf-8", timeout=120)
+def show_here(*words: Any) -> str:
+    """What the command prints."""
+    with redirect_stdout(StringIO()) as printed:
+        main([str(word) for word in words])
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +112,9 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return Runs(ranks, text, tmp_path_factory.mktemp("run")).train((1, 2, 1), settings)
 
 
-def test_garbage_among_the_rows_is_found(run):
+def test_garbage_among_the_rows_is_found(ranks, run, tmp_path):
+    """Also in a run that was moved: its config has the folder it was in."""
+    run = run.copy(tmp_path / "moved")
     args = load_saved(TrainArgs, run.dump_dir / "config.yaml")
     rows = TextData().open(args, build_tokenizer(args.data.tokenizer)).rows
     tokens = rows.rows(np.arange(18 * GLOBAL_BATCH))
@@ -130,9 +123,8 @@ def test_garbage_among_the_rows_is_found(run):
     row = int(of_garbage[step].argmax())
     assert of_garbage[step, row] == 17
 
-    done = show(run.dump_dir, f"step={step + 1}", "worst=3")
-    assert not done.returncode, done.stderr
-    heading, loss, *lines = done.stdout.splitlines()
+    [shown] = ranks.run(1, show_here, run.dump_dir, f"step={step + 1}", "worst=3")
+    heading, loss, *lines = shown.splitlines()
     saved = run.checkpoint(step // 5 * 5)
     assert f"step {step + 1} under the weights of {saved}, " in heading
     assert f"(logged: {run.column('loss')[step]:.4f})" in loss
@@ -140,29 +132,6 @@ def test_garbage_among_the_rows_is_found(run):
     assert len(losses) == 3 and losses == sorted(losses, reverse=True)
     assert lines[1].startswith(f"step {step + 1}, row {row}: position {step * 7 + row} of the run")
     assert f"({args.data.root_dir}/one.jsonl:71)" in lines[3] and set(lines[4]) <= set("ÿþ\ufffd")
-
-
-def test_what_cannot_be_shown_is_refused_with_what_to_do(run, tmp_path):
-    moved = tmp_path / "moved"  # also without the folder of its name in the config
-    shutil.copytree(run.dump_dir, moved)
-    done = show(moved, "step=7", "worst=1")
-    assert done.stdout.startswith(f"step 7 under the weights of {moved}/")
-    for where in moved.glob("checkpoints/*/manifest.json"):
-        where.write_text("{")
-    config = f"config={run.dump_dir}/config.yaml"
-    cases = {
-        "step = 21: must be at most 20, the steps of the run": (run.dump_dir, "step=21", "worst=1"),
-        "step = 19: the run has not read it": (run.dump_dir, "step=19", "worst=1"),
-        "worst = 8: must be 1 to 7": (run.dump_dir, "step=1", "worst=8"),
-        "must be the dump dir of a run, with its config.yaml": (tmp_path, "step=1"),
-        "has no whole checkpoint": (moved, "step=7", "worst=1"),
-        "worst = 1: needs the weights of a run": (config, "step=1", "worst=1"),
-        "must be one dump dir of a run, or else config=FILE": (run.dump_dir, config),
-        "is not a folder of token shards": (run.dump_dir, f"data.cache_dir={tmp_path}"),
-        'wurst: unknown key (did you mean "worst"?)': (run.dump_dir, "step=7", "wurst=1"),
-    }
-    for message, words in cases.items():
-        refused(lambda words=words: main([str(word) for word in words]), message)
 
 
 def test_shards_that_the_run_did_not_read_are_refused(run, tmp_path):
