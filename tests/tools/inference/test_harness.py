@@ -1,7 +1,6 @@
 """Requests of lm-evaluation-harness as tokens and settings. Scores are in apps/test_eval.py."""
 
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.inference.generate import Completion
 from lingua.tools.inference.harness import Evaluator, harness_names, to_settings
 from lingua.tools.inference.sampling import SamplingArgs
+from tests.programs import python
 from tests.tokenizer.test_tokenizer import write_byte_level
 
 pytestmark = pytest.mark.quick
@@ -65,13 +65,6 @@ def test_the_tokens_at_the_boundary_are_those_of_running_text(tmp_path):
     assert n_split  # where the continuation by itself is other tokens
 
 
-@pytest.mark.parametrize(("add_bos", "scored"), [(False, [97, 98]), (True, [*BOS, 97, 98])])
-def test_a_rolling_text_is_scored_from_its_first_token_on(add_bos, scored):
-    asked: list[Any] = []
-    a_model(asked, add_bos=add_bos).loglikelihood_rolling(instances(("ab",)))
-    assert asked == [("score", [(BOS, scored)])]
-
-
 def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):
     asked: list[Any] = []
     requests = instances(
@@ -117,7 +110,7 @@ except UserError as error:
 
 
 def test_misspelled_tasks_are_all_refused_before_the_harness_is_imported():
-    done = subprocess.run([sys.executable, "-c", WRONG_NAMES], capture_output=True, text=True)
+    done = subprocess.run([*python(), "-c", WRONG_NAMES], capture_output=True, text=True)
     assert "tasks: 1 is not a task" in done.stdout and done.stdout.endswith(" False\n"), done
     assert "tasks: helaswag is not a task, group or tag of lm_eval or task_dir, nor" in done.stdout
     assert '(did you mean "hellaswag"?)' in done.stdout and "hellaswag is not" not in done.stdout
