@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import random
 import sys
 from dataclasses import replace
@@ -238,17 +237,6 @@ def test_padding_truncation_and_prefix_space_of_the_file_do_no_harm(tmp_path):
     ours = build_tokenizer(TokenizerArgs("hf", path))
     text = "日本語 ☃ text"
     assert ours.decode(ours.encode(text)) == " " + text
-
-
-def test_what_is_no_file_of_a_tokenizer_is_named(tmp_path, paths):
-    (tmp_path / "wrong").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("sp", "tiktoken", "hf"):
-        key = "data.tokenizer.path = "
-        refused(lambda name=name: build_tokenizer(TokenizerArgs(name)), key, "null", name)
-        for file in ("gone", "pipe", "y" * 300):
-            args = TokenizerArgs(name, str(tmp_path / file))
-            refused(lambda args=args: build_tokenizer(args), key, file, "is not a file")
 
 
 def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path, paths):

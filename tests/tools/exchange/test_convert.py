@@ -44,8 +44,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 CPU = torch.device("cpu")
 # tests/apps/test_model.py compares every case of CASES with transformers.
-EXPRESSIBLE = {name: CASES[name] for name in ("grouped-query", "odd sizes", "narrow heads")} | {
-    "rope_scaling": {"rope_scaling": SCALING, "head_dim": 16},
+EXPRESSIBLE = {
+    "grouped-query": CASES["grouped-query"],
     "all at once": {
         "dim": 36, "n_heads": 6, "n_kv_heads": 3, "head_dim": 10, "weight_tying": True,
         "rope_theta": 500000.0, "rope_scaling": SCALING, "norm_eps": 1e-3, "multiple_of": 7,
@@ -341,15 +341,10 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
         ranks.run(1, save_here, tmp_path / case, model, config)
     good = tmp_path / "good"
     LlamaForCausalLM(a_llama()).save_pretrained(good)
-    changes = {"model_type": "mixtral", "quantization_config": {"bits": 4}, "vocab_size": 260}
-    for key, value in changes.items():
-        folder = shutil.copytree(good, tmp_path / key)
-        config = json.loads((folder / "config.json").read_text()) | {key: value}
-        (folder / "config.json").write_text(json.dumps(config))
+    config = shutil.copytree(good, tmp_path / "vocab_size") / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 259', '"vocab_size": 260'))
     pickled = shutil.copytree(good, tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    torn = shutil.copytree(good, tmp_path / "torn") / "model.safetensors"
-    torn.write_bytes(torn.read_bytes()[:-100])
     (tmp_path / "empty").mkdir()
 
     needs = {
@@ -358,11 +353,8 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
         "fork": "model.head_layers: unknown key",
         "tensors": "layers.1.attention.wq.weight: in the checkpoint, not in trans",
         "vocabulary": "bytes tokenizer (which has no file) has 258 tokens",
-        "model_type": 'model_type = "mixtral": must be "llama" or "mistral" or "qwen2"',
-        "quantization_config": 'quantization_config = {"bits": 4}: must be null',
         "vocab_size": "embed_tokens.weight: (260, 48) in config.json, (259, 48) in the",
         "pickled": "only safetensors are read",
-        "torn": "model.safetensors: cannot be read as safetensors",
         "good": "has no tokenizer.json or tokenizer.model",
         "empty": f"source: {tmp_path / 'empty'}",
         "absent": f"source: {tmp_path / 'absent'}",
