@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from apps.main import app as main_app
 from apps.main.hugging_face import feed_forward_size, llama
-from apps.main.transformer import ModelArgs, build_transformer
+from apps.main.transformer import ModelArgs
 from apps.mtp import app as mtp_app
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.origin import open_source
-from lingua.model.transformer import RopeScaling, TransformerArgs
+from lingua.model.transformer import TransformerArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.exchange.hugging_face import HFTensor
 from lingua.tools.inspect.checkpoint import summary
@@ -153,33 +153,6 @@ def test_a_model_larger_than_a_shard_is_split_and_has_the_dtype_that_is_asked_fo
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     back = convert_to(ranks, out, tmp_path / "rounded", "tokenizer.name=bytes") / "0000000000"
     assert same(tensors_in(back), {name: t.bfloat16() for name, t in exact.items()})
-
-
-def test_a_folder_that_transformers_wrote_computes_here_what_it_computes_there(ranks, tmp_path):
-    """As Llama 3's are: grouped heads, tied, scaled frequencies, bfloat16."""
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 24}
-    made = LlamaForCausalLM(a_llama(rope_parameters=rope, tie_word_embeddings=True))
-    made.bfloat16().save_pretrained(tmp_path / "theirs")
-    there = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
-    back = convert_to(ranks, tmp_path / "theirs", tmp_path / "ours", "tokenizer.name=bytes")
-    model = OmegaConf.load(back / "0000000000" / "config.yaml").model
-    scaling = RopeScaling(**model.pop("rope_scaling"))
-    args = ModelArgs(**model, rope_scaling=scaling)
-    assert (args.heads(), args.hidden_dim(), args.weight_tying) == ((6, 2, 8), 53, True)
-    ours = build_transformer(args).to_empty(device=CPU)
-    ours.output.weight = ours.tok_embeddings.weight
-    weights = tensors_in(back / "0000000000")
-    with torch.no_grad():
-        for name, p in ours.named_parameters():
-            p.copy_(weights.pop(name))
-        assert not weights
-        tokens = torch.randint(0, 259, (2, 50), generator=torch.Generator().manual_seed(1))
-        expected = there(tokens).logits
-        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
-        ours.args = replace(args, rope_scaling=None)  # the frequencies matter to the comparison
-        assert (ours(tokens) - expected).abs().max() > 1e-4
 
 
 def a_llama(**changed: Any) -> LlamaConfig:

@@ -1,4 +1,4 @@
-"""Models of other families than Llama: what transformers computes with a folder of its own is what
+"""Models of each family: what transformers computes with a folder of its own is what
 is computed here, on a mesh too. A run that starts from a folder: its weights, if they are of its
 model."""
 
@@ -43,6 +43,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 
 SCALED = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0}
 SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama, tied": ("Llama", {"rope_parameters": SCALED, "tie_word_embeddings": True}),
     "Mistral": ("Mistral", {"sliding_window": 7}),
     "Mistral without a window": ("Mistral", {"sliding_window": None}),
     "Qwen2": ("Qwen2", {}),
