@@ -32,6 +32,7 @@ from lingua.tools.commands import audit, checkpoint, compare, data_prepare, repo
 from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
+from lingua.tools.exchange import convert
 from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
@@ -139,6 +140,7 @@ PROGRAMS = {
     "plan": lambda argv: make_plan([f"config={PLANNED}", *argv]),
     "checkpoint": checkpoint.main,
     "audit": audit.main,
+    "convert": convert.main,
     "runs": runs.main,
     "report": report.main,
     "compare": compare.main,

@@ -318,7 +318,6 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
     config.write_text(config.read_text().replace('"vocab_size": 259', '"vocab_size": 260'))
     pickled = shutil.copytree(good, tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    (tmp_path / "empty").mkdir()
 
     needs = {
         "window": "model.sliding_window = 9: olmo2 in transformers has no",
@@ -329,12 +328,8 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
         "vocab_size": "embed_tokens.weight: (260, 48) in config.json, (259, 48) in the",
         "pickled": "only safetensors are read",
         "good": "has no tokenizer.json or tokenizer.model",
-        "empty": f"source: {tmp_path / 'empty'}",
-        "absent": f"source: {tmp_path / 'absent'}",
     }
     cases = {case: [f"source={tmp_path / case}", f"out={tmp_path / 'out'}"] for case in needs}
-    cases["there"] = [f"source={good}", f"out={good}"]
-    needs["there"] = "exists already"
     cases["file"] = [f"source={good}", f"out={good / 'config.json'}/x", "tokenizer.name=bytes"]
     needs["file"] = f"could not be saved into {good / 'config.json'}"
     [said] = ranks.run(1, each_here, convert_here, cases)

@@ -119,16 +119,6 @@ def test_the_difference_of_the_pool_is_printed_with_both_intervals(out, tmp_path
     assert len(one["pairs"]) == SEEDS
 
 
-def test_arms_are_found_by_their_configs_and_all_intervals_hold_together(out, tmp_path):
-    write_pool(tmp_path / "pool", ["base", "learning rate", "width", "optimizer"], 4)
-    changed = "optim.lr=0.005", "model.dim=80", "optim.name=muon"  # each against the base
-    together = "3 arms are compared with one: their intervals hold all together with 95 %"
-    rule = "rule: one variance of all arms", "seeds as blocks, and Dunnett's", "95 % interval"
-    out("pool", shows=(together, *rule, *changed, "optim.lr=0.004", "model.dim=64"))
-    alone = {"shows": ("98.33 % interval",), "lacks": (" 95 % interval", "Dunnett")}  # Bonferroni's
-    out("pool", "variance=separate", **alone)
-
-
 def test_the_seeds_and_hours_of_a_difference_are_planned_from_a_pilot(out):
     """By the tables of the power of a t test: 34 pairs for half a deviation, 10 for one."""
     losses = {"a": (2.0, 2.1, 2.3, 2.0), "b": (2.5, 2.4, 2.9, 2.6)}
@@ -152,22 +142,6 @@ def test_the_seeds_and_hours_of_a_difference_are_planned_from_a_pilot(out):
     plan = "plan", f"effect={alone}", "pilot=a-*"
     assert out(*plan, "--json")[0]["pairs"] == 10
     out(*plan, shows=("without pairs",))
-
-
-def test_a_pair_far_from_the_rest_is_named_with_the_result_without_it(out):
-    rng = np.random.default_rng(1)
-    noise = 0.01 * rng.normal(size=10)
-    noise[4] += 1.0
-    arm("a", 0.1, 2.0 + noise)
-    arm("b", 0.2, 10 * [2.5])
-    rest = np.delete(noise, 4).mean() - 0.5
-    out("a-*", "--against", "b-*", shows=(
-        "note: a-4 and b-4 differ by +0.5", "far from the other pairs",
-        f"without them the difference would be {rest:.4f}, interval",
-        "the differences are not normally distributed", "sign-flip test of the pairs: p = 0.0",
-    ))  # fmt: skip
-    [numbers] = out("a-*", "--against", "b-*", "--json")
-    assert numbers["far_pair"] == {"arm": "a-4", "base": "b-4"} and not numbers["is_normal"]
 
 
 def started(run: str, first: int, last: int) -> None:
