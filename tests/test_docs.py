@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -234,36 +234,35 @@ def parse(words: list[str]) -> None:
         check_options([words[1]], [w for w in words[2:] if w[0] == "-"])
 
 
+# How the programs that have no config of a run read their arguments.
+READ = {
+    "apps.main.eval": partial(load, EvalArgs),
+    "apps.main.generate": partial(load, GenerateArgs),
+    "lingua audit": arguments_of_audit,
+    "lingua compare": arguments_of_compare,
+    "lingua compare plan": partial(load, PilotArgs),
+    "lingua convert": partial(load, ConvertArgs),
+    "lingua data prepare": partial(load, PrepareArgs, foreign=meta_lingua, partial=True),
+    "lingua report": lambda argv: load(ReportArgs, split_folders(argv)[1]),
+    "lingua runs": arguments_of_runs,
+}
+READ_RUN = {"lingua data show": ShowArgs, "lingua data verify": VerifyArgs}
+
+
 def parse_program(module: str, argv: list[str]) -> None:
-    classes = {
-        "apps.main.eval": EvalArgs,
-        "apps.main.generate": GenerateArgs,
-        "lingua convert": ConvertArgs,
-        "lingua data prepare": PrepareArgs,
-        "lingua data show": ShowArgs,
-        "lingua data verify": VerifyArgs,
-    }
     if module == "lingua" and argv and "--help" not in argv[:1]:
         command, argv = find_command(argv)
         module = f"apps.main.{command}" if command in PROGRAMS else f"lingua {command}"
     if "--help" in argv:
         return
-    if module in ("lingua data show", "lingua data verify") and split_folders(argv)[0]:
-        [_], keys = split_folders(argv)
-        of_run = ["data.sources={a: 1}", "data.global_batch_size=16"]
-        load(classes[module], [*keys, *of_run], meta_lingua, partial=True)
-    elif module in classes:
-        load(classes[module], argv, meta_lingua, partial=module.startswith("lingua data "))
-    elif module == "lingua runs":
-        arguments_of_runs(argv)
-    elif module == "lingua audit":
-        arguments_of_audit(argv)
-    elif module == "lingua report":
-        load(ReportArgs, split_folders(argv)[1])
-    elif module == "lingua compare" and argv[:1] == ["plan"]:
-        load(PilotArgs, argv[1:])
-    elif module == "lingua compare":
-        arguments_of_compare(argv)
+    if module == "lingua compare" and argv[:1] == ["plan"]:
+        module, argv = "lingua compare plan", argv[1:]
+    if module in READ:
+        READ[module](argv)
+    elif module in READ_RUN:
+        folders, keys = split_folders(argv)
+        keys += ["data.sources={a: 1}", "data.global_batch_size=16"] if folders else []
+        load(READ_RUN[module], keys, meta_lingua, partial=True)
     elif module == "lingua plan":
         own, of_run = split_words(argv)
         load(PlanArgs, own)
@@ -283,8 +282,8 @@ def parse_program(module: str, argv: list[str]) -> None:
         keys = ["out=new" if word.startswith("out=") else word for word in argv[1:]]
         load(TokenizerTrainArgs, keys, meta_lingua, partial=True)
     elif module == "lingua checkpoint":
-        check_options(["-m", "lingua", "checkpoint"], argv[:1])
-        check_options(["-m", "lingua", "checkpoint"], [word for word in argv if word[0] == "-"])
+        options = [word for word in argv[1:] if word[0] == "-"]
+        check_options(["-m", "lingua", "checkpoint"], [*argv[:1], *options])
     elif module == "apps.bench":
         assert argv[0] in MEASUREMENTS, argv[0]
         keys = [word for word in argv if "=" in word and word != "reference=nanogpt"]

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import io
 import json
 import os
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import tiktoken
 
 from lingua.data.args import DataArgs
@@ -20,6 +18,7 @@ from lingua.data.sources import prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from tests.hub_server import TOKEN, Hub
 from tests.programs import python
+from tests.tokenizer.test_tokenizer import write_ranks, write_sentencepiece
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [f"Text {i}: Köln, 東京" for i in range(50)]
@@ -143,24 +142,12 @@ def test_what_is_missing_is_one_clear_message(hub, tmp_path):
     assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
 
 
-def sentencepiece_model() -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS * 3), model_writer=model, vocab_size=285, byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
-    return model.getvalue()
-
-
-def ranks_file() -> bytes:
-    ranks = [bytes([i]) for i in range(256)] + [b"th", b"  ", b"12", b"1234", b" x", b"x\n", b"aB"]
-    return b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
-
-
 def test_tokenizers_of_the_hub_load(hub, tmp_path):
-    hub.repos["meta-llama/Llama-2-7b"] = {"tokenizer.model": sentencepiece_model(), "w": b"0" * 9}
-    hub.repos["meta-llama/Meta-Llama-3-8B"] = {"original/tokenizer.model": ranks_file()}
-    hub.repos["google/gemma-2-9b"] = {"tokenizer.model": sentencepiece_model()}
+    bpe = Path(write_sentencepiece(tmp_path / "bpe", model_type="bpe")).read_bytes()
+    ranks = Path(write_ranks(tmp_path / "ranks")).read_bytes()
+    hub.repos["meta-llama/Llama-2-7b"] = {"tokenizer.model": bpe, "w": b"0" * 9}
+    hub.repos["meta-llama/Meta-Llama-3-8B"] = {"original/tokenizer.model": ranks}
+    hub.repos["google/gemma-2-9b"] = {"tokenizer.model": bpe}
     hub.gated.update(hub.repos)
     for name in ("llama2", "llama3", "gemma"):
         done = tokenizer(hub, tmp_path, name, HF_TOKEN=TOKEN)
@@ -190,7 +177,8 @@ ENCODING_CONSTRUCTORS = {{"tiny": tiny}}
 
 def test_an_encoding_of_tiktoken_keeps_its_ids(hub, tmp_path):
     """An encoding whose text is cut in another way than Llama 3's, as that of o200k_base is."""
-    content, pattern = ranks_file(), r"\p{N}{1,4}|\p{Lu}?\p{Ll}+|\s+|[^\s\p{L}\p{N}]+|\p{L}"
+    content = Path(write_ranks(tmp_path / "ranks")).read_bytes()
+    pattern = r"\p{N}{1,4}|\p{Lu}?\p{Ll}+|\s+|[^\s\p{L}\p{N}]+|\p{L}"
     hub.files["/tiny.tiktoken"] = content
     hub.failures = 2
     plugin = tmp_path / "plugin" / "tiktoken_ext" / "tiny.py"
@@ -205,11 +193,11 @@ def test_an_encoding_of_tiktoken_keeps_its_ids(hub, tmp_path):
     built = build_tokenizer(TokenizerArgs("tiktoken", str(path)))
     ranks = {base64.b64decode(t): int(i) for t, i in map(bytes.split, content.splitlines())}
     reference = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    for text in ("12345", "aBth  x", *TEXTS[:5]):
+    for text in ("over the fence", "aBth  x", *TEXTS[:5]):
         assert built.encode(text).tolist() == reference.encode_ordinary(text)
     path.with_suffix(".pattern").unlink()
     llama = build_tokenizer(TokenizerArgs("tiktoken", str(path)))
-    assert llama.encode("12345").tolist() != built.encode("12345").tolist()
+    assert llama.encode("over the fence").tolist() != built.encode("over the fence").tolist()
     assert llama.fingerprint() != built.fingerprint()
 
     hidden = "import sys; sys.modules['tiktoken'] = None\n"

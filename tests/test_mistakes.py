@@ -37,6 +37,7 @@ from lingua.parallel.launch import detect_launch
 from lingua.parallel.mesh import DistributedArgs, mesh_sizes
 from lingua.tokenizer import TokenizerArgs
 from lingua.tools.commands import (
+    audit,
     checkpoint,
     compare,
     data_prepare,
@@ -48,6 +49,7 @@ from lingua.tools.commands import (
 from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
+from lingua.tools.exchange import convert
 from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
@@ -120,6 +122,11 @@ def prepare_chat(argv, good, pairs):
     prepared(make())
 
 
+def use_template(argv):
+    template = argv[0].encode().decode("unicode_escape")
+    prepared(chat_args(Path("../template"), [{"messages": [USER, BOT]}], template))
+
+
 def read_prompts_of(path):
     read_prompts(load(GenerateArgs, ["ckpt=a", f"prompts={path}"])[0])
 
@@ -164,6 +171,7 @@ PROGRAMS = {
     "text": of_file(read_text, "text"),
     "conversation": partial(prepare_chat, good={"messages": [USER, BOT]}, pairs=False),
     "pair": partial(prepare_chat, good=PAIR, pairs=True),
+    "template": use_template,
     "prompts": of_file(read_prompts_of, "prompts"),
     "python": lambda argv: lingua.train(argv[0], yaml.safe_load(argv[1])),
     "data": lambda argv: data_prepare.main(["data.root_dir=.", *argv]),
@@ -174,6 +182,8 @@ PROGRAMS = {
     "show": loads(ShowArgs, *BATCH, partial=True),
     "plan": lambda argv: make_plan([f"config={PLANNED}", *argv]),
     "checkpoint": checkpoint.main,
+    "audit": audit.main,
+    "convert": convert.main,
     "runs": runs.main,
     "report": report.main,
     "compare": compare.main,

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from apps.main import app as main_app
 from apps.main.hugging_face import feed_forward_size, llama
-from apps.main.transformer import ModelArgs, build_transformer
+from apps.main.transformer import ModelArgs
 from apps.mtp import app as mtp_app
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.origin import open_source
-from lingua.model.transformer import RopeScaling, TransformerArgs
+from lingua.model.transformer import TransformerArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.exchange.hugging_face import HFTensor
 from lingua.tools.inspect.checkpoint import summary
@@ -44,8 +44,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 CPU = torch.device("cpu")
 # tests/apps/test_model.py compares every case of CASES with transformers.
-EXPRESSIBLE = {name: CASES[name] for name in ("grouped-query", "odd sizes", "narrow heads")} | {
-    "rope_scaling": {"rope_scaling": SCALING, "head_dim": 16},
+EXPRESSIBLE = {
+    "grouped-query": CASES["grouped-query"],
     "all at once": {
         "dim": 36, "n_heads": 6, "n_kv_heads": 3, "head_dim": 10, "weight_tying": True,
         "rope_theta": 500000.0, "rope_scaling": SCALING, "norm_eps": 1e-3, "multiple_of": 7,
@@ -153,33 +153,6 @@ def test_a_model_larger_than_a_shard_is_split_and_has_the_dtype_that_is_asked_fo
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     back = convert_to(ranks, out, tmp_path / "rounded", "tokenizer.name=bytes") / "0000000000"
     assert same(tensors_in(back), {name: t.bfloat16() for name, t in exact.items()})
-
-
-def test_a_folder_that_transformers_wrote_computes_here_what_it_computes_there(ranks, tmp_path):
-    """As Llama 3's are: grouped heads, tied, scaled frequencies, bfloat16."""
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 24}
-    made = LlamaForCausalLM(a_llama(rope_parameters=rope, tie_word_embeddings=True))
-    made.bfloat16().save_pretrained(tmp_path / "theirs")
-    there = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
-    back = convert_to(ranks, tmp_path / "theirs", tmp_path / "ours", "tokenizer.name=bytes")
-    model = OmegaConf.load(back / "0000000000" / "config.yaml").model
-    scaling = RopeScaling(**model.pop("rope_scaling"))
-    args = ModelArgs(**model, rope_scaling=scaling)
-    assert (args.heads(), args.hidden_dim(), args.weight_tying) == ((6, 2, 8), 53, True)
-    ours = build_transformer(args).to_empty(device=CPU)
-    ours.output.weight = ours.tok_embeddings.weight
-    weights = tensors_in(back / "0000000000")
-    with torch.no_grad():
-        for name, p in ours.named_parameters():
-            p.copy_(weights.pop(name))
-        assert not weights
-        tokens = torch.randint(0, 259, (2, 50), generator=torch.Generator().manual_seed(1))
-        expected = there(tokens).logits
-        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
-        ours.args = replace(args, rope_scaling=None)  # the frequencies matter to the comparison
-        assert (ours(tokens) - expected).abs().max() > 1e-4
 
 
 def a_llama(**changed: Any) -> LlamaConfig:
@@ -341,16 +314,10 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
         ranks.run(1, save_here, tmp_path / case, model, config)
     good = tmp_path / "good"
     LlamaForCausalLM(a_llama()).save_pretrained(good)
-    changes = {"model_type": "mixtral", "quantization_config": {"bits": 4}, "vocab_size": 260}
-    for key, value in changes.items():
-        folder = shutil.copytree(good, tmp_path / key)
-        config = json.loads((folder / "config.json").read_text()) | {key: value}
-        (folder / "config.json").write_text(json.dumps(config))
+    config = shutil.copytree(good, tmp_path / "vocab_size") / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 259', '"vocab_size": 260'))
     pickled = shutil.copytree(good, tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    torn = shutil.copytree(good, tmp_path / "torn") / "model.safetensors"
-    torn.write_bytes(torn.read_bytes()[:-100])
-    (tmp_path / "empty").mkdir()
 
     needs = {
         "window": "model.sliding_window = 9: olmo2 in transformers has no",
@@ -358,18 +325,11 @@ def test_what_cannot_be_converted_is_refused_by_name(ranks, tmp_path):
         "fork": "model.head_layers: unknown key",
         "tensors": "layers.1.attention.wq.weight: in the checkpoint, not in trans",
         "vocabulary": "bytes tokenizer (which has no file) has 258 tokens",
-        "model_type": 'model_type = "mixtral": must be "llama" or "mistral" or "qwen2"',
-        "quantization_config": 'quantization_config = {"bits": 4}: must be null',
         "vocab_size": "embed_tokens.weight: (260, 48) in config.json, (259, 48) in the",
         "pickled": "only safetensors are read",
-        "torn": "model.safetensors: cannot be read as safetensors",
         "good": "has no tokenizer.json or tokenizer.model",
-        "empty": f"source: {tmp_path / 'empty'}",
-        "absent": f"source: {tmp_path / 'absent'}",
     }
     cases = {case: [f"source={tmp_path / case}", f"out={tmp_path / 'out'}"] for case in needs}
-    cases["there"] = [f"source={good}", f"out={good}"]
-    needs["there"] = "exists already"
     cases["file"] = [f"source={good}", f"out={good / 'config.json'}/x", "tokenizer.name=bytes"]
     needs["file"] = f"could not be saved into {good / 'config.json'}"
     [said] = ranks.run(1, each_here, convert_here, cases)

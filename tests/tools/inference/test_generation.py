@@ -5,13 +5,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
@@ -19,12 +17,10 @@ from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
-from lingua.tools.inference.generate import Completion, Request, fit_prompts, generate
+from lingua.tools.inference.generate import Completion, Request, generate
 from lingua.tools.inference.sampling import SamplingArgs
 from lingua.tools.inference.score import score
 from tests.apps.meshes import on_mesh
-from tests.apps.test_model import model_args
-from tests.mistakes import refused
 from tests.ranks import Ranks
 from tests.tokenizer.test_tokenizer import write_sentencepiece
 
@@ -230,62 +226,6 @@ def test_text_continues_where_the_prompt_ends_also_with_a_space(ranks, tmp_path)
     assert tokenizer.decode(completion.tokens) == "brown fox"
 
 
-def test_prompts_without_room_for_their_tokens_are_cut_on_the_left_and_counted(caplog):
-    settings = replace(GREEDY, max_gen_tokens=4)
-    requests = [Request(list(range(n)), settings) for n in (20, 11)]
-    assert fit_prompts(requests, 24) == requests and not caplog.text
-    cut = replace(requests[0], prompt=list(range(9, 20)))
-    assert fit_prompts(requests, 15) == [cut, requests[1]]
-    assert "1 of 2 prompts cut on the left" in caplog.text
-    refused(lambda: fit_prompts(requests, 4), "max_gen_tokens = 4: leaves no room")
-
-
-MODEL = model_args(vocab_size=50, dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
-LENGTH = 12
-Pairs = list[tuple[list[int], list[int]]]
-
-plain = cache(lambda: plain_model(MODEL))  # not in the ranks: making one is work of all of them
-
-
-def plainly(context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Every token from the last LENGTH before it at most, as the windows of the harness have it."""
-    model, total, greedy = plain(), 0.0, True
-    if len(continuation) > LENGTH:
-        pieces = get_rolling_token_windows(continuation, context[-1], LENGTH, 1)
-        pieces = [make_disjoint_window(piece) for piece in pieces]
-    else:
-        pieces = [(context, continuation)]
-    for before, piece in pieces:
-        tokens = [*before, *piece][-LENGTH - 1 :]
-        with torch.no_grad():
-            logprobs = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
-        for at, token in zip(range(len(tokens) - 1 - len(piece), len(tokens)), piece, strict=False):
-            total += float(logprobs[at, token])
-            greedy &= int(logprobs[at].argmax()) == token
-    return total, greedy
-
-
-@cache
-def pairs() -> Pairs:
-    draw = random.Random(1)
-    made = [
-        ([draw.randrange(50) for _ in range(n)], [draw.randrange(50) for _ in range(m)])
-        for n, m in ((1, 1), (3, 4), (11, 1), (12, 1), (30, 3), (2, 12), (5, 13), (1, 40))
-    ]
-    for context, n in (([1, 2, 3], 1), ([7] * 20, 3)):  # the model's own greedy text
-        text = list(context)
-        for _ in range(n):
-            with torch.no_grad():
-                text.append(int(plain()(torch.tensor([text[-LENGTH:]]))[0, -1].argmax()))
-        made.append((context, text[len(context) :]))
-    return made
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[tuple[float, bool]]:
-    return [plainly(*pair) for pair in pairs()]
-
-
 class Bigrams(nn.Module):
     """A model of few digits: bfloat16 logits of each token, whatever came before it."""
 
@@ -298,28 +238,25 @@ class Bigrams(nn.Module):
         return self.table[tokens]
 
 
-def score_here(given: Pairs, sizes: tuple[int, int, int], bigrams: bool = False):
-    model, mesh = on_mesh(build_transformer(MODEL), parallel_plan(MODEL, seq_len=0), sizes)
-    return score(Bigrams() if bigrams else model, given, mesh, 3, LENGTH)
+def score_here(pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    """With a context of 12 tokens, three texts at once."""
+    return score(Bigrams(), pairs, start(CPU, detect_launch(), DistributedArgs()), 3, 12)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 3)])
-def test_scores_are_those_of_each_text_alone_on_every_topology(ranks, expected, sizes):
-    n = sizes[0] * sizes[1] * sizes[2]
-    assert [greedy for _, greedy in expected][-2:] == [True, True]
-    assert not all(greedy for _, greedy in expected)
-    for found in ranks.run(n, score_here, pairs(), sizes):
-        for (ours, greedy), (theirs, likeliest) in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4) and greedy == likeliest
-
-
-def test_logits_of_bfloat16_are_summed_up_in_float32(ranks):
-    table = Bigrams().table
-    [found] = ranks.run(1, score_here, pairs(), (1, 1, 1), bigrams=True)
+def test_a_text_of_any_length_has_the_sum_of_its_tokens_scores_in_float32(ranks):
+    """Those of a transformer, on every topology: tests/apps/test_eval.py."""
+    table, draw, likeliest = Bigrams().table, random.Random(1), [7]
+    lengths = (1, 1), (3, 4), (11, 1), (12, 1), (30, 3), (2, 12), (5, 13), (1, 40)
+    pairs = [tuple(draw.choices(range(50), k=n) for n in both) for both in lengths]
+    for _ in range(3):
+        likeliest.append(int(table[likeliest[-1]].argmax()))
+    [found] = ranks.run(1, score_here, [*pairs, (likeliest[:1], likeliest[1:])])
     lost = []
-    for (context, continuation), (ours, _) in zip(pairs(), found, strict=True):
+    for (context, continuation), (ours, greedy) in zip(pairs, found, strict=False):
         steps = list(pairwise([context[-1], *continuation]))
         exact = sum(float(table[a].double().log_softmax(0)[b]) for a, b in steps)
         assert ours == pytest.approx(exact, abs=1e-4)
+        assert greedy == all(table[a].argmax() == b for a, b in steps)
         lost.append(abs(exact - sum(float(table[a].log_softmax(0)[b]) for a, b in steps)))
     assert max(lost) > 1e-2  # in bfloat16
+    assert [greedy for _, greedy in found] == 8 * [False] + [True]

@@ -1,20 +1,19 @@
-"""Requests of lm-evaluation-harness as tokens and settings. Scores are in apps/test_eval.py."""
+"""Requests of lm-evaluation-harness as tokens and settings. Scores: tests/apps/test_eval.py."""
 
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from lingua.base.errors import UserError
 from lingua.monitor.evaluation import HarnessArgs
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.inference.generate import Completion
 from lingua.tools.inference.harness import Evaluator, harness_names, to_settings
 from lingua.tools.inference.sampling import SamplingArgs
-from tests.tokenizer.test_tokenizer import write_byte_level
+from tests.mistakes import refused
+from tests.programs import python
 
 pytestmark = pytest.mark.quick
 
@@ -22,7 +21,7 @@ BYTES = build_tokenizer(TokenizerArgs())
 BOS = [256]
 
 
-def a_model(asked: list[Any], tokenizer: Any = BYTES, add_bos: bool = True) -> Evaluator:
+def a_model(asked: list[Any]) -> Evaluator:
     """It records what it is asked, and answers with placeholders."""
 
     def ask(kind: str, items: list) -> list:
@@ -30,7 +29,7 @@ def a_model(asked: list[Any], tokenizer: Any = BYTES, add_bos: bool = True) -> E
         return [(0.0, False) if kind == "score" else Completion() for _ in items]
 
     args = HarnessArgs(max_gen_tokens=5, seed=7)
-    evaluator = Evaluator(args, None, tokenizer, None, add_bos, context=20)
+    evaluator = Evaluator(args, None, BYTES, None, add_bos=True, context=20)
     evaluator.ask = ask
     return evaluator
 
@@ -39,37 +38,8 @@ def instances(*arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance("loglikelihood", {}, given, i) for i, given in enumerate(arguments)]
 
 
-def test_spaces_at_the_end_of_a_context_belong_to_the_continuation():
-    asked: list[Any] = []
-    pairs = [("a b  ", "c"), ("", "c"), ("  ", "c"), ("a", " b")]
-    a_model(asked).loglikelihood(instances(*pairs))
-    expected = [("a b", "  c"), ("", "c"), ("", "  c"), ("a", " b")]
-    tokens = [([*BOS, *before.encode()], list(after.encode())) for before, after in expected]
-    assert asked == [("score", tokens)]
-    with pytest.raises(UserError, match="a task scores an empty text, after 'abc'"):
-        a_model(asked).loglikelihood(instances(("abc", "")))
-
-
-def test_the_tokens_at_the_boundary_are_those_of_running_text(tmp_path):
-    tokenizer = build_tokenizer(TokenizerArgs("hf", write_byte_level(tmp_path / "tokenizer.json")))
-    whole = tokenizer.encode("the quick brown").tolist()
-    n_split = 0
-    for at in range(1, len("the quick brown")):
-        context, continuation = "the quick brown"[:at], "the quick brown"[at:]
-        before, after = a_model([], tokenizer, False).encode_pair(context, continuation)
-        alone = tokenizer.encode(continuation).tolist()
-        if before == tokenizer.encode(context).tolist():
-            assert after == whole[len(before) :]
-        assert after and after == whole[-len(after) :]
-        n_split += after != alone
-    assert n_split  # where the continuation by itself is other tokens
-
-
-@pytest.mark.parametrize(("add_bos", "scored"), [(False, [97, 98]), (True, [*BOS, 97, 98])])
-def test_a_rolling_text_is_scored_from_its_first_token_on(add_bos, scored):
-    asked: list[Any] = []
-    a_model(asked, add_bos=add_bos).loglikelihood_rolling(instances(("ab",)))
-    assert asked == [("score", [(BOS, scored)])]
+def test_a_task_that_scores_an_empty_text_is_refused():
+    refused(lambda: a_model([]).loglikelihood(instances(("abc", ""))), "empty text", "'abc'")
 
 
 def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):
@@ -117,7 +87,7 @@ except UserError as error:
 
 
 def test_misspelled_tasks_are_all_refused_before_the_harness_is_imported():
-    done = subprocess.run([sys.executable, "-c", WRONG_NAMES], capture_output=True, text=True)
+    done = subprocess.run([*python(), "-c", WRONG_NAMES], capture_output=True, text=True)
     assert "tasks: 1 is not a task" in done.stdout and done.stdout.endswith(" False\n"), done
     assert "tasks: helaswag is not a task, group or tag of lm_eval or task_dir, nor" in done.stdout
     assert '(did you mean "hellaswag"?)' in done.stdout and "hellaswag is not" not in done.stdout

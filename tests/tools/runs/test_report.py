@@ -21,7 +21,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from lingua.tools.commands.compare import main as compare
 from lingua.tools.commands.report import main
 from lingua.tools.runs.records import Record, smooth
-from tests.browser import Browser, browser, needs_chromium
+from tests.browser import Browser, browser
 from tests.tools.runs.test_records import a_run
 
 pytestmark = pytest.mark.quick
@@ -89,7 +89,6 @@ def count_pixels(chromium: Browser, colour: tuple[int, int, int], chart: str = F
 BLUE, ORANGE = (0x42, 0x69, 0xD0), (0xE0, 0x93, 0x1F)  # of the first two runs
 
 
-@needs_chromium
 def test_numbers_under_the_pointer_are_those_of_the_files(tmp_path, chromium):
     # Unequal steps, and numbers from 1e-290 to 1e290 of both signs in a fork's own column.
     own = {s: (-1) ** s * 10.0 ** (29 * (s % 21) - 290) / 3 for s in range(1, 400)}
@@ -122,7 +121,6 @@ def test_numbers_under_the_pointer_are_those_of_the_files(tmp_path, chromium):
     assert f"{float(numbers['a'][0]):.6g}" == f"{loss:.6g}"
 
 
-@needs_chromium
 def test_the_legend_shows_and_hides_a_run_in_every_chart(tmp_path, chromium):
     for name, more in (("a", 0), ("b", 2)):
         metrics = [line(s, loss=line(s)["loss"] + more) for s in range(1, 100)]
@@ -144,7 +142,6 @@ def test_the_legend_shows_and_hides_a_run_in_every_chart(tmp_path, chromium):
     assert not count_pixels(chromium, BLUE) and not count_pixels(chromium, ORANGE)
 
 
-@needs_chromium
 def test_numbers_that_are_not_finite_are_gaps(tmp_path, chromium):
     def middle(value: str) -> str:
         lines = [json.dumps(line(s, loss="?" if 300 < s < 700 else 2.0)) for s in range(1, 1000)]
@@ -160,7 +157,6 @@ def test_numbers_that_are_not_finite_are_gaps(tmp_path, chromium):
     assert 0 < gaps[0] == gaps[1] == gaps[2] < 0.7 * gaps[3]
 
 
-@needs_chromium
 def test_text_of_a_run_is_shown_and_never_executed(tmp_path, chromium):
     sample = {"step": 1, "source": EVIL, "prompt": EVIL, "text": f"{{{{payload}}}}{EVIL}\ud800"}
     for lr, name in enumerate(("<b>a", "{{payload}}")):
@@ -178,7 +174,6 @@ def test_text_of_a_run_is_shown_and_never_executed(tmp_path, chromium):
     assert shown.count(EVIL) >= 8 and "{{payload}}" in shown and "<b>a" in shown
 
 
-@needs_chromium
 def test_a_phone_never_scrolls_sideways_and_nothing_is_loaded(tmp_path, chromium):
     name = "a_rather_long_name_of_a_run_without_any_place_to_break_it_" + 40 * "x"
     events = [{"event": "norms", "step": s, "values": {name: s / 7}} for s in (1, 2)]
@@ -206,7 +201,6 @@ def seeds_of(folder: Path, arms: dict[float, list[list[float]]]) -> None:
                   metrics_validation=held)  # fmt: skip
 
 
-@needs_chromium
 def test_an_arm_is_the_mean_of_its_seeds_and_never_of_survivors(tmp_path, chromium):
     random = np.random.default_rng(1)
     arms = {lr: (3 + lr + random.random((3, 100)) / 4).round(4) for lr in (1.0, 2.0)}
@@ -237,7 +231,6 @@ def test_an_arm_is_the_mean_of_its_seeds_and_never_of_survivors(tmp_path, chromi
             assert float(numbers[f"{lr}/{seed}"][0]) == pytest.approx(of_seed[step - 1])
 
 
-@needs_chromium
 def test_the_page_has_the_verdict_of_compare_with_its_interval(tmp_path, chromium, capsys):
     seeds_of(tmp_path, {1.0: [[3.1], [3.25], [3.3], [3.4]], 2.0: [[3.0], [3.2], [3.1], [3.2]]})
     open_page(chromium, tmp_path)
@@ -255,7 +248,6 @@ def test_the_page_has_the_verdict_of_compare_with_its_interval(tmp_path, chromiu
     assert float(dot.get_attribute("cx")) == pytest.approx(sum(ends) / 2) and mean < 0
 
 
-@needs_chromium
 def test_outliers_do_not_set_the_range(tmp_path, chromium):
     losses = [1e6 * (s == 40) + 2 + s / 99 for s in range(1, 100)]
     a_run(tmp_path / "run", metrics=[line(s, loss=x) for s, x in enumerate(losses, 1)])
@@ -266,7 +258,6 @@ def test_outliers_do_not_set_the_range(tmp_path, chromium):
     assert "outlier" not in chromium.all(FIRST)[0].text and count_pixels(chromium, BLUE) != n
 
 
-@needs_chromium
 def test_the_legend_is_searched_and_hides_nothing_and_tables_are_sorted(tmp_path, chromium):
     for i in range(40):
         a_run(tmp_path / f"run{i}", metrics=[line(s + i) for s in range(1, 9)])
@@ -288,7 +279,6 @@ def test_the_legend_is_searched_and_hides_nothing_and_tables_are_sorted(tmp_path
         assert chromium.run(column % press) == expected
 
 
-@needs_chromium
 def test_a_watched_page_follows_the_runs_and_keeps_what_the_reader_chose(tmp_path, chromium):
     for run in "ab":
         a_run(tmp_path / run, metrics=[line(s) for s in range(1, 9)])

@@ -27,8 +27,9 @@ HOSTILE = """it's "a" $(touch pwned) `touch pwned` $HOME & ; #x * name"""
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
-    """Of a run, which needs no more."""
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a run, which needs no more; a launch imports it from its copy of the code."""
+    monkeypatch.setattr(sys, "executable", *python(OF_OTHERS))
     write_sources(tmp_path)
     values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
     return [f"{key}={value}" for key, value in values.items()]
@@ -181,17 +182,17 @@ def test_what_cannot_fit_by_the_plan_is_refused(arguments, tmp_path, capsys):
     assert large == line.removeprefix(f"gpu = {gpu}: ")
 
 
-@pytest.mark.parametrize(("line", "code"), [("true", 0), ("false", 1)])
-def test_the_script_runs_in_a_folder_of_any_name(arguments, tmp_path, line, code):
+def test_the_script_runs_in_a_folder_of_any_name(arguments, tmp_path):
     srun, dump_dir = tmp_path / "srun", tmp_path / HOSTILE
     srun.write_text('#!/bin/sh\nprintf %s "$PYTHONPATH"\n')
     srun.chmod(0o700)
-    job = JobArgs(launcher="print", setup=[line])
+    job = JobArgs(launcher="print", setup=["$SETUP"])
     script = launch(job, [*arguments, f"dump_dir={dump_dir}"])
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    command = ["bash", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (code, "" if code else f"{dump_dir}/code"), done
+    for line, code, output in (("true", 0, f"{dump_dir}/code"), ("false", 1, "")):
+        where = {"cwd": tmp_path, "env": env | {"SETUP": line}, "capture_output": True}
+        done = subprocess.run(["bash", "-c", script], text=True, **where)
+        assert (done.returncode, done.stdout) == (code, output), done
     assert (dump_dir / "logs" / "7").is_dir() and not list(tmp_path.rglob("pwned"))
 
 

@@ -25,6 +25,8 @@ from tests.mistakes import refused
 from tests.programs import OF_OTHERS, python
 from tests.tools.slurm.test_launch import HOSTILE
 
+pytestmark = needs_slurm
+
 REPO = Path(__file__).parents[3]
 STEPS = 12
 SLOW = {"setup": ["export STEP_S=2"]}  # it takes 24 seconds, in which a test interrupts it
@@ -186,7 +188,6 @@ def same(dump_dir: Path, reference: Outcome) -> bool:
     return not {"batch_hash", "loss"} & set(differs(run, reference))
 
 
-@needs_slurm
 def test_a_job_trains_from_the_code_it_was_launched_with(cluster, jobs, reference, tmp_path):
     dump_dir, job = jobs["plain"]
     cluster.ended(job)
@@ -206,7 +207,7 @@ def test_a_job_trains_from_the_code_it_was_launched_with(cluster, jobs, referenc
     assert len(kept) > 100 and not any(secret in p.read_bytes() for p in kept)
 
 
-@needs_slurm
+@pytest.mark.soak
 def test_a_printed_script_is_the_same_run_by_hand(cluster, reference, monkeypatch):
     dump_dir = cluster.runs / "by hand"
     job = "script=tests.slurm_app launcher=print nodes=2 gpus=none time=5 slurm.exclude='n3,n4'"
@@ -229,7 +230,6 @@ def test_a_printed_script_is_the_same_run_by_hand(cluster, reference, monkeypatc
     assert (run.state, run.job_id, run.row.step) == ("COMPLETED", job_id, STEPS)
 
 
-@needs_slurm
 @pytest.mark.parametrize(
     "how",
     ["signal", *(pytest.param(how, marks=pytest.mark.soak) for how in ("preemption", "node"))],
@@ -254,7 +254,6 @@ def test_an_interrupted_job_comes_back_and_ends_as_the_same_run(cluster, jobs, r
     assert "resuming" in log
 
 
-@needs_slurm
 @pytest.mark.soak
 def test_a_job_saves_and_comes_back_before_its_time_limit(cluster, reference):
     # Slurm checks times every 30 seconds and sends the signal up to 60 seconds early: here it
@@ -267,7 +266,6 @@ def test_a_job_saves_and_comes_back_before_its_time_limit(cluster, reference):
     assert "stopped by SIGUSR2" in (place / "train.log").read_text()
 
 
-@needs_slurm
 def test_a_cancelled_job_resumes_on_fewer_nodes_when_launched(cluster, jobs, reference):
     dump_dir, job = jobs["cancel"]
     assert cluster.ended(job, "CANCELLED")["Restarts"] == "0"
@@ -280,7 +278,6 @@ def test_a_cancelled_job_resumes_on_fewer_nodes_when_launched(cluster, jobs, ref
     assert (dump_dir / "code.1").is_dir() and (dump_dir / "base_config.yaml.1").exists()
 
 
-@needs_slurm
 def test_a_failing_rank_is_the_first_error_that_status_shows(cluster, jobs, monkeypatch):
     dump_dir, job = jobs["fail"]
     cluster.ended(job, "FAILED")
@@ -292,7 +289,6 @@ def test_a_failing_rank_is_the_first_error_that_status_shows(cluster, jobs, monk
     assert run.errors[0] in status_table([run])
 
 
-@needs_slurm
 def test_a_rank_sees_all_gpus_of_its_job_or_one_that_no_other_sees(cluster, tmp_path):
     # Another job has the first GPU of n1, so that what a job has is another part of either node.
     other = ["--parsable", "--nodelist=n1", "--gpus=1", "--output=/dev/null", "--wrap=sleep 300"]
@@ -321,7 +317,6 @@ def test_a_rank_sees_all_gpus_of_its_job_or_one_that_no_other_sees(cluster, tmp_
     }
 
 
-@needs_slurm
 def test_a_sweep_runs_two_at_a_time_each_with_a_folder_and_a_name(cluster, monkeypatch):
     root = cluster.runs / "sweep"
     values = ["sweep.data.sources={one: 1},{one: 1, two: 1},{two: 1}", "at_once=2"]
@@ -377,7 +372,6 @@ def launches(cluster, monkeypatch, tmp_path):
     return call
 
 
-@needs_slurm
 def test_wrong_input_is_refused_by_name_before_anything_is_done(launches, tmp_path, monkeypatch):
     rows = ["data.global_batch_size=10"]
     for job, *named in (
@@ -396,7 +390,6 @@ def test_wrong_input_is_refused_by_name_before_anything_is_done(launches, tmp_pa
     launches("sbatch")
 
 
-@needs_slurm
 def test_a_dump_dir_in_use_is_refused_and_a_sweep_names_its_bad_member(cluster, launches, tmp_path):
     job = cluster.ask("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
     (tmp_path / "there" / "job_id").write_text(job)

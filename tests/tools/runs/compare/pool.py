@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
+from omegaconf import OmegaConf
 
 RECORD = Path(__file__).parents[3] / "records" / "pairs.json"
 POOL: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))["results"]
@@ -18,23 +18,10 @@ SEEDS = len(LOSSES["base"])
 DEFAULTS = ["optim.lr=4.0e-3", "optim.name=adamw"]  # of small.yaml, for what the changes change
 
 
-def config_of(words: list[str]) -> dict[str, Any]:
-    """The nested mapping of `a.b=c` words."""
-    root: dict[str, Any] = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        *groups, name = key.split(".")
-        group = root
-        for part in groups:
-            group = group.setdefault(part, {})
-        group[name] = yaml.safe_load(value)
-    return root
-
-
 def write_run(folder: Path, words: list, steps: list, losses: list, hashes: str = "a") -> Path:
     """A dump dir with these held-out losses, and training losses that follow from them."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config_of(words)))
+    OmegaConf.save(OmegaConf.from_dotlist(words), folder / "config.yaml")
     lines = [
         {"step": s, "loss": x, "grad_norm": 1.0, "lr": 1e-3, "batch_hash": f"{hashes}{s}"}
         for s, x in zip(steps, losses, strict=True)

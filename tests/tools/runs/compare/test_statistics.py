@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from scipy import integrate, optimize, stats
+from scipy import integrate, stats
 
 from apps.bench.pairs import BASE, LONG, LONG_STEPS, SAME, TINY
 from apps.bench.pairs import CHANGES as MEASURED
@@ -25,6 +25,7 @@ from lingua.tools.runs.compare.statistics import (
     pairs_for,
     pooled,
     power,
+    proportion,
     sign_flip,
     smallest_effect,
     unequal_variance,
@@ -37,14 +38,7 @@ from tests.tools.runs.compare.pool import LOSSES, POOL, SEEDS
 pytestmark = pytest.mark.quick
 
 CHANGES = [arm for arm in LOSSES if arm != "base"]
-BASE_LOSSES = LOSSES["base"][:, -1]
 LEVEL = 0.95
-DRAWS = 2000
-
-
-def bound(draws: int, rate: float = 1 - LEVEL) -> float:
-    """The share that so many independent draws of this rate exceed in 1 of 1,000 cases."""
-    return float(stats.binom.ppf(0.999, draws, rate)) / draws
 
 
 def ends(estimate: Estimate | None) -> tuple[float, float]:
@@ -61,6 +55,8 @@ def test_intervals_are_those_of_scipy():
     assert ends(other := unpaired(a, b, 0.9)) == pytest.approx(tuple(two))
     assert ours.deviation == pytest.approx(np.std(a, ddof=1))
     assert other.deviation == pytest.approx(np.sqrt(np.var(a, ddof=1) + np.var(b, ddof=1)))
+    share = stats.binomtest(4, 5).proportion_ci(0.9)
+    assert proportion(4, 5, 0.9) == pytest.approx((share.low, share.high))
     assert paired([1.0], LEVEL) is None and unpaired([1.0], [1.0, 2.0], LEVEL) is None
     for flat in (paired([0.5, 0.5], LEVEL), unpaired([1.5, 1.5], [1.0, 1.0], LEVEL)):
         assert ends(flat) == (0.5, 0.5) and flat.excludes_zero
@@ -178,16 +174,6 @@ def by_seed(*samples: np.ndarray) -> list[dict[str, float]]:
     return [{str(i): float(x) for i, x in enumerate(sample)} for sample in samples]
 
 
-@pytest.mark.parametrize(
-    ("arms", "freedom", "critical"),
-    [(3, 10, 2.57), (5, 20, 2.65), (10, 20, 2.95), (3, 120, 2.24), (5, 5, 3.48)],
-)
-def test_critical_values_are_those_of_the_tables_of_dunnett(arms, freedom, critical):
-    """Dunnett 1964, New tables for multiple comparisons with a control, two-sided 5 %."""
-    correlation = np.full((arms - 1, arms - 1), 0.5) + 0.5 * np.eye(arms - 1)
-    assert dunnett(correlation, freedom, LEVEL) == pytest.approx(critical, abs=0.008)
-
-
 def test_arms_without_common_seeds_have_the_intervals_of_dunnett_in_scipy():
     rng = np.random.default_rng(8)
     base, *arms = samples = [rng.normal(i / 2, 1, n) for i, n in enumerate((5, 4, 7))]
@@ -222,7 +208,7 @@ def test_arms_of_common_seeds_have_the_variance_of_the_analysis_in_blocks():
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+@pytest.mark.parametrize("seeds", [2, 10])
 def test_several_arms_claim_as_rarely_as_the_level_says(distribution, seeds):
     rng = np.random.default_rng(seeds)
     tables = DISTRIBUTIONS[distribution](rng, 10_000, 4, seeds)
@@ -245,7 +231,7 @@ def test_one_arm_that_varies_more_is_noticed_and_equal_ones_are_not(blocks):
     wide = np.array([[1.0], [10.0], [1.0], [1.0]])
     equal = [unequal_variance(by_seed(*table), blocks) < UNEQUAL for table in tables]
     other = [unequal_variance(by_seed(*table * wide), blocks) < UNEQUAL for table in tables[:100]]
-    assert np.mean(equal) <= bound(500) and np.mean(other) > 0.9
+    assert np.mean(equal) <= 0.08 and np.mean(other) > 0.9
 
 
 def test_the_sign_flip_test_counts_all_ways_to_flip():
@@ -281,74 +267,8 @@ def test_the_pool_has_40_pairs_of_changes_and_pairs_without_effect_and_of_600_st
     assert ends(paired(long["learning rate"] - long["base"], LEVEL))[1] < 0
 
 
-def signs(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.choice([-1, 1], shape)
-
-
-def claimed(differences: np.ndarray, pairs: int, seed: int) -> float:
-    """How often intervals of `pairs` differences with random signs exclude zero, of float64
-    [changes, seeds]."""
-    rng = np.random.default_rng(seed)
-    n = DRAWS // len(differences)
-    rates = []
-    for values in differences:
-        drawn = rng.permuted(np.tile(values, (n, 1)), axis=1)[:, :pairs] * signs(rng, n, pairs)
-        t = drawn.mean(1) / drawn.std(1, ddof=1) * pairs**0.5
-        critical = stats.t.ppf((1 + LEVEL) / 2, pairs - 1)
-        rates.append(np.mean(abs(t) > critical))
-        for some in drawn[:5]:  # that is what the tool computes
-            outside = abs(some.mean() / some.std(ddof=1)) * pairs**0.5
-            assert paired(some, LEVEL).excludes_zero == (outside > critical)
-    return float(np.mean(rates))
-
-
-DIFFERENCES = {arm: LOSSES[arm][:, -1] - BASE_LOSSES for arm in CHANGES}
-NOISE = {arm: values - values.mean() for arm, values in DIFFERENCES.items()}
-
-
-def test_labels_swapped_within_pairs_are_claimed_to_differ_as_rarely_as_the_level_says():
-    rate = claimed(np.array(list(DIFFERENCES.values())), SEEDS, 0)
-    assert rate <= bound(DRAWS)
-    two = claimed(np.ones((1, SEEDS)) + 1e-3 * np.arange(SEEDS), 2, 0)
-    assert two > bound(DRAWS)  # a rate that is too high is noticed
-
-
-def test_runs_of_disjoint_seeds_are_claimed_to_differ_as_rarely_as_the_level_says():
-    rng = np.random.default_rng(1)
-    claims, narrow = [], []
-    for _ in range(DRAWS):
-        arm = LOSSES[CHANGES[rng.integers(len(CHANGES))]][:, -1]
-        labels = rng.integers(0, 2, SEEDS).astype(bool)  # which of a pair is called the arm
-        first, second = np.where(labels, arm, BASE_LOSSES), np.where(labels, BASE_LOSSES, arm)
-        seeds = rng.permutation(SEEDS)
-        estimate = unpaired(first[seeds[: SEEDS // 2]], second[seeds[SEEDS // 2 :]], LEVEL)
-        claims.append(estimate.excludes_zero)
-        narrow.append(abs(estimate.mean) > (estimate.high - estimate.low) / 6)
-    assert np.mean(claims) <= bound(DRAWS)
-    assert np.mean(narrow) > bound(DRAWS)
-
-
-def shown_by(pairs: int) -> float:
-    """The effect, in known deviations, that so many pairs show with probability POWER."""
-    return float(optimize.brentq(lambda effect: power(effect, 1.0, pairs, LEVEL) - POWER, 0.1, 9))
-
-
-def test_planted_differences_are_found_as_often_as_predicted():
-    """To the noise of pairs of the pool with random signs a difference is added: the one that so
-    many pairs are predicted to show, by the deviation of that noise."""
-    rng = np.random.default_rng(2)
-    found: dict[tuple[str, int], float] = {}
-    for arm, pairs in product(CHANGES, (4, 6, 8)):
-        planted = float(NOISE[arm].std()) * shown_by(pairs)
-        drawn = [rng.choice(NOISE[arm], pairs, replace=False) for _ in range(DRAWS // 10)]
-        lows = [ends(paired(some * signs(rng, pairs) + planted, LEVEL))[0] for some in drawn]
-        found[arm, pairs] = float(np.mean(np.array(lows) > 0))
-    assert np.mean(list(found.values())) == pytest.approx(POWER, abs=0.05), found
-    assert all(abs(rate - POWER) < 0.25 for rate in found.values()), found
-
-
 def test_the_real_difference_of_the_learning_rate_is_found_by_as_many_pairs_as_predicted():
-    differences = DIFFERENCES["learning rate"]
+    differences = (LOSSES["learning rate"] - LOSSES["base"])[:, -1]
     whole = paired(differences, LEVEL)
     assert ends(whole)[1] < 0
     for pairs in (2, 3, 4):
