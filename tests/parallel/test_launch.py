@@ -277,8 +277,7 @@ SLURM |= {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "1"}
 )
 def test_a_stopped_run_exits_with_its_signal_unless_it_would_be_restarted(env, code):
     program = "from lingua.parallel.program import exit_stopped; exit_stopped('SIGTERM')"
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=env)
-    assert done.returncode == code
+    assert subprocess.run([*python(), "-c", program], env=env).returncode == code
 
 
 STOPPABLE = """
@@ -331,13 +330,8 @@ run_program(program)
 @pytest.mark.parametrize(("env", "code"), [({}, -15), (TORCHRUN, 1), (SLURM, 1)])
 def test_a_signal_of_the_launcher_does_not_end_a_rank_that_has_failed_before_it_says_why(env, code):
     """Another rank failed with it, and its launcher ends all. A single process just ends."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAILING],
-        cwd=Path(__file__).parents[2],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [*python(), "-c", FAILING]
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True)
     assert done.returncode == code
     assert ("ValueError: the cause" in done.stderr) == (code == 1)
 
