@@ -37,7 +37,7 @@ from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
 from tests.config.example import Config
-from tests.data.prepared import Prepared, make_args
+from tests.data.prepared import Prepared, check, make_args
 from tests.data.test_chat import BOT, PAIR, USER, prepared
 from tests.data.test_chat import make_args as chat_args
 from tests.mistakes import refused
@@ -81,6 +81,18 @@ def prepare_chat(argv, good, pairs):
     prepared(make())
 
 
+def prepare_record(argv):
+    """Of three records of text, the second is the argument, with Python's escapes."""
+    folder, good = Path("../records"), b'{"text": "ok"}'
+    record = argv[0].encode().decode("unicode_escape").encode("latin-1")
+    folder.mkdir(exist_ok=True)
+    (folder / "a.jsonl").write_bytes(b"\n".join([good, record, good]))
+    skipping = Prepared(make_args(folder, on_bad_record="skip"))
+    assert sum(skipping.source.manifest.skipped.values()) == 1
+    check(skipping, ["ok", "ok"])
+    Prepared(make_args(folder))
+
+
 def read_prompts_of(path):
     read_prompts(load(GenerateArgs, ["ckpt=a", f"prompts={path}"])[0])
 
@@ -120,6 +132,7 @@ PROGRAMS = {
     "tokenizer": tokenizer.main,
     "family": load_family,
     "text": of_file(read_text, "text"),
+    "record": prepare_record,
     "conversation": partial(prepare_chat, good={"messages": [USER, BOT]}, pairs=False),
     "pair": partial(prepare_chat, good=PAIR, pairs=True),
     "prompts": of_file(read_prompts_of, "prompts"),

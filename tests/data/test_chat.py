@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from lingua.base.errors import UserError
-from lingua.base.format import printable
 from lingua.data import IGNORE
 from lingua.data.args import ChatArgs, DataArgs, SourceFiles
 from lingua.data.chat import ChatRows, held_out_answers
@@ -24,7 +22,6 @@ from lingua.data.shards import SPLITS
 from lingua.data.sources import check_sources, prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.chat_template import open_chat
-from lingua.tools.commands.data_show import main as show
 from lingua.tools.inspect.describe import describe_mixture, describe_row
 from tests.chats import CHATML, TEMPLATES, write_tokenizer
 from tests.mistakes import refused
@@ -128,24 +125,27 @@ def test_micro_batches_have_the_documents_and_targets_of_the_rows(tmp_path):
     assert [[b for b in row if b < S] for row in micro.documents.tolist()] == begins
 
 
+def same_source(root: Path, forms: dict[str, list[Any]], **changes: Any) -> tuple[DataArgs, Any]:
+    """The source that each form of the records gives, `parquet` as a table."""
+    made = {name: make_args(root / name, records, **changes) for name, records in forms.items()}
+    (root / "parquet/a.jsonl").unlink()
+    pq.write_table(pa.Table.from_pylist(forms["parquet"]), root / "parquet/a.parquet")
+    sources = [prepared(args)[0] for args in made.values()]
+    assert len({source.fingerprint for source in sources}) == 1
+    return next(iter(made.values())), sources[0]
+
+
 def test_forms_of_records_give_the_same_shards(tmp_path):
     single = [c[:2] for c in CONVERSATIONS]
     messages = [{"messages": c} for c in single]
     pairs = [{"prompt": c[0]["content"], "completion": c[1]["content"]} for c in single]
-    made = {
-        name: make_args(tmp_path / name, records)
-        for name, records in (("messages", messages), ("pairs", pairs), ("parquet", messages))
-    }
-    (tmp_path / "parquet/a.jsonl").unlink()
-    pq.write_table(pa.Table.from_pylist(messages), tmp_path / "parquet/a.parquet")
-    keyed = [{"chat": c} for c in single]
+    _, source = same_source(tmp_path, {"messages": messages, "pairs": pairs, "parquet": messages})
     files = {"a": SourceFiles(["a.jsonl"], "chat")}
-    made["key"] = make_args(tmp_path / "key", keyed, source_files=files)
-    prints = {name: prepared(args)[0].fingerprint for name, args in made.items()}
-    assert len(set(prints.values())) == 1, prints
+    keyed = make_args(tmp_path / "key", [{"chat": c} for c in single], source_files=files)
+    assert prepared(keyed)[0].fingerprint == source.fingerprint
     changed = [{"messages": [*c[:1], c[1] | {"content": "?"}]} for c in single]
     other = make_args(tmp_path / "other", changed)
-    assert prepared(other)[0].fingerprint not in prints.values()
+    assert prepared(other)[0].fingerprint != source.fingerprint
 
 
 def test_the_mask_the_template_and_the_row_are_part_of_the_shards(tmp_path):
@@ -212,13 +212,7 @@ def test_forms_of_pairs_give_the_same_rows_which_hold_both_answers(tmp_path):
         "both": [{**pair, **both} for pair, both in zip(PAIRS, whole, strict=True)],
         "parquet": whole,
     }
-    made = {name: make_args(tmp_path / name, form, **AS_PAIRS) for name, form in forms.items()}
-    (tmp_path / "parquet/a.jsonl").unlink()
-    pq.write_table(pa.Table.from_pylist(whole), tmp_path / "parquet/a.parquet")
-    sources = {name: prepared(args)[0] for name, args in made.items()}
-    assert len({source.fingerprint for source in sources.values()}) == 1
-
-    args, source = made["texts"], sources["texts"]
+    args, source = same_source(tmp_path, forms, **AS_PAIRS)
     rows, every = rows_of(args, source), np.arange(source.n_tokens // args.row_tokens)
     found = documents_of(rows.rows(every), rows.documents(every), rows.is_target(every))
     windows = held_out_answers(source, S, (10**6, "tokens"))
@@ -256,7 +250,7 @@ def test_only_the_last_answers_of_a_pair_carry_loss_and_long_ones_are_cut_to_one
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs, capsys):
+def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs):
     conversations = [{"messages": c[:2]} for c in CONVERSATIONS]
     records = (PAIRS if pairs else conversations)[:60]  # each row looks its own up in all of them
     args = make_args(tmp_path, records, chat=ChatArgs(pairs=pairs))
@@ -281,10 +275,3 @@ def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs, 
     _, _, of_source, _ = describe_mixture(args, rows.stream, 10)
     numbers = [int(n.replace(",", "")) for n in of_source.split()[1:4]]
     assert numbers == [len(seen), source.n_tokens, n_rows]
-    shutil.rmtree(tmp_path / ".tokens")  # the program makes the shards again
-    words = ["sources={a: 1}", f"root_dir={tmp_path}", f"seq_len={S}", "global_batch_size=4"]
-    words += ["tokenizer.name=hf", f"tokenizer.path={args.tokenizer.path}"]
-    words += ["document_mask=ignore", f"chat={{pairs: {str(pairs).lower()}}}"]
-    show([*(f"data.{word}" for word in words), "step=1", "seed=1"])
-    shown = "\n".join(describe_row(args, rows, tokenizer, 1, 0, 0))
-    assert capsys.readouterr().out == f"{printable(shown)}\n"

@@ -127,13 +127,6 @@ def test_resuming_at_a_position_continues_the_same_batches(sources):
         assert [real_rows(next(resumed)) for _ in range(7)] == steps[13:]
 
 
-def test_another_seed_gives_other_batches(sources):
-    """The control of the equalities above."""
-    streams = [make_stream(sources, seed=seed) for seed in (42, 43)]
-    steps = [real_rows(next(Loader(stream, 6, 0, 1, 1, 6).steps(0))) for stream in streams]
-    assert steps[0] != steps[1]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failed_read_reaches_the_caller_as_it_is(sources, workers, tmp_path):
     stream = make_stream(sources)
