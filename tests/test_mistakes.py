@@ -2,9 +2,11 @@
 user types, and what the refusal must name. What is compared: `refused` of tests/mistakes.py."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +22,10 @@ from apps.main.generate import GenerateArgs, read_prompts
 from apps.main.hugging_face import from_config
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
+from lingua.base.errors import UserError
 from lingua.checkpoint.run_config import load_run
 from lingua.config.help import help_text
-from lingua.config.load import load, meta_lingua
+from lingua.config.load import load, load_saved, meta_lingua
 from lingua.data.args import ChatArgs
 from lingua.model.attention import choose_attention
 from lingua.parallel.launch import detect_launch
@@ -36,7 +39,7 @@ from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
-from tests.config.example import Config
+from tests.config.example import Config, Model, Optim
 from tests.data.prepared import Prepared, check, make_args
 from tests.data.test_chat import BOT, PAIR, USER, prepared
 from tests.data.test_chat import make_args as chat_args
@@ -109,6 +112,28 @@ def load_family(argv):
     from_config(config | yaml.safe_load(*changed), "there/config.json")
 
 
+@dataclass
+class Rows:
+    seq_len: int
+
+
+@dataclass
+class Saved:
+    """The part of a run's config.yaml that a program reads; it validates the model alone."""
+
+    data: Rows
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+
+
+def read_saved(path):
+    try:
+        load_saved(Saved, path)
+    except UserError as error:
+        assert os.environ["PATH"] not in str(error)
+        raise
+
+
 def loads(config, *needed, **options):
     return lambda argv: load(config, [*needed, *argv], **options)
 
@@ -121,6 +146,7 @@ BATCH = ("data.sources={a: 1}", "data.global_batch_size=8")
 PROGRAMS = {
     "example": loads(Config, foreign=meta_lingua),
     "file": of_file(lambda path: load(Config, [f"config={path}"]), "configs", "file.yaml"),
+    "saved": of_file(read_saved, "configs", "saved.yaml"),
     "help": partial(help_text, Config),
     "train": loads(TrainArgs, *SOURCES),
     "run": lambda argv: load_run(choose_app([]), [*SOURCES, *argv]),
@@ -196,6 +222,7 @@ def place(tmp_path_factory):
     (folder / "empty").mkdir()
     (folder / "bad.jsonl").write_text('{"text": "a line"}\n{"text": \n')
     (folder / "none.jsonl").touch()
+    os.mkfifo(folder / "empty/pipe")
     (folder / "c.yaml").write_text("data: {root_dir: ., sources: {one: 1}}\n")
     (folder / "own.yaml").write_text("{memory_gib: 10, memory_gb_per_s: 1000, fp32_tflops: 1}")
     shutil.copytree(SAMPLE, folder / "run/checkpoints" / SAMPLE.name)

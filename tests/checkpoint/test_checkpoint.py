@@ -296,17 +296,6 @@ def test_metadata_is_made_again_only_where_the_layout_changed(ranks, tmp_path):
         assert (folder / "__1_0.distcp").stat().st_size > 1000  # replicas divide the work
 
 
-def no_folder_here(root: Path) -> str:
-    mesh = join()
-    return refusal(lambda: save(root, 1, tensors_on(mesh), STATE, CONFIG), ANY)
-
-
-def test_a_folder_that_cannot_be_made_raises_on_every_rank(ranks, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    for told in ranks.run(2, no_folder_here, tmp_path / "file" / "checkpoints"):
-        assert "NotSaved: step 1 could not be saved" in told and "Not a directory" in told
-
-
 def own_disk_here(disks: Path) -> str:
     """Every rank with a disk of its own, as on nodes that share no file system."""
     mesh = join()
@@ -335,7 +324,9 @@ def save_for_ever(root: Path) -> None:
         save(root, step, tensors, STATE, CONFIG)
 
 
-@pytest.mark.parametrize("written", [".metadata", "__1_0.distcp"])
+@pytest.mark.parametrize(
+    "written", ["__1_0.distcp", pytest.param(".metadata", marks=pytest.mark.soak)]
+)
 def test_a_kill_in_a_save_leaves_whole_checkpoints_and_a_leftover(ranks, tmp_path, written):
     victims = Ranks()
     victims._grow(2)
