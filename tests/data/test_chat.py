@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import pytest
 from lingua.base.errors import UserError
 from lingua.data import IGNORE
 from lingua.data.args import ChatArgs, DataArgs, SourceFiles
-from lingua.data.chat import ChatRows, held_out_answers
+from lingua.data.chat import ChatRows
 from lingua.data.loader import Loader
 from lingua.data.rows import document_marks
-from lingua.data.shards import SPLITS
 from lingua.data.sources import check_sources, prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.chat_template import open_chat
@@ -73,6 +71,7 @@ def documents_of(tokens: np.ndarray, index: np.ndarray, target: np.ndarray) -> l
 
 @pytest.mark.parametrize("n_views", [2, 4])
 def test_every_example_is_whole_in_one_row_with_the_targets_of_its_answers(tmp_path, n_views):
+    """But for those that are held out, whose loss is in tests/apps/test_sft.py."""
     args = make_args(tmp_path, [{"messages": c} for c in CONVERSATIONS], n_views=n_views)
     source, lines = prepared(args)
     rows = rows_of(args, source)
@@ -95,18 +94,6 @@ def test_every_example_is_whole_in_one_row_with_the_targets_of_its_answers(tmp_p
     padded = sum(len(tokens) for tokens, _ in padding)
     assert padded < 0.2 * source.n_tokens
 
-    # The loss is measured on the others, each once.
-    windows = held_out_answers(source, S, (10**6, "tokens"))
-    answers = [w[w != IGNORE].tolist() for w in windows.targets]
-    others = [d for d in expected if d not in trained]
-    assert len(others) == n_held_out
-    in_answers = [[t for t, keep in zip(*d, strict=True) if keep] for d in others]
-    assert sorted(chain(*answers)) == sorted(chain(*in_answers))
-    text = [m["content"] for c in CONVERSATIONS for m in c[1::2]]
-    in_rows = sum(source.manifest.total(split, "bytes") for split in SPLITS)
-    assert in_rows == sum(len(t.encode()) for t in text)
-    assert windows.n_bytes == source.manifest.total("heldout", "bytes")
-    assert (windows.documents[:, 0] == 0).all() and windows.documents.max() > 0
     assert "held out" in lines[-1]
 
 
@@ -202,7 +189,7 @@ def as_messages(pair: dict[str, str]) -> dict[str, list[dict[str, str]]]:
     return {key: [{"role": roles[key], "content": text}] for key, text in pair.items()}
 
 
-def test_forms_of_pairs_give_the_same_rows_which_hold_both_answers(tmp_path):
+def test_forms_of_pairs_give_the_same_shards(tmp_path):
     lists = [as_messages(pair) for pair in PAIRS]
     whole = [{k: p["prompt"] + p[k] for k in ("chosen", "rejected")} for p in lists]
     forms = {
@@ -212,20 +199,7 @@ def test_forms_of_pairs_give_the_same_rows_which_hold_both_answers(tmp_path):
         "both": [{**pair, **both} for pair, both in zip(PAIRS, whole, strict=True)],
         "parquet": whole,
     }
-    args, source = same_source(tmp_path, forms, **AS_PAIRS)
-    rows, every = rows_of(args, source), np.arange(source.n_tokens // args.row_tokens)
-    found = documents_of(rows.rows(every), rows.documents(every), rows.is_target(every))
-    windows = held_out_answers(source, S, (10**6, "tokens"))
-    has = np.pad(windows.targets != IGNORE, ((0, 0), (1, 0)))[:, :-1]
-    found += documents_of(windows.tokens, windows.documents, has)
-    answers = [d for d in found if any(d[1])]
-    chat = open_chat(args.tokenizer, build_tokenizer(args.tokenizer))
-    encoded = []
-    for pair in lists:
-        both = [chat.examples(pair["prompt"] + pair[key])[0] for key in ("chosen", "rejected")]
-        encoded += [[tuple(a.tolist() for a in chat.encode_example(e)) for e in both]]
-    assert sorted(zip(answers[::2], answers[1::2], strict=True)) == sorted(map(tuple, encoded))
-    assert len(windows.tokens) and len(every) < len(PAIRS)  # several in a row
+    same_source(tmp_path, forms, **AS_PAIRS)  # what their rows hold: tests/apps/test_dpo.py
 
 
 def test_only_the_last_answers_of_a_pair_carry_loss_and_long_ones_are_cut_to_one_length(tmp_path):

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lingua.base.errors import UserError
-from lingua.config.load import load
-from lingua.data.args import DataArgs, SourceFiles
+from lingua.data.args import SourceFiles
 from lingua.data.files import find_files
 from tests.data.prepared import (
     TEXTS,
@@ -176,20 +175,6 @@ def test_patterns_say_which_files_a_source_has(tmp_path):
     assert found(f"{elsewhere}/*.jsonl") == [f"{elsewhere}/far.jsonl"]
     with pytest.raises(UserError, match=r"source_files\.a\.files: web/\*\.parquet matches no file"):
         found("books", "web/*.parquet")
-
-
-def test_source_files_come_from_the_config_and_have_shards_of_their_own(tmp_path):
-    write_jsonl(tmp_path / "web" / "x.jsonl", ["x"], key="body")
-    write_jsonl(tmp_path / "a.jsonl", ["a"])
-    config = tmp_path / "c.yaml"
-    files = "source_files: {a: {files: [web/*.jsonl], text_key: body}}\n"
-    config.write_text("sources: {a: 1}\n" + files)
-    args, _ = load(DataArgs, [f"config={config}", f"root_dir={tmp_path}"])
-    assert args.source_files == {"a": SourceFiles(["web/*.jsonl"], "body")}
-    by_pattern, by_name = Prepared(args).source, Prepared(make_args(tmp_path)).source
-    check(by_pattern, ["x"])
-    check(by_name, ["a"])
-    assert by_pattern.folder != by_name.folder
 
 
 def test_bad_records_stop_it_or_are_counted_at_each_start(tmp_path):

@@ -51,12 +51,8 @@ ELEMENTWISE: dict[str, Build] = {
     "fused AdamW": lambda g: O.AdamW(g, lr=7.0, eps=1e-2, amsgrad=True, fused=True),
 }
 MORE: dict[str, Build] = {
-    "plain SGD": lambda g: O.SGD(g, lr=7.0, weight_decay=0.1),
     "Nesterov": lambda g: O.SGD(g, lr=7.0, momentum=0.9, nesterov=True),
-    "foreach Adam": lambda g: O.Adam(g, lr=7.0, foreach=True),
     "RAdam": lambda g: O.RAdam(g, lr=7.0),
-    "Adamax": lambda g: O.Adamax(g, lr=7.0),
-    "Adadelta": lambda g: O.Adadelta(g, lr=7.0),
     "RMSprop": lambda g: O.RMSprop(g, lr=7.0, centered=True, momentum=0.5),
     "fused Adagrad": lambda g: O.Adagrad(g, lr=7.0, initial_accumulator_value=0.1, fused=True),
 }

@@ -64,6 +64,8 @@ def problems(plan: ParallelPlan | None, tp: int) -> str:
 def test_a_plan_that_fits_is_accepted_for_any_number_of_ranks():
     assert [problems(PLAN, tp) for tp in (1, 2, 3)] == ["", "", ""]
     assert problems(None, 1) == ""
+    none = problems(None, 2)
+    assert "distributed.tp_size = 2: this model gives no tensor-parallel layout" in none
     # A parameter may be declared by its own name, and a star is one part.
     named = ("embed", "blocks.*.norm.weight", "head.weight", "head.bias", "scale")
     assert problems(replace(PLAN, tp_equal=named), 2) == ""
