@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lingua.model.attention import (
     MIN_SEPARATED,
@@ -204,38 +205,20 @@ def test_compiled_blocks_keep_one_graph_over_documents(flash_on_the_cpu, kind):
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-def test_selective_checkpointing_keeps_the_results_of_attention(flash_on_the_cpu):
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-    *leaves, grad = inputs(2)
-    leaves = [t.requires_grad_() for t in leaves]
-
-    def run(**options: Any) -> int:
-        flash_on_the_cpu.clear()
-        mask = mask_of("varlen", random_documents(1), None)
-        out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
-        out.backward(grad)
-        return len(flash_on_the_cpu)
-
-    def keep() -> Any:
-        return create_selective_checkpoint_contexts(_selective)
-
-    assert (run(), run(context_fn=keep)) == (2, 1)
-
-
-def test_checkpointing_keeps_the_gradients_of_documents_one_by_one():
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
+@pytest.mark.parametrize("impl", ["varlen", "one by one"])
+def test_checkpointing_changes_no_gradient_and_selective_keeps_results(flash_on_the_cpu, impl):
     documents = random_documents(1)
-    mask = mask_of("one by one", documents, None)
+    mask = mask_of(impl, documents, None)
     *qkv, grad = inputs(2)
     expected = explicit(*qkv, visible(documents, None), grad)[1:]
     keep = {"context_fn": lambda: create_selective_checkpoint_contexts(_selective)}
-    for options in ({}, keep):
+    for options, calls in (({}, 2), (keep, 1)):
+        flash_on_the_cpu.clear()
         leaves = [t.detach().requires_grad_() for t in qkv]
         out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
         for found, theirs in zip(torch.autograd.grad(out, leaves, grad), expected, strict=True):
             torch.testing.assert_close(found, theirs, rtol=1e-5, atol=2e-6)
+        assert len(flash_on_the_cpu) == calls * (impl == "varlen")
 
 
 def test_compiled_flex_attention_keeps_one_graph_over_documents():
