@@ -5,9 +5,6 @@ Real ranks do it, with small tensors in place of a model."""
 import json
 import os
 import shutil
-import signal
-import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lingua.checkpoint.folder import find, newest, read_checkpoint, read_state
-from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
+from lingua.checkpoint.retention import CheckpointArgs, prune
 from lingua.checkpoint.save import Layout, save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.optim.args import OptimArgs
@@ -36,8 +33,6 @@ from tests.checkpoints import (
     whole_values,
 )
 from tests.disk import full_disk
-from tests.programs import state_of, wait_for
-from tests.ranks import Ranks
 
 KINDS = ("__0_0.distcp", ".metadata", "train_state.json", "config.yaml", "manifest.json")
 
@@ -308,50 +303,3 @@ def test_ranks_that_share_no_file_system_are_told_so_and_nothing_is_published(ra
     for told in ranks.run(2, own_disk_here, tmp_path):
         assert "__1_0.distcp is missing" in told and "file system that all processes share" in told
     assert find(tmp_path / "0" / "checkpoints") == []
-
-
-def save_for_ever(root: Path) -> None:
-    mesh = join()
-    tensors = tensors_on(mesh)
-    tensors["model.large"] = torch.zeros(1 << 21)
-    for step in range(1, 10_000):
-        save(root, step, tensors, STATE, CONFIG)
-
-
-@pytest.mark.parametrize(
-    "written", ["__1_0.distcp", pytest.param(".metadata", marks=pytest.mark.soak)]
-)
-def test_a_kill_in_a_save_leaves_whole_checkpoints_and_a_leftover(ranks, tmp_path, written):
-    victims = Ranks()
-    victims._grow(2)
-    work = lambda: victims.run(2, save_for_ever, tmp_path)  # noqa: E731
-    saving = threading.Thread(target=refusal, args=(work, ANY))
-    saving.start()
-    pids = [process.pid for process in victims.processes]
-
-    def signal_all(number: int) -> None:
-        for pid in pids:
-            os.kill(pid, number)
-
-    while True:
-        time.sleep(0.0005)
-        if not (tmp_path / "0000000001").exists() or not any(tmp_path.glob(f"*.tmp-*/{written}")):
-            continue
-        signal_all(signal.SIGSTOP)
-        wait_for(lambda: {state_of(pid) for pid in pids} == {"T"})  # a rename may be under way
-        if any(tmp_path.glob(f"*.tmp-*/{written}")):  # not published in the meantime
-            break
-        signal_all(signal.SIGCONT)
-    signal_all(signal.SIGKILL)
-    saving.join()
-    victims.close()
-
-    told: list[str] = []
-    steps = sorted(c.step for c in find(tmp_path, told.append))
-    assert steps == list(range(1, len(steps) + 1))
-    assert len(told) == 1 and ".tmp-" in told[0]  # a final name means a whole checkpoint
-    chosen = ranks.run(2, newest_here, [tmp_path], "full")
-    assert chosen[0][0][0] == f"{steps[-1]:010d}"
-    ranks.run(1, save_here, tmp_path, [500])
-    prune(tmp_path, CheckpointArgs(dump=SaveEvery(keep=1)))
-    assert [p.name for p in tmp_path.iterdir()] == ["0000000500"]

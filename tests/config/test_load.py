@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lingua.checkpoint.resume import flat_config
 from lingua.config.foreign import Foreign
-from lingua.config.load import flatten, load, load_saved, meta_lingua, resume_classes, to_yaml
+from lingua.config.load import flatten, load, meta_lingua, resume_classes, to_yaml
 from lingua.config.schema import Guarded
 from tests.config.example import (
     Benchmarks,
@@ -20,8 +19,6 @@ from tests.config.example import (
     Distributed,
     Every,
     Model,
-    Optim,
-    Stage,
     Wandb,
     config,
     mistakes,
@@ -234,27 +231,3 @@ def test_a_key_of_ours_comes_before_the_foreign_table():
     assert (got.steps, got.optim.warmup) == (5, 1)
     assert notices == ["odd has no effect here: old (command line)"]
     assert mistakes("optim.lrr=1", foreign=Foreign)[0].startswith("optim.lrr: unknown key")
-
-
-def test_a_saved_config_is_read_as_data(tmp_path, monkeypatch):
-    @dataclass
-    class Use:
-        name: str = "?"
-        model: Model = field(default_factory=Model)
-        data: Data = field(default_factory=Data)
-        optim: Optim = field(default_factory=lambda: Optim(warmup=3))
-
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    literal = "${oc.env:HF_TOKEN}"
-    text = to_yaml(config("model.dim=8", "data.stages=[{from_step: 5}]"))
-    text = text.replace("name: run", f"name: {literal}").replace("warmup: 10", "unknown: 1")
-    file = tmp_path / "c.yaml"
-    write(file, "base: /etc/passwd\n" + text)
-    got = load_saved(Use, file)
-    assert got.name == literal  # and the keys and groups that Use lacks are ignored
-    assert (got.model, got.data.stages) == (Model(8), [Stage(5)])
-    assert got.optim.warmup == 3
-    write(file, f"base: /etc/passwd\nname: {literal}\noptim: {{lr: '{literal}'}}\n")
-    expected = {"base": "/etc/passwd", "name": literal, "optim": {"lr": literal}}
-    expected |= {"optim.lr": literal}
-    assert flat_config(file, [*expected, "name.x", "steps"]) == expected
