@@ -1,7 +1,6 @@
 """Keys that a run leaves open are those of the model that it starts from."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +91,3 @@ def test_a_checkpoint_gives_its_model_and_tokenizer_too(folder, tmp_path):
             assert found.checkpoint.init_from == str(origin)
             assert found.model == args.model and found.data.tokenizer == args.data.tokenizer
             assert (found.data.add_eos, found.data.chat) == (False, None)
-
-
-def test_the_key_of_what_a_run_starts_from_has_two_names(folder: Path, tmp_path: Path) -> None:
-    argv = words(tmp_path, folder)
-    twice = ["checkpoint.init_ckpt_path=other"]
-    named = f'init_ckpt_path = "other": is another name of checkpoint.init_from = "{folder}"'
-    with pytest.raises(UserError, match=re.escape(named)):
-        load_run(sft, argv + twice)
-    for same in ("null", str(folder)):
-        args, _ = load_run(sft, [*argv, f"checkpoint.init_ckpt_path={same}"])
-        assert args.checkpoint.init_from == str(folder)
-    args, _ = load_run(sft, [*argv, f"checkpoint.init_ckpt_path={folder}", "checkpoint.init_from="])
-    assert args.checkpoint.init_from == str(folder) and args.model.dim == 24

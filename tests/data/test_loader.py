@@ -3,7 +3,6 @@
 import threading
 import time
 import traceback
-from contextlib import closing
 
 import numpy as np
 import pytest
@@ -114,14 +113,6 @@ def test_the_tensors_of_a_step_fill_one_block(sources):
         filled = sum(t.nbytes for t in tensors)  # with room for as many documents as positions
         assert len(tensors) == n
         assert filled == block.nbytes() if marks is None else filled <= block.nbytes()
-
-
-def test_resuming_at_a_position_continues_the_same_batches(sources):
-    stream = make_stream(sources)
-    with closing(Loader(stream, 6, 0, 1, 2, 3).steps(0, workers=2)) as whole:
-        steps = [real_rows(next(whole)) for _ in range(20)]
-    with closing(Loader(stream, 6, 0, 1, 3, 2).steps(6 * 13, workers=1)) as resumed:
-        assert [real_rows(next(resumed)) for _ in range(7)] == steps[13:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
