@@ -10,23 +10,29 @@ import functools
 import gc
 import multiprocessing as mp
 import os
+import random
 import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 ANSWER_S = 240.0  # compiling on eight ranks of two busy cores takes a minute or two
+LEAVE_S = 30.0  # for the others, on a busy machine
 GRACE_S = 5.0  # for the others once a rank has failed: they may wait for it in a collective
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below the ephemeral ports, of which a connection could take one before it is listened to."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 20000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def each_here(work: Callable[..., Any], cases: dict[str, list[str]]) -> dict[str, Any]:
@@ -42,11 +48,11 @@ def _caches() -> list[Any]:
 
 
 def _meet_again() -> None:
-    """Wait for the other ranks, at most two seconds: one may still be making the groups of a mesh,
-    which fails where a rank that is done closes its connections."""
+    """Wait for the other ranks: one may still be making the groups of a mesh, which fails where a
+    rank that is done closes its connections."""
     import torch.distributed as dist
 
-    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + 2
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + LEAVE_S
     store.add("tests/done", 1)
     while store.add("tests/done", 0) < dist.get_world_size() and time.monotonic() < end:
         time.sleep(0.005)
@@ -75,7 +81,7 @@ def _serve(pipe: Connection, crashes: str) -> None:
             answer = (True, work(*args, **kwargs))
             if dist.is_initialized():
                 _meet_again()
-                leave(patience_s=30)
+                leave(patience_s=LEAVE_S)
         except BaseException as error:
             answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         if dist.is_initialized():

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from apps.main.hugging_face import from_config
 from apps.mamba import TrainArgs as MambaArgs
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
+from lingua.base.errors import UserError
 from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.run_config import load_run
 from lingua.config.help import help_text
-from lingua.config.load import load, meta_lingua
+from lingua.config.load import load, load_saved, meta_lingua
 from lingua.data.args import ChatArgs
 from lingua.model.attention import choose_attention
 from lingua.parallel.launch import detect_launch
@@ -56,8 +58,9 @@ from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
 from tests.apps.tasks import TASKS, write_tasks
 from tests.checkpoints import resign
-from tests.config.example import Config
+from tests.config.example import Config, Model, Optim
 from tests.data.prepared import Prepared, make_args
+from tests.data.prepared import check as check_documents
 from tests.data.test_chat import BOT, PAIR, USER, prepared
 from tests.data.test_chat import make_args as chat_args
 from tests.mistakes import refused
@@ -127,6 +130,18 @@ def use_template(argv):
     prepared(chat_args(Path("../template"), [{"messages": [USER, BOT]}], template))
 
 
+def prepare_record(argv):
+    """Of three records of text, the second is the argument, with Python's escapes."""
+    folder, good = Path("../records"), b'{"text": "ok"}'
+    record = argv[0].encode().decode("unicode_escape").encode("latin-1")
+    folder.mkdir(exist_ok=True)
+    (folder / "a.jsonl").write_bytes(b"\n".join([good, record, good]))
+    skipping = Prepared(make_args(folder, on_bad_record="skip"))
+    assert sum(skipping.source.manifest.skipped.values()) == 1
+    check_documents(skipping, ["ok", "ok"])
+    Prepared(make_args(folder))
+
+
 def read_prompts_of(path):
     read_prompts(load(GenerateArgs, ["ckpt=a", f"prompts={path}"])[0])
 
@@ -143,6 +158,28 @@ def load_family(argv):
     from_config(config | yaml.safe_load(*changed), "there/config.json")
 
 
+@dataclass
+class Rows:
+    seq_len: int
+
+
+@dataclass
+class Saved:
+    """The part of a run's config.yaml that a program reads; it validates the model alone."""
+
+    data: Rows
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+
+
+def read_saved(path):
+    try:
+        load_saved(Saved, path)
+    except UserError as error:
+        assert os.environ["PATH"] not in str(error)
+        raise
+
+
 def loads(config, *needed, **options):
     return lambda argv: load(config, [*needed, *argv], **options)
 
@@ -156,6 +193,7 @@ BATCH = ("data.sources={a: 1}", "data.global_batch_size=8")
 PROGRAMS = {
     "example": loads(Config, foreign=meta_lingua),
     "file": of_file(lambda path: load(Config, [f"config={path}"]), "configs", "file.yaml"),
+    "saved": of_file(read_saved, "configs", "saved.yaml"),
     "help": partial(help_text, Config),
     "train": loads(TrainArgs, *SOURCES),
     "run": lambda argv: load_run(choose_app([]), [*SOURCES, *argv]),
@@ -169,6 +207,7 @@ PROGRAMS = {
     "tokenizer": tokenizer.main,
     "family": load_family,
     "text": of_file(read_text, "text"),
+    "record": prepare_record,
     "conversation": partial(prepare_chat, good={"messages": [USER, BOT]}, pairs=False),
     "pair": partial(prepare_chat, good=PAIR, pairs=True),
     "template": use_template,
@@ -248,6 +287,7 @@ def place(tmp_path_factory):
     (folder / "empty").mkdir()
     (folder / "bad.jsonl").write_text('{"text": "a line"}\n{"text": \n')
     (folder / "none.jsonl").touch()
+    os.mkfifo(folder / "empty/pipe")
     (folder / "c.yaml").write_text("data: {root_dir: ., sources: {one: 1}}\n")
     (folder / "own.yaml").write_text("{memory_gib: 10, memory_gb_per_s: 1000, fp32_tflops: 1}")
     (folder / "token.jsonl").write_text('{"prompt": "a", "stop_tokens": [1, 258]}')

@@ -99,6 +99,8 @@ def test_without_the_shelf_a_run_trains_stops_and_resumes(text: Path, tmp_path: 
     (tmp_path / "hf/config.json").write_text('{"model_type": "llama"}')
     torch.save({"model": {}}, tmp_path / "weights.pth")
     init_from = "checkpoint.init_from"
+    done = train(words(text, f"dump_dir={tmp_path}/next", f"{init_from}={whole}", "steps=1"), floor)
+    assert done.returncode == 0 and f"{whole}/checkpoints/0000000004" in done.stdout, done.stderr
     for key, value in (
         ("eval.tasks", "[hellaswag]"),
         (init_from, tmp_path / "hf"),

@@ -61,7 +61,7 @@ def test_a_dead_process_whose_number_is_used_again_holds_nothing(path):
     assert not is_free(path) and path.exists()
 
 
-@pytest.mark.parametrize("offset_s", [-600, 0, 600])
+@pytest.mark.parametrize("offset_s", [-600, 600])
 def test_clocks_of_machines_may_differ(path, offset_s):
     """What counts is that the date changes, whatever it is."""
     done = threading.Event()

@@ -5,9 +5,6 @@ Real ranks do it, with small tensors in place of a model."""
 import json
 import os
 import shutil
-import signal
-import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,9 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find, newest, read_checkpoint, read_state
-from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
+from lingua.checkpoint.retention import CheckpointArgs, prune
 from lingua.checkpoint.save import Layout, save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.optim.args import OptimArgs
@@ -37,19 +33,13 @@ from tests.checkpoints import (
     whole_values,
 )
 from tests.disk import full_disk
-from tests.programs import state_of, wait_for
-from tests.ranks import Ranks
 
 KINDS = ("__0_0.distcp", ".metadata", "train_state.json", "config.yaml", "manifest.json")
 
 
 def refused_here(root: Path) -> str:
     join()
-    try:
-        newest(root, "full", lambda line: None)
-    except UserError as error:
-        return str(error)
-    return "not refused"
+    return refusal(lambda: newest(root, "full", lambda line: None))
 
 
 def newest_here(roots: list[Path], verify: str) -> list[tuple[str | None, list[str]]]:
@@ -199,8 +189,7 @@ def test_where_no_checkpoint_can_be_used_nothing_begins_anew_beside_them(ranks, 
     for step, name in ((1, "__0_0.distcp"), (2, "manifest.json")):
         flip_bit(root / f"{step:010d}" / name)
     for told in ranks.run(2, refused_here, root):
-        assert told == f"{root}: has checkpoints, but none that can be used; move them away to " \
-            "start from scratch"  # fmt: skip
+        assert told.startswith(f"UserError: {root}: has checkpoints, but none that can be used; ")
 
 
 def test_a_save_takes_nothing_from_attempts_and_replaces_a_damaged_step(ranks, saved, tmp_path):
@@ -296,17 +285,6 @@ def test_metadata_is_made_again_only_where_the_layout_changed(ranks, tmp_path):
         assert (folder / "__1_0.distcp").stat().st_size > 1000  # replicas divide the work
 
 
-def no_folder_here(root: Path) -> str:
-    mesh = join()
-    return refusal(lambda: save(root, 1, tensors_on(mesh), STATE, CONFIG), ANY)
-
-
-def test_a_folder_that_cannot_be_made_raises_on_every_rank(ranks, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    for told in ranks.run(2, no_folder_here, tmp_path / "file" / "checkpoints"):
-        assert "NotSaved: step 1 could not be saved" in told and "Not a directory" in told
-
-
 def own_disk_here(disks: Path) -> str:
     """Every rank with a disk of its own, as on nodes that share no file system."""
     mesh = join()
@@ -325,48 +303,3 @@ def test_ranks_that_share_no_file_system_are_told_so_and_nothing_is_published(ra
     for told in ranks.run(2, own_disk_here, tmp_path):
         assert "__1_0.distcp is missing" in told and "file system that all processes share" in told
     assert find(tmp_path / "0" / "checkpoints") == []
-
-
-def save_for_ever(root: Path) -> None:
-    mesh = join()
-    tensors = tensors_on(mesh)
-    tensors["model.large"] = torch.zeros(1 << 21)
-    for step in range(1, 10_000):
-        save(root, step, tensors, STATE, CONFIG)
-
-
-@pytest.mark.parametrize("written", [".metadata", "__1_0.distcp"])
-def test_a_kill_in_a_save_leaves_whole_checkpoints_and_a_leftover(ranks, tmp_path, written):
-    victims = Ranks()
-    victims._grow(2)
-    work = lambda: victims.run(2, save_for_ever, tmp_path)  # noqa: E731
-    saving = threading.Thread(target=refusal, args=(work, ANY))
-    saving.start()
-    pids = [process.pid for process in victims.processes]
-
-    def signal_all(number: int) -> None:
-        for pid in pids:
-            os.kill(pid, number)
-
-    while True:
-        time.sleep(0.0005)
-        if not (tmp_path / "0000000001").exists() or not any(tmp_path.glob(f"*.tmp-*/{written}")):
-            continue
-        signal_all(signal.SIGSTOP)
-        wait_for(lambda: {state_of(pid) for pid in pids} == {"T"})  # a rename may be under way
-        if any(tmp_path.glob(f"*.tmp-*/{written}")):  # not published in the meantime
-            break
-        signal_all(signal.SIGCONT)
-    signal_all(signal.SIGKILL)
-    saving.join()
-    victims.close()
-
-    told: list[str] = []
-    steps = sorted(c.step for c in find(tmp_path, told.append))
-    assert steps == list(range(1, len(steps) + 1))
-    assert len(told) == 1 and ".tmp-" in told[0]  # a final name means a whole checkpoint
-    chosen = ranks.run(2, newest_here, [tmp_path], "full")
-    assert chosen[0][0][0] == f"{steps[-1]:010d}"
-    ranks.run(1, save_here, tmp_path, [500])
-    prune(tmp_path, CheckpointArgs(dump=SaveEvery(keep=1)))
-    assert [p.name for p in tmp_path.iterdir()] == ["0000000500"]

@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lingua.checkpoint.folder import Checkpoint, read_checkpoint
@@ -97,17 +99,16 @@ def misfit_here(path: Path) -> dict[str, tuple[str, bool]]:
     """Each case: what is said, and whether every tensor is as it was."""
     mesh = join()
     checkpoint, _ = read_checkpoint(path)
+    as_saved = tensors_on(mesh, fill=-99)
+    cases: dict[str, dict[str, Any]] = {
+        "shape": as_saved | {"model.matrix": torch.full((7, 4), -99.0)},
+        "missing": as_saved | {"model.new": torch.zeros(2, 5)},
+        "extra": {n: t for n, t in as_saved.items() if n not in ("model.small", "model.flag")},
+        "many": as_saved | {f"model.new{i:02d}": torch.zeros(1) for i in range(30)},
+        "fits": as_saved,
+    }
     results = {}
-    for case in ("shape", "missing", "extra", "many", "fits"):
-        tensors = tensors_on(mesh, fill=-99)
-        if case == "shape":
-            tensors["model.matrix"] = torch.full((7, 4), -99.0)
-        elif case == "missing":
-            tensors["model.new"] = torch.zeros(2, 5)
-        elif case == "extra":
-            del tensors["model.small"], tensors["model.flag"]
-        elif case == "many":
-            tensors |= {f"model.new{i:02d}": torch.zeros(1) for i in range(30)}
+    for case, tensors in cases.items():
         before = {name: whole(t).clone() for name, t in tensors.items()}
         said = refusal(lambda tensors=tensors: open_checkpoint(checkpoint).load(tensors))
         untouched = all(torch.equal(whole(t), before[name]) for name, t in tensors.items())
@@ -146,27 +147,33 @@ def trusting_here(path: Path) -> str:
     return refusal(lambda: open_checkpoint(checkpoint).load(tensors), ANY)
 
 
+def edit(folder: Path, change: Callable[[Metadata], Any]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def redirect(folder: Path, name: str, length: int) -> None:
+    """Let every tensor be read from one file."""
+
+    def change(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path, info.offset, info.length = name, 0, length
+
+    edit(folder, change)
+
+
 def evil_metadata(folder: Path, marker: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
 
 
 def evil_deep_in_metadata(folder: Path, marker: Path) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = {"innocent": Evil(marker)}
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    edit(folder, lambda metadata: setattr(metadata, "planner_data", {"innocent": Evil(marker)}))
 
 
 def evil_tensor(folder: Path, marker: Path) -> None:
     torch.save(Evil(marker), folder / "evil.distcp")
     redirect(folder, "evil.distcp", (folder / "evil.distcp").stat().st_size)
-
-
-def redirect(folder: Path, name: str, length: int) -> None:
-    """Let every tensor be read from one file."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.relative_path, info.offset, info.length = name, 0, length
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @pytest.mark.parametrize("plant", [evil_metadata, evil_deep_in_metadata, evil_tensor])
@@ -184,49 +191,36 @@ def test_reading_a_checkpoint_executes_nothing_from_it(ranks, saved, tmp_path, p
     assert (tmp_path / "executed").exists()
 
 
-def outside(folder: Path) -> None:
-    redirect(folder, "../../etc/passwd", 10)
-
-
-def without_a_part(folder: Path) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
+def without_a_part(metadata: Metadata) -> None:
     metadata.state_dict_metadata["model.matrix"].chunks.pop()
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def twice(folder: Path) -> None:
+def twice(metadata: Metadata) -> None:
     """A part of a tensor in place of another: at least as many elements as it has."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
     chunks = metadata.state_dict_metadata["model.matrix"].chunks
     assert chunks[0].sizes[0] >= chunks[1].sizes[0]
     chunks[1] = chunks[0]
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def moved(folder: Path) -> None:
+def moved(metadata: Metadata) -> None:
     """Parts that overlap, and leave a row out."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
     chunk = metadata.state_dict_metadata["model.matrix"].chunks[1]
     before, chunk.offsets = chunk.offsets, torch.Size((chunk.offsets[0] - 1, 0))
     for index in [i for i in metadata.storage_data if i.fqn == "model.matrix"]:
         if index.offset == before:
             entry = metadata.storage_data.pop(index)
             metadata.storage_data[replace(index, offset=chunk.offsets)] = entry
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def cut_off(folder: Path) -> None:
-    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (outside, "../../etc/passwd"),
-        (without_a_part, "model.matrix"),  # what no chunk fills would stay as it was
-        (twice, "each element of model.matrix once"),
-        (moved, "each element of model.matrix once"),
-        (cut_off, ".metadata cannot be read"),
+        (lambda folder: redirect(folder, "../../etc/passwd", 10), "../../etc/passwd"),
+        # what no chunk fills would stay as it was
+        (lambda folder: edit(folder, without_a_part), "model.matrix"),
+        (lambda folder: edit(folder, twice), "each element of model.matrix once"),
+        (lambda folder: edit(folder, moved), "each element of model.matrix once"),
+        (lambda folder: os.truncate(folder / ".metadata", 100), ".metadata cannot be read"),
     ],
 )
 def test_a_metadata_of_another_folder_is_refused(ranks, saved, tmp_path, damage, named):

@@ -1,10 +1,6 @@
 """Keys that a run leaves open are those of the model that it starts from."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,44 +91,3 @@ def test_a_checkpoint_gives_its_model_and_tokenizer_too(folder, tmp_path):
             assert found.checkpoint.init_from == str(origin)
             assert found.model == args.model and found.data.tokenizer == args.data.tokenizer
             assert (found.data.add_eos, found.data.chat) == (False, None)
-
-
-def test_the_key_of_what_a_run_starts_from_has_two_names(folder: Path, tmp_path: Path) -> None:
-    argv = words(tmp_path, folder)
-    twice = ["checkpoint.init_ckpt_path=other"]
-    named = f'init_ckpt_path = "other": is another name of checkpoint.init_from = "{folder}"'
-    with pytest.raises(UserError, match=re.escape(named)):
-        load_run(sft, argv + twice)
-    for same in ("null", str(folder)):
-        args, _ = load_run(sft, [*argv, f"checkpoint.init_ckpt_path={same}"])
-        assert args.checkpoint.init_from == str(folder)
-    args, _ = load_run(sft, [*argv, f"checkpoint.init_ckpt_path={folder}", "checkpoint.init_from="])
-    assert args.checkpoint.init_from == str(folder) and args.model.dim == 24
-
-
-FROM_OURS = """
-import sys
-from pathlib import Path
-from apps.main import app
-from lingua.checkpoint.resume import (find_start)
-from lingua.checkpoint.retention import CheckpointArgs
-from lingua.checkpoint.run_config import load_run
-from lingua.parallel.launch import one_process
-args, _ = load_run(app, ["data.sources.a=1", f"checkpoint.init_from={sys.argv[1]}"])
-with one_process():
-    _, origin = find_start(Path("none"), args.checkpoint, ["seed"], app)
-    assert origin.source.step == 6
-    assert not [name for name in sys.modules if name.startswith("lingua.tools")]
-    try:
-        find_start(Path("none"), CheckpointArgs(init_from=__file__), ["seed"], app)
-    except Exception:
-        assert "lingua.tools.exchange.meta_lingua" in sys.modules
-"""
-
-
-def test_a_start_from_a_checkpoint_of_ours_imports_no_tool(tmp_path: Path) -> None:
-    script, repo = tmp_path / "start.py", Path(__file__).parents[2]
-    script.write_text(FROM_OURS)
-    environment = os.environ | {"PYTHONPATH": str(repo)}
-    sample = repo / "tests/samples/0.1.0/run"
-    subprocess.run([sys.executable, script, sample], cwd=tmp_path, env=environment, check=True)

@@ -1,7 +1,6 @@
 """What a user may write in a config or on the command line. Most mistakes are in
 tests/mistakes.txt."""
 
-import os
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lingua.checkpoint.resume import flat_config
 from lingua.config.foreign import Foreign
-from lingua.config.load import flatten, load, load_saved, meta_lingua, resume_classes, to_yaml
+from lingua.config.load import flatten, load, meta_lingua, resume_classes, to_yaml
 from lingua.config.schema import Guarded
 from tests.config.example import (
     Benchmarks,
@@ -21,8 +19,6 @@ from tests.config.example import (
     Distributed,
     Every,
     Model,
-    Optim,
-    Stage,
     Wandb,
     config,
     mistakes,
@@ -125,6 +121,8 @@ def test_base_is_laid_under_and_lines_are_those_of_each_file(tmp_path):
     assert (got.optim.lr, got.optim.warmup, got.optim.clip) == (0.25, 1, 2.0)
     write(tmp_path / "common" / "root.yaml", "steps: 5\nseeed: 1\n")
     refused(lambda: config(path), 'seeed: unknown key (did you mean "seed"?)', "root.yaml:2)")
+    write(tmp_path / "common" / "root.yaml", "seed: 1\nbase: ./mid.yaml\n")
+    refused(lambda: config(path), "root.yaml:2: base = ./mid.yaml", "circle")
 
 
 def test_a_mapping_replaces_the_one_below_it(tmp_path):
@@ -150,22 +148,6 @@ def test_the_later_word_on_an_optional_group_wins(tmp_path):
     assert config("eval={}").eval == Benchmarks()
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    circle = write(tmp_path / "a.yaml", "base: b.yaml\n")
-    write(tmp_path / "b.yaml", "seed: 1\nbase: ./a.yaml\n")
-    refused(lambda: config(circle), "b.yaml:2: base = ./a.yaml", "circle")
-    (tmp_path / "folder.yaml").mkdir()
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
-    for name, *names in (
-        ("folde.yaml", "No such file", 'did you mean "folder.yaml"?'),
-        ("folder.yaml", "must be a file"),
-        ("fifo", "must be a file"),
-        ("latin.yaml", "UTF-8", "byte 9"),
-    ):
-        refused(lambda name=name: config(f"config={tmp_path}/{name}"), name, *names)
-
-
 def test_an_empty_file_and_aliases_work(tmp_path):
     assert config(write(tmp_path / "e.yaml", "# nothing\n")) == Config()
     assert config(write(tmp_path / "b.yaml", "\ufeffsteps: 30\n")).steps == 30  # a byte-order mark
@@ -184,12 +166,8 @@ def test_yaml_written_from_a_config_loads_as_the_same_config(tmp_path):
     assert config(write(tmp_path / "c.yaml", to_yaml(first))) == first
 
 
-def test_every_flat_key_has_its_resume_class():
-    classes = resume_classes(Config)
-    expected = {"optim.lr": "announced", "data.sources": "guarded", "checkpoint.dump.keep": "free"}
-    assert classes.items() >= expected.items() and None not in classes.values()
-    for made in (config(), config("logging.wandb.project=p")):
-        assert set(flatten(made)) <= set(classes)
+def test_a_key_without_a_resume_class_is_found():
+    """That no key is without one: tests/apps/test_config.py."""
 
     @dataclass
     class Forgotten:
@@ -253,56 +231,3 @@ def test_a_key_of_ours_comes_before_the_foreign_table():
     assert (got.steps, got.optim.warmup) == (5, 1)
     assert notices == ["odd has no effect here: old (command line)"]
     assert mistakes("optim.lrr=1", foreign=Foreign)[0].startswith("optim.lrr: unknown key")
-
-
-def test_a_saved_config_is_read_as_data(tmp_path, monkeypatch):
-    @dataclass
-    class Use:
-        name: str = "?"
-        model: Model = field(default_factory=Model)
-        data: Data = field(default_factory=Data)
-        optim: Optim = field(default_factory=lambda: Optim(warmup=3))
-
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    literal = "${oc.env:HF_TOKEN}"
-    text = to_yaml(config("model.dim=8", "data.stages=[{from_step: 5}]"))
-    text = text.replace("name: run", f"name: {literal}").replace("warmup: 10", "unknown: 1")
-    file = tmp_path / "c.yaml"
-    write(file, "base: /etc/passwd\n" + text)
-    got = load_saved(Use, file)
-    assert got.name == literal  # and the keys and groups that Use lacks are ignored
-    assert (got.model, got.data.stages) == (Model(8), [Stage(5)])
-    assert got.optim.warmup == 3
-    write(file, f"base: /etc/passwd\nname: {literal}\noptim: {{lr: '{literal}'}}\n")
-    expected = {"base": "/etc/passwd", "name": literal, "optim": {"lr": literal}}
-    expected |= {"optim.lr": literal}
-    assert flat_config(file, [*expected, "name.x", "steps"]) == expected
-
-
-def test_mistakes_in_a_saved_config_name_file_line_and_key(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
-
-    @dataclass
-    class Tokens:
-        seq_len: int
-
-    @dataclass
-    class Use:
-        data: Tokens
-        model: Model = field(default_factory=Model)
-        optim: Optim = field(default_factory=Optim)
-
-    data = "data: {seq_len: 8, other: 1}\n"
-    home = "data: {seq_len: '${oc.env:HOME}'}\nmodel: {dim: x}\n"
-    for text, n_lines, *names in (
-        (f"{data}model:\n  dmi: 8\n", 1, "model.dmi", 'did you mean "model.dim"?', "c.yaml:3)"),
-        (home, 3, 'data.seq_len = "${oc.env:HOME}"', "c.yaml:1)", 'model.dim = "x"', "c.yaml:2)"),
-        ("data: {}\n", 1, "data.seq_len", "must be given", "c.yaml)"),
-        ("data: [\n", 1, "c.yaml:2", "YAML"),
-        # Of its groups, only the model is validated.
-        (f"{data}model: {{dim: 0}}\noptim: {{lr: -1}}\n", 1, "model.dim = 0", "c.yaml:2"),
-    ):
-        write(tmp_path / "c.yaml", text)
-        message = refused(partial(load_saved, Use, tmp_path / "c.yaml"), *names)
-        assert "somebody" not in message and len(message.splitlines()) == n_lines
-    refused(lambda: load_saved(Use, tmp_path / "gone.yaml"), "gone.yaml", "No such")

@@ -2,9 +2,7 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from lingua.base.errors import UserError
-from lingua.base.format import printable
 from lingua.data import IGNORE
 from lingua.data.args import ChatArgs, DataArgs, SourceFiles
-from lingua.data.chat import ChatRows, held_out_answers
+from lingua.data.chat import ChatRows
 from lingua.data.loader import Loader
 from lingua.data.rows import document_marks
-from lingua.data.shards import SPLITS
 from lingua.data.sources import check_sources, prepare_source
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.chat_template import open_chat
-from lingua.tools.commands.data_show import main as show
 from lingua.tools.inspect.describe import describe_mixture, describe_row
 from tests.chats import CHATML, TEMPLATES, write_tokenizer
 from tests.mistakes import refused
@@ -76,6 +71,7 @@ def documents_of(tokens: np.ndarray, index: np.ndarray, target: np.ndarray) -> l
 
 @pytest.mark.parametrize("n_views", [2, 4])
 def test_every_example_is_whole_in_one_row_with_the_targets_of_its_answers(tmp_path, n_views):
+    """But for those that are held out, whose loss is in tests/apps/test_sft.py."""
     args = make_args(tmp_path, [{"messages": c} for c in CONVERSATIONS], n_views=n_views)
     source, lines = prepared(args)
     rows = rows_of(args, source)
@@ -98,18 +94,6 @@ def test_every_example_is_whole_in_one_row_with_the_targets_of_its_answers(tmp_p
     padded = sum(len(tokens) for tokens, _ in padding)
     assert padded < 0.2 * source.n_tokens
 
-    # The loss is measured on the others, each once.
-    windows = held_out_answers(source, S, (10**6, "tokens"))
-    answers = [w[w != IGNORE].tolist() for w in windows.targets]
-    others = [d for d in expected if d not in trained]
-    assert len(others) == n_held_out
-    in_answers = [[t for t, keep in zip(*d, strict=True) if keep] for d in others]
-    assert sorted(chain(*answers)) == sorted(chain(*in_answers))
-    text = [m["content"] for c in CONVERSATIONS for m in c[1::2]]
-    in_rows = sum(source.manifest.total(split, "bytes") for split in SPLITS)
-    assert in_rows == sum(len(t.encode()) for t in text)
-    assert windows.n_bytes == source.manifest.total("heldout", "bytes")
-    assert (windows.documents[:, 0] == 0).all() and windows.documents.max() > 0
     assert "held out" in lines[-1]
 
 
@@ -128,24 +112,27 @@ def test_micro_batches_have_the_documents_and_targets_of_the_rows(tmp_path):
     assert [[b for b in row if b < S] for row in micro.documents.tolist()] == begins
 
 
+def same_source(root: Path, forms: dict[str, list[Any]], **changes: Any) -> tuple[DataArgs, Any]:
+    """The source that each form of the records gives, `parquet` as a table."""
+    made = {name: make_args(root / name, records, **changes) for name, records in forms.items()}
+    (root / "parquet/a.jsonl").unlink()
+    pq.write_table(pa.Table.from_pylist(forms["parquet"]), root / "parquet/a.parquet")
+    sources = [prepared(args)[0] for args in made.values()]
+    assert len({source.fingerprint for source in sources}) == 1
+    return next(iter(made.values())), sources[0]
+
+
 def test_forms_of_records_give_the_same_shards(tmp_path):
     single = [c[:2] for c in CONVERSATIONS]
     messages = [{"messages": c} for c in single]
     pairs = [{"prompt": c[0]["content"], "completion": c[1]["content"]} for c in single]
-    made = {
-        name: make_args(tmp_path / name, records)
-        for name, records in (("messages", messages), ("pairs", pairs), ("parquet", messages))
-    }
-    (tmp_path / "parquet/a.jsonl").unlink()
-    pq.write_table(pa.Table.from_pylist(messages), tmp_path / "parquet/a.parquet")
-    keyed = [{"chat": c} for c in single]
+    _, source = same_source(tmp_path, {"messages": messages, "pairs": pairs, "parquet": messages})
     files = {"a": SourceFiles(["a.jsonl"], "chat")}
-    made["key"] = make_args(tmp_path / "key", keyed, source_files=files)
-    prints = {name: prepared(args)[0].fingerprint for name, args in made.items()}
-    assert len(set(prints.values())) == 1, prints
+    keyed = make_args(tmp_path / "key", [{"chat": c} for c in single], source_files=files)
+    assert prepared(keyed)[0].fingerprint == source.fingerprint
     changed = [{"messages": [*c[:1], c[1] | {"content": "?"}]} for c in single]
     other = make_args(tmp_path / "other", changed)
-    assert prepared(other)[0].fingerprint not in prints.values()
+    assert prepared(other)[0].fingerprint != source.fingerprint
 
 
 def test_the_mask_the_template_and_the_row_are_part_of_the_shards(tmp_path):
@@ -202,7 +189,7 @@ def as_messages(pair: dict[str, str]) -> dict[str, list[dict[str, str]]]:
     return {key: [{"role": roles[key], "content": text}] for key, text in pair.items()}
 
 
-def test_forms_of_pairs_give_the_same_rows_which_hold_both_answers(tmp_path):
+def test_forms_of_pairs_give_the_same_shards(tmp_path):
     lists = [as_messages(pair) for pair in PAIRS]
     whole = [{k: p["prompt"] + p[k] for k in ("chosen", "rejected")} for p in lists]
     forms = {
@@ -212,26 +199,7 @@ def test_forms_of_pairs_give_the_same_rows_which_hold_both_answers(tmp_path):
         "both": [{**pair, **both} for pair, both in zip(PAIRS, whole, strict=True)],
         "parquet": whole,
     }
-    made = {name: make_args(tmp_path / name, form, **AS_PAIRS) for name, form in forms.items()}
-    (tmp_path / "parquet/a.jsonl").unlink()
-    pq.write_table(pa.Table.from_pylist(whole), tmp_path / "parquet/a.parquet")
-    sources = {name: prepared(args)[0] for name, args in made.items()}
-    assert len({source.fingerprint for source in sources.values()}) == 1
-
-    args, source = made["texts"], sources["texts"]
-    rows, every = rows_of(args, source), np.arange(source.n_tokens // args.row_tokens)
-    found = documents_of(rows.rows(every), rows.documents(every), rows.is_target(every))
-    windows = held_out_answers(source, S, (10**6, "tokens"))
-    has = np.pad(windows.targets != IGNORE, ((0, 0), (1, 0)))[:, :-1]
-    found += documents_of(windows.tokens, windows.documents, has)
-    answers = [d for d in found if any(d[1])]
-    chat = open_chat(args.tokenizer, build_tokenizer(args.tokenizer))
-    encoded = []
-    for pair in lists:
-        both = [chat.examples(pair["prompt"] + pair[key])[0] for key in ("chosen", "rejected")]
-        encoded += [[tuple(a.tolist() for a in chat.encode_example(e)) for e in both]]
-    assert sorted(zip(answers[::2], answers[1::2], strict=True)) == sorted(map(tuple, encoded))
-    assert len(windows.tokens) and len(every) < len(PAIRS)  # several in a row
+    same_source(tmp_path, forms, **AS_PAIRS)  # what their rows hold: tests/apps/test_dpo.py
 
 
 def test_only_the_last_answers_of_a_pair_carry_loss_and_long_ones_are_cut_to_one_length(tmp_path):
@@ -256,7 +224,7 @@ def test_only_the_last_answers_of_a_pair_carry_loss_and_long_ones_are_cut_to_one
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs, capsys):
+def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs):
     conversations = [{"messages": c[:2]} for c in CONVERSATIONS]
     records = (PAIRS if pairs else conversations)[:60]  # each row looks its own up in all of them
     args = make_args(tmp_path, records, chat=ChatArgs(pairs=pairs))
@@ -281,10 +249,3 @@ def test_a_row_is_shown_with_its_records_and_what_carries_loss(tmp_path, pairs, 
     _, _, of_source, _ = describe_mixture(args, rows.stream, 10)
     numbers = [int(n.replace(",", "")) for n in of_source.split()[1:4]]
     assert numbers == [len(seen), source.n_tokens, n_rows]
-    shutil.rmtree(tmp_path / ".tokens")  # the program makes the shards again
-    words = ["sources={a: 1}", f"root_dir={tmp_path}", f"seq_len={S}", "global_batch_size=4"]
-    words += ["tokenizer.name=hf", f"tokenizer.path={args.tokenizer.path}"]
-    words += ["document_mask=ignore", f"chat={{pairs: {str(pairs).lower()}}}"]
-    show([*(f"data.{word}" for word in words), "step=1", "seed=1"])
-    shown = "\n".join(describe_row(args, rows, tokenizer, 1, 0, 0))
-    assert capsys.readouterr().out == f"{printable(shown)}\n"

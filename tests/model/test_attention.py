@@ -4,11 +4,12 @@ xformers' own dispatchers, by that formula; tests/ghost has which of them run, a
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lingua.model.attention import (
     MIN_SEPARATED,
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.quick
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 B, S, D, WINDOW = 3, 24, 8, 5
-WINDOWS = (None, 1, WINDOW, S)
+Impl = AttnImpl | Literal["one by one"]  # which long rows have
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,11 @@ def with_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grad: Tensor) ->
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
-def mask_of(impl: AttnImpl, documents: Tensor | None, window: int | None) -> Mask:
+def mask_of(impl: Impl, documents: Tensor | None, window: int | None) -> Mask:
     """The mask that a forward makes for documents and a window."""
+    if impl == "one by one":
+        first = torch.where(visible(documents, window), torch.arange(S), S).amin(-1)
+        return SeparateDocuments(documents, first, window)
     if impl == "sdpa":
         args = TransformerArgs(dim=32, n_heads=4, sliding_window=window)
         return Context(args, torch.arange(S)[None], documents).set_mask(args, torch.float32)
@@ -112,39 +116,6 @@ def mask_of(impl: AttnImpl, documents: Tensor | None, window: int | None) -> Mas
         rows = documents.tolist()
         starts = torch.tensor([[max(d for d in row if d <= at) for at in range(S)] for row in rows])
     return build_mask(impl, place, place, starts, documents, window)
-
-
-def check(impl: AttnImpl, documents: Tensor | None, window: int | None, n_kv_heads: int) -> None:
-    check_mask(mask_of(impl, documents, window), documents, window, n_kv_heads)
-
-
-def check_mask(mask: Mask, documents: Tensor | None, window: int | None, n_kv_heads: int) -> None:
-    *qkv, grad = inputs(n_kv_heads)
-    found = with_gradients(*qkv, mask, grad)
-    expected = explicit(*qkv, visible(documents, window), grad)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
-    control = explicit(*qkv, visible(random_documents(9), 3), grad)
-    assert (found[0] - control[0]).abs().max() > 1e-2
-
-
-CASES = pytest.mark.parametrize(
-    ("documents", "window", "n_kv_heads"),
-    [(None, None, 4), (None, WINDOW, 1), (0, None, 1), (0, WINDOW, 2), (1, 1, 4), (1, S, 2)],
-)
-
-
-def one_by_one(documents: Tensor, window: int | None) -> SeparateDocuments:
-    """What long rows have."""
-    first = torch.where(visible(documents, window), torch.arange(S), S).amin(-1)
-    return SeparateDocuments(documents, first, window)
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("n_kv_heads", [1, 4])
-def test_documents_one_by_one_are_explicit_attention(window, n_kv_heads):
-    documents = random_documents(n_kv_heads)
-    check_mask(one_by_one(documents, window), documents, window, n_kv_heads)
 
 
 def test_long_rows_on_a_cpu_have_no_dense_mask():
@@ -219,10 +190,10 @@ def test_compiled_blocks_keep_one_graph_over_documents(flash_on_the_cpu, kind):
 
     def mask(seed: int) -> Mask:
         documents = random_documents(seed)[:, : 7 - seed % 3].contiguous()
-        return mask_of("varlen", documents, None) if kind == "varlen" else one_by_one(documents, 5)
+        return mask_of(kind, documents, None if kind == "varlen" else WINDOW)
 
     _, step = block_with(mask)
-    expected = [step(seed) for seed in range(6)]
+    expected = [step(seed) for seed in range(4)]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     block, step = block_with(mask)
@@ -234,49 +205,20 @@ def test_compiled_blocks_keep_one_graph_over_documents(flash_on_the_cpu, kind):
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-def test_selective_checkpointing_keeps_the_results_of_attention(flash_on_the_cpu):
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-    *leaves, grad = inputs(2)
-    leaves = [t.requires_grad_() for t in leaves]
-
-    def run(**options: Any) -> int:
-        flash_on_the_cpu.clear()
-        mask = mask_of("varlen", random_documents(1), None)
-        out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
-        out.backward(grad)
-        return len(flash_on_the_cpu)
-
-    def keep() -> Any:
-        return create_selective_checkpoint_contexts(_selective)
-
-    assert (run(), run(context_fn=keep)) == (2, 1)
-
-
-def test_checkpointing_keeps_the_gradients_of_documents_one_by_one():
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
+@pytest.mark.parametrize("impl", ["varlen", "one by one"])
+def test_checkpointing_changes_no_gradient_and_selective_keeps_results(flash_on_the_cpu, impl):
     documents = random_documents(1)
-    mask = one_by_one(documents, None)
+    mask = mask_of(impl, documents, None)
     *qkv, grad = inputs(2)
     expected = explicit(*qkv, visible(documents, None), grad)[1:]
     keep = {"context_fn": lambda: create_selective_checkpoint_contexts(_selective)}
-    for options in ({}, keep):
+    for options, calls in (({}, 2), (keep, 1)):
+        flash_on_the_cpu.clear()
         leaves = [t.detach().requires_grad_() for t in qkv]
         out = checkpoint(attend, *leaves, mask, use_reentrant=False, **options)
         for found, theirs in zip(torch.autograd.grad(out, leaves, grad), expected, strict=True):
             torch.testing.assert_close(found, theirs, rtol=1e-5, atol=2e-6)
-
-
-@CASES
-def test_flex_attention_is_explicit_attention(documents, window, n_kv_heads):
-    """Forward: torch has no backward of it on a CPU."""
-    starts = None if documents is None else random_documents(documents)
-    q, k, v, grad = inputs(n_kv_heads)
-    with torch.compiler.set_stance("force_eager"):
-        found = attend(q, k, v, mask_of("flex_attention", starts, window))
-    expected, *_ = explicit(q, k, v, visible(starts, window), grad)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+        assert len(flash_on_the_cpu) == calls * (impl == "varlen")
 
 
 def test_compiled_flex_attention_keeps_one_graph_over_documents():
@@ -335,13 +277,33 @@ def by_xformers(inp: Any, op: Any) -> Tensor:
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-@CASES
-@pytest.mark.parametrize("impl", ["sdpa", "varlen", "fmha"])
-def test_it_is_explicit(monkeypatch, flash_on_the_cpu, impl, documents, window, n_kv_heads):
+# the documents, or none; the window; heads of keys and values
+CASES = [(None, None, 4), (None, WINDOW, 1), (0, None, 1), (0, WINDOW, 2), (1, 1, 4), (1, S, 2)]
+IMPLS = ("sdpa", "one by one", "flex_attention", "varlen", "fmha")
+
+
+@pytest.mark.parametrize(
+    ("impl", "seed", "window", "n_kv_heads"),
+    [(i, *c) for i in IMPLS for c in CASES if i != "one by one" or c[0] is not None],
+)
+def test_it_is_explicit(monkeypatch, flash_on_the_cpu, impl, seed, window, n_kv_heads):
+    """Of flex_attention the forward: torch has no backward of it on a CPU."""
     if impl == "fmha":
         pytest.importorskip("xformers.ops")
         monkeypatch.setattr("xformers.ops.fmha._memory_efficient_attention", by_xformers)
-    check(impl, None if documents is None else random_documents(documents), window, n_kv_heads)
+    documents = None if seed is None else random_documents(seed)
+    *qkv, grad = inputs(n_kv_heads)
+    mask = mask_of(impl, documents, window)
+    if impl == "flex_attention":
+        with torch.compiler.set_stance("force_eager"):
+            found = (attend(*qkv, mask),)
+    else:
+        found = with_gradients(*qkv, mask, grad)
+    expected = explicit(*qkv, visible(documents, window), grad)
+    for ours, theirs in zip(found, expected[: len(found)], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+    control = explicit(*qkv, visible(random_documents(9), 3), grad)
+    assert (found[0] - control[0]).abs().max() > 1e-2
     assert flash_on_the_cpu == [S] * (impl == "varlen")
 
 

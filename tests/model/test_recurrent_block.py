@@ -4,6 +4,7 @@ generate with the model and the programs as they are."""
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps import fastrnn, mamba, speedrun
+from apps import fastrnn, mamba, mtp, speedrun
 from apps.main.transformer import build
 from lingua.app import Built
 from lingua.data import IGNORE
+from lingua.model.attention import MIN_SEPARATED
 from lingua.model.transformer import Attention, Context, TransformerArgs, TransformerBlock
 from lingua.parallel.init import canonical_name, init_parameters
 from lingua.parallel.tensors import whole
@@ -50,18 +52,21 @@ KINDS: dict[str, tuple[Any, TransformerArgs]] = {
     "hawk": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="hawk")),
     "mamba": (mamba.build, MIXED),
     "speedrun": (speedrun.app.build, SPEEDRUN),
+    "several tokens": (mtp.build, mtp.ModelArgs(**SIZES | {"n_layers": 4}, sliding_window=7)),
     "mingru": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="mingru")),
     "minlstm": (fastrnn.build, fastrnn.ModelArgs(**SIZES, cell="minlstm")),
 }
-OFTEN = [kind for kind in KINDS if not kind.startswith("min")]
-ALL = [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
 
 
 def build_kind(kind: str) -> Built:
     build, model = KINDS[kind]
     args: Any = looped.TrainArgs()
-    args.model, args.data.seq_len = model, 20
+    args.model, args.data.seq_len, args.data.n_views = model, 20, 1 + n_heads_of(kind)
     return build(args)
+
+
+def n_heads_of(kind: str) -> int:
+    return 3 if kind == "several tokens" else 1
 
 
 def plain_model(kind: str = "hybrid") -> nn.Module:
@@ -75,56 +80,56 @@ def model_on_mesh(sizes: Sizes, kind: str = "hybrid") -> tuple[nn.Module, Device
     return on_mesh(built.module, built.plan, sizes)
 
 
-LENGTHS = [5, 1, 9, 2, 3]  # of the documents in the row, 20 tokens in all
+def lengths_of(kind: str) -> list[int]:
+    """Of the documents in a row; in a long one each is computed by itself."""
+    scale = MIN_SEPARATED // 20 + 1 if kind == "several tokens" else 1
+    return [scale * n for n in (5, 1, 9, 2, 3)]
 
 
-def test_the_recurrence_is_the_one_of_the_formula():
-    torch.manual_seed(0)
-    gru, x = MinGRU(ARGS, 1.0), torch.randn(2, 11, ARGS.dim)
-    z = torch.sigmoid(x @ gru.wz.weight.T)
-    candidate, h, states = x @ gru.wv.weight.T, torch.zeros(2, ARGS.dim), []
-    for t in range(11):
-        h = (1 - z[:, t]) * h + z[:, t] * candidate[:, t]
-        states.append(h)
-    expected = torch.stack(states, dim=1) @ gru.wo.weight.T
-    torch.testing.assert_close(gru(x, Context(ARGS, torch.arange(11)[None])), expected)
+def packed_row(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets of each head and documents of one row of several documents."""
+    lengths, n_heads = lengths_of(kind), n_heads_of(kind)
+    n, chance = sum(lengths), torch.Generator().manual_seed(0)
+    row = torch.randint(0, 256, (1, n + n_heads), generator=chance)
+    targets = torch.stack([row[:, head + 1 : head + 1 + n] for head in range(n_heads)])
+    for end in accumulate(lengths):  # what crosses into the next one
+        for head in range(n_heads):
+            targets[head, :, end - head - 1 : end] = IGNORE
+    return row[:, :n], targets, torch.tensor([[0, *lengths[:-1]]]).cumsum(1)
 
 
-def packed_row() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, targets and documents of one row of several documents."""
-    row = torch.randint(0, 256, (1, 21), generator=torch.Generator().manual_seed(0))
-    tokens, targets = row[:, :-1], row[None, :, 1:].clone()
-    targets[..., torch.tensor(LENGTHS).cumsum(0) - 1] = IGNORE  # what crosses into the next one
-    documents = torch.tensor([[0, *LENGTHS[:-1]]]).cumsum(1)
-    return tokens, targets, documents
+Gradients = tuple[float, dict[str, Tensor]]
 
 
-def gradients_here(sizes: Sizes, separate: bool, kind: str) -> tuple[float, dict[str, Tensor]]:
-    """The loss sum of the packed row, and its whole gradients."""
+def gradients_here(kind: str, sizes: Sizes) -> tuple[Gradients, Gradients]:
+    """The loss sum of the packed row and its whole gradients, with a document mask and without."""
     model, _ = model_on_mesh(sizes, kind)
-    tokens, targets, documents = packed_row()
-    sums = model(tokens, targets, documents if separate else None).sums
-    sums.sum().backward()
-    grads = {canonical_name(name): whole(p.grad) for name, p in model.named_parameters()}
-    return sums.item(), grads
+    tokens, targets, documents = packed_row(kind)
+    found = []
+    for mask in (documents, None):
+        model.zero_grad()
+        sums = model(tokens, targets, mask).sums
+        sums.sum().backward()
+        grads = {canonical_name(n): whole(p.grad).clone() for n, p in model.named_parameters()}
+        found.append((sums.sum().item(), grads))
+    return found[0], found[1]
 
 
+# Those of test_matrix.py run in one process; of the others it has only soak tests.
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("hybrid", (1, 1, 1)),
-        ("hybrid", (1, 1, 2)),
-        ("hawk", (1, 1, 2)),
-        ("mamba", (1, 1, 2)),
-        ("speedrun", (1, 1, 2)),
+        *((kind, (1, 1, 2)) for kind in ("hybrid", "speedrun")),
+        *((kind, (1, 1, 1)) for kind in ("hawk", "mamba", "several tokens")),
     ],
 )
-def test_a_row_of_documents_is_each_document_alone(ranks, sizes, kind):
+def test_a_row_of_documents_is_each_document_alone(ranks, kind, sizes):
     model, expected = plain_model(kind), 0.0
-    tokens, targets, _ = packed_row()
-    for document, target in zip(tokens.split(LENGTHS, 1), targets.split(LENGTHS, 2), strict=True):
-        part = model(document, target).sums
-        part.sum().backward()
+    tokens, targets, _ = packed_row(kind)
+    parts = (rows.split(lengths_of(kind), -1) for rows in (tokens, targets))
+    for document, target in zip(*parts, strict=True):
+        part = model(document, target).sums.sum()
+        part.backward()
         expected += part.item()
 
     def worst(loss: float, grads: dict[str, Tensor]) -> float:
@@ -132,10 +137,8 @@ def test_a_row_of_documents_is_each_document_alone(ranks, sizes, kind):
         pairs = [(grads[name], p.grad) for name, p in model.named_parameters()]
         return max(abs(loss / expected - 1), *(float((g - e).norm() / e.norm()) for g, e in pairs))
 
-    for found in ranks.run(sizes[2], gradients_here, sizes, True, kind):
-        assert worst(*found) < 1e-5
-    for found in ranks.run(sizes[2], gradients_here, sizes, False, kind):
-        assert worst(*found) > 1e-2
+    for masked, unmasked in ranks.run(sizes[2], gradients_here, kind, sizes):
+        assert worst(*masked) < 1e-5 and worst(*unmasked) > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["hawk", "mamba", "mingru", "minlstm"])
@@ -160,7 +163,7 @@ def test_no_document_has_any_effect_on_another(kind):
 @pytest.mark.parametrize("kind", ["hawk", "mamba"])
 def test_a_layer_is_one_graph_to_the_compiler(kind):
     layer = plain_model(kind).get_submodule("layers.0.attention")
-    tokens, _, documents = packed_row()
+    tokens, _, documents = packed_row(kind)
     ctx, x = Context(ARGS, tokens, documents), torch.randn(1, 20, 24, requires_grad=True)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     expected, found = layer(x, ctx), compiled(x, ctx)
@@ -181,8 +184,18 @@ def generate_here(sizes: Sizes, kind: str) -> list[tuple[list[int], list[float]]
     return [(completion.tokens, completion.logprobs) for completion in found]
 
 
-@pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)])
+def is_soak(sizes: Sizes, kind: str) -> bool:
+    often = ("looped hybrid", "mamba", "speedrun") if sizes[2] == 2 else tuple(KINDS)[:-2]
+    return kind not in often
+
+
+CASES = [(sizes, kind) for sizes in ((1, 1, 1), (1, 1, 2)) for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [pytest.param(*case, marks=[pytest.mark.soak] * is_soak(*case)) for case in CASES],
+)
 def test_generating_with_the_cache_is_recomputing_the_text_for_every_token(ranks, sizes, kind):
     """In a batch the shorter prompts begin with padding; with tp ranks, columns that are run again
     continue from the state before them."""

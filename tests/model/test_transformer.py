@@ -30,22 +30,6 @@ CPU = torch.device("cpu")
 SMALL = TransformerArgs(dim=32, n_layers=2, n_heads=4, multiple_of=8)
 
 
-@pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_pairs_of_neighbours_turn_as_complex_numbers(theta):
-    """Meta's formula: view (2i, 2i+1) as a complex number, times exp(i * position * frequency)."""
-    torch.manual_seed(0)
-    args = replace(SMALL, head_dim=10, rope_theta=theta)
-    x = torch.randn(2, 50, 3, 10)
-    ctx = Context(args, torch.arange(50)[None])
-    frequency = theta ** (-torch.arange(0, 10, 2, dtype=torch.float64) / 10)
-    angle = torch.outer(torch.arange(50, dtype=torch.float64), frequency)
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-    expected = torch.view_as_real(torch.view_as_complex(x.double().view(2, 50, 3, 5, 2)) * turn)
-    result = rotate(x, ctx.cos, ctx.sin)
-    torch.testing.assert_close(result.double(), expected.flatten(-2), rtol=0, atol=5e-5)
-    assert torch.equal(result[:, 0], x[:, 0])  # position 0 is not turned
-
-
 def test_frequencies_are_those_of_transformers_scaled_as_in_llama_3_too():
     """Of Llama 3.1 and 3.2, which keep the high frequencies, divide the low ones, and blend."""
     theirs = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}

@@ -39,9 +39,7 @@ WHOLE = BLOCKS + EMBEDDING + HEAD
 UNITS = ARGS.n_layers + 2
 # case: mesh sizes, settings
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
-    "fsdp": ((1, 4, 1), {}),
-    "bf16": ((1, 4, 1), {"model_dtype": "bf16"}),
-    "hsdp": ((2, 2, 1), {}),
+    "replicas in bf16": ((2, 2, 1), {"model_dtype": "bf16"}),
     "gathered once": ((1, 4, 1), {"reshard": "step"}),
     "tp": ((1, 2, 2), {}),
     "tp checkpoint": ((1, 2, 2), {"activation_checkpointing": "full"}),
@@ -157,13 +155,13 @@ EACH = [pytest.param(c, marks=[pytest.mark.soak] * (c in SOAK)) for c in CASES]
 def test_collectives_are_those_of_the_dispatcher_and_bytes_those_of_the_dtype_sent(results, case):
     """Every unit is gathered for the forward; for the backward all but the head, which stays.
     Gradients are reduced once."""
-    itemsize = 2 if case == "bf16" else FLOAT
+    itemsize = FLOAT // 2
     expected = {
         ("all_gather", "dp_shard", False): (UNITS * MICRO, MICRO * WHOLE * itemsize),
         ("all_gather", "dp_shard", True): ((UNITS - 1) * MICRO, MICRO * (WHOLE - HEAD) * itemsize),
         ("reduce_scatter", "dp_shard", True): (UNITS, WHOLE * FLOAT),
     }
-    if case == "hsdp":  # replicas reduce their shards
+    if case == "replicas in bf16":  # they reduce their shards
         expected["all_reduce", "dp_replicate", True] = (UNITS, WHOLE * FLOAT // 2)
     if case == "gathered once":
         expected["all_gather", "dp_shard", False] = (UNITS, WHOLE * FLOAT)

@@ -49,14 +49,8 @@ ELEMENTWISE: dict[str, Build] = {
     "Adagrad": lambda g: O.Adagrad(g, lr=7.0, lr_decay=0.1, initial_accumulator_value=0.1),
     "fused SGD": lambda g: O.SGD(g, lr=7.0, momentum=0.9, fused=True),
     "fused AdamW": lambda g: O.AdamW(g, lr=7.0, eps=1e-2, amsgrad=True, fused=True),
-}
-MORE: dict[str, Build] = {
-    "plain SGD": lambda g: O.SGD(g, lr=7.0, weight_decay=0.1),
     "Nesterov": lambda g: O.SGD(g, lr=7.0, momentum=0.9, nesterov=True),
-    "foreach Adam": lambda g: O.Adam(g, lr=7.0, foreach=True),
     "RAdam": lambda g: O.RAdam(g, lr=7.0),
-    "Adamax": lambda g: O.Adamax(g, lr=7.0),
-    "Adadelta": lambda g: O.Adadelta(g, lr=7.0),
     "RMSprop": lambda g: O.RMSprop(g, lr=7.0, centered=True, momentum=0.5),
     "fused Adagrad": lambda g: O.Adagrad(g, lr=7.0, initial_accumulator_value=0.1, fused=True),
 }
@@ -127,13 +121,13 @@ def adapted(model: nn.Module, build: Build, route: Any) -> LoopOptimizer:
     return adapt(route([{"params": list(model.parameters())}], build), model)
 
 
-ROUTES = [(route, kind) for route in (on_shards, direct) for kind in ELEMENTWISE | MORE]
+ROUTES = [(route, kind) for route in (on_shards, direct) for kind in ELEMENTWISE]
 ROUTES += [(on_whole, kind) for kind in WHOLE]
 
 
 @pytest.mark.parametrize(("route", "kind"), ROUTES)
 def test_every_bit_is_that_of_torchs_own_past_bad_gradients_and_a_resume(route, kind):
-    build = (ELEMENTWISE | MORE | WHOLE)[kind]
+    build = (ELEMENTWISE | WHOLE)[kind]
     late = 0 if kind == "fused SGD" else LATE  # torch's fails where only some have a buffer
     good = [step for step in range(END) if step not in BAD]
     expected, theirs = trained_by_torch(build, good, late)
@@ -263,7 +257,7 @@ def on_one_process(build: Build, steps: Iterable[int]) -> dict[str, Tensor]:
     return {f"model.{n}": p.detach() for n, p in named} | state
 
 
-@on_meshes((1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), soak=[(1, 3, 1), (2, 1, 2)])
+@on_meshes((2, 1, 1), (1, 2, 2), soak=[(1, 2, 1), (1, 1, 2), (1, 3, 1), (2, 1, 2)])
 def test_a_whole_parameter_is_updated_bit_for_bit_on_a_rank_that_alone_has_its_state(ranks, sizes):
     everyone = ranks.run(math.prod(sizes), on_ranks, sizes)
     for kind, build in WHOLE.items():

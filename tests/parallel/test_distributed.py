@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.base.errors import UserError
 from lingua.data.loader import MicroBatch, agree
 from lingua.parallel.launch import Launch, detect_launch, pick_device, start
@@ -25,7 +23,6 @@ from lingua.parallel.mesh import (
     mesh_sizes,
     on_rank_0,
 )
-from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.slurm import set_rendezvous
 from tests.checkpoint.test_checkpoint_load import Evil
 
@@ -151,29 +148,6 @@ def test_the_dp_rank_of_every_coordinate(sizes):
             assert dp_rank(mesh) == replicate * shards + shard
         finally:
             dist.destroy_process_group()
-
-
-def refusal(model: ModelArgs | None, tp: int, seq_len: int = 12) -> str:
-    args = DistributedArgs(tp_size=tp)
-    mesh = start(CPU, detect_launch(), args)
-    try:
-        if model is None:
-            parallelize_model(nn.Linear(4, 4), mesh, None, args)
-        else:
-            parallelize_model(build_transformer(model), mesh, parallel_plan(model, seq_len), args)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_what_tensor_parallelism_does_not_allow_is_refused_by_name(ranks):
-    heads = ModelArgs(dim=24, n_heads=4, n_kv_heads=2, n_layers=1, vocab_size=7, multiple_of=1)
-    assert set(ranks.run(2, refusal, heads, 2)) == {""}
-    [said] = set(ranks.run(3, refusal, heads, 3, 16))
-    keys = "model.n_heads = 4, model.n_kv_heads = 2, data.seq_len = 16"
-    assert said == f"distributed.tp_size = 3: must divide {keys}"
-    [said] = set(ranks.run(2, refusal, None, 2))
-    assert "distributed.tp_size = 2: this model gives no tensor-parallel layout" in said
 
 
 def shared_work() -> list[Any]:

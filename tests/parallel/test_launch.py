@@ -27,7 +27,6 @@ from lingua.parallel.mesh import DistributedArgs, on_rank_0, world_sum_
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.torch_private import default_store
-from lingua.tools.inference.trained import OpenArgs
 from tests.programs import python
 
 
@@ -72,18 +71,6 @@ def test_every_rank_leaves_with_its_code_and_one_tells_the_mistake(ranks, case, 
     began = time.monotonic()
     assert ranks.run(2, leave_here, case) == [first, second]
     assert time.monotonic() - began < 25  # nobody waited in vain
-
-
-def dtype_here() -> str | None:
-    args = DistributedArgs(model_dtype=None)
-    start(torch.device("cpu"), detect_launch(), args)
-    return args.model_dtype
-
-
-def test_a_dtype_that_is_left_open_is_the_cpus(ranks):
-    """Of evaluation and generation. That of CUDA: tests/ghost."""
-    assert OpenArgs().distributed.model_dtype is None
-    assert ranks.run(1, dtype_here) == ["fp32"]
 
 
 def wait_for_late_ranks() -> list[str]:
@@ -224,39 +211,35 @@ def test_a_torchrun_whose_restarts_would_not_meet_is_refused():
     assert error.count("\n") == 1
 
 
-PROGRAM = """
-import os, sys, time
+MISTAKEN = """
+import os, time
 from lingua.base.errors import UserError
-from lingua.tools.inference.trained import OpenArgs
 from lingua.parallel.program import run_program
 def program():
     while os.environ["RANK"] == "0" and not os.path.exists("rank 1 raises"):
         time.sleep(0.1)
     open("rank 1 raises", "w").close()
     time.sleep(1 - int(os.environ["RANK"]))  # rank 1 is first
-    raise (UserError if sys.argv[1] == "mistake" else RuntimeError)("this is wrong")
+    raise UserError("this is wrong")
 run_program(program)
 """
 
 
-@pytest.mark.parametrize("kind", ["mistake", "fault"])
-def test_torchruns_report_does_not_hide_the_error(kind, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+def test_torchruns_report_does_not_hide_a_mistake(tmp_path):
+    """The traceback of another error: tests/apps/test_late.py."""
+    (tmp_path / "program.py").write_text(MISTAKEN)
+    torchrun = [*python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(
-        [*command, *python(), tmp_path / "program.py", kind],
+        [*torchrun, *python(), tmp_path / "program.py"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
     )
     before, report = done.stderr.split(" FAILED\n")
-    cause = report.partition("Root Cause")[2]
-    if kind == "mistake":  # of both ranks: the first one waited for rank 0, which printed it
-        assert before.splitlines().count("error: this is wrong") == 1
-        assert "traceback : error: this is wrong\n" in cause
-    else:
-        assert "rank      : 1" in cause and "RuntimeError: this is wrong" in cause
+    # The root cause is rank 1, which waited for rank 0 to print what both found.
+    assert before.splitlines().count("error: this is wrong") == 1
+    assert "traceback : error: this is wrong\n" in report.partition("Root Cause")[2]
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -277,37 +260,32 @@ SLURM |= {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "1"}
 )
 def test_a_stopped_run_exits_with_its_signal_unless_it_would_be_restarted(env, code):
     program = "from lingua.parallel.program import exit_stopped; exit_stopped('SIGTERM')"
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=env)
-    assert done.returncode == code
+    assert subprocess.run([*python(), "-c", program], env=env).returncode == code
 
 
-STOPPABLE = """
+IMPORTING = """
 import time
-from lingua.parallel.signals import STOPPING, StopRequest
+print("importing", flush=True)
+time.sleep(1)
+from lingua.parallel.signals import StopRequest
 stop = StopRequest()
-print("ready", flush=True)
-seen = None
-end = time.monotonic() + 30
-while time.monotonic() < end:
-    if stop.signal != seen:
-        seen = stop.signal
-        print(seen, flush=True)
+while stop.signal is None:
     time.sleep(0.01)
+print(stop.signal, flush=True)
 """
 
 
 def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals():
     hold = ["env", "--block-signal=USR2,TERM,INT,HUP"]  # as in a batch script of lingua stool
-    slow = "import time; print('importing', flush=True); time.sleep(1)" + STOPPABLE
     with subprocess.Popen(
-        [*hold, sys.executable, "-c", slow],
+        [*hold, sys.executable, "-c", IMPORTING],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGUSR2)
-        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "SIGUSR2\n"]
+        assert process.stdout.readline() == "SIGUSR2\n"
         process.kill()
 
 
@@ -331,13 +309,8 @@ run_program(program)
 @pytest.mark.parametrize(("env", "code"), [({}, -15), (TORCHRUN, 1), (SLURM, 1)])
 def test_a_signal_of_the_launcher_does_not_end_a_rank_that_has_failed_before_it_says_why(env, code):
     """Another rank failed with it, and its launcher ends all. A single process just ends."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAILING],
-        cwd=Path(__file__).parents[2],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [*python(), "-c", FAILING]
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True)
     assert done.returncode == code
     assert ("ValueError: the cause" in done.stderr) == (code == 1)
 

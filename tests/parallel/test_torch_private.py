@@ -39,7 +39,7 @@ def private_names(source: str) -> Iterator[str]:
             yield from (name for name in names if re.match(r"torch\.(\w+\.)*_\w", name))
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in known:
             yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr"):
             name = ast.literal_eval(a) if isinstance(a := node.args[1], ast.Constant) else ""
             if is_private(name) and name not in known:
                 yield name
