@@ -89,7 +89,8 @@ def convert(args: ConvertArgs, app: App | None = None) -> None:
     )
     from_hf, note = is_hf_folder(source.path), ""
     checkpoint = out / step_folder(source.step or 0)
-    check_new(checkpoint if to == "checkpoint" and out.is_dir() and not from_hf else out)
+    place = checkpoint if to == "checkpoint" and out.is_dir() and not from_hf else out
+    check_new(place, is_file=to == "file")
     try:
         if from_hf:
             config = config_of_hf_folder(app, source.path, "tokenizer", tokenizer)
@@ -115,10 +116,11 @@ def convert(args: ConvertArgs, app: App | None = None) -> None:
     print(printable(f"{source} is now {out}: {len(names)} tensors{note}"))
 
 
-def check_new(path: Path) -> None:
+def check_new(path: Path, is_file: bool) -> None:
     """Raises UserError where something would be overwritten."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"out: {path} exists already; must be new, or an empty folder")
+    if path.exists() and (is_file or not path.is_dir() or any(path.iterdir())):
+        need = "must be new" if is_file else "must be new, or an empty folder"
+        raise UserError(f"out: {path} exists already; {need}")
 
 
 def with_tokenizer(source: TensorSource, tokenizer: TokenizerArgs) -> TensorSource:
