@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from scipy import integrate, stats
+from scipy import integrate, optimize, stats
 
 from apps.bench.pairs import BASE, LONG, LONG_STEPS, SAME, TINY
 from apps.bench.pairs import CHANGES as MEASURED
@@ -38,7 +38,14 @@ from tests.tools.runs.compare.pool import LOSSES, POOL, SEEDS
 pytestmark = pytest.mark.quick
 
 CHANGES = [arm for arm in LOSSES if arm != "base"]
+BASE_LOSSES = LOSSES["base"][:, -1]
 LEVEL = 0.95
+DRAWS = 2000
+
+
+def bound(draws: int, rate: float = 1 - LEVEL) -> float:
+    """The share that so many independent draws of this rate exceed in 1 of 1,000 cases."""
+    return float(stats.binom.ppf(0.999, draws, rate)) / draws
 
 
 def ends(estimate: Estimate | None) -> tuple[float, float]:
@@ -231,7 +238,7 @@ def test_one_arm_that_varies_more_is_noticed_and_equal_ones_are_not(blocks):
     wide = np.array([[1.0], [10.0], [1.0], [1.0]])
     equal = [unequal_variance(by_seed(*table), blocks) < UNEQUAL for table in tables]
     other = [unequal_variance(by_seed(*table * wide), blocks) < UNEQUAL for table in tables[:100]]
-    assert np.mean(equal) <= 0.08 and np.mean(other) > 0.9
+    assert np.mean(equal) <= bound(500) and np.mean(other) > 0.9
 
 
 def test_the_sign_flip_test_counts_all_ways_to_flip():
@@ -267,8 +274,74 @@ def test_the_pool_has_40_pairs_of_changes_and_pairs_without_effect_and_of_600_st
     assert ends(paired(long["learning rate"] - long["base"], LEVEL))[1] < 0
 
 
+def signs(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.choice([-1, 1], shape)
+
+
+def claimed(differences: np.ndarray, pairs: int, seed: int) -> float:
+    """How often intervals of `pairs` differences with random signs exclude zero, of float64
+    [changes, seeds]."""
+    rng = np.random.default_rng(seed)
+    n = DRAWS // len(differences)
+    rates = []
+    for values in differences:
+        drawn = rng.permuted(np.tile(values, (n, 1)), axis=1)[:, :pairs] * signs(rng, n, pairs)
+        t = drawn.mean(1) / drawn.std(1, ddof=1) * pairs**0.5
+        critical = stats.t.ppf((1 + LEVEL) / 2, pairs - 1)
+        rates.append(np.mean(abs(t) > critical))
+        for some in drawn[:5]:  # that is what the tool computes
+            outside = abs(some.mean() / some.std(ddof=1)) * pairs**0.5
+            assert paired(some, LEVEL).excludes_zero == (outside > critical)
+    return float(np.mean(rates))
+
+
+DIFFERENCES = {arm: LOSSES[arm][:, -1] - BASE_LOSSES for arm in CHANGES}
+NOISE = {arm: values - values.mean() for arm, values in DIFFERENCES.items()}
+
+
+def test_labels_swapped_within_pairs_are_claimed_to_differ_as_rarely_as_the_level_says():
+    rate = claimed(np.array(list(DIFFERENCES.values())), SEEDS, 0)
+    assert rate <= bound(DRAWS)
+    two = claimed(np.ones((1, SEEDS)) + 1e-3 * np.arange(SEEDS), 2, 0)
+    assert two > bound(DRAWS)  # a rate that is too high is noticed
+
+
+def test_runs_of_disjoint_seeds_are_claimed_to_differ_as_rarely_as_the_level_says():
+    rng = np.random.default_rng(1)
+    claims, narrow = [], []
+    for _ in range(DRAWS):
+        arm = LOSSES[CHANGES[rng.integers(len(CHANGES))]][:, -1]
+        labels = rng.integers(0, 2, SEEDS).astype(bool)  # which of a pair is called the arm
+        first, second = np.where(labels, arm, BASE_LOSSES), np.where(labels, BASE_LOSSES, arm)
+        seeds = rng.permutation(SEEDS)
+        estimate = unpaired(first[seeds[: SEEDS // 2]], second[seeds[SEEDS // 2 :]], LEVEL)
+        claims.append(estimate.excludes_zero)
+        narrow.append(abs(estimate.mean) > (estimate.high - estimate.low) / 6)
+    assert np.mean(claims) <= bound(DRAWS)
+    assert np.mean(narrow) > bound(DRAWS)
+
+
+def shown_by(pairs: int) -> float:
+    """The effect, in known deviations, that so many pairs show with probability POWER."""
+    return float(optimize.brentq(lambda effect: power(effect, 1.0, pairs, LEVEL) - POWER, 0.1, 9))
+
+
+def test_planted_differences_are_found_as_often_as_predicted():
+    """To the noise of pairs of the pool with random signs a difference is added: the one that so
+    many pairs are predicted to show, by the deviation of that noise."""
+    rng = np.random.default_rng(2)
+    found: dict[tuple[str, int], float] = {}
+    for arm, pairs in product(CHANGES, (4, 6, 8)):
+        planted = float(NOISE[arm].std()) * shown_by(pairs)
+        drawn = [rng.choice(NOISE[arm], pairs, replace=False) for _ in range(DRAWS // 10)]
+        lows = [ends(paired(some * signs(rng, pairs) + planted, LEVEL))[0] for some in drawn]
+        found[arm, pairs] = float(np.mean(np.array(lows) > 0))
+    assert np.mean(list(found.values())) == pytest.approx(POWER, abs=0.05), found
+    assert all(abs(rate - POWER) < 0.25 for rate in found.values()), found
+
+
 def test_the_real_difference_of_the_learning_rate_is_found_by_as_many_pairs_as_predicted():
-    differences = (LOSSES["learning rate"] - LOSSES["base"])[:, -1]
+    differences = DIFFERENCES["learning rate"]
     whole = paired(differences, LEVEL)
     assert ends(whole)[1] < 0
     for pairs in (2, 3, 4):
