@@ -7,6 +7,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -276,7 +277,12 @@ def test_a_signal_while_text_is_prepared_is_followed_at_once(runs, tmp_path):
 
 
 def start(
-    n_ranks: int, python: list[str], settings: dict[str, Any], max_restarts: int = 0, **options: Any
+    n_ranks: int,
+    python: list[str],
+    settings: dict[str, Any],
+    max_restarts: int = 0,
+    env: Mapping[str, str] = os.environ,
+    **options: Any,
 ) -> Process:
     """The training program with `settings` over SMALL, under torchrun where it has several ranks;
     `options` of Popen."""
@@ -288,7 +294,7 @@ def start(
     return subprocess.Popen(
         [*launcher, *python, "-m", "apps.main.train", *words],
         cwd=REPO,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "A_SECRET": SECRET},
+        env={**env, "OMP_NUM_THREADS": "1", "A_SECRET": SECRET},
         **(pipes | options),
     )
 
