@@ -33,6 +33,7 @@ class Heartbeat:
         self.stopped.set()
         self.store, self.rank, self.main = store, rank, threading.get_ident()
         self.place = 0, 0, "start", time.monotonic()
+        self.failed = ""  # the rank that failed first, once this one knows it
         if world_size > 1:
             self.stopped = threading.Event()
             self.keys = [f"lingua/heartbeat/{r}" for r in range(world_size)]

@@ -64,7 +64,7 @@ def log_late(heart: Heartbeat) -> None:
             logger.error(f"step {step}, {phase}, takes {time.monotonic() - since:.0f} s: {line}")
     before, end = _read(heart) if first else [], time.monotonic() + wait_s
     while heart.place[0] == place and not stopped.wait(BEAT_S):
-        failed = _within(6 * STORE_S, lambda: heart.store.check([FIRST]))
+        failed: str | bool | None = _within(6 * STORE_S, lambda: _failed_first(heart))
         if stopped.is_set():  # this rank has left the others, whose store may end
             return
         if failed is None:  # the main thread may wait for the store, which has no end
@@ -127,17 +127,17 @@ def explain(error: Exception) -> str | None:
         return None
     heart.patience_s = float("inf")
     lost = isinstance(error, dist.DistError | TimeoutError) or any(words in text for words in LOST)
-    if _is_first(heart, "lingua/failures"):
+    if not heart.failed and _is_first(heart, "lingua/failures"):
         for line in late_ranks(heart) if lost else []:
             error.add_note(line)
         _within(STORE_S, lambda: heart.store.set(FIRST, str(heart.rank)))
         return None
     end = time.monotonic() + SILENT_S + 2 * STORE_S
-    while (known := _within(STORE_S, lambda: heart.store.check([FIRST]))) is False:
+    while (known := _within(STORE_S, lambda: _failed_first(heart))) == "":
         if time.monotonic() > end:
             break
         time.sleep(0.1)
-    cause = f"rank {heart.store.get(FIRST).decode()} failed" if known else "the store was lost"
+    cause = f"rank {known} failed" if known else "the store was lost"
     first_line = text.partition("\n")[0]
     what = "lost its connection" if lost else f"{type(error).__name__}: {first_line}"
     return f"{_who(heart)}: {what} after {cause}"
@@ -158,6 +158,14 @@ def _is_first(heart: Heartbeat, key: str) -> bool:
     process of rank 0 or its torchrun, that is rank 1."""
     number = _within(STORE_S, lambda: heart.store.add(key, 1))
     return heart.rank == 1 if number is None else number == 1
+
+
+def _failed_first(heart: Heartbeat) -> str:
+    """The rank that failed first; an empty string where none has. It may have the store, which ends
+    with its process: so it is asked for once."""
+    if not heart.failed and heart.store.check([FIRST]):
+        heart.failed = heart.store.get(FIRST).decode()
+    return heart.failed
 
 
 def _read(heart: Heartbeat) -> list[Beat]:

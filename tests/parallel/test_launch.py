@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lingua.base.errors import UserError
 from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.saver import Saver
+from lingua.parallel import late
 from lingua.parallel.heartbeat import HEARTBEAT, LOOK_S
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs, on_rank_0, world_sum_
@@ -313,6 +314,19 @@ def test_a_signal_of_the_launcher_does_not_end_a_rank_that_has_failed_before_it_
     done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True)
     assert done.returncode == code
     assert ("ValueError: the cause" in done.stderr) == (code == 1)
+
+
+def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_since():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of rank 0
+    HEARTBEAT.start(dist.TCPStore("127.0.0.1", store.port), rank=1, world_size=2)
+    try:
+        store.set(late.FIRST, "0")
+        assert late._failed_first(HEARTBEAT) == "0"
+        del store
+        line = late.explain(TimeoutError("a collective timed out"))
+    finally:
+        HEARTBEAT.stopped.set()
+    assert line is not None and line.endswith("lost its connection after rank 0 failed")
 
 
 def test_a_process_forked_by_a_library_ends_by_a_signal():
