@@ -171,7 +171,8 @@ def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:
     steps, label = range(1, n + 1), "never stopped: one process"
     top.plot(steps, never, color="#bdbdb8", linewidth=6, solid_capstyle="round", label=label)
     top.legend(loc="center right", frameon=False, labelcolor=MUTED)
-    top.margins(y=0.12)  # with a place for the labels
+    low, high = top.get_ylim()
+    top.set_ylim(low, high + 0.25 * (high - low))  # with a place for the labels
     for start, color in zip(starts, COLORS, strict=False):
         before, end = start.steps.start, start.steps.stop
         joined = slice(max(before - 1, 0), end)  # from the last step of the one before
