@@ -32,7 +32,6 @@ from lingua.config.load import load, meta_lingua
 from lingua.config.schema import schema
 from lingua.data.shards import Source
 from lingua.data.sources import held_out_windows
-from lingua.parallel.launch import one_process
 from lingua.tokenizer import TokenizerArgs, build_tokenizer
 from lingua.tools.commands import checkpoint
 from lingua.tools.commands import stool as stool_command
@@ -40,6 +39,7 @@ from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.exchange import convert
 from lingua.tools.exchange.convert import ConvertArgs
+from lingua.tools.in_process import one_process
 from lingua.tools.inference.sampling import SamplingArgs
 from lingua.tools.inference.trained import open_trained
 from lingua.tools.slurm import launch

@@ -26,7 +26,6 @@ from lingua.data.rows import Data
 from lingua.data.sources import TextData
 from lingua.model import Losses
 from lingua.model.attention import choose_attention
-from lingua.parallel.launch import one_process
 from lingua.parallel.mesh import mesh_sizes, on_rank_0
 from lingua.parallel.parallelize import check_layout
 from lingua.tokenizer import Tokenizer, build_tokenizer
@@ -53,6 +52,8 @@ class Checked:
 def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
     """The configuration of a run to be launched with `world_size` processes, and its notices: what
     lingua stool asks for. Raises UserError where the run would refuse it."""
+    from lingua.tools.in_process import one_process
+
     app = choose_app(argv)
     args: TrainArgs
     args, notices = load_run(app, argv)

@@ -4,8 +4,6 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -189,16 +187,6 @@ def _wait_for_rank_0(patience_s: float) -> None:
                 raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    """A process group of this process alone, for functions that ranks call together."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def leave(patience_s: float) -> None:

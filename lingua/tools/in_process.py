@@ -248,5 +248,15 @@ def temporary_process_group() -> Iterator[None]:
         sys.excepthook = excepthook
 
 
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, for functions that ranks call together."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def _wait() -> None:
     time.sleep(0.1)

@@ -19,7 +19,7 @@ from lingua.app import choose_app
 from lingua.base.errors import UserError
 from lingua.config.load import flatten, load, meta_lingua, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.parallel.launch import one_process
+from lingua.tools.in_process import one_process
 from tests.apps.plain import build_plain
 from tests.apps.runs import SMALL, write_sources
 from tests.mistakes import refused

@@ -26,10 +26,10 @@ from lingua.checkpoint.folder import newest, read_checkpoint
 from lingua.checkpoint.origin import open_source
 from lingua.checkpoint.resume import find_start, read_saved
 from lingua.checkpoint.retention import CheckpointArgs
-from lingua.parallel.launch import one_process
 from lingua.tools.commands.checkpoint import main
 from lingua.tools.exchange import convert
 from lingua.tools.exchange.hugging_face import open_folder
+from lingua.tools.in_process import one_process
 from lingua.tools.inference.trained import open_trained
 from tests.checkpoints import refusal, resign, write_manifest
 

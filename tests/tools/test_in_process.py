@@ -13,7 +13,7 @@ from jupyter_client.manager import start_new_kernel
 
 import lingua
 from lingua.base.errors import UserError
-from lingua.parallel.launch import one_process
+from lingua.tools.in_process import one_process
 from lingua.tools.runs.records import Record
 from tests.mistakes import refused
 from tests.programs import python

@@ -18,7 +18,6 @@ from lingua.base.files import write_atomically
 from lingua.base.format import counted
 from lingua.config.load import load, meta_lingua
 from lingua.parallel.environment import Launch
-from lingua.parallel.launch import one_process
 from lingua.tools.audit.again import Computed, check_memory, command_line, compute, remove
 from lingua.tools.audit.ranks import Ranks, bits, outliers
 from lingua.tools.audit.records import check_checkpoints, check_lines
@@ -33,6 +32,7 @@ from lingua.tools.audit.verdict import (
     worst,
 )
 from lingua.tools.commands.audit import AuditArgs
+from lingua.tools.in_process import one_process
 from lingua.tools.runs.records import Record
 
 MAX_WRONG = 3  # things that do not fit to name in a verdict

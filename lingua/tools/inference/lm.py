@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.config.load import from_values
-from lingua.parallel.launch import Launch, one_process, pick_device
+from lingua.parallel.launch import Launch, pick_device
 from lingua.parallel.mesh import AXES, DistributedArgs
 from lingua.parallel.parallelize import blocks_of
 from lingua.tokenizer import Tokenizer
-from lingua.tools.in_process import app_of, temporary_process_group
+from lingua.tools.in_process import app_of, one_process, temporary_process_group
 from lingua.tools.inference.generate import Request, evaluating, fit_prompts, generate
 from lingua.tools.inference.sampling import SamplingArgs
 from lingua.tools.inference.trained import open_trained
