@@ -15,6 +15,7 @@ BEAT_S = 2.0  # seconds between two writes
 # Seconds after which the thread looks which ranks are late, beyond those that a collective waits:
 # gloo has raised an error by then. NCCL's watchdog aborts the process, later, by ABORT_S.
 LOOK_S, ABORT_S = 10.0, 45.0
+FIRST = "lingua/first_failure"
 
 
 class Heartbeat:
@@ -45,10 +46,18 @@ class Heartbeat:
         """State where this rank is. Called by every rank, in the same order."""
         self.place = self.place[0] + 1, step, phase, time.monotonic()
 
+    def first_failure(self) -> str:
+        """The rank that failed first; an empty string where none has. It may have the store, which
+        ends with its process: so ranks ask in advance, and once."""
+        if not self.failed and self.store.check([FIRST]):
+            self.failed = self.store.get(FIRST).decode()
+        return self.failed
+
     def _beat(self, stopped: threading.Event) -> None:
         with suppress(dist.DistError):  # the store has gone, and so does the run
             while not stopped.wait(BEAT_S):
                 self._write()
+                self.first_failure()
 
     def _watch(self, stopped: threading.Event) -> None:
         """Apart from `_beat`, which waits for as long as the main thread waits for the store."""

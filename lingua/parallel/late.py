@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from lingua.parallel.heartbeat import BEAT_S, HEARTBEAT, LOOK_S, Heartbeat
+from lingua.parallel.heartbeat import BEAT_S, FIRST, HEARTBEAT, LOOK_S, Heartbeat
 from lingua.parallel.program import fail
 
 T = TypeVar("T")
@@ -24,7 +24,6 @@ T = TypeVar("T")
 SILENT_S = 3 * BEAT_S  # without a write, a rank is silent
 STORE_S = 5.0  # seconds for the store to answer
 MAX_SHOWN = 16  # ranks, or groups of them, in one report
-FIRST = "lingua/first_failure"
 # What errors contain when a connection was lost or a collective timed out.
 LOST = (
     "gloo/",
@@ -64,7 +63,7 @@ def log_late(heart: Heartbeat) -> None:
             logger.error(f"step {step}, {phase}, takes {time.monotonic() - since:.0f} s: {line}")
     before, end = _read(heart) if first else [], time.monotonic() + wait_s
     while heart.place[0] == place and not stopped.wait(BEAT_S):
-        failed: str | bool | None = _within(6 * STORE_S, lambda: _failed_first(heart))
+        failed: str | bool | None = _within(6 * STORE_S, heart.first_failure)
         if stopped.is_set():  # this rank has left the others, whose store may end
             return
         if failed is None:  # the main thread may wait for the store, which has no end
@@ -131,9 +130,11 @@ def explain(error: Exception) -> str | None:
         for line in late_ranks(heart) if lost else []:
             error.add_note(line)
         _within(STORE_S, lambda: heart.store.set(FIRST, str(heart.rank)))
+        if heart.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            time.sleep(2 * BEAT_S)  # the store ends with this process: the others read it before
         return None
     end = time.monotonic() + SILENT_S + 2 * STORE_S
-    while (known := _within(STORE_S, lambda: _failed_first(heart))) == "":
+    while (known := _within(STORE_S, heart.first_failure)) == "":
         if time.monotonic() > end:
             break
         time.sleep(0.1)
@@ -158,14 +159,6 @@ def _is_first(heart: Heartbeat, key: str) -> bool:
     process of rank 0 or its torchrun, that is rank 1."""
     number = _within(STORE_S, lambda: heart.store.add(key, 1))
     return heart.rank == 1 if number is None else number == 1
-
-
-def _failed_first(heart: Heartbeat) -> str:
-    """The rank that failed first; an empty string where none has. It may have the store, which ends
-    with its process: so it is asked for once."""
-    if not heart.failed and heart.store.check([FIRST]):
-        heart.failed = heart.store.get(FIRST).decode()
-    return heart.failed
 
 
 def _read(heart: Heartbeat) -> list[Beat]:

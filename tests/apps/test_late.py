@@ -53,18 +53,26 @@ def interrupted(
     values |= {"checkpoint.async_save": saving}
     words = [str(word) for word in (folder, rank, number, s, saving)]
     words += [f"{k}={v}" for k, v in values.items()]
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return run_ranks(n, ["-c", PROGRAM, *words], folder, {}, rank)
+
+
+def run_ranks(
+    n: int, program: list[str], folder: Path, env: dict[str, str], stays: int = -1
+) -> list[str]:
+    """What each of n ranks without a launcher prints to stderr, once all but the rank that `stays`
+    have left with code 1."""
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "OMP_NUM_THREADS": "1"}
     files = [folder.with_suffix(f".{r}") for r in range(n)]
     processes = []
     try:
         for r, file in enumerate(files):
-            place = {"RANK": str(r), "LOCAL_RANK": str(r)}
-            command = [*python(), "-c", PROGRAM, *words]
+            place = os.environ | env | {"RANK": str(r), "LOCAL_RANK": str(r)}
             with file.open("w") as err:
-                processes.append(subprocess.Popen(command, env=env | place, stdout=-3, stderr=err))
+                command = [*python(), *program]
+                processes.append(subprocess.Popen(command, env=place, stdout=-3, stderr=err))
         for r, process in enumerate(processes):
-            if r != rank:
+            if r != stays:
                 assert process.wait(180) == 1, files[r].read_text()
     finally:
         for process in processes:
@@ -129,6 +137,19 @@ def test_a_failure_prints_the_traceback_of_the_first_rank_and_a_line_of_the_othe
     assert set(re.findall(lost + "rank 1 failed$", before, re.M)) == {"0", "2"}, before
     cause = report.partition("Root Cause")[2]
     assert "rank      : 1" in cause and "RuntimeError: this rank fails" in cause
+
+
+def test_where_rank_0_fails_whose_process_has_the_store_the_others_know_it(runs, tmp_path):
+    values = SMALL | {"data.root_dir": runs.text, "dump_dir": tmp_path / "run"}
+    words = [f"{k}={v}" for k, v in values.items()]
+    program = ["-m", "tests.slurm_app", *words]
+    first, *others = run_ranks(3, program, tmp_path / "run", {"FAIL_RANK": "0"})
+    assert first.count("Traceback (most recent call last)") == 1
+    assert "RuntimeError: this rank fails, as FAIL_RANK asks" in first and "error: " not in first
+    for r, text in enumerate(others, 1):
+        lines = [line for line in text.splitlines() if "error: " in line or "Traceback" in line]
+        lost = f"error: rank {r} on {socket.gethostname()}: lost its connection after rank 0 failed"
+        assert lines == [lost], text
 
 
 LONG = {"data.workers": 0, "steps": 60, "stop_at": "null", "logging.freq": 10}

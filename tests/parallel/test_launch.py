@@ -321,7 +321,7 @@ def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_si
     HEARTBEAT.start(dist.TCPStore("127.0.0.1", store.port), rank=1, world_size=2)
     try:
         store.set(late.FIRST, "0")
-        assert late._failed_first(HEARTBEAT) == "0"
+        assert HEARTBEAT.first_failure() == "0"
         del store
         line = late.explain(TimeoutError("a collective timed out"))
     finally:
