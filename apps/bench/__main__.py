@@ -17,7 +17,7 @@ from typing import Any
 from apps.bench.report import show
 from lingua.parallel.program import run_program
 
-# What `apps.bench.NAME.measure(keys, repeats)` reports, and its rounds, where it has any; keys are
+# What `measure(keys, repeats)` of a module reports, and its rounds, where it has any; keys are
 # the command line of the training program.
 MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "step": ("tokens per second, MFU and memory beside a bare loop, by shape", 3),
@@ -45,6 +45,7 @@ CONFIGS = {
     "debug": APPS / "main/configs/debug.yaml",
     "ablate": APPS / "speedrun/configs/all_parts.yaml",
 }
+MODULES = {"ablate": "apps.speedrun.ablate"}  # of others: apps.bench.NAME
 
 
 def main() -> None:
@@ -79,8 +80,8 @@ def main() -> None:
     if name != "step" and not any(key.startswith("config=") for key in keys):
         keys = [f"config={CONFIGS.get(name, CONFIG)}", *keys]
     command = shlex.join(["python", "-m", "apps.bench", *sys.argv[1:]])
-    measure = import_module(f"apps.bench.{name}").measure
-    show(measure(keys, **given), command, options.json)
+    module = import_module(MODULES.get(name, f"apps.bench.{name}"))
+    show(module.measure(keys, **given), command, options.json)
 
 
 if __name__ == "__main__":

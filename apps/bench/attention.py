@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from apps.bench.launch import read_config
-from apps.bench.report import Report, largest_difference, quotients, spread
-from apps.bench.turns import take_turns
+from apps.bench.report import Report, largest_difference
+from apps.bench.turns import take_turns, times
 from lingua.model.attention import MIN_SEPARATED, Mask, attend, build_mask
 from lingua.model.masks import SeparateDocuments
 
@@ -26,8 +26,7 @@ def measure(keys: list[str], repeats: int) -> Report:
     args = read_config(keys)
     n_heads, n_kv_heads, head_dim = args.model.heads()
     dtype, random = args.distributed.dtype, torch.Generator().manual_seed(args.seed)
-    cases: list[dict[str, Any]] = []
-    rows = [("row, tokens", "documents", "mask, ms", "each, ms", "ratio", "range")]
+    rows: list[dict[str, Any]] = []
     for seq_len, n in product(ROWS, DOCUMENTS):
         n_rows = TOKENS // seq_len
         starts = random_starts(n_rows, seq_len, n, random)
@@ -37,24 +36,15 @@ def measure(keys: list[str], repeats: int) -> Report:
         )
         title = f"rows of {seq_len} tokens, {n} documents"
         turns = take_turns(sides(q, k, v, grad, starts), repeats, title)
-        mask, each = turns["mask"], turns["each"]
-        case: dict[str, Any] = {
-            "seq_len": seq_len,
-            "documents": n,
-            "ratio": quotients(mask.seconds, each.seconds),
-            "difference": max(map(largest_difference, each.results, mask.results)),
-            "masked_s": spread(mask.seconds),
-            "each_s": spread(each.seconds),
-        }
-        cases.append(case)
-        ms = (f"{1000 * case[side].median:.1f}" for side in ("masked_s", "each_s"))
-        rows.append((f"{seq_len:,}", f"{n}", *ms, *case["ratio"].cells()))
+        apart = max(map(largest_difference, turns["each"].results, turns["mask"].results))
+        row = {"row, tokens": seq_len, "documents": n, **times(turns, ("mask", "each"))}
+        rows.append(row | {"apart": apart})
     notes = [
         f"medians of {repeats} turns of {TOKENS:,} tokens, forward and backward, {str(dtype)[6:]}, "
         f"{n_heads} heads ({n_kv_heads} of keys and values) of {head_dim} features;",
-        f"gradients: at most {max(case['difference'] for case in cases):.1e} apart (relative)",
+        "apart: the largest relative difference of their gradients",
     ]
-    return Report(rows, notes, {"cases": cases}, left=0)
+    return Report(rows, notes)
 
 
 def random_starts(n_rows: int, seq_len: int, n: int, random: torch.Generator) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from apps.bench.launch import on_ranks, read_config, with_defaults
-from apps.bench.report import Report, side_rows
+from apps.bench.report import Report, side_rows, spread
 from apps.bench.turns import Side, seconds_of, take_round
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
@@ -57,16 +57,14 @@ def measure(keys: list[str], repeats: int) -> Report:
         words = [folder, f"{repeats}", *with_defaults(MODEL, keys)]
         results = on_ranks(PROCESSES, take_turns_on_rank, *words)
     gigabytes = results["bytes"] / 1e9
-    rows, spreads = side_rows(results["seconds"], RATIOS)
-    table = [("", "median", "range", "GB/s", "of the fastest")]
-    for (name, median, extremes, fastest), s in zip(rows, spreads.values(), strict=True):
-        rates = (f"{gigabytes / seconds:.2f}" for seconds in (s.median, s.low))
-        table.append((name, median, extremes, *(("", fastest) if name in RATIOS else rates)))
+    rows = side_rows(results["seconds"], RATIOS)
+    for row, seconds in zip(rows, results["seconds"].values(), strict=False):
+        row["GB/s"] = spread(gigabytes / s for s in seconds)
     note = (
         f"{gigabytes:.2f} GB by {PROCESSES} processes, saved by 2 shards; {repeats} rounds; "
         "what is read is not in the page cache"
     )
-    return Report(table, [note], results | spreads)
+    return Report(rows, [note], results)
 
 
 def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A real process, `python -m apps.main.train`, with a dump dir and a token cache o
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -23,23 +24,16 @@ def measure(keys: list[str]) -> Report:
     trained_s, waited_s = (
         float(steps @ [line[key] for line in metrics]) for key in ("step_time_s", "data_time_s")
     )
-    tokens_per_s = spread(line["tokens_per_s"] for line in metrics)
-    results = {
-        "wall_s": wall_s, "training_s": trained_s, "waiting_for_data_s": waited_s,
-        "steps": last["step"], "tokens": last["tokens"], "tokens_per_s": tokens_per_s,
-        "peak_mem_gib": last["peak_mem_gib"], "held_out": held_out,
-    }  # fmt: skip
-    rows = [
-        ("", "median", "range"),
-        ("wall time, s", f"{wall_s:.1f}", ""),
-        ("of it training, s", f"{trained_s:.1f}", ""),
-        ("of that waiting for data, %", f"{100 * waited_s / trained_s:.3f}", ""),
-        ("steps", f"{last['step']:,}", ""),
-        ("tokens", f"{last['tokens']:,}", ""),
-        ("tokens per second, by log line", *tokens_per_s.cells(",.0f")),
-        ("peak memory, GiB", f"{last['peak_mem_gib']:.2f}", ""),
-    ]
+    figures: dict[str, Any] = {
+        "wall time, s": wall_s,
+        "of it training, s": trained_s,
+        "of that waiting for data, %": 100 * waited_s / trained_s,
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "tokens per second, by log line": spread(line["tokens_per_s"] for line in metrics),
+        "peak memory, GiB": last["peak_mem_gib"],
+    }
     for line in held_out:
         name = f"held-out {line['source']} after step {line['step']:,}, nats per byte"
-        rows.append((name, f"{line['nats_per_byte']:.4f}", ""))
-    return Report(rows, [], results)
+        figures[name] = f"{line['nats_per_byte']:.4f}"
+    return Report([{"": name, "value": value} for name, value in figures.items()])

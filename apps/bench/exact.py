@@ -12,8 +12,6 @@ from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import clock, take_turns
 from apps.main import app
 from apps.main.config import TrainArgs
-from lingua.base.format import human_bytes
-from lingua.parallel.mesh import mesh_sizes
 
 RANKS, WARM_UP, STEPS = 2, 3, 20  # steps that are not measured, and those that are
 RUN = ["data.batch_size=4", "device=cpu", "distributed.grad_sync=every", "distributed.threads=1"]
@@ -31,23 +29,17 @@ def measure(keys: list[str], repeats: int) -> Report:
         side: partial(train_on_ranks, ranks, step_cost, *keys, key) for side, key in SIDES.items()
     }
     turns = take_turns(sides, repeats, "exact", warm_up=0)
-    rows = [("", *SIDES, "exact over float", "range")]
-    results: dict[str, Any] = {"mesh": mesh_sizes(args.distributed, ranks)}
-    for name, title in (("seconds", "a step, s"), ("cpu_seconds", "processor time, s")):
+    rows: list[dict[str, Any]] = []
+    for name in turns["exact"].results[0]:
         values = {side: [cost[name] for cost in turns[side].results] for side in SIDES}
-        spreads = {side: spread(values[side]) for side in SIDES}
-        ratio = quotients(values["exact"], values["float"])
-        results[name] = spreads | {"ratio": ratio}
-        rows.append((title, *(f"{s.median:.3f}" for s in spreads.values()), *ratio.cells()))
-    n_bytes = results["bytes"] = {side: turns[side].results[0]["bytes"] for side in SIDES}
-    ratio_bytes = f"{n_bytes['exact'] / n_bytes['float']:.2f}"
-    rows.append(("bytes of gradients", *map(human_bytes, n_bytes.values()), ratio_bytes, ""))
+        row = {"": name, **{side: spread(values[side]) for side in SIDES}}
+        rows.append(row | {"exact over float": quotients(values["exact"], values["float"])})
     n_micro, n_rows = args.micro_steps(ranks)
     about = f"{ranks} ranks, {n_micro} micro-steps of {n_rows} rows, medians of {repeats} rounds of"
-    return Report(rows, [f"{about} {STEPS} steps"], results)
+    return Report(rows, [f"{about} {STEPS} steps"])
 
 
-def step_cost(*keys: str) -> dict[str, Any]:
+def step_cost(*keys: str) -> dict[str, float]:
     """Wall and processor time of a step on this rank, and bytes of gradient collectives on rank 0.
     Called by every rank."""
     args: TrainArgs = read_config(keys)
@@ -61,4 +53,5 @@ def step_cost(*keys: str) -> dict[str, Any]:
         for call in collectives(args, n)
         if call["kind"] in REDUCTIONS or call["axis"] == "dp_replicate"
     )
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "bytes": n_bytes}
+    cost = {"a step, s": seconds, "processor time, s": cpu_seconds}
+    return cost | {"gradients, MiB": n_bytes / 2**20}

@@ -46,8 +46,7 @@ CONVERTED = {f"{a} / {b}": (a, b) for a, b in (("import", "copy, synced"), ("exp
 def measure(keys: list[str], repeats: int) -> Report:
     """Everything is written into a folder of the current one, and removed."""
     model: ModelArgs = read_config(with_defaults(MODEL, keys)).model
-    results: dict[str, Any] = {}
-    rows: list[tuple[str, ...]] = [("", "median", "range", "of the fastest")]
+    rows: list[dict[str, Any]] = []
     notes = []
     with TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as temporary:
         for dtype in (torch.float32, torch.bfloat16):
@@ -55,18 +54,15 @@ def measure(keys: list[str], repeats: int) -> Report:
             size = write_folder(folder, model, dtype)
             loaded = on_ranks(PROCESSES, load_on_rank, str(folder), f"{repeats}")
             title = f"{size / 1e9:.2f} GB of {dtype}"
-            more, spreads = side_rows(loaded["seconds"], LOADED, f"{title}: ")
-            results[title] = loaded | spreads
-            rows += more
+            rows += side_rows(loaded["seconds"], LOADED, f"{title}: ")
             held, peak, largest = (f"{loaded[k] / 1e6:.0f}" for k in ("held", "peak", "largest"))
             notes.append(
                 f"{title}: a rank holds {held} MB, and its memory grows by {peak} MB; the largest "
                 f"tensor has {largest}"
             )
         converted = seconds_of(convert_once(folder) for _ in range(repeats))
-    more, spreads = side_rows(converted, CONVERTED, "convert: ")
-    results["convert"] = {"seconds": converted, **spreads}
-    return Report([*rows, *more], notes, results)
+    rows += side_rows(converted, CONVERTED, "convert: ")
+    return Report(rows, notes)
 
 
 def write_folder(folder: Path, model: ModelArgs, dtype: torch.dtype) -> int:

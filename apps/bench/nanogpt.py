@@ -3,6 +3,8 @@ on the CPU in float32: what rotary positions, RMSNorm and SwiGLU cost beside lea
 LayerNorm and GELU of as many layers, features and heads.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -71,18 +73,14 @@ def measure(keys: list[str], repeats: int) -> Report:
 
     sides = {"lingua": lingua, "nanogpt": nanogpt}
     turns = take_turns(sides, repeats * PASSES, "forward and backward")
-    results = {}
-    table = [("", "parameters", "tokens/s", "range")]
+    table: list[dict[str, Any]] = []
     for name, module in (("lingua", model), ("nanogpt", reference)):
-        results[name] = speed = spread(tokens.numel() / s for s in turns[name].seconds)
+        speed = spread(tokens.numel() / s for s in turns[name].seconds)
         n_parameters = sum(p.numel() for p in module.parameters())
-        table.append((name, f"{n_parameters:,}", *speed.cells(",.0f")))
-    notes = [
-        f"medians of {repeats * PASSES} passes of {len(tokens)} rows of {seq_len} tokens; "
-        "nanogpt's time over lingua's:"
-    ]
+        table.append({"": name, "parameters": n_parameters, "tokens/s": speed})
     for key, about in (("seconds", "wall time"), ("cpu_seconds", "processor time")):
-        over, under = (getattr(turns[name], key) for name in ("nanogpt", "lingua"))
-        results[f"{key}_ratio"] = ratio = quotients(over, under)
-        notes.append(f"{ratio.median:.3f} in {about} (quartiles {ratio.quartiles('.3f')})")
-    return Report(table, notes, results)
+        ratio = quotients(*(getattr(turns[name], key) for name in ("nanogpt", "lingua")))
+        title = f"{about}, nanogpt's over lingua's"
+        table.append({"": title, "ratio": ratio, "quartiles": ratio.quartiles()})
+    about = f"medians of {repeats * PASSES} passes of {len(tokens)} rows of {seq_len} tokens"
+    return Report(table, [about])

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def measure(keys: list[str], repeats: int) -> Report:
     steps, runs = measure_arms(CHANGES | SAME, keys, repeats)
     long = [f"steps={LONG_STEPS}", f"validation.every={LONG_STEPS // 6}"]
     long_steps, long_runs = measure_arms(LONG, [*long, *keys], (repeats + 1) // 2, "long-")
-    rows = [("change", "step", "mean difference", "deviation: paired", "unpaired", "variances")]
+    rows: list[dict[str, Any]] = []
     for at, (base, *arms) in ((steps, runs.items()), (long_steps, long_runs.items())):
         for name, losses in arms:
             difference = np.subtract(losses, base[1])
@@ -52,11 +53,11 @@ def measure(keys: list[str], repeats: int) -> Report:
             unpaired = np.var(losses, 0, ddof=1) + np.var(base[1], 0, ddof=1)
             for numbers in zip(at, difference.mean(0), paired, unpaired, strict=True):
                 step, mean, variance, sum_of_variances = numbers
-                ratio = sum_of_variances / variance if variance else np.inf
-                rows.append((
-                    name, f"{step}", f"{mean:+.5f}", f"{variance ** 0.5:.2g}",
-                    f"{sum_of_variances ** 0.5:.2g}", f"{ratio:.2g}",
-                ))  # fmt: skip
+                row = {"change": name, "step": step, "mean difference": f"{mean:+.5f}"}
+                row |= {"deviation: paired": variance**0.5, "unpaired": sum_of_variances**0.5}
+                rows.append(
+                    row | {"variances": sum_of_variances / variance if variance else np.inf}
+                )
     same = {name: runs.pop(name) for name in SAME}
     results = {
         "base": [*TINY, *BASE, *given], "changes": CHANGES, "steps": steps, "runs": runs,

@@ -28,10 +28,11 @@ from lingua.tools.audit.receipt import digest_of_files
 STARTS = (
     ((1, 1, 1), 16), ((2, 1, 1), 3), ((1, 2, 1), 8), ((1, 1, 2), 5), ((1, 2, 2), 4),
 )  # fmt: skip
+MESH = "dp_replicate, dp_shard, tp"
 EXACT_MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
 TIMES = NOT_CHAINED - {"chain"}  # numbers of a metrics line that depend on the machine
 COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # one for each start
-MUTED, GRID = "#666666", "#e4e4e0"
+MUTED = "#666666"
 SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]
 # Of other apps, whose rows may have a length of their own: a minute on two cores.
 SHORTER = ["steps=10", "optim.warmup=2", "validation.tokens=4096", "device=cpu"]
@@ -76,11 +77,12 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
         words = [f"stop_at={start.steps.stop}", f"data.batch_size={start.rows}"]
         stopped = train([*keys, *words], f"{folder}/stopped", start.sizes)
     apart, equal = compare(never, stopped)
-    rows = [("dp_replicate, dp_shard, tp", "micro-batch", "steps", "equal batches", "loss apart")]
+    rows: list[dict[str, Any]] = []
     for start in starts:
-        steps = f"{start.steps.start + 1} to {start.steps.stop}"
-        same, largest = sum(equal[start.steps]), max(apart[start.steps])
-        rows.append((f"{start.sizes}", f"{start.rows} rows", steps, f"{same}", f"{largest:.1e}"))
+        mesh = {MESH: f"{start.sizes}", "micro-batch": start.rows}
+        steps = {"steps": f"{start.steps.start + 1} to {start.steps.stop}"}
+        same = {"equal batches": sum(equal[start.steps])}
+        rows.append(mesh | steps | same | {"loss apart": max(apart[start.steps])})
     notes = [
         f"batch hashes equal in {sum(equal)} of {len(equal)} steps; losses at most "
         f"{max(apart):.1e} apart, relative to the run that never stopped (one process)"
@@ -97,22 +99,21 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
 
 def measure_exact(app: App, keys: list[str], folder: str) -> Report:
     end, n = read_config(keys, app).steps, len(EXACT_MESHES)
-    outcomes: dict[str, Any] = {}
-    for sizes in EXACT_MESHES:
-        dump_dir = f"{folder}/{'x'.join(map(str, sizes))}"
-        lines = train(keys, dump_dir, sizes)
-        outcomes[str(sizes)] = outcome_of(lines, dump_dir)
+    outcomes = [
+        (f"{sizes}", outcome_of(train(keys, f"{folder}/{sizes}", sizes), f"{folder}/{sizes}"))
+        for sizes in EXACT_MESHES
+    ]
     for i, sizes in enumerate(EXACT_MESHES, start=1):
         lines = train([*keys, f"stop_at={-(-end * i // n)}"], f"{folder}/all", sizes)
-    outcomes["one after the other"] = outcome_of(lines, f"{folder}/all")
-    first, *others = outcomes.values()
-    rows = [("dp_replicate, dp_shard, tp", "equal lines", "hash of all tensors")]
-    for name, outcome in outcomes.items():
-        pairs = zip(outcome["lines"], first["lines"], strict=True)
-        rows.append((name, f"{sum(a == b for a, b in pairs)} of {end}", outcome["hash"]))
-    same = all(other == first for other in others)
+    outcomes.append(("one after the other", outcome_of(lines, f"{folder}/all")))
+    rows: list[dict[str, Any]] = []
+    for name, outcome in outcomes:
+        pairs = zip(outcome["lines"], outcomes[0][1]["lines"], strict=True)
+        equal = f"{sum(a == b for a, b in pairs)} of {end}"
+        rows.append({MESH: name, "equal lines": equal, "hash of all tensors": outcome["hash"]})
+    same = all(outcome == outcomes[0][1] for _, outcome in outcomes)
     verdict = "all runs are equal to the last bit" if same else "THE RUNS DIFFER"
-    return Report(rows, [verdict], {"outcomes": outcomes, "equal": same})
+    return Report(rows, [verdict], {"equal": same})
 
 
 def outcome_of(metrics: Metrics, dump_dir: str) -> dict[str, Any]:
@@ -157,12 +158,7 @@ def compare(never: Metrics, stopped: Metrics) -> tuple[list[float], list[bool]]:
 def draw(png: Path, results: dict[str, list[Any]], starts: list[Start]) -> None:
     """Above, both loss curves; below, how far apart they are."""
     plt = import_optional("matplotlib.pyplot", "--png")
-    plt.rcParams.update({
-        "font.size": 9, "text.color": "#222222", "axes.labelcolor": MUTED, "axes.grid": True,
-        "axes.grid.axis": "y", "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": GRID,
-        "axes.spines.top": False, "axes.spines.right": False, "xtick.color": MUTED,
-        "ytick.color": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
-    })  # fmt: skip
+    plt.style.use(["seaborn-v0_8-whitegrid", {"font.size": 9, "axes.grid.axis": "y"}])
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.6), sharex=True, height_ratios=(2.2, 1), layout="constrained"
     )

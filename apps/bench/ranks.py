@@ -36,44 +36,28 @@ NODE = 8  # ranks of a node
 TINY = ["model.dim=64", "model.n_layers=2", "model.n_heads=4", "device=cpu"]
 STEPS, WORK_S, LATE_S = 40, 0.1, 0.05  # of the agreement: a rank is late, another one in each step
 SAVES = 4
-
-# name, form of the numbers, key
-ROWS = [
-    ("start to mesh, s, median rank", ".2f", "start_s"),
-    ("messages to rank 0 until then", ",.0f", "start_messages"),
-    ("descriptors opened by rank 0", ".0f", "files_0"),
-    ("descriptors opened by another rank", ".0f", "files"),
-    ("first save: KiB that rank 0 receives", ",.0f", "first_kib"),
-    ("first save: CPU s of rank 0", ".2f", "first_cpu"),
-    ("later save: KiB that rank 0 receives", ",.0f", "later_kib"),
-    ("later save: messages that it receives", ",.0f", "later_messages"),
-    ("later save: CPU s of rank 0", ".3f", "later_cpu_0"),
-    ("later save: CPU s of another rank", ".3f", "later_cpu"),
-    ("agreement: hops one after another", ",.0f", "hops"),
-    ("ms a step, agreement awaited at once", ".0f", "at_once_ms"),
-    ("ms a step, agreement begun a step ahead", ".0f", "ahead_ms"),
-]
-SLEPT = ("at_once_ms", "ahead_ms")  # mostly what the ranks sleep: nothing to estimate from
+# Mostly what the ranks sleep: nothing to estimate from.
+SLEPT = "ms a step, agreement awaited at once", "ms a step, agreement begun a step ahead"
 
 
 def measure(keys: list[str]) -> Report:
     results = {n: run_ranks(n, with_defaults(TINY, keys)) for n in RANKS}
-    rows = [("", *(f"{n}" for n in RANKS), *(f"{n:,} *" for n in ESTIMATED))]
-    for name, form, key in ROWS:
-        measured = [results[n][key] for n in RANKS]
-        estimates = np.polyval(np.polyfit(RANKS, measured, 1), ESTIMATED)
-        estimated = [""] * len(ESTIMATED) if key in SLEPT else [f"{e:{form}}" for e in estimates]
-        rows.append((name, *(f"{value:{form}}" for value in measured), *estimated))
+    rows: list[dict[str, Any]] = []
+    for name in results[RANKS[0]]:
+        measured = [results[n][name] for n in RANKS]
+        line = np.polyfit(RANKS, measured, 1)
+        estimated = {} if name in SLEPT else {f"{n:,} *": np.polyval(line, n) for n in ESTIMATED}
+        rows.append({"": name, **dict(zip(map(str, RANKS), measured, strict=True)), **estimated})
     notes = [
         "* estimates: a line through the four that were measured",
         f"later saves: medians of {SAVES - 1}; a step is {1000 * WORK_S:.0f} ms, and another rank "
         f"is {1000 * LATE_S:.0f} ms late in each",
     ]
-    return Report(rows, notes, {"ranks": results})
+    return Report(rows, notes)
 
 
 def run_ranks(n: int, keys: list[str]) -> dict[str, float]:
-    """The numbers of `n` ranks, by the keys of ROWS."""
+    """The numbers of `n` ranks, by name."""
     print(f"{n} processes", file=sys.stderr)
     with TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as folder:
         place = (n, get_free_port(), Path(folder), keys, get_context("fork").Barrier(n))
@@ -83,18 +67,18 @@ def run_ranks(n: int, keys: list[str]) -> dict[str, float]:
     [first_save, *_], saves = first["saves"], [rank["saves"][1:] for rank in ranks]
     n_bytes, n_messages, cpu_s = np.median(saves[0], 0).tolist()
     return {
-        "start_s": float(np.median([rank["start_s"] for rank in ranks])),
-        "start_messages": first["start_messages"],
-        "files_0": first["files"],
-        "files": max(rank["files"] for rank in others),
-        "first_kib": first_save[0] / 1024,
-        "first_cpu": first_save[2],
-        "later_kib": n_bytes / 1024,
-        "later_messages": n_messages,
-        "later_cpu_0": cpu_s,
-        "later_cpu": float(np.median(saves[1:], (0, 1))[2]),
-        "hops": 2 * (n - 1),
-        **{key: first[key] for key in SLEPT},
+        "start to mesh, s, median rank": float(np.median([rank["start_s"] for rank in ranks])),
+        "messages to rank 0 until then": first["start_messages"],
+        "descriptors opened by rank 0": first["files"],
+        "descriptors opened by another rank": max(rank["files"] for rank in others),
+        "first save: KiB that rank 0 receives": first_save[0] / 1024,
+        "first save: CPU s of rank 0": first_save[2],
+        "later save: KiB that rank 0 receives": n_bytes / 1024,
+        "later save: messages that it receives": n_messages,
+        "later save: CPU s of rank 0": cpu_s,
+        "later save: CPU s of another rank": float(np.median(saves[1:], (0, 1))[2]),
+        "agreement: hops one after another": 2 * (n - 1),
+        **{name: first[name] for name in SLEPT},
     }
 
 
@@ -132,18 +116,18 @@ def numbers_of_rank(n: int, folder: Path, keys: list[str], ready: Any) -> dict[s
             world_sum_(torch.ones(1))
             saved = np.array([*received(), time.process_time()]) - before
             numbers["saves"].append(saved.tolist())
-    for key in SLEPT:
+    for name in SLEPT:
         world_sum_(torch.ones(1))
         begin = time.perf_counter()
         for step in range(STEPS):
             time.sleep(LATE_S * (step % n == launch.rank))
             agreement = dist.all_reduce(torch.ones(4), async_op=True)
-            if key == "at_once_ms":
+            if name == SLEPT[0]:
                 agreement.wait()
             time.sleep(WORK_S)
             agreement.wait()
         world_sum_(torch.ones(1))
-        numbers[key] = 1000 * (time.perf_counter() - begin) / STEPS
+        numbers[name] = 1000 * (time.perf_counter() - begin) / STEPS
     return numbers
 
 

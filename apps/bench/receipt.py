@@ -43,18 +43,13 @@ def measure(keys: list[str], repeats: int) -> Report:
     parts = take_turns({"run": short_run}, repeats, "receipt", warm_up=0)["run"].results
     seconds = {name: np.array([each[name] for each in parts]) for name in parts[0]}
     shares = {name: 100 * seconds[name] / seconds["a step"] / n for name, n in every.items()}
-    rows: list[tuple[str, ...]] = [("", "ms", "range", "each", "% of a step", "range")]
-    results: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     for name in seconds:
-        results[name] = ms = spread(1000 * seconds[name])
-        cells: tuple[str, ...] = ("", "", "")
+        rows.append({"": name, "ms": spread(1000 * seconds[name])})
         if name in every:
-            results[f"{name}, percent"] = share = spread(shares[name])
-            cells = (f"{every[name]} steps", *share.cells(".4f"))
-        rows.append((name, *ms.cells(".3f"), *cells))
-    results["percent"] = total = spread(sum(shares.values()))
-    rows.append(("all of them", "", "", "", *total.cells(".4f")))
-    return Report(rows, [f"medians of {repeats} rounds"], results)
+            rows[-1] |= {"steps": every[name], "% of a step": spread(shares[name])}
+    rows.append({"": "all of them", "% of a step": spread(sum(shares.values()))})
+    return Report(rows, [f"medians of {repeats} rounds; steps: between two of them"])
 
 
 def seconds_of_parts(app: App, keys: list[str]) -> dict[str, float]:

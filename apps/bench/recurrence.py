@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from apps.bench.launch import read_config
-from apps.bench.report import Report, largest_difference, quotients, spread
-from apps.bench.turns import take_turns
+from apps.bench.report import Report, largest_difference
+from apps.bench.turns import take_turns, times
 from apps.mamba.model import ssd
 from lingua.model.attention import attend
 from lingua.model.scan import scan
@@ -23,22 +23,13 @@ RATIOS = (("loop", "scan"), ("attention", "scan"), ("attention", "ssd"))
 
 def measure(keys: list[str], repeats: int) -> Report:
     n_heads, _, head_dim = read_config(keys).model.heads()
-    cases: list[dict[str, Any]] = []
-    rows: list[tuple[str, ...]] = []
+    rows: list[dict[str, Any]] = []
     for seq_len in LENGTHS:
         turns = take_turns(sides(seq_len, n_heads, head_dim), repeats, f"{seq_len} tokens")
-        seconds = {side: spread(taken.seconds) for side, taken in turns.items()}
-        ratios = {f"{a} / {b}": quotients(turns[a].seconds, turns[b].seconds) for a, b in RATIOS}
         apart = largest_difference(turns["scan"].results[0], turns["loop"].results[0])
-        case = {f"{side}_s": s for side, s in seconds.items()} | ratios
-        cases.append({**case, "difference": apart, "seq_len": seq_len})
-        ms = (f"{1000 * s.median:.1f}" for s in seconds.values())
-        rows.append((f"{seq_len:,}", *ms, *(ratio.text(".1f") for ratio in ratios.values())))
-    heading = ("tokens", *(f"{side}, ms" for side in seconds), *ratios)
-    note = f"medians of {repeats} turns, ratios with their ranges, {n_heads} heads of {head_dim}"
-    apart = max(case["difference"] for case in cases)
-    note += f" features, float32; gradients of loop and scan at most {apart:.1e} apart (relative)"
-    return Report([heading, *rows], [note], {"cases": cases}, left=0)
+        rows.append({"tokens": seq_len, **times(turns, *RATIOS), "apart": apart})
+    about = f"medians of {repeats} turns, {n_heads} heads of {head_dim} features, float32"
+    return Report(rows, [f"{about}; apart: relative difference of gradients of loop and scan"])
 
 
 def sides(seq_len: int, n_heads: int, head_dim: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:

@@ -3,9 +3,11 @@
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import takewhile
+from math import floor, isfinite, log10
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,6 @@ import torch
 from torch import Tensor
 
 from lingua.base.format import align
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of a measurement."""
-
-    rows: Sequence[Sequence[str]]  # the table to print
-    notes: list[str]  # lines below it
-    results: dict[str, Any]  # the same as numbers, Spreads, and lists and mappings of them
-    device: str = "cpu"  # torch device type
-    left: int = 1  # columns that are aligned left
 
 
 @dataclass(frozen=True)
@@ -38,16 +29,23 @@ class Spread:
     high: float
     n: int
 
-    def cells(self, form: str = ".2f") -> tuple[str, str]:
-        """The median and the range as text, each number formatted with `form`."""
-        return f"{self.median:{form}}", f"{self.low:{form}} to {self.high:{form}}"
-
-    def text(self, form: str = ".2f") -> str:
+    def __str__(self) -> str:
         """The median, and the range in parentheses."""
-        return "{} ({})".format(*self.cells(form))
+        return f"{shown(self.median)} ({shown(self.low)} to {shown(self.high)})"
 
-    def quartiles(self, form: str = ".2f") -> str:
-        return f"{self.q1:{form}} to {self.q3:{form}}"
+    def quartiles(self) -> str:
+        return f"{shown(self.q1)} to {shown(self.q3)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a measurement. Spreads, numbers and text of the table and of `results` are
+    written as JSON as they are."""
+
+    rows: Sequence[Mapping[str, Any]]  # of the table to print, by the headings of its columns
+    notes: Sequence[str] = ()  # lines below it
+    results: Mapping[str, Any] = field(default_factory=dict)  # what is not printed
+    device: str = "cpu"  # torch device type
 
 
 def spread(measured: Iterable[float]) -> Spread:
@@ -68,19 +66,32 @@ def largest_difference(some: Iterable[Tensor], others: Iterable[Tensor]) -> floa
 
 
 def side_rows(
-    seconds: dict[str, list[float]], ratios: dict[str, tuple[str, str]], title: str = ""
-) -> tuple[list[tuple[str, ...]], dict[str, Spread]]:
-    """A row (name, median, range, "") for each side's seconds by round, then one (name, median,
-    range, that of the fastest turns) for each ratio {name: (over, under)}; all Spreads."""
-    spreads = {side: spread(values) for side, values in seconds.items()}
-    rows: list[tuple[str, ...]] = [
-        (f"{title}{side}, s", *s.cells(), "") for side, s in spreads.items()
-    ]
+    seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, tuple[str, str]], title: str = ""
+) -> list[dict[str, Any]]:
+    """A row for the seconds of each side, by round, then one for each ratio {name: (over, under)},
+    of rounds and of the fastest turns."""
+    rows = [{"": f"{title}{side}", "seconds": spread(times)} for side, times in seconds.items()]
     for name, (over, under) in ratios.items():
-        spreads[name] = quotients(seconds[over], seconds[under])
-        fastest = spreads[over].low / spreads[under].low
-        rows.append((f"{title}{name}", *spreads[name].cells(), f"{fastest:.2f}"))
-    return rows, spreads
+        fastest = min(seconds[over]) / min(seconds[under])
+        ratio = quotients(seconds[over], seconds[under])
+        rows.append({"": title + name, "ratio": ratio, "of the fastest": fastest})
+    return rows
+
+
+def shown(value: Any) -> str:
+    """A number with three digits, or all before its point; "-" for None; otherwise text."""
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)
+    places = 2 - floor(log10(abs(value))) if value and isfinite(value) else 0
+    return f"{value:.1e}" if places > 5 else f"{value:,.{max(0, places)}f}"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table; its first columns, as far as they are text, are aligned left."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    left = takewhile(lambda c: all(isinstance(row.get(c, ""), str) for row in rows), columns)
+    cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
+    return align([columns, *cells], len(list(left)))
 
 
 def show(report: Report, command: str, json_path: Path | None) -> None:
@@ -93,18 +104,13 @@ def show(report: Report, command: str, json_path: Path | None) -> None:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if report.device == "cuda" else "cpu",
     }
-    print(
-        f"machine  {machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; "
-        f"device {machine['device']}; torch {machine['torch']}, Python {machine['python']}"
-    )
+    print("machine ", ", ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"command  {command}\n")
-    print("\n".join(align(report.rows, report.left)))
-    if report.notes:
-        print("\n".join(["", *report.notes]))
+    print("\n".join([*table(report.rows), "", *report.notes]).rstrip())
     if json_path is not None:
-        now = datetime.now(UTC).isoformat()
-        content = {"command": command, "machine": machine, "results": report.results}
-        text = json.dumps(content | {"created_at": now}, indent=1, default=asdict)
+        content = {"command": command, "machine": machine, "rows": report.rows}
+        content |= {"results": report.results, "created_at": datetime.now(UTC).isoformat()}
+        text = json.dumps(content, indent=1, default=asdict)
         json_path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from apps.bench.launch import read_lines, run
 from apps.bench.report import Report, spread
@@ -36,14 +37,11 @@ def measure(keys: list[str], repeats: int) -> Report:
             for case in ("to build", "built"):
                 print(f"start {repeat + 1} of {repeats}, {CASES[case]}", file=sys.stderr)
                 starts[case].append(start_once(keys, Path(folder), case))
-    results = {
-        case: {part: spread(seconds[part] for seconds in starts[case]) for part in (*PARTS, "all")}
-        for case in CASES
-    }
-    rows = [("seconds: median (range)", *CASES.values())]
+    rows: list[dict[str, Any]] = []
     for part, name in {**PARTS, "all": "to the first completed step"}.items():
-        rows.append((name, *(results[case][part].text() for case in CASES)))
-    return Report(rows, [f"{repeats} starts of each"], {"seconds": results, "repeats": repeats})
+        cells = {CASES[c]: spread(seconds[part] for seconds in starts[c]) for c in CASES}
+        rows.append({"seconds": name, **cells})
+    return Report(rows, [f"medians of {repeats} starts of each"])
 
 
 def start_once(keys: list[str], folder: Path, case: str) -> dict[str, float]:

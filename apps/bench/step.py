@@ -60,12 +60,10 @@ def measure(keys: list[str], repeats: int) -> Report:
     shapes = {Path(named["config"]).stem: []} if "config" in named else SHAPES[device.type]
     varied = VARIED[device.type]
     axes = [(named[key],) if key in named else values for key, values in varied.items()]
-    heading = ("tokens/s", "bare loop", "ratio", "MFU, %", "peak GiB", "bare loop")
-    rows: list[tuple[str, ...]] = [("shape", *varied, *heading)]
     cases: list[dict[str, Any]] = []
     errors: list[str] = []
     for shape, *values in product(shapes, *axes):
-        case: dict[str, Any] = {"shape": shape, **dict(zip(varied, values, strict=True))}
+        case = {"shape": shape, **dict(zip(varied, values, strict=True))}
         title = ", ".join(f"{key} {value}" for key, value in case.items())
         words = [f"{key}={case[key]}" for key in varied]
         torch.compiler.reset()  # else what differs from the last shape would be compiled as dynamic
@@ -73,20 +71,13 @@ def measure(keys: list[str], repeats: int) -> Report:
             numbers = measure_case([*shapes[shape], *keys, *words], device, repeats, title)
         except (UserError, RuntimeError) as error:  # the others are still measured
             errors.append(f"{title}: {error}")
-            cases.append({**case, "error": str(error)})
             continue
         cases.append(case | numbers)
-        speeds = (f"{numbers[key].median:,.0f}" for key in ("tokens_per_s", "bare_tokens_per_s"))
-        more = (numbers[key] for key in ("mfu", "peak_gib", "bare_peak_gib"))
-        shown = ("-" if value is None else f"{value:.1f}" for value in more)
-        rows.append((shape, *values, *speeds, f"{numbers['ratio'].median:.3f}", *shown))
-    if len(errors) == len(cases):
-        raise UserError(cases[0]["error"])
-    apart = max(case["loss_difference"] for case in cases if "error" not in case)
-    about = f"medians of {repeats} turns of {STEPS} steps, after {WARM_UP} that are not measured"
-    about += f"; losses of both: at most {apart:.1e} apart (relative)"
-    notes = [*(error.splitlines()[0] for error in errors), about]
-    return Report(rows, notes, {"cases": cases}, device.type, left=3)
+    if not cases:
+        raise UserError(errors[0])
+    about = f"medians of {repeats} turns of {STEPS} steps, after {WARM_UP} that are not measured; "
+    notes = [*(error.splitlines()[0] for error in errors), f"{about}apart: losses (relative)"]
+    return Report(cases, notes, {"errors": errors}, device.type)
 
 
 def measure_case(keys: list[str], device: torch.device, repeats: int, title: str) -> dict[str, Any]:
@@ -124,13 +115,13 @@ def measure_case(keys: list[str], device: torch.device, repeats: int, title: str
     tokens = STEPS * args.data.step_rows * args.data.seq_len
     speed, peak = spread(tokens / s for s in seconds), peak_flops(name, args.distributed.dtype)
     return {
-        "tokens_per_s": speed,
-        "bare_tokens_per_s": spread(tokens / s for s in bare_seconds),
+        "tokens/s": speed,
+        "bare loop": spread(tokens / s for s in bare_seconds),
         "ratio": quotients(bare_seconds, seconds),
-        "mfu": mfu(build(args).flops_per_token, speed.median, peak),
-        "peak_gib": peak_gib,
-        "bare_peak_gib": bare_peak_gib,
-        "loss_difference": max(differences),
+        "MFU, %": mfu(build(args).flops_per_token, speed.median, peak),
+        "GiB": peak_gib,
+        "GiB of it": bare_peak_gib,
+        "apart": max(differences),
     }
 
 

@@ -19,7 +19,6 @@ from apps.bench.report import Report
 from apps.main import app
 from apps.main.config import TrainArgs
 from lingua.base.errors import UserError
-from lingua.base.format import human_bytes
 
 MODES = ("last", "replica_last", "every")
 RUN = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "device=cpu"]
@@ -35,24 +34,19 @@ def measure(keys: list[str]) -> Report:
     if replicas is None or shards is None:
         raise UserError("distributed.dp_replicate and dp_shard: must be numbers")
     mesh = replicas, shards, args.distributed.tp_size
-    rows = [["grad_sync", "reduce-scatters", "bytes", "all-reduces", "bytes", "kept"]]
-    modes = []
+    rows: list[dict[str, Any]] = []
     for mode in MODES:
         print(f"{prod(mesh)} processes, grad_sync = {mode}", file=sys.stderr)
         counts = train_on_ranks(prod(mesh), count, *keys, f"distributed.grad_sync={mode}")
-        modes.append({"mode": mode, **counts})
-        reduced = (counts[kind] for kind in REDUCTIONS)
-        cells = [cell for c in reduced for cell in (f"{c['count']}", human_bytes(c["bytes"]))]
-        rows.append([mode, *cells, human_bytes(counts["kept_bytes"])])
+        rows.append({"grad_sync": mode, **counts})
     n_micro, n_rows = args.micro_steps(replicas * shards)
     notes = [
         f"gradients in one step of rank 0: dp_replicate {replicas}, dp_shard {shards}, "
-        f"tp {mesh[2]}; {n_micro} micro-steps of at most {n_rows} rows; "
-        f"{modes[0]['parameters']:,} parameters;",
-        "bytes: of the larger side of each collective, the gradient before it is reduced;",
+        f"tp {mesh[2]}; {n_micro} micro-steps of at most {n_rows} rows;",
+        "MiB: of the larger side of each collective, the gradient before it is reduced;",
         "kept: memory of gradients between micro-steps",
     ]
-    return Report(rows, notes, {"mesh": mesh, "micro_steps": n_micro, "modes": modes})
+    return Report(rows, notes)
 
 
 def count(*keys: str) -> dict[str, Any]:
@@ -69,13 +63,13 @@ def count(*keys: str) -> dict[str, Any]:
     with training(app, args, STEP + 1) as (run, steps):
         run.model.register_forward_pre_hook(look, prepend=True)
         list(steps)
-    n_parameters = sum(p.numel() for p in run.model.parameters())
-    counts: dict[str, Any] = {"parameters": n_parameters, "kept_bytes": live[-1] - live[0]}
+    counts: dict[str, Any] = {"parameters": sum(p.numel() for p in run.model.parameters())}
     calls = collectives(args, STEP)
     for kind, axis in REDUCTIONS.items():
         reduced = [call for call in calls if (call["kind"], call["axis"]) == (kind, axis)]
-        counts[kind] = {key: sum(call[key] for call in reduced) for key in ("count", "bytes")}
-    return counts
+        counts[f"{kind}s"] = sum(call["count"] for call in reduced)
+        counts[f"their MiB, {axis}"] = sum(call["bytes"] for call in reduced) / 2**20
+    return counts | {"kept, MiB": (live[-1] - live[0]) / 2**20}
 
 
 def settled_bytes() -> int:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from apps.bench.report import Spread, quotients, spread
+
 Side = Callable[[], Any]
 
 
@@ -67,6 +69,12 @@ def take_turns(
         print(f"{title}: round {i + 1 - warm_up} of {repeats}", file=sys.stderr)
         rounds.append(take_round(sides, i))
     return by_side(rounds[warm_up:])
+
+
+def times(turns: Mapping[str, Turns], *ratios: tuple[str, str]) -> dict[str, Spread]:
+    """Cells of a row: milliseconds of each side, and seconds of one over those of another."""
+    cells = {f"{side}, ms": spread(1000 * s for s in t.seconds) for side, t in turns.items()}
+    return cells | {f"{a} / {b}": quotients(turns[a].seconds, turns[b].seconds) for a, b in ratios}
 
 
 def by_side(rounds: Iterable[Mapping[str, Turn]]) -> dict[str, Turns]:

@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from apps.bench import ablate, data, promise
+from apps.bench import data, promise
 from apps.bench.__main__ import MEASUREMENTS
 from apps.bench.loop import Reference
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
+from apps.speedrun import ablate
 from lingua.config.load import load
 from lingua.data.loader import MicroBatch
 from tests.mistakes import refused
@@ -107,8 +109,7 @@ SMALLEST: dict[str, list[str]] = {
     ],
     "pairs": ["--repeats=2", "data.seq_len=16", "steps=4", "validation.every=2"],
 }
-# What a measurement and its reference must agree on, by the end of its key.
-EQUAL = {"difference": 0.0, "equal_tokens": 1.0}
+EQUAL = {"apart": 0.0, "loss_difference": 0.0, "equal tokens": 1.0}  # beside the reference
 SOAK = (
     "generate",
     "checkpoint",
@@ -133,13 +134,13 @@ def test_a_measurement_reports_its_figures(tmp_path: Path, name: str) -> None:
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["command"].startswith(f"python -m apps.bench {name.split()[0]} ")
     assert {"cpu", "cores", "threads", "torch", "python", "device"} <= content["machine"].keys()
-    for group in groups_in(content["results"]):
+    assert content["rows"]
+    for group in groups_in([content["rows"], content["results"]]):
         if group.keys() == SPREAD:
             assert group["low"] <= group["q1"] <= group["median"] <= group["q3"] <= group["high"]
             assert group["n"] >= 1 and all(map(math.isfinite, group.values()))
-        for key in group:
-            if (end := key.rpartition("loss_")[2]) in EQUAL:
-                assert group[key] == pytest.approx(EQUAL[end], abs=1e-5), key
+        for key in EQUAL.keys() & group.keys():
+            assert np.allclose(group[key], EQUAL[key], atol=1e-5), key
     CHECKS.get(name, lambda results: None)(content["results"])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("bench-")]
 
@@ -175,12 +176,12 @@ def test_text_and_rows_are_timed_beside_their_references(monkeypatch: pytest.Mon
     }
     for name, value in small.items():
         monkeypatch.setattr(data, name, value)
-    results = data.measure([], repeats=1).results
-    names = ["tiktoken", "sentencepiece", "bytes", "two processes", "rows"]
-    for name in [*names, "uint16", "megatron", "datatrove", "datasets"]:
-        assert results[name].keys() == {"ours", "reference", "ratio", "cpu_ratio"}
-        assert all(s.low > 0 and s.n == 1 for s in results[name].values())
-    assert results["first batch, ms"].low > 0
+    rows = {row.pop(""): row for row in map(dict, data.measure([], repeats=1).rows)}
+    names = ["tiktoken", "sentencepiece", "bytes", "two processes over one", "rows of shards"]
+    others = ("uint16", "megatron", "datatrove", "datasets")
+    for name in [*names, *(f"rows of {form} files over shards" for form in others)]:
+        assert rows[name].keys() == {"ours", "reference", "ratio", "CPU ratio"}
+        assert all(s.low > 0 and s.n == 1 for s in rows[name].values())
 
 
 def test_every_measurement_is_tested() -> None:

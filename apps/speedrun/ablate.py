@@ -93,14 +93,13 @@ def report(runs: Runs, steps: int) -> Report:
     codes = {run["code"] for arm in runs.values() for run in arm}
     result, mean = pooled(losses, LEVEL, blocks=True), np.mean([*losses[0].values()])
     assert result is not None  # several seeds, and every arm has all of them
-    rows = [("", "held-out", "difference", f"{LEVEL:.0%} interval", "verdict", "processor s")]
-    rows.append((BASE, f"{mean:.4f}", "", "", "", f"{cpu_s[BASE]:.0f}"))
+    rows: list[dict[str, Any]] = [{"": BASE, "held-out": f"{mean:.4f}"}]
     for name, e in zip(CHANGES, result.estimates, strict=True):
         verdict = "worse" if e.mean > 0 else "better"
-        rows.append((
-            name, f"{mean + e.mean:.4f}", f"{e.mean:+.4f}", f"{e.low:+.4f} to {e.high:+.4f}",
-            verdict if e.excludes_zero else "cannot be told apart", f"{cpu_s[name]:.0f}",
-        ))  # fmt: skip
+        row = {"": name, "held-out": f"{mean + e.mean:.4f}", "difference": f"{e.mean:+.4f}"}
+        row[f"{LEVEL:.0%} interval"] = f"{e.low:+.4f} to {e.high:+.4f}"
+        rows.append(row | {"verdict": verdict if e.excludes_zero else "cannot be told apart"})
+    rows = [{**row, "processor s": round(cpu_s[row[""]])} for row in rows]
     notes = [f"{steps:,} steps, {len(losses[0])} seeds; nats per byte"]
     if len(codes) > 1:
         notes.append(f"the runs are of {len(codes)} versions of the code: {', '.join(codes)}")
