@@ -131,7 +131,9 @@ def explain(error: Exception) -> str | None:
             error.add_note(line)
         _within(STORE_S, lambda: heart.store.set(FIRST, str(heart.rank)))
         if heart.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(2 * BEAT_S)  # the store ends with this process: the others read it before
+            # The store ends with this process, and the others read it before: in a heartbeat, or at
+            # once where they have lost a connection too.
+            time.sleep(0.5 if lost else 2 * BEAT_S)
         return None
     end = time.monotonic() + SILENT_S + 2 * STORE_S
     while (known := _within(STORE_S, heart.first_failure)) == "":
