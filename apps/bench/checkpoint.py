@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from apps.bench.launch import on_ranks, read_config, with_defaults
 from apps.bench.report import Report, side_rows, spread
-from apps.bench.turns import Side, seconds_of, take_round
+from apps.bench.turns import BySide, Side, Turns, take_round
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.base.dump_dir import step_folder
@@ -96,11 +96,11 @@ def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
         f"load {name}": partial(load_newest, root, tensors) for name, tensors in states.items()
     }
     before = partial(forget_files, (shard, plain))
-    rounds = []
-    for i in range(1 + int(repeats)):
+    turns = BySide(Turns)
+    for _ in range(1 + int(repeats)):
         start_over(root, plain)
-        turns = take_round(writes, i, before, after=dist.barrier)
-        rounds.append(turns | take_round(reads, i, before, after=dist.barrier))
+        take_round(writes, turns, before, after=dist.barrier)
+        take_round(reads, turns, before, after=dist.barrier)
     start_over(root, plain)
     for name in states[first]:  # every topology loaded the same values
         loaded = (tensors[name] for tensors in states.values())
@@ -108,7 +108,8 @@ def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:
         assert all(torch.equal(whole, other) for other in rest), name
     size = torch.tensor(len(content))
     dist.all_reduce(size)
-    return {"bytes": size.item(), "seconds": seconds_of(rounds[1:])}
+    seconds = {side: taken.seconds[1:] for side, taken in turns.items()}
+    return {"bytes": size.item(), "seconds": seconds}
 
 
 def start_over(root: Path, plain: Path) -> None:

@@ -25,7 +25,7 @@ import sentencepiece
 import tiktoken
 
 from apps.bench.report import Report, Spread, quotients, spread
-from apps.bench.turns import Side, Turn, Turns, by_side, take_round, take_turns
+from apps.bench.turns import BySide, Side, Turns, take_round, take_turns
 from lingua.base.errors import import_optional
 from lingua.data.args import DataArgs
 from lingua.data.files import TOKEN_FILES, FilePart
@@ -56,7 +56,7 @@ DOCUMENT_TOKENS = 1000
 VALUES = 50_000  # of these tokens
 SPARSE_TOKENS, SPARSE_SHARDS = 10**10, 80
 
-Pair = dict[str, Turns]  # turns of `ours` and `reference`; each returns its amount of work
+Pair = BySide  # turns of `ours` and `reference`; each returns its amount of work
 
 
 def measure(keys: list[str], repeats: int) -> Report:
@@ -136,14 +136,14 @@ def tokenizing(work: Path, name: str, args: TokenizerArgs, repeats: int) -> Pair
     """Text files to token shards in one process, over the library's encode of the same texts. Each
     round is a process of its own: where tables lie in its memory makes both sides faster or slower
     by some percent, and not by the same."""
-    rounds = []
-    for i in range(repeats):
+    turns = BySide(Turns)
+    for _ in range(repeats):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            rounds.append(process.submit(tokenize_round, work, name, args, i).result())
-    return by_side(rounds)
+            turns = process.submit(tokenize_round, work, name, args, turns).result()
+    return turns
 
 
-def tokenize_round(work: Path, name: str, args: TokenizerArgs, i: int) -> dict[str, Turn]:
+def tokenize_round(work: Path, name: str, args: TokenizerArgs, turns: Pair) -> Pair:
     with open(work / f"{args.name}.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
     tokenizer = build_tokenizer(args)  # once, as in a run
@@ -154,7 +154,8 @@ def tokenize_round(work: Path, name: str, args: TokenizerArgs, i: int) -> dict[s
         "ours": lambda: prepare(work, args, tokenizer, UNIT_BYTES),
         "reference": lambda: sum(len(encode(text)) for text in texts),
     }
-    return take_round(sides, i, before=partial(remove_shards, work))
+    take_round(sides, turns, before=partial(remove_shards, work))
+    return turns
 
 
 def encoder(name: str, library: Any) -> Callable[[str], Any]:
@@ -190,9 +191,7 @@ def two_processes(work: Path, args: TokenizerArgs, repeats: int) -> Pair:
     unit_bytes = -(-(work / f"{args.name}.jsonl").stat().st_size // SHARED_PARTS)
     one = partial(prepare, work, args, build_tokenizer(args), unit_bytes)
     sides = {"ours": partial(one, processes=2), "reference": one}
-    return by_side(
-        take_round(sides, i, before=partial(remove_shards, work)) for i in range(repeats)
-    )
+    return take_turns(sides, repeats, "two processes", 0, partial(remove_shards, work))
 
 
 def reading(work: Path, repeats: int) -> dict[str, Pair]:
@@ -209,13 +208,12 @@ def reading(work: Path, repeats: int) -> dict[str, Pair]:
     shards = open_shards(path.parent, [GATHERED_TOKENS])
     sides: dict[str, Side] = {"ours": read_from(shards)}
     sides["reference"] = partial(gather_rows, memory)
-    measured = {"rows of shards": take_turns(sides, repeats, "rows")}
+    measured = {"rows of shards": take_turns(sides, repeats, "rows of shards")}
     for source in token_sources(work / "files", path):
         shards = open_shards(path.parent, [source.n_tokens])
+        name = f"rows of {source.form} files over shards"
         sides = {"ours": read_from(source), "reference": read_from(shards)}
-        measured[f"rows of {source.form} files over shards"] = take_turns(
-            sides, repeats, source.form
-        )
+        measured[name] = take_turns(sides, repeats, name)
     return measured
 
 

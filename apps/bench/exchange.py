@@ -22,7 +22,7 @@ from torch import Tensor
 from apps.bench.checkpoint import forget_files
 from apps.bench.launch import on_ranks, read_config, with_defaults
 from apps.bench.report import Report, side_rows
-from apps.bench.turns import Side, Turn, seconds_of, take_round
+from apps.bench.turns import BySide, Side, Turns, take_round
 from apps.main.hugging_face import llama
 from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
 from lingua.base.files import read_into
@@ -60,8 +60,11 @@ def measure(keys: list[str], repeats: int) -> Report:
                 f"{title}: a rank holds {held} MB, and its memory grows by {peak} MB; the largest "
                 f"tensor has {largest}"
             )
-        converted = seconds_of(convert_once(folder) for _ in range(repeats))
-    rows += side_rows(converted, CONVERTED, "convert: ")
+        turns = BySide(Turns)
+        for _ in range(repeats):
+            convert_once(folder, turns)
+    seconds = {side: taken.seconds for side, taken in turns.items()}
+    rows += side_rows(seconds, CONVERTED, "convert: ")
     return Report(rows, notes)
 
 
@@ -77,7 +80,7 @@ def write_folder(folder: Path, model: ModelArgs, dtype: torch.dtype) -> int:
     return sum((folder / file).stat().st_size for file in files.values())
 
 
-def convert_once(folder: Path) -> dict[str, Turn]:
+def convert_once(folder: Path, turns: BySide) -> None:
     """A turn of each side, in a folder that is removed."""
     with TemporaryDirectory(dir=folder.parent) as out, redirect_stdout(io.StringIO()):
         sides: dict[str, Side] = {
@@ -86,7 +89,8 @@ def convert_once(folder: Path) -> dict[str, Turn]:
             "import": lambda: convert.main([f"source={folder}", f"out={out}/ours", BYTES]),
             "export": lambda: convert.main([f"source={out}/ours", f"out={out}/theirs"]),
         }
-        return take_round(sides, 0, before=os.sync)  # in this order: what is imported is exported
+        for name, side in sides.items():  # in this order: what is imported is exported
+            take_round({name: side}, turns, before=os.sync)
 
 
 def copy(folder: Path, to: Path, sync: bool) -> None:
@@ -117,21 +121,19 @@ def load_on_rank(path: str, repeats: str) -> dict[str, Any]:
     itemsize = next(iter(source.tensors.values())).itemsize
     memory = torch.ones(sum(part.numel() for part in parts) * itemsize, dtype=torch.uint8)
     files = sorted(Path(path).glob("*.safetensors"))
-    sides: dict[str, Side] = {
-        "load": lambda: source.load(tensors, "model."),
-        "read": lambda: read(files, memory),
-    }
-    rounds: list[dict[str, Turn]] = []
-    for i in range(int(repeats)):
-        turns: dict[str, Turn] = {}
+    turns = BySide(Turns)
+    for _ in range(int(repeats)):
         for where in (PAGE_CACHE, DISK):
+            sides: dict[str, Side] = {
+                f"load, {where}": lambda: source.load(tensors, "model."),
+                f"read, {where}": lambda: read(files, memory),
+            }
             forgotten = files if where == DISK and launch.rank == 0 else []
-            taken = take_round(sides, i, partial(forget_files, forgotten), dist.barrier)
-            turns |= {f"{side}, {where}": turn for side, turn in taken.items()}
-        rounds.append(turns)
+            take_round(sides, turns, partial(forget_files, forgotten), dist.barrier)
+    seconds = {side: taken.seconds for side, taken in turns.items()}
     largest = max(t.nbytes for t in source.tensors.values())
     held = sum(part.nbytes for part in parts)
-    return {"seconds": seconds_of(rounds), "held": held, "largest": largest, "peak": grown}
+    return {"seconds": seconds, "held": held, "largest": largest, "peak": grown}
 
 
 def read(files: list[Path], memory: Tensor) -> None:

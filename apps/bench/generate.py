@@ -72,4 +72,4 @@ def measure(keys: list[str], repeats: int) -> Report:
         equal = (ours == theirs).float().mean().item()
         rows.append({"batch": n, **speed, "ratio": ratio, "equal tokens": equal})
     about = f"prompts of {PROMPT_TOKENS} tokens, {n_new} new ones, greedy, float32; {repeats} turns"
-    return Report(rows, ["here, transformers: new tokens per second", about], device=device.type)
+    return Report(rows, ["here, transformers: new tokens per second", about])

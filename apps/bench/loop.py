@@ -114,7 +114,7 @@ def measure(keys: list[str], repeats: int) -> Report:
         else "documents of a row do not see each other in the loop; in the reference they do",
     ]
     results = {"rounds_s": seconds.tolist(), "loss_difference": apart}
-    return Report(rows, notes, results, device.type)
+    return Report(rows, notes, results)
 
 
 def take_turns_with_loop(

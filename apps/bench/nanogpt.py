@@ -75,12 +75,12 @@ def measure(keys: list[str], repeats: int) -> Report:
     turns = take_turns(sides, repeats * PASSES, "forward and backward")
     table: list[dict[str, Any]] = []
     for name, module in (("lingua", model), ("nanogpt", reference)):
-        speed = spread(tokens.numel() / s for s in turns[name].seconds)
         n_parameters = sum(p.numel() for p in module.parameters())
-        table.append({"": name, "parameters": n_parameters, "tokens/s": speed})
-    for key, about in (("seconds", "wall time"), ("cpu_seconds", "processor time")):
-        ratio = quotients(*(getattr(turns[name], key) for name in ("nanogpt", "lingua")))
-        title = f"{about}, nanogpt's over lingua's"
-        table.append({"": title, "ratio": ratio, "quartiles": ratio.quartiles()})
+        row = {"": name, "parameters": n_parameters}
+        row["tokens/s"] = spread(tokens.numel() / s for s in turns[name].seconds)
+        row["time / lingua's"] = ratio = quotients(turns[name].seconds, turns["lingua"].seconds)
+        row["quartiles"] = ratio.quartiles()
+        cpu_s = (turns[side].cpu_seconds for side in (name, "lingua"))
+        table.append(row | {"processor time / lingua's": quotients(*cpu_s)})
     about = f"medians of {repeats * PASSES} passes of {len(tokens)} rows of {seq_len} tokens"
     return Report(table, [about])

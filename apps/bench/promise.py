@@ -21,16 +21,16 @@ from lingua.base.dump_dir import CHECKPOINTS, METRICS
 from lingua.base.errors import UserError, import_optional
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
-from lingua.monitor.metrics import NOT_CHAINED
+from lingua.monitor.metrics import link
+from lingua.parallel.mesh import AXES
 from lingua.tools.audit.receipt import digest_of_files
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
 STARTS = (
     ((1, 1, 1), 16), ((2, 1, 1), 3), ((1, 2, 1), 8), ((1, 1, 2), 5), ((1, 2, 2), 4),
 )  # fmt: skip
-MESH = "dp_replicate, dp_shard, tp"
+MESH = ", ".join(AXES)
 EXACT_MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
-TIMES = NOT_CHAINED - {"chain"}  # numbers of a metrics line that depend on the machine
 COLORS = ("#2a78d6", "#eb6834", "#1baf7a", "#4a3aa7", "#c98500")  # one for each start
 MUTED = "#666666"
 SHORT = ["steps=200", "data.seq_len=128", "optim.warmup=20", "validation.tokens=4096", "device=cpu"]
@@ -49,11 +49,9 @@ class Start:
     steps: slice  # from the one that it resumes from to its last
 
     def label(self) -> str:
-        replicas, shards, tp = self.sizes
-        axes = (f"{replicas} replicas", replicas), (f"{shards} shards", shards), (f"tp {tp}", tp)
-        kind = " x ".join(name for name, size in axes if size > 1) or "plain"
-        n = prod(self.sizes)
-        return f"{n} process{'es' if n > 1 else ''}\n{kind}\n{self.rows} rows at once"
+        axes = [f"{name} {n}" for name, n in zip(AXES, self.sizes, strict=True) if n > 1]
+        kind = "\n".join(axes) or "one process"
+        return f"{kind}\n{self.rows} rows at once"
 
 
 def measure(keys: list[str], png: Path | None = None) -> Report:
@@ -77,12 +75,16 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
         words = [f"stop_at={start.steps.stop}", f"data.batch_size={start.rows}"]
         stopped = train([*keys, *words], f"{folder}/stopped", start.sizes)
     apart, equal = compare(never, stopped)
-    rows: list[dict[str, Any]] = []
-    for start in starts:
-        mesh = {MESH: f"{start.sizes}", "micro-batch": start.rows}
-        steps = {"steps": f"{start.steps.start + 1} to {start.steps.stop}"}
-        same = {"equal batches": sum(equal[start.steps])}
-        rows.append(mesh | steps | same | {"loss apart": max(apart[start.steps])})
+    rows = [
+        {
+            MESH: f"{start.sizes}",
+            "micro-batch": start.rows,
+            "steps": f"{start.steps.start + 1} to {start.steps.stop}",
+            "equal batches": sum(equal[start.steps]),
+            "loss apart": max(apart[start.steps]),
+        }
+        for start in starts
+    ]
     notes = [
         f"batch hashes equal in {sum(equal)} of {len(equal)} steps; losses at most "
         f"{max(apart):.1e} apart, relative to the run that never stopped (one process)"
@@ -99,28 +101,22 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
 
 def measure_exact(app: App, keys: list[str], folder: str) -> Report:
     end, n = read_config(keys, app).steps, len(EXACT_MESHES)
-    outcomes = [
-        (f"{sizes}", outcome_of(train(keys, f"{folder}/{sizes}", sizes), f"{folder}/{sizes}"))
-        for sizes in EXACT_MESHES
-    ]
-    for i, sizes in enumerate(EXACT_MESHES, start=1):
-        lines = train([*keys, f"stop_at={-(-end * i // n)}"], f"{folder}/all", sizes)
-    outcomes.append(("one after the other", outcome_of(lines, f"{folder}/all")))
+    runs = {f"{sizes}": [(sizes, end)] for sizes in EXACT_MESHES}
+    stops = [-(-end * i // n) for i in range(1, n + 1)]
+    runs["one after the other"] = list(zip(EXACT_MESHES, stops, strict=True))
+    outcomes: list[tuple[list[str], str]] = []  # hashes of the lines without times, and of tensors
     rows: list[dict[str, Any]] = []
-    for name, outcome in outcomes:
-        pairs = zip(outcome["lines"], outcomes[0][1]["lines"], strict=True)
-        equal = f"{sum(a == b for a, b in pairs)} of {end}"
-        rows.append({MESH: name, "equal lines": equal, "hash of all tensors": outcome["hash"]})
-    same = all(outcome == outcomes[0][1] for _, outcome in outcomes)
+    for i, name in enumerate(runs):
+        for sizes, stop_at in runs[name]:
+            lines = train([*keys, f"stop_at={stop_at}"], f"{folder}/{i}", sizes)
+        source = open_checkpoint(find(Path(folder, f"{i}", CHECKPOINTS))[0], alone=True)
+        outcomes.append(([link("", line) for line in lines], digest_of_files(source)))
+        (first, _), (links, tensors) = outcomes[0], outcomes[-1]
+        equal = f"{sum(a == b for a, b in zip(links, first, strict=True))} of {end}"
+        rows.append({MESH: name, "equal lines": equal, "hash of all tensors": tensors})
+    same = all(outcome == outcomes[0] for outcome in outcomes)
     verdict = "all runs are equal to the last bit" if same else "THE RUNS DIFFER"
     return Report(rows, [verdict], {"equal": same})
-
-
-def outcome_of(metrics: Metrics, dump_dir: str) -> dict[str, Any]:
-    """The metrics of a run without its times, and a hash of all tensors of its last checkpoint."""
-    lines = [{key: line[key] for key in line if key not in TIMES} for line in metrics]
-    source = open_checkpoint(find(Path(dump_dir, CHECKPOINTS))[0], alone=True)
-    return {"lines": lines, "hash": digest_of_files(source)}
 
 
 def starts_of(app: App, keys: list[str]) -> list[Start]:
@@ -138,8 +134,8 @@ def starts_of(app: App, keys: list[str]) -> list[Start]:
 
 def train(keys: list[str], dump_dir: str, sizes: tuple[int, int, int]) -> Metrics:
     """Start the program on a mesh of these sizes; the metrics of all steps so far."""
-    names = ("dp_replicate", "dp_shard", "tp_size")
-    mesh = [f"distributed.{name}={n}" for name, n in zip(names, sizes, strict=True)]
+    axes = zip(("dp_replicate", "dp_shard", "tp_size"), sizes, strict=True)
+    mesh = [f"distributed.{name}={n}" for name, n in axes]
     run("apps.main.train", [*keys, *mesh, f"dump_dir={dump_dir}"], prod(sizes), show=True)
     return read_lines(Path(dump_dir, METRICS))
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from apps.bench.launch import one_process, read_config, read_lines
 from apps.bench.report import Report, spread
-from apps.bench.turns import Side, take_round, take_turns
+from apps.bench.turns import Side, take_turns
 from apps.main.train import train
 from lingua.app import App, choose_app
 from lingua.base.dump_dir import METRICS
@@ -72,6 +72,7 @@ def seconds_of_parts(app: App, keys: list[str]) -> dict[str, float]:
             "the hash of tensors": lambda: digest(tensors),
             "the receipt": lambda: write_receipt(Path(folder)),
         }
-        seconds = {side: turn.seconds for side, turn in take_round(sides, 0).items()}
+        turns = take_turns(sides, 1, "receipt", warm_up=0)
+    seconds = {side: turns[side].seconds[0] for side in sides}
     seconds["a link of a line"] /= LINES
     return {"a step": last["step_time_s"], **seconds}

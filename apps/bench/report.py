@@ -45,7 +45,6 @@ class Report:
     rows: Sequence[Mapping[str, Any]]  # of the table to print, by the headings of its columns
     notes: Sequence[str] = ()  # lines below it
     results: Mapping[str, Any] = field(default_factory=dict)  # what is not printed
-    device: str = "cpu"  # torch device type
 
 
 def spread(measured: Iterable[float]) -> Spread:
@@ -102,7 +101,7 @@ def show(report: Report, command: str, json_path: Path | None) -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if report.device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
     }
     print("machine ", ", ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"command  {command}\n")

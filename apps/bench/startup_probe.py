@@ -6,6 +6,7 @@ python -m apps.bench.startup_probe stamps.json config=... key=value ...
 import json
 import sys
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 # What a part ends with: the return of a function, by its name in a module that calls it.
 ENDS = {
     "config": ("apps.main.train", "load_run"),
-    "process group": ("apps.main.start", "start"),
-    "data": ("apps.main.start", "open_data"),
+    "process group and mesh": ("apps.main.start", "start"),
+    "data: shards, held-out rows": ("apps.main.start", "open_data"),
 }
 
 
@@ -36,12 +37,13 @@ def main() -> None:
         setattr(module, name, call)
 
     torch = import_module("torch")  # measured, so not at the top
-    stamp("torch")
+    stamp("Python and import torch")
     train = import_module("apps.main.train")
-    stamp("imports")
+    stamp("the other imports")
     for part, (module, name) in ENDS.items():
         stamp_after(import_module(module), name, part)
-    torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: stamp("model"))
+    first_forward = partial(stamp, "model, optimizer, first rows")
+    torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: first_forward())
 
     def run() -> None:
         train.main(keys)

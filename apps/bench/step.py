@@ -77,7 +77,7 @@ def measure(keys: list[str], repeats: int) -> Report:
         raise UserError(errors[0])
     about = f"medians of {repeats} turns of {STEPS} steps, after {WARM_UP} that are not measured; "
     notes = [*(error.splitlines()[0] for error in errors), f"{about}apart: losses (relative)"]
-    return Report(cases, notes, {"errors": errors}, device.type)
+    return Report(cases, notes, {"errors": errors})
 
 
 def measure_case(keys: list[str], device: torch.device, repeats: int, title: str) -> dict[str, Any]:

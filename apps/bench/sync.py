@@ -1,12 +1,14 @@
-"""Gradient traffic of a step under the three modes of `distributed.grad_sync`, and what it costs.
+"""What the modes of `distributed.grad_sync` and `deterministic: mesh` cost: gradient traffic of a
+step, gradients that are kept between micro-steps, and time.
 
 Each mode is a real torchrun launch of the training program, 2 replicas of 2 shards on the CPU with
-4 micro-steps unless keys set other numbers. The loop's own profiler counts the collectives.
+4 micro-steps unless keys set other numbers; modes take turns. The loop's own profiler counts the
+collectives. Processor time is that of rank 0.
 """
 
 import gc
-import sys
 import time
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,61 +17,77 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from apps.bench.launch import collectives, read_config, train_on_ranks, training, with_defaults
-from apps.bench.report import Report
+from apps.bench.report import Report, quotients, spread
+from apps.bench.turns import clock, take_turns
 from apps.main import app
 from apps.main.config import TrainArgs
 from lingua.base.errors import UserError
 
-MODES = ("last", "replica_last", "every")
-RUN = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "device=cpu"]
-RUN += ["data.global_batch_size=16", "data.batch_size=1"]
-STEP = 2  # the step that is counted: in the first, FSDP and the allocator settle
-REDUCTIONS = {"reduce_scatter": "dp_shard", "all_reduce": "dp_replicate"}  # kind: axis
+MODES = {mode: [f"distributed.grad_sync={mode}"] for mode in ("last", "replica_last", "every")}
+MODES["mesh"] = ["distributed.grad_sync=every", "deterministic=mesh"]
+RUN = ["distributed.dp_replicate=2", "distributed.dp_shard=2", "distributed.threads=1"]
+RUN += ["data.global_batch_size=16", "data.batch_size=1", "device=cpu"]
+WARM_UP, STEPS = 3, 20  # steps that are not timed, and those that are; then one is profiled
+PARAMETERS = ("dp_shard", "all_gather")  # axis and kind of collectives that are not of gradients
+TIMES = ("a step, s", "processor time, s")
 
 
-def measure(keys: list[str]) -> Report:
+def measure(keys: list[str], repeats: int) -> Report:
     keys = with_defaults(RUN, keys)
     args: TrainArgs = read_config(keys)
     replicas, shards = args.distributed.dp_replicate, args.distributed.dp_shard
     if replicas is None or shards is None:
         raise UserError("distributed.dp_replicate and dp_shard: must be numbers")
     mesh = replicas, shards, args.distributed.tp_size
+    sides = {
+        mode: partial(train_on_ranks, prod(mesh), cost, *keys, *words)
+        for mode, words in MODES.items()
+        if mode != "mesh" or mesh[2] == 1  # which it refuses otherwise
+    }
+    turns = take_turns(sides, repeats, "sync", warm_up=0)
     rows: list[dict[str, Any]] = []
-    for mode in MODES:
-        print(f"{prod(mesh)} processes, grad_sync = {mode}", file=sys.stderr)
-        counts = train_on_ranks(prod(mesh), count, *keys, f"distributed.grad_sync={mode}")
-        rows.append({"grad_sync": mode, **counts})
+    for mode in sides:
+        row = {"mode": mode, **turns[mode].results[0]}
+        for name in TIMES:
+            values, every = ([c[name] for c in turns[m].results] for m in (mode, "every"))
+            row |= {name: spread(values), f"{name[:-3]} / every": quotients(values, every)}
+        rows.append(row)
     n_micro, n_rows = args.micro_steps(replicas * shards)
     notes = [
-        f"gradients in one step of rank 0: dp_replicate {replicas}, dp_shard {shards}, "
-        f"tp {mesh[2]}; {n_micro} micro-steps of at most {n_rows} rows;",
+        f"collectives of gradients in one step of rank 0: dp_replicate, dp_shard, tp {mesh}; "
+        f"{n_micro} micro-steps of at most {n_rows} rows; times: medians of {repeats} rounds of "
+        f"{STEPS} steps; mesh: deterministic: mesh",
         "MiB: of the larger side of each collective, the gradient before it is reduced;",
         "kept: memory of gradients between micro-steps",
     ]
     return Report(rows, notes)
 
 
-def count(*keys: str) -> dict[str, Any]:
-    """Gradient collectives of a step that rank 0 issued, and bytes of gradients that this rank
-    keeps when the last micro-step begins. Called by every rank."""
+def cost(*keys: str) -> dict[str, float]:
+    """Gradient collectives of a step that rank 0 issued, MiB of gradients that this rank keeps when
+    the last micro-step begins, and seconds of a step. Called by every rank."""
     args: TrainArgs = read_config(keys)
-    args.profiling.run, args.profiling.profile_warmup, args.profiling.profile_steps = True, STEP, 1
-    live: list[int] = []  # bytes of all tensors as each micro-step of the step begins
+    n = WARM_UP + STEPS
+    profiling = args.profiling
+    profiling.run, profiling.profile_warmup, profiling.profile_steps = True, n + 1, 1
+    live: list[int] = []  # bytes of all tensors as each micro-step after the timed steps begins
 
     def look(model: nn.Module, inputs: Any) -> None:
-        if run.progress.step == STEP - 1:
+        if run.progress.step == n:
             live.append(settled_bytes())
 
-    with training(app, args, STEP + 1) as (run, steps):
+    with training(app, args, n + 2) as (run, steps):
         run.model.register_forward_pre_hook(look, prepend=True)
-        list(steps)
-    counts: dict[str, Any] = {"parameters": sum(p.numel() for p in run.model.parameters())}
-    calls = collectives(args, STEP)
-    for kind, axis in REDUCTIONS.items():
-        reduced = [call for call in calls if (call["kind"], call["axis"]) == (kind, axis)]
-        counts[f"{kind}s"] = sum(call["count"] for call in reduced)
-        counts[f"their MiB, {axis}"] = sum(call["bytes"] for call in reduced) / 2**20
-    return counts | {"kept, MiB": (live[-1] - live[0]) / 2**20}
+        times = [clock() for _ in steps]
+    counts: dict[str, float] = {}
+    calls = collectives(args, n + 1)
+    for axis in ("dp_shard", "dp_replicate", "world"):
+        sent = [c for c in calls if c["axis"] == axis and (axis, c["kind"]) != PARAMETERS]
+        counts[axis] = sum(call["count"] for call in sent)
+        counts[f"{axis}, MiB"] = sum(call["bytes"] for call in sent) / 2**20
+    counts["kept, MiB"] = (live[-1] - live[0]) / 2**20
+    seconds = (times[n - 1] - times[WARM_UP - 1]) / STEPS
+    return counts | dict(zip(TIMES, seconds.tolist(), strict=True))
 
 
 def settled_bytes() -> int:

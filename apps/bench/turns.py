@@ -4,8 +4,10 @@ affects all of them equally."""
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,20 +17,16 @@ from apps.bench.report import Spread, quotients, spread
 Side = Callable[[], Any]
 
 
-class Turn(NamedTuple):
-    """One call of one side."""
-
-    seconds: float
-    cpu_seconds: float  # summed over the threads of this process, and its children that have ended
-    result: Any  # what the side returned
-
-
-class Turns(NamedTuple):
+@dataclass(frozen=True)
+class Turns:
     """The turns of one side, by round."""
 
-    seconds: list[float]
-    cpu_seconds: list[float]
-    results: list[Any]
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # see `clock`
+    results: list[Any] = field(default_factory=list)  # what the side returned
+
+
+BySide = defaultdict[str, Turns]
 
 
 def clock(device: torch.device | None = None) -> np.ndarray:
@@ -43,49 +41,41 @@ def clock(device: torch.device | None = None) -> np.ndarray:
 
 def take_round(
     sides: Mapping[str, Side],
-    i: int,
+    turns: BySide,
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
-) -> dict[str, Turn]:
-    """Call every side once; in round i + 1 the order begins with the next side. `before` is not
+) -> None:
+    """Call every side once and add its turn; each round begins with the next side. `before` is not
     timed; `after` ends each turn and is."""
-    names, turns = list(sides), {}
-    for name in (names + names)[i % len(names) :][: len(names)]:
+    names = list(sides)
+    first = len(turns[names[0]].seconds) % len(names)
+    for name in names[first:] + names[:first]:
         before()
         begin = clock()
-        result = sides[name]()
+        turns[name].results.append(sides[name]())
         after()
         seconds, cpu_seconds = (clock() - begin).tolist()
-        turns[name] = Turn(seconds, cpu_seconds, result)
-    return {name: turns[name] for name in names}
+        turns[name].seconds.append(seconds)
+        turns[name].cpu_seconds.append(cpu_seconds)
 
 
 def take_turns(
-    sides: Mapping[str, Side], repeats: int, title: str, warm_up: int = 1
-) -> dict[str, Turns]:
+    sides: Mapping[str, Side],
+    repeats: int,
+    title: str,
+    warm_up: int = 1,
+    before: Callable[[], object] = lambda: None,
+) -> BySide:
     """The turns of every side in so many rounds, after others that warm up and are left out."""
-    rounds = []
-    for i in range(warm_up + repeats):
-        print(f"{title}: round {i + 1 - warm_up} of {repeats}", file=sys.stderr)
-        rounds.append(take_round(sides, i))
-    return by_side(rounds[warm_up:])
+    for n, about in ((warm_up, " to warm up"), (repeats, "")):
+        turns = BySide(Turns)
+        for i in range(n):
+            print(f"{title}: round {i + 1} of {n}{about}", file=sys.stderr)
+            take_round(sides, turns, before)
+    return turns
 
 
 def times(turns: Mapping[str, Turns], *ratios: tuple[str, str]) -> dict[str, Spread]:
     """Cells of a row: milliseconds of each side, and seconds of one over those of another."""
     cells = {f"{side}, ms": spread(1000 * s for s in t.seconds) for side, t in turns.items()}
     return cells | {f"{a} / {b}": quotients(turns[a].seconds, turns[b].seconds) for a, b in ratios}
-
-
-def by_side(rounds: Iterable[Mapping[str, Turn]]) -> dict[str, Turns]:
-    """The turns of every side."""
-    rounds = list(rounds)
-    return {
-        side: Turns(*map(list, zip(*(taken[side] for taken in rounds), strict=True)))
-        for side in rounds[0]
-    }
-
-
-def seconds_of(rounds: Iterable[Mapping[str, Turn]]) -> dict[str, list[float]]:
-    """The seconds of every side, by round."""
-    return {side: turns.seconds for side, turns in by_side(rounds).items()}
