@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from apps.bench.report import show
+from lingua.base.errors import UserError
+from lingua.parallel.environment import detect_launch
 from lingua.parallel.program import run_program
 
 # What `measure(keys, repeats)` of a module reports, and its rounds, where it has any; keys are
@@ -48,6 +50,8 @@ MODULES = {"ablate": "apps.speedrun.ablate"}  # of others: apps.bench.NAME
 
 
 def main() -> None:
+    if detect_launch().world_size != 1:
+        raise UserError("apps.bench starts the processes that it measures: start it as one")
     names = "\n".join(
         f"  {name:<10}  {about}{'' if rounds is None else f' [{rounds} rounds]'}"
         for name, (about, rounds) in MEASUREMENTS.items()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from apps.bench.launch import one_process, read_config
+from apps.bench.launch import read_config
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import take_turns
 from apps.main.transformer import build
@@ -20,7 +20,7 @@ from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import to_yaml
 from lingua.parallel.init import init_parameters
-from lingua.parallel.launch import pick_device, start
+from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.exchange.convert import ConvertArgs, convert
@@ -32,7 +32,7 @@ BATCHES, PROMPT_TOKENS = (1, 32), 64
 
 def measure(keys: list[str], repeats: int) -> Report:
     args = read_config(keys)
-    launch = one_process("generation")
+    launch = detect_launch()
     device = pick_device(args.device, launch)
     mesh = start(device, launch, DistributedArgs(model_dtype="fp32"))
     tokenizer = build_tokenizer(args.data.tokenizer)

@@ -21,10 +21,9 @@ from apps.main.run import Run
 from apps.main.start import start_run
 from apps.main.train import build_run, take_steps
 from lingua.app import App
-from lingua.base.dump_dir import COLLECTIVES, METRICS, PROFILING
+from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
-from lingua.parallel.launch import Launch, detect_launch
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import StopRequest
 from lingua.tokenizer import build_tokenizer
@@ -42,14 +41,6 @@ def read_config(keys: Sequence[str], app: App = main_app) -> Any:
     if args.model.vocab_size == -1:
         args.model.vocab_size = build_tokenizer(args.data.tokenizer).vocab_size
     return args
-
-
-def one_process(what: str) -> Launch:
-    """The place of this process. Raises UserError where a launcher started several."""
-    launch = detect_launch()
-    if launch.world_size != 1:
-        raise UserError(f"{what} is measured on one process")
-    return launch
 
 
 def run(module: str, words: Sequence[str], ranks: int = 0, show: bool = False) -> None:
@@ -108,15 +99,6 @@ def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[
         started = start_run(app, args, stop, open_parts)
         run = build_run(app, args, started, stop, open_parts)
         yield run, steps()
-
-
-def collectives(args: Any, step: int) -> list[dict[str, Any]]:
-    """Collectives of rank 0 in the backward passes of a profiled step: others are of metrics, of
-    clipping and of who stops. Called by every rank."""
-    dist.barrier()  # rank 0 has written them
-    path = Path(args.dump_dir, PROFILING, COLLECTIVES.replace("*", f"{step}"))
-    calls = json.loads(path.read_text(encoding="utf-8"))["collectives"]
-    return [call for call in calls if call["backward"]]
 
 
 def logged_losses(args: Any) -> dict[int, float]:

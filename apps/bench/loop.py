@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from apps.bench.launch import logged_losses, one_process, read_config, training
+from apps.bench.launch import logged_losses, read_config, training
 from apps.bench.report import Report, spread
 from apps.bench.turns import clock
 from apps.main.config import TrainArgs
@@ -31,7 +31,7 @@ from lingua.data.loader import MicroBatch
 from lingua.optim.optimizer import build_optimizer
 from lingua.optim.schedule import lr_at
 from lingua.parallel.init import init_parameters
-from lingua.parallel.launch import pick_device
+from lingua.parallel.launch import detect_launch, pick_device
 
 WARM_UP = 4  # turns that are not measured
 
@@ -77,7 +77,7 @@ class Reference:
 def measure(keys: list[str], repeats: int) -> Report:
     app = choose_app(keys)
     args: TrainArgs = read_config(keys, app)
-    device = pick_device(args.device, one_process("the loop"))
+    device = pick_device(args.device, detect_launch())
     if args.distributed.compile or args.distributed.activation_checkpointing != "none":
         plain = "distributed.compile=false and distributed.activation_checkpointing=none"
         raise UserError(f"the reference is a plain model: set {plain}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.bench.launch import one_process, read_config, read_lines
+from apps.bench.launch import read_config, read_lines
 from apps.bench.report import Report, spread
 from apps.bench.turns import Side, take_turns
 from apps.main.train import train
@@ -32,7 +32,6 @@ LINES = 1000  # links to time
 
 def measure(keys: list[str], repeats: int) -> Report:
     app = choose_app(keys)
-    one_process("the receipt")
     args = read_config(keys, app)
     every = {
         "a link of a line": args.logging.freq,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apps.bench.launch import logged_losses, one_process, training
+from apps.bench.launch import logged_losses, training
 from apps.bench.loop import Batch, Reference
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import clock, take_turns
@@ -28,7 +28,7 @@ from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
 from lingua.monitor.metrics import mfu
 from lingua.monitor.peaks import peak_flops
-from lingua.parallel.launch import pick_device
+from lingua.parallel.launch import detect_launch, pick_device
 from lingua.tools.in_process import temporary_process_group
 
 CONFIGS = Path(__file__).parents[1] / "main" / "configs"
@@ -56,7 +56,7 @@ WARM_UP, STEPS = 5, 10  # steps of a turn: not measured, and measured
 
 def measure(keys: list[str], repeats: int) -> Report:
     named = dict(key.partition("=")[::2] for key in keys)
-    device = pick_device(named.get("device", "auto"), one_process("a step"))
+    device = pick_device(named.get("device", "auto"), detect_launch())
     shapes = {Path(named["config"]).stem: []} if "config" in named else SHAPES[device.type]
     varied = VARIED[device.type]
     axes = [(named[key],) if key in named else values for key, values in varied.items()]

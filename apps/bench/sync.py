@@ -7,20 +7,24 @@ collectives. Processor time is that of rank 0.
 """
 
 import gc
+import json
 import time
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from apps.bench.launch import collectives, read_config, train_on_ranks, training, with_defaults
+from apps.bench.launch import read_config, train_on_ranks, training, with_defaults
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import clock, take_turns
 from apps.main import app
 from apps.main.config import TrainArgs
+from lingua.base.dump_dir import COLLECTIVES, PROFILING
 from lingua.base.errors import UserError
 
 MODES = {mode: [f"distributed.grad_sync={mode}"] for mode in ("last", "replica_last", "every")}
@@ -80,7 +84,10 @@ def cost(*keys: str) -> dict[str, float]:
         run.model.register_forward_pre_hook(look, prepend=True)
         times = [clock() for _ in steps]
     counts: dict[str, float] = {}
-    calls = collectives(args, n + 1)
+    dist.barrier()  # rank 0 has written the collectives
+    path = Path(args.folder, PROFILING, COLLECTIVES.replace("*", f"{n + 1}"))
+    calls = json.loads(path.read_text(encoding="utf-8"))["collectives"]
+    calls = [c for c in calls if c["backward"]]  # others are of metrics, clipping and who stops
     for axis in ("dp_shard", "dp_replicate", "world"):
         sent = [c for c in calls if c["axis"] == axis and (axis, c["kind"]) != PARAMETERS]
         counts[axis] = sum(call["count"] for call in sent)
