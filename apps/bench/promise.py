@@ -78,10 +78,10 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
     rows = [
         {
             MESH: f"{start.sizes}",
-            "micro-batch": start.rows,
+            "micro-batch": f"{start.rows} rows",
             "steps": f"{start.steps.start + 1} to {start.steps.stop}",
             "equal batches": sum(equal[start.steps]),
-            "loss apart": max(apart[start.steps]),
+            "loss apart": f"{max(apart[start.steps]):.1e}",
         }
         for start in starts
     ]

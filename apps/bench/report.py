@@ -6,7 +6,6 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from itertools import takewhile
 from math import floor, isfinite, log10
 from pathlib import Path
 from typing import Any
@@ -86,11 +85,12 @@ def shown(value: Any) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table; its first columns, as far as they are text, are aligned left."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    left = takewhile(lambda c: all(isinstance(row.get(c, ""), str) for row in rows), columns)
+    """The lines of a table, with its columns in the order of the longest row. The first is aligned
+    left where it is text."""
+    longest_first = sorted(rows, key=len, reverse=True)
+    columns = list(dict.fromkeys(column for row in longest_first for column in row))
     cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
-    return align([columns, *cells], len(list(left)))
+    return align([columns, *cells], int(isinstance(rows[0][columns[0]], str)))
 
 
 def show(report: Report, command: str, json_path: Path | None) -> None:
