@@ -49,6 +49,7 @@ class Ranks:
                 self.store.set(name, json.dumps({"error": str(error)}))
         shared = json.loads(self.store.get(name))
         if "error" in shared:
+            self.gather(f"{name}/known", None)  # before rank 0 ends, whose process has the store
             raise UserError(shared["error"])
         return shared["result"]
 

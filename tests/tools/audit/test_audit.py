@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from math import prod
@@ -21,6 +22,7 @@ from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.base.lock import claimed
 from lingua.monitor.metrics import link
+from lingua.tools.audit.ranks import Ranks
 from lingua.tools.audit.receipt import hash_of, write_receipt
 from lingua.tools.commands.audit import main as audit_command
 from lingua.tools.commands.runs import main as print_table
@@ -339,3 +341,22 @@ def test_a_model_that_one_rank_cannot_hold_is_not_computed_by_each(
     """Where a million ranks share the memory of this machine."""
     code, said = audit(runs, whole.dump_dir, "ranks=all", "steps=1..3", n=3, n_local=10**6)
     assert code == 2 and said.startswith("ranks = all: one rank cannot hold this model: ")
+
+
+def refuse_here() -> str:
+    """The mistake that ranks share, which rank 0 has found before the others ask for it."""
+    ranks = Ranks()
+    time.sleep(ranks.rank / 2)
+
+    def refuse() -> None:
+        raise UserError("wrong")
+
+    with pytest.raises(UserError) as raised:
+        ranks.share("checks", refuse)
+    return str(raised.value)
+
+
+def test_rank_0_whose_process_has_the_store_ends_after_the_others_know_a_mistake(
+    runs: Runs,
+) -> None:
+    assert runs.ranks.run(3, refuse_here) == ["wrong"] * 3
