@@ -34,6 +34,8 @@ $mark
 ClusterName=lingua
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=${ports[0]}
+# The port at which the ranks of a job meet is made from its number: another one in each cluster.
+FirstJobId=${ports[0]}
 SlurmUser=$me
 SlurmdUser=$me
 AuthType=auth/munge

@@ -15,6 +15,7 @@ from typing import Any
 ENDS = {
     "config": ("apps.main.train", "load_run"),
     "process group and mesh": ("apps.main.start", "start"),
+    "checks, which build the model on the meta device": ("apps.main.start", "check_run"),
     "data: shards, held-out rows": ("apps.main.start", "open_data"),
 }
 

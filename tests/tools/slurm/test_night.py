@@ -47,7 +47,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path_factory, name, place, re
     values = SETTINGS | {"data.root_dir": folder / "text"}
     lines = [f"{key}: {value}\n" for key, value in values.items() if key != "name"]
     (folder / "night.yaml").write_text("".join(lines))
-    log, metrics = folder / "night_1.log", folder / "runs" / "night" / "metrics.jsonl"
+    metrics = folder / "runs" / "night" / "metrics.jsonl"
 
     def steps() -> int:
         return metrics.read_text().count('"loss"') if metrics.exists() else 0
@@ -64,14 +64,15 @@ def test_a_run_goes_on_after_a_rank_was_killed(tmp_path_factory, name, place, re
         env |= {"PATH": f"{bin_folder}{os.pathsep}{env['PATH']}"}
         where = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": True}
         small = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--time=30"]
-        assert subprocess.run(["sbatch", "--parsable", *small, name], **where).stdout == "1\n"
+        job = subprocess.run(["sbatch", "--parsable", *small, name], **where).stdout.strip()
+        log = folder / f"night_{job}.log"
         until(lambda: steps() >= 8, "it does not train")
         os.kill(process_of(folder, place), signal.SIGKILL)
         until(lambda: "resuming runs/night/checkpoints/" in log.read_text(), "it does not resume")
         resumed = steps()
         until(lambda: steps() > resumed, "it does not go on")
-        shown = subprocess.run(["scontrol", "show", "job", "--oneliner", "1"], **where).stdout
+        shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], **where).stdout
         assert f" Restarts={restarts} " in shown and "JobState=RUNNING" in shown
-        subprocess.run(["scancel", "1"], **where)
+        subprocess.run(["scancel", job], **where)
     assert log.read_text().count("resuming runs/night/checkpoints/") == 1
     assert "rank 1 on " in log.read_text() and " is silent for " in log.read_text()
