@@ -37,7 +37,6 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "exchange": ("models of transformers: load, import, export, over plain files", 5),
     "promise": ("losses of a run, of any app, stopped and resumed on other meshes", None),
     "ablate": ("the speedrun without each of its parts, and with others", 5),
-    "pairs": ("variance of the difference of two runs that share a seed", 10),
 }
 NANOGPT = "reference=nanogpt"  # of step: forward and backward beside another model
 APPS = Path(__file__).parents[1]

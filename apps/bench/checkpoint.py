@@ -60,11 +60,8 @@ def measure(keys: list[str], repeats: int) -> Report:
     rows = side_rows(results["seconds"], RATIOS)
     for row, seconds in zip(rows, results["seconds"].values(), strict=False):
         row["GB/s"] = spread(gigabytes / s for s in seconds)
-    note = (
-        f"{gigabytes:.2f} GB by {PROCESSES} processes, saved by 2 shards; {repeats} rounds; "
-        "what is read is not in the page cache"
-    )
-    return Report(rows, [note], results)
+    about = f"{gigabytes:.2f} GB by {PROCESSES} processes, saved by 2 shards; {repeats} rounds"
+    return Report(rows, [about], results)
 
 
 def take_turns_on_rank(folder: str, repeats: str, *keys: str) -> dict[str, Any]:

@@ -56,8 +56,6 @@ DOCUMENT_TOKENS = 1000
 VALUES = 50_000  # of these tokens
 SPARSE_TOKENS, SPARSE_SHARDS = 10**10, 80
 
-Pair = BySide  # turns of `ours` and `reference`; each returns its amount of work
-
 
 def measure(keys: list[str], repeats: int) -> Report:
     with TemporaryDirectory() as folder:
@@ -80,7 +78,7 @@ def measure(keys: list[str], repeats: int) -> Report:
     return Report(rows, notes)
 
 
-def speeds(pair: Pair) -> dict[str, Spread]:
+def speeds(pair: BySide) -> dict[str, Spread]:
     """Millions of tokens a second. AssertionError where the sides did not do the same work."""
     ours, reference = pair["ours"], pair["reference"]
     assert ours.results == reference.results and min(ours.results) > 0, pair
@@ -132,7 +130,7 @@ def make_tokenizers(work: Path, texts: list[str]) -> dict[str, TokenizerArgs]:
     }
 
 
-def tokenizing(work: Path, name: str, args: TokenizerArgs, repeats: int) -> Pair:
+def tokenizing(work: Path, name: str, args: TokenizerArgs, repeats: int) -> BySide:
     """Text files to token shards in one process, over the library's encode of the same texts. Each
     round is a process of its own: where tables lie in its memory makes both sides faster or slower
     by some percent, and not by the same."""
@@ -143,7 +141,7 @@ def tokenizing(work: Path, name: str, args: TokenizerArgs, repeats: int) -> Pair
     return turns
 
 
-def tokenize_round(work: Path, name: str, args: TokenizerArgs, turns: Pair) -> Pair:
+def tokenize_round(work: Path, name: str, args: TokenizerArgs, turns: BySide) -> BySide:
     with open(work / f"{args.name}.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
     tokenizer = build_tokenizer(args)  # once, as in a run
@@ -154,7 +152,7 @@ def tokenize_round(work: Path, name: str, args: TokenizerArgs, turns: Pair) -> P
         "ours": lambda: prepare(work, args, tokenizer, UNIT_BYTES),
         "reference": lambda: sum(len(encode(text)) for text in texts),
     }
-    take_round(sides, turns, before=partial(remove_shards, work))
+    take_round(sides, turns, partial(shutil.rmtree, work / ".tokens", ignore_errors=True))
     return turns
 
 
@@ -182,19 +180,16 @@ def prepare(
     return sum(total(s, "tokens") - 2 * total(s, "documents") for s in ("train", "heldout"))
 
 
-def remove_shards(work: Path) -> None:
-    shutil.rmtree(work / ".tokens", ignore_errors=True)
-
-
-def two_processes(work: Path, args: TokenizerArgs, repeats: int) -> Pair:
+def two_processes(work: Path, args: TokenizerArgs, repeats: int) -> BySide:
     """A preparation with two processes, from before they start, over one with one."""
     unit_bytes = -(-(work / f"{args.name}.jsonl").stat().st_size // SHARED_PARTS)
     one = partial(prepare, work, args, build_tokenizer(args), unit_bytes)
     sides = {"ours": partial(one, processes=2), "reference": one}
-    return take_turns(sides, repeats, "two processes", 0, partial(remove_shards, work))
+    remove = partial(shutil.rmtree, work / ".tokens", ignore_errors=True)
+    return take_turns(sides, repeats, "two processes", 0, remove)
 
 
-def reading(work: Path, repeats: int) -> dict[str, Pair]:
+def reading(work: Path, repeats: int) -> dict[str, BySide]:
     """Random rows from the page cache to micro-batches: from shards over a plain gather of them,
     and from files of other tools over as many tokens in shards."""
     path = work / "rows" / "0.train.tokens"
@@ -206,8 +201,7 @@ def reading(work: Path, repeats: int) -> dict[str, Pair]:
         return partial(read_rows, open_loader(source, 0), n_steps(source.n_tokens))
 
     shards = open_shards(path.parent, [GATHERED_TOKENS])
-    sides: dict[str, Side] = {"ours": read_from(shards)}
-    sides["reference"] = partial(gather_rows, memory)
+    sides: dict[str, Side] = {"ours": read_from(shards), "reference": partial(gather_rows, memory)}
     measured = {"rows of shards": take_turns(sides, repeats, "rows of shards")}
     for source in token_sources(work / "files", path):
         shards = open_shards(path.parent, [source.n_tokens])

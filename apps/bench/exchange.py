@@ -56,10 +56,7 @@ def measure(keys: list[str], repeats: int) -> Report:
             title = f"{size / 1e9:.2f} GB of {dtype}"
             rows += side_rows(loaded["seconds"], LOADED, f"{title}: ")
             held, peak, largest = (f"{loaded[k] / 1e6:.0f}" for k in ("held", "peak", "largest"))
-            notes.append(
-                f"{title}: a rank holds {held} MB, and its memory grows by {peak} MB; the largest "
-                f"tensor has {largest}"
-            )
+            notes.append(f"{title}: {held} MB a rank, grows by {peak}; largest tensor: {largest}")
         turns = BySide(Turns)
         for _ in range(repeats):
             convert_once(folder, turns)

@@ -32,9 +32,8 @@ BATCHES, PROMPT_TOKENS = (1, 32), 64
 
 def measure(keys: list[str], repeats: int) -> Report:
     args = read_config(keys)
-    launch = detect_launch()
-    device = pick_device(args.device, launch)
-    mesh = start(device, launch, DistributedArgs(model_dtype="fp32"))
+    device = pick_device(args.device, detect_launch())
+    mesh = start(device, detect_launch(), DistributedArgs(model_dtype="fp32"))
     tokenizer = build_tokenizer(args.data.tokenizer)
     if (n_new := args.data.seq_len - PROMPT_TOKENS) < 1:
         raise UserError(f"data.seq_len = {args.data.seq_len}: must be above {PROMPT_TOKENS}")

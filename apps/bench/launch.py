@@ -72,12 +72,6 @@ def on_ranks(ranks: int, function: Callable[..., Any], *words: str) -> Any:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def train_on_ranks(ranks: int, function: Callable[..., Any], *keys: str) -> Any:
-    """`on_ranks` of a function that trains with these keys, in a dump dir that is removed."""
-    with TemporaryDirectory() as folder:
-        return on_ranks(ranks, function, *keys, f"dump_dir={folder}/run")
-
-
 @contextmanager
 def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[int]]]:
     """A run of the training program before its first step, and its first steps: an iterator that

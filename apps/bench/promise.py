@@ -95,7 +95,6 @@ def measure_close(app: App, keys: list[str], folder: str, png: Path | None) -> R
     results |= {"apart": apart, "batches_equal": equal}
     if png is not None:
         draw(png, results, starts)
-        notes.append(f"drawn: {png}")
     return Report(rows, notes, results)
 
 

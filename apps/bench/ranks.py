@@ -32,10 +32,9 @@ from lingua.parallel.launch import detect_launch, leave, start
 from lingua.parallel.mesh import on_rank_0, world_sum_
 
 RANKS, ESTIMATED = (8, 16, 32, 64), (1024, 4096)
-NODE = 8  # ranks of a node
+NODE, SAVES = 8, 4  # ranks of a node; saves
 TINY = ["model.dim=64", "model.n_layers=2", "model.n_heads=4", "device=cpu"]
 STEPS, WORK_S, LATE_S = 40, 0.1, 0.05  # of the agreement: a rank is late, another one in each step
-SAVES = 4
 # Mostly what the ranks sleep: nothing to estimate from.
 SLEPT = "ms a step, agreement awaited at once", "ms a step, agreement begun a step ahead"
 

@@ -38,8 +38,8 @@ def measure(keys: list[str], repeats: int) -> Report:
         "the hash of tensors": args.checkpoint.dump.every or args.steps,
         "the receipt": args.steps,
     }
-    short_run = partial(seconds_of_parts, app, keys)
-    parts = take_turns({"run": short_run}, repeats, "receipt", warm_up=0)["run"].results
+    sides = {"run": partial(seconds_of_parts, app, keys)}
+    parts = take_turns(sides, repeats, "receipt", warm_up=0)["run"].results
     seconds = {name: np.array([each[name] for each in parts]) for name in parts[0]}
     shares = {name: 100 * seconds[name] / seconds["a step"] / n for name, n in every.items()}
     rows: list[dict[str, Any]] = []

@@ -126,7 +126,8 @@ def measure_case(keys: list[str], device: torch.device, repeats: int, title: str
 
 
 class Stopwatch:
-    """Seconds and peak bytes of the measured steps of a turn, which begins with free memory."""
+    """Seconds and peak bytes of the measured steps of a turn, which begins with free memory. Called
+    when i steps of the turn have been enqueued."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds, self.peak_bytes = device, 0.0, 0
@@ -135,15 +136,11 @@ class Stopwatch:
             torch.cuda.empty_cache()
 
     def __call__(self, i: int) -> None:
-        """Called when i steps of the turn have been enqueued."""
-        is_cuda = self.device.type == "cuda"
-        if i == WARM_UP:
-            if is_cuda:
+        if i in (WARM_UP, WARM_UP + STEPS):
+            self.seconds = clock(self.device)[0] - self.seconds
+            if self.device.type == "cuda":
+                self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
-            self.seconds = -clock(self.device)[0]
-        elif i == WARM_UP + STEPS:
-            self.seconds += clock(self.device)[0]
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) if is_cuda else 0
 
 
 class Steps(NamedTuple):

@@ -12,6 +12,7 @@ import time
 from functools import partial
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from apps.bench.launch import read_config, train_on_ranks, training, with_defaults
+from apps.bench.launch import on_ranks, read_config, training, with_defaults
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import clock, take_turns
 from apps.main import app
@@ -43,11 +44,13 @@ def measure(keys: list[str], repeats: int) -> Report:
     if replicas is None or shards is None:
         raise UserError("distributed.dp_replicate and dp_shard: must be numbers")
     mesh = replicas, shards, args.distributed.tp_size
-    sides = {
-        mode: partial(train_on_ranks, prod(mesh), cost, *keys, *words)
-        for mode, words in MODES.items()
-        if mode != "mesh" or mesh[2] == 1  # which it refuses otherwise
-    }
+
+    def train(mode: str) -> Any:
+        with TemporaryDirectory() as folder:
+            return on_ranks(prod(mesh), cost, *keys, *MODES[mode], f"dump_dir={folder}/run")
+
+    modes = [mode for mode in MODES if mode != "mesh" or mesh[2] == 1]  # which it refuses else
+    sides = {mode: partial(train, mode) for mode in modes}
     turns = take_turns(sides, repeats, "sync", warm_up=0)
     rows: list[dict[str, Any]] = []
     for mode in sides:

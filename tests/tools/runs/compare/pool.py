@@ -1,7 +1,5 @@
-"""The recorded pool of pairs: held-out losses of real tiny runs, as `apps.bench pairs` wrote them.
-
-python -m apps.bench pairs --json tests/records/pairs.json
-"""
+"""The recorded pool of pairs: held-out losses of real tiny runs, as tests/records/pairs.py wrote
+them."""
 
 import json
 from pathlib import Path

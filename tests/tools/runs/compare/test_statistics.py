@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from scipy import integrate, optimize, stats
 
-from apps.bench.pairs import BASE, LONG, LONG_STEPS, SAME, TINY
-from apps.bench.pairs import CHANGES as MEASURED
 from lingua.tools.runs.compare.statistics import (
     MAX_PAIRS,
     MIXTURE,
@@ -33,6 +31,8 @@ from lingua.tools.runs.compare.statistics import (
     welch_holds,
 )
 from lingua.tools.runs.compare.text import PRICE
+from tests.records.pairs import BASE, LONG, LONG_STEPS, SAME, TINY
+from tests.records.pairs import CHANGES as MEASURED
 from tests.tools.runs.compare.pool import LOSSES, POOL, SEEDS
 
 pytestmark = pytest.mark.quick

@@ -1,8 +1,12 @@
 """Pairs of runs that share a seed: by how much sharing it reduces the variance of a difference.
 
+python -m tests.records.pairs --json tests/records/pairs.json
+
 Real runs of the training program, which stay in runs/pairs: a second start uses those that exist.
 """
 
+import argparse
+import shlex
 import sys
 import sysconfig
 from itertools import product
@@ -11,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from apps.bench.__main__ import CONFIG
 from apps.bench.launch import read_lines, train_seed, with_defaults
-from apps.bench.report import Report
+from apps.bench.report import Report, show
 from lingua.base.dump_dir import VALIDATION
+from lingua.parallel.program import run_program
 
 FOLDER = Path("runs/pairs")
 # Text that every Python has: modules, but no tests and no installed packages.
@@ -81,3 +87,18 @@ def measure_arms(
         lines = read_lines(folder / VALIDATION)  # from one source
         runs[name].append([line["nats_per_byte"] for line in lines])
     return [line["step"] for line in lines], runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.records.pairs")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="changes the configuration")
+    parser.add_argument("--repeats", type=int, default=10, help="pairs of each change")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the losses here")
+    options = parser.parse_intermixed_args()
+    command = shlex.join(["python", "-m", "tests.records.pairs", *sys.argv[1:]])
+    keys = with_defaults([f"config={CONFIG}"], options.keys)
+    show(measure(keys, options.repeats), command, options.json)
+
+
+if __name__ == "__main__":
+    run_program(main)
