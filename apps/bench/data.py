@@ -75,7 +75,7 @@ def measure(keys: list[str], repeats: int) -> Report:
         "otherwise; then with ours; bytes: to a numpy array), one process of ours, a plain gather "
         "of the same rows from a memory map, shards of the same number of tokens",
     ]
-    return Report(rows, notes)
+    return Report(rows, notes, {"first batch, ms": first_ms, "memory grown, MiB": grown_mib})
 
 
 def speeds(pair: BySide) -> dict[str, Spread]:

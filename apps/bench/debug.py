@@ -36,4 +36,5 @@ def measure(keys: list[str]) -> Report:
     for line in held_out:
         name = f"held-out {line['source']} after step {line['step']:,}, nats per byte"
         figures[name] = f"{line['nats_per_byte']:.4f}"
-    return Report([{"": name, "value": value} for name, value in figures.items()])
+    rows = [{"": name, "value": value} for name, value in figures.items()]
+    return Report(rows, results={"held_out": held_out})

@@ -47,13 +47,13 @@ def measure(keys: list[str], repeats: int) -> Report:
     """Everything is written into a folder of the current one, and removed."""
     model: ModelArgs = read_config(with_defaults(MODEL, keys)).model
     rows: list[dict[str, Any]] = []
-    notes = []
+    notes, results = list[str](), dict[str, Any]()
     with TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as temporary:
         for dtype in (torch.float32, torch.bfloat16):
             folder = Path(temporary) / str(dtype)
             size = write_folder(folder, model, dtype)
             loaded = on_ranks(PROCESSES, load_on_rank, str(folder), f"{repeats}")
-            title = f"{size / 1e9:.2f} GB of {dtype}"
+            results[title := f"{size / 1e9:.2f} GB of {dtype}"] = loaded
             rows += side_rows(loaded["seconds"], LOADED, f"{title}: ")
             held, peak, largest = (f"{loaded[k] / 1e6:.0f}" for k in ("held", "peak", "largest"))
             notes.append(f"{title}: {held} MB a rank, grows by {peak}; largest tensor: {largest}")
@@ -62,7 +62,7 @@ def measure(keys: list[str], repeats: int) -> Report:
             convert_once(folder, turns)
     seconds = {side: taken.seconds for side, taken in turns.items()}
     rows += side_rows(seconds, CONVERTED, "convert: ")
-    return Report(rows, notes)
+    return Report(rows, notes, results)
 
 
 def write_folder(folder: Path, model: ModelArgs, dtype: torch.dtype) -> int:

@@ -16,6 +16,7 @@ import torch
 from apps.bench import data, promise
 from apps.bench.__main__ import MEASUREMENTS
 from apps.bench.loop import Reference
+from apps.bench.report import shown
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from apps.speedrun import ablate
@@ -38,10 +39,14 @@ def bench(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[s
     for part in range(200):  # documents, so that some are held out
         path = folder / ("code" if part % 2 else "") / f"{part}.py"
         path.write_text(f"# {part}\n" + "def f(x):\n    return x + {part * x}\n" * 12)
-    module = ["tests.records.pairs"] if name == "pairs" else ["apps.bench", name]
-    command = [*python(), "-m", *module, f"data.root_dir={folder}", *words]
+    command = [*python(), "-m", *program(name), f"data.root_dir={folder}", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def program(name: str) -> list[str]:
+    """The program of a measurement: what it records for tests lies beside them."""
+    return ["tests.records.pairs"] if name == "pairs" else ["apps.bench", name]
 
 
 def groups_in(content: Any) -> Iterator[dict[str, Any]]:
@@ -79,7 +84,29 @@ def check_ablate(results: dict[str, Any]) -> None:
     assert all(base[i]["loss"] != arm[i]["loss"] for arm in other[1:] for i in range(2))
 
 
+def check_sync(rows: list[dict[str, Any]]) -> None:
+    """On a mesh of 2 x 2, with four micro-steps."""
+    last, replica_last, every, exact = rows
+    units, n_bytes = last["dp_shard"], last["dp_shard, MiB"]
+    assert units == last["dp_replicate"] > 1 and n_bytes == 2 * last["dp_replicate, MiB"]
+    for row, axis, n in [
+        (replica_last, "dp_shard", 4), (replica_last, "dp_replicate", 1),
+        (every, "dp_shard", 4), (every, "dp_replicate", 4), (exact, "world", 4),
+    ]:  # fmt: skip
+        whole = n_bytes / 2 if axis == "dp_replicate" else n_bytes
+        assert (row[axis], row[f"{axis}, MiB"]) == (n * units, pytest.approx(n * whole)), axis
+    kept = [row["kept, MiB"] for row in rows]  # whole gradients, or a shard of them
+    assert kept == pytest.approx([n_bytes, *[n_bytes / 2] * 3], rel=0.01)
+
+
+def test_numbers_are_shown_with_three_digits_or_all_before_the_point() -> None:
+    values = [0.0, 1.704, -12.34, 178.6, 12345.6, 0.0302, 1.7e-7, math.inf, 1024, None, "text"]
+    expected = ["0", "1.70", "-12.3", "179", "12,346", "0.0302", "1.7e-07", "inf", "1,024"]
+    assert [shown(value) for value in values] == [*expected, "-", "text"]
+
+
 CHECKS = {
+    "sync": check_sync,
     "promise": check_promise,
     "pairs": check_pairs,
     "ablate": check_ablate,
@@ -131,7 +158,8 @@ def test_a_measurement_reports_its_figures(tmp_path: Path, name: str) -> None:
     done = bench(tmp_path, *name.split(), "--json=report.json", *SMALLEST[name])
     assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "report.json").read_text())
-    assert content["command"].startswith("python -m ")
+    command = " ".join(["python", "-m", *program(name.split()[0]), ""])
+    assert content["command"].startswith(command)
     assert {"cpu", "cores", "threads", "torch", "python", "device"} <= content["machine"].keys()
     assert content["rows"]
     for group in groups_in([content["rows"], content["results"]]):
@@ -139,8 +167,8 @@ def test_a_measurement_reports_its_figures(tmp_path: Path, name: str) -> None:
             assert group["low"] <= group["q1"] <= group["median"] <= group["q3"] <= group["high"]
             assert group["n"] >= 1 and all(map(math.isfinite, group.values()))
         for key in EQUAL.keys() & group.keys():
-            assert np.allclose(group[key], EQUAL[key], atol=1e-5), key
-    CHECKS.get(name, lambda results: None)(content["results"])
+            assert np.allclose(group[key], EQUAL[key], rtol=0, atol=1e-5), key
+    CHECKS.get(name, lambda results: None)(content["results"] or content["rows"])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("bench-")]
 
 
@@ -175,12 +203,14 @@ def test_text_and_rows_are_timed_beside_their_references(monkeypatch: pytest.Mon
     }
     for name, value in small.items():
         monkeypatch.setattr(data, name, value)
-    rows = {row.pop(""): row for row in map(dict, data.measure([], repeats=1).rows)}
+    report = data.measure([], repeats=1)
+    rows = {row.pop(""): row for row in map(dict, report.rows)}
     names = ["tiktoken", "sentencepiece", "bytes", "two processes over one", "rows of shards"]
     others = ("uint16", "megatron", "datatrove", "datasets")
     for name in [*names, *(f"rows of {form} files over shards" for form in others)]:
         assert rows[name].keys() == {"ours", "reference", "ratio", "CPU ratio"}
         assert all(s.low > 0 and s.n == 1 for s in rows[name].values())
+    assert report.results["first batch, ms"].low > 0
 
 
 def test_every_measurement_is_tested() -> None:

@@ -95,6 +95,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="pairs of each change")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the losses here")
     options = parser.parse_intermixed_args()
+    if options.repeats < 1:
+        parser.error("--repeats: must be at least 1")
     command = shlex.join(["python", "-m", "tests.records.pairs", *sys.argv[1:]])
     keys = with_defaults([f"config={CONFIG}"], options.keys)
     show(measure(keys, options.repeats), command, options.json)
