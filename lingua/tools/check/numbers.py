@@ -16,7 +16,6 @@ from lingua.model.transformer import Context, TransformerArgs
 
 BOUND = 2.0  # multiple above which a result is too far
 ROUNDING = 1.5e-7  # relative error of float32 sums, below which a multiple means nothing
-ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,18 @@ class AttentionCase:
     positions: int
     documents: bool = False  # rows with ends of documents, one of them at the end of a row
     window: int | None = None
+    rows: int = 2
 
     def starts(self) -> Tensor | None:
-        """int64 2 3, where the documents of both rows begin."""
+        """int64 rows 3, where the documents of each row begin: three, or two and an empty one."""
         n = self.positions
-        return torch.tensor([[0, n // 10, n // 2], [0, n - 30, n]]) if self.documents else None
+        starts = torch.tensor([[0, n // 10, n // 2], [0, n - 30, n]])
+        return starts.repeat(self.rows // 2, 1) if self.documents else None
 
     def visible(self) -> Tensor:
         """bool 2 1 S S by the definition, without the code that builds masks."""
         at = torch.arange(self.positions)
-        sees = (at <= at[:, None]).expand(ROWS, -1, -1)
+        sees = (at <= at[:, None]).expand(self.rows, -1, -1)
         if self.window is not None:
             sees = sees & (at > at[:, None] - self.window)
         if (starts := self.starts()) is not None:
@@ -69,8 +70,8 @@ def multiples(
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of `exact`, in float64."""
-    wide = exact.double()
-    return float((x.to(wide) - wide).norm() / wide.norm())
+    wide = exact.detach().double()
+    return float((x.detach().to(wide) - wide).norm() / wide.norm())
 
 
 def attention_errors(
@@ -78,37 +79,49 @@ def attention_errors(
 ) -> Errors:
     """Errors of the output and of the gradients of q, k and v. Raises UserError where `impl` cannot
     serve."""
-    random = torch.Generator().manual_seed(0)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    q, k, v, upstream = (
-        torch.randn(ROWS, n, case.positions, case.head_dim, generator=random).to(device, dtype)
-        for n in heads
-    )
+    inputs, work = attention_work(case, impl, device, dtype)
+    got, again = work(), work()
     sees = case.visible().to(device)
 
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (t.repeat_interleave(case.heads // case.kv_heads, 1) for t in (k, v))
-        scores = (q @ k.mT * case.head_dim**-0.5).masked_fill(~sees, -math.inf)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return scores.softmax(-1, dtype=wide).to(q.dtype) @ v
+    def definition(dtype: torch.dtype) -> list[Tensor]:
+        q, k, v, upstream = (t.detach().to(dtype).requires_grad_() for t in inputs)
+        keys, values = (t.repeat_interleave(case.heads // case.kv_heads, 1) for t in (k, v))
+        scores = (q @ keys.mT * case.head_dim**-0.5).masked_fill(~sees, -math.inf)
+        wide = torch.promote_types(dtype, torch.float32)
+        out = scores.softmax(-1, dtype=wide).to(dtype) @ values
+        return [out, *torch.autograd.grad(out, (q, k, v), upstream)]
 
-    def results(work: Callable[..., Tensor], dtype: torch.dtype = dtype) -> list[Tensor]:
-        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        out = work(*inputs)
-        return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(dtype))]
+    errors = multiples(got, definition(torch.float64), definition(dtype))
+    return Errors(errors, all(map(torch.equal, got, again)))
 
+
+def attention_work(
+    case: AttentionCase, impl: AttnImpl, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
+    """Queries, keys, values and the gradient of the output; and a pass of `impl`, which returns the
+    output and three gradients."""
+    random = torch.Generator().manual_seed(0)
+    shape, heads = (case.positions, case.head_dim), (case.heads, case.kv_heads)
+    q, k, v, upstream = (
+        torch.randn(case.rows, heads[is_kv], *shape, generator=random).to(device, dtype)
+        for is_kv in (0, 1, 1, 0)
+    )
     args = TransformerArgs(
         dim=case.heads * case.head_dim, n_heads=case.heads, n_kv_heads=case.kv_heads,
         sliding_window=case.window, attn_impl=impl,
     )  # fmt: skip
-    tokens = torch.zeros(ROWS, case.positions, dtype=torch.int64, device=device)
+    tokens = torch.zeros(case.rows, case.positions, dtype=torch.int64, device=device)
     starts = case.starts()
     mask = Context(args, tokens, None if starts is None else starts.to(device)).set_mask(
         args, dtype
     )
-    got, again = (results(lambda q, k, v: attend(q, k, v, mask)) for _ in range(2))
-    errors = multiples(got, results(definition, torch.float64), results(definition))
-    return Errors(errors, all(map(torch.equal, got, again)))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def work() -> list[Tensor]:
+        out = attend(q, k, v, mask)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+    return [q, k, v, upstream], work
 
 
 @dataclass(frozen=True)
@@ -126,21 +139,16 @@ def loss_errors(
 ) -> Errors:
     """Errors of the loss and of the gradients of the hidden states and of the head's matrix. More
     logits than lingua.model.head.CHUNK_BYTES are needed for the code that works in chunks."""
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(1, case.positions, case.dim, generator=random).to(device, dtype)
-    weight = torch.randn(case.vocab, case.dim, generator=random) * 3 * case.dim**-0.5
-    weight = weight.to(device, dtype)
-    targets = torch.randint(case.vocab, (case.positions,), generator=random).to(device)
-    targets[::7] = IGNORE
-    scale = torch.rand(case.positions, generator=random).to(device)  # of the loss of each token
+    (x, weight, targets, scale), work = loss_work(case, device, dtype)
+    got, again = work(), work()
 
     def definition(dtype: torch.dtype) -> list[Tensor]:
         wide, total = (
             torch.promote_types(dtype, torch.float32),
             torch.zeros((), dtype=torch.float64),
         )
-        h, w = (t.detach().to(dtype).requires_grad_() for t in (x[0], weight))
-        for part, t, s in zip(h.split(256), targets.split(256), scale.split(256), strict=True):
+        h, w = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
+        for part, t, s in zip(*(t.split(256) for t in (h, targets, scale)), strict=True):
             logits = F.linear(part, w).to(wide)
             logits = logits if case.cap is None else case.cap * torch.tanh(logits / case.cap)
             losses = F.cross_entropy(logits, t, ignore_index=IGNORE, reduction="none")
@@ -150,18 +158,29 @@ def loss_errors(
         assert h.grad is not None and w.grad is not None
         return [total, h.grad, w.grad]
 
-    head = Head(case.dim, case.vocab, case.cap).to(device)
-    head.weight = torch.nn.Parameter(weight)
+    errors = multiples(got, definition(torch.float64), definition(dtype))
+    return Errors(errors, all(map(torch.equal, got, again)))
+
+
+def loss_work(
+    case: LossCase, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
+    """Hidden states, the head's matrix, targets and the scale of each token's loss; and a pass of
+    the head, which returns the loss and both gradients."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(case.positions, case.dim, generator=random).to(device, dtype).requires_grad_()
+    weight = torch.randn(case.vocab, case.dim, generator=random) * 3 * case.dim**-0.5
+    targets = torch.randint(case.vocab, (case.positions,), generator=random).to(device)
+    targets[::7] = IGNORE
+    scale = torch.rand(case.positions, generator=random).to(device)
+    head = Head(case.dim, case.vocab, case.cap)
+    head.weight = torch.nn.Parameter(weight.to(device, dtype))
     if case.compiled:
         head.compile()
 
-    def results() -> list[Tensor]:
-        h = x.detach().requires_grad_()
-        losses = head(h, targets[None, None], per_token=case.per_token)
+    def work() -> list[Tensor]:
+        losses = head(x[None], targets[None, None], per_token=case.per_token)
         loss = (losses * scale).sum() if case.per_token else losses.sum()
-        h_grad, w_grad = torch.autograd.grad(loss, (h, head.weight))
-        return [loss.detach().cpu(), h_grad[0], w_grad]
+        return [loss.detach().cpu(), *torch.autograd.grad(loss, (x, head.weight))]
 
-    got, again = results(), results()
-    errors = multiples(got, definition(torch.float64), definition(dtype))
-    return Errors(errors, all(map(torch.equal, got, again)))
+    return [x, head.weight, targets, scale], work
