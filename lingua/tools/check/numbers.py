@@ -17,6 +17,20 @@ from lingua.model.transformer import Context, TransformerArgs
 BOUND = 2.0  # multiple above which a result is too far
 ROUNDING = 1.5e-7  # relative error of float32 sums, below which a multiple means nothing
 
+Pass = Callable[[], list[Tensor]]  # computes a result and its gradients
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors as multiples of the plain ones, and whether a second pass gave the same bits."""
+
+    multiples: Sequence[float]
+    same_bits: bool
+
+    @property
+    def right(self) -> bool:
+        return all(multiple <= BOUND for multiple in self.multiples)  # NaN is not
+
 
 @dataclass(frozen=True)
 class AttentionCase:
@@ -35,7 +49,7 @@ class AttentionCase:
         return starts.repeat(self.rows // 2, 1) if self.documents else None
 
     def visible(self) -> Tensor:
-        """bool 2 1 S S by the definition, without the code that builds masks."""
+        """bool rows 1 S S by the definition, without the code that builds masks."""
         at = torch.arange(self.positions)
         sees = (at <= at[:, None]).expand(self.rows, -1, -1)
         if self.window is not None:
@@ -46,60 +60,28 @@ class AttentionCase:
         return sees[:, None]
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Errors as multiples of the plain ones, and whether a second pass gave the same bits."""
-
-    multiples: Sequence[float]
-    same_bits: bool
-
-    @property
-    def right(self) -> bool:
-        return all(multiple <= BOUND for multiple in self.multiples)  # NaN is not
-
-
-def multiples(
-    got: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor]
-) -> list[float]:
-    """The error of each of `got` over that of `plain`, both against `exact`."""
-    return [
-        relative_error(a, e) / max(relative_error(p, e), ROUNDING)
-        for a, e, p in zip(got, exact, plain, strict=True)
-    ]
-
-
-def relative_error(x: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm of `exact`, in float64."""
-    wide = exact.detach().double()
-    return float((x.detach().to(wide) - wide).norm() / wide.norm())
-
-
 def attention_errors(
     case: AttentionCase, impl: AttnImpl, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> Errors:
     """Errors of the output and of the gradients of q, k and v. Raises UserError where `impl` cannot
     serve."""
-    inputs, work = attention_work(case, impl, device, dtype)
-    got, again = work(), work()
+    inputs, work = attention_pass(case, impl, device, dtype)
     sees = case.visible().to(device)
 
     def definition(dtype: torch.dtype) -> list[Tensor]:
         q, k, v, upstream = (t.detach().to(dtype).requires_grad_() for t in inputs)
         keys, values = (t.repeat_interleave(case.heads // case.kv_heads, 1) for t in (k, v))
         scores = (q @ keys.mT * case.head_dim**-0.5).masked_fill(~sees, -math.inf)
-        wide = torch.promote_types(dtype, torch.float32)
-        out = scores.softmax(-1, dtype=wide).to(dtype) @ values
+        out = scores.softmax(-1, dtype=_wide(dtype)).to(dtype) @ values
         return [out, *torch.autograd.grad(out, (q, k, v), upstream)]
 
-    errors = multiples(got, definition(torch.float64), definition(dtype))
-    return Errors(errors, all(map(torch.equal, got, again)))
+    return _errors(work, definition, dtype)
 
 
-def attention_work(
+def attention_pass(
     case: AttentionCase, impl: AttnImpl, device: torch.device, dtype: torch.dtype
-) -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
-    """Queries, keys, values and the gradient of the output; and a pass of `impl`, which returns the
-    output and three gradients."""
+) -> tuple[list[Tensor], Pass]:
+    """Queries, keys, values and the gradient of the output; and a pass by `impl`."""
     random = torch.Generator().manual_seed(0)
     shape, heads = (case.positions, case.head_dim), (case.heads, case.kv_heads)
     q, k, v, upstream = (
@@ -119,61 +101,52 @@ def attention_work(
 
     def work() -> list[Tensor]:
         out = attend(q, k, v, mask)
-        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+        return [out, *torch.autograd.grad(out, leaves, upstream)]
 
     return [q, k, v, upstream], work
 
 
 @dataclass(frozen=True)
 class LossCase:
+    """It takes more logits than lingua.model.head.CHUNK_BYTES for the code that works in chunks."""
+
     positions: int
     dim: int
     vocab: int
-    cap: float | None = None
     compiled: bool = False
     per_token: bool = False
 
 
-def loss_errors(
-    case: LossCase, device: torch.device, dtype: torch.dtype = torch.bfloat16
-) -> Errors:
-    """Errors of the loss and of the gradients of the hidden states and of the head's matrix. More
-    logits than lingua.model.head.CHUNK_BYTES are needed for the code that works in chunks."""
-    (x, weight, targets, scale), work = loss_work(case, device, dtype)
-    got, again = work(), work()
+def loss_errors(case: LossCase, device: torch.device, dtype: torch.dtype) -> Errors:
+    """Errors of the loss and of the gradients of the hidden states and of the head's matrix."""
+    inputs, work = loss_pass(case, device, dtype)
 
     def definition(dtype: torch.dtype) -> list[Tensor]:
-        wide, total = (
-            torch.promote_types(dtype, torch.float32),
-            torch.zeros((), dtype=torch.float64),
-        )
-        h, w = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
-        for part, t, s in zip(*(t.split(256) for t in (h, targets, scale)), strict=True):
-            logits = F.linear(part, w).to(wide)
-            logits = logits if case.cap is None else case.cap * torch.tanh(logits / case.cap)
-            losses = F.cross_entropy(logits, t, ignore_index=IGNORE, reduction="none")
-            loss = (losses * s).sum() if case.per_token else losses.sum()
+        x, weight = (t.detach().to(dtype).requires_grad_() for t in inputs[:2])
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for h, targets, scale in zip(*(t.split(256) for t in (x, *inputs[2:])), strict=True):
+            logits = F.linear(h, weight).to(_wide(dtype))
+            losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+            loss = (losses * scale).sum() if case.per_token else losses.sum()
             loss.backward()
-            total += loss.detach().cpu()
-        assert h.grad is not None and w.grad is not None
-        return [total, h.grad, w.grad]
+            total += loss.detach()
+        assert x.grad is not None and weight.grad is not None
+        return [total, x.grad, weight.grad]
 
-    errors = multiples(got, definition(torch.float64), definition(dtype))
-    return Errors(errors, all(map(torch.equal, got, again)))
+    return _errors(work, definition, dtype)
 
 
-def loss_work(
+def loss_pass(
     case: LossCase, device: torch.device, dtype: torch.dtype
-) -> tuple[list[Tensor], Callable[[], list[Tensor]]]:
-    """Hidden states, the head's matrix, targets and the scale of each token's loss; and a pass of
-    the head, which returns the loss and both gradients."""
+) -> tuple[list[Tensor], Pass]:
+    """Hidden states, the head's matrix, targets and the scale of each loss; and a pass of Head."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(case.positions, case.dim, generator=random).to(device, dtype).requires_grad_()
     weight = torch.randn(case.vocab, case.dim, generator=random) * 3 * case.dim**-0.5
     targets = torch.randint(case.vocab, (case.positions,), generator=random).to(device)
     targets[::7] = IGNORE
     scale = torch.rand(case.positions, generator=random).to(device)
-    head = Head(case.dim, case.vocab, case.cap)
+    head = Head(case.dim, case.vocab)
     head.weight = torch.nn.Parameter(weight.to(device, dtype))
     if case.compiled:
         head.compile()
@@ -181,6 +154,34 @@ def loss_work(
     def work() -> list[Tensor]:
         losses = head(x[None], targets[None, None], per_token=case.per_token)
         loss = (losses * scale).sum() if case.per_token else losses.sum()
-        return [loss.detach().cpu(), *torch.autograd.grad(loss, (x, head.weight))]
+        return [loss, *torch.autograd.grad(loss, (x, head.weight))]
 
     return [x, head.weight, targets, scale], work
+
+
+def _errors(
+    work: Pass, definition: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype
+) -> Errors:
+    got, again = work(), work()
+    exact, plain = definition(torch.float64), definition(dtype)
+    return Errors(multiples(got, exact, plain), all(map(torch.equal, got, again)))
+
+
+def multiples(
+    got: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor]
+) -> list[float]:
+    """The error of each of `got` over that of `plain`, both against `exact`."""
+    return [
+        relative_error(a, e) / max(relative_error(p, e), ROUNDING)
+        for a, e, p in zip(got, exact, plain, strict=True)
+    ]
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of `exact`, in float64."""
+    wide = exact.detach().double()
+    return float((x.detach().to(wide) - wide).norm() / wide.norm())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
