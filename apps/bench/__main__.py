@@ -37,6 +37,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "exchange": ("models of transformers: load, import, export, over plain files", 5),
     "promise": ("losses of a run, of any app, stopped and resumed on other meshes", None),
     "ablate": ("the speedrun without each of its parts, and with others", 5),
+    "gpu": ("what a GPU does with a run, beside what it should (`gpu --help`)", None),
 }
 NANOGPT = "reference=nanogpt"  # of step: forward and backward beside another model
 APPS = Path(__file__).parents[1]
@@ -51,6 +52,11 @@ MODULES = {"ablate": "apps.speedrun.ablate"}  # of others: apps.bench.NAME
 def main() -> None:
     if detect_launch().world_size != 1:
         raise UserError("apps.bench starts the processes that it measures: start it as one")
+    if sys.argv[1:2] == ["gpu"]:  # it has arguments of its own
+        from apps.bench.gpu.command import main as measure_gpu
+
+        measure_gpu(sys.argv[2:])
+        return
     names = "\n".join(
         f"  {name:<10}  {about}{'' if rounds is None else f' [{rounds} rounds]'}"
         for name, (about, rounds) in MEASUREMENTS.items()

@@ -4,6 +4,7 @@ The model has its initial weights, since speed does not depend on what they are.
 same prompts greedily with a cache. Equal tokens show that they do the same work.
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,6 @@ from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import to_yaml
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, pick_device, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.exchange.convert import ConvertArgs, convert
 from lingua.tools.inference.generate import Request, generate
@@ -33,17 +33,21 @@ BATCHES, PROMPT_TOKENS = (1, 32), 64
 def measure(keys: list[str], repeats: int) -> Report:
     args = read_config(keys)
     device = pick_device(args.device, detect_launch())
-    mesh = start(device, detect_launch(), DistributedArgs(model_dtype="fp32"))
-    tokenizer = build_tokenizer(args.data.tokenizer)
+    args.distributed.compile = False
+    mesh = start(device, detect_launch(), args.distributed)
+    # Of all of the model's tokens, as transformers takes.
+    tokenizer = replace(build_tokenizer(args.data.tokenizer), vocab_size=args.model.vocab_size)
     if (n_new := args.data.seq_len - PROMPT_TOKENS) < 1:
         raise UserError(f"data.seq_len = {args.data.seq_len}: must be above {PROMPT_TOKENS}")
     model = build(args).module
     init_parameters(model, args.seed, device)
+    model.to(args.distributed.dtype)
     causal = import_optional("transformers", "the measurement").AutoModelForCausalLM
     with TemporaryDirectory() as folder:
         save(Path(folder) / "ours", 1, tensors_of(model), {}, to_yaml(args))
         convert(ConvertArgs(source=f"{folder}/ours", out=f"{folder}/theirs"))
-        exported = causal.from_pretrained(f"{folder}/theirs", attn_implementation="sdpa").to(device)
+        words = {"attn_implementation": "sdpa", "dtype": "auto"}
+        exported = causal.from_pretrained(f"{folder}/theirs", **words).to(device)
     draw = torch.Generator().manual_seed(args.seed)
     prompts = torch.randint(0, tokenizer.vocab_size, (max(BATCHES), PROMPT_TOKENS), generator=draw)
     settings = SamplingArgs(temperature=0.0, max_gen_tokens=n_new, stop_tokens=[])
@@ -70,5 +74,6 @@ def measure(keys: list[str], repeats: int) -> Report:
         ours, theirs = (torch.tensor(turns[side].results[-1]) for side in sides)
         equal = (ours == theirs).float().mean().item()
         rows.append({"batch": n, **speed, "ratio": ratio, "equal tokens": equal})
-    about = f"prompts of {PROMPT_TOKENS} tokens, {n_new} new ones, greedy, float32; {repeats} turns"
+    dtype = str(args.distributed.dtype)[6:]
+    about = f"prompts of {PROMPT_TOKENS} tokens, {n_new} new ones, greedy, {dtype}; {repeats} turns"
     return Report(rows, ["here, transformers: new tokens per second", about])

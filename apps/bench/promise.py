@@ -103,19 +103,25 @@ def measure_exact(app: App, keys: list[str], folder: str) -> Report:
     runs = {f"{sizes}": [(sizes, end)] for sizes in EXACT_MESHES}
     stops = [-(-end * i // n) for i in range(1, n + 1)]
     runs["one after the other"] = list(zip(EXACT_MESHES, stops, strict=True))
-    outcomes: list[tuple[list[str], str]] = []  # hashes of the lines without times, and of tensors
+    outcomes: list[tuple[list[str], str]] = []
     rows: list[dict[str, Any]] = []
     for i, name in enumerate(runs):
         for sizes, stop_at in runs[name]:
-            lines = train([*keys, f"stop_at={stop_at}"], f"{folder}/{i}", sizes)
-        source = open_checkpoint(find(Path(folder, f"{i}", CHECKPOINTS))[0], alone=True)
-        outcomes.append(([link("", line) for line in lines], digest_of_files(source)))
+            train([*keys, f"stop_at={stop_at}"], f"{folder}/{i}", sizes)
+        outcomes.append(outcome(Path(folder, f"{i}")))
         (first, _), (links, tensors) = outcomes[0], outcomes[-1]
         equal = f"{sum(a == b for a, b in zip(links, first, strict=True))} of {end}"
         rows.append({MESH: name, "equal lines": equal, "hash of all tensors": tensors})
     same = all(outcome == outcomes[0] for outcome in outcomes)
     verdict = "all runs are equal to the last bit" if same else "THE RUNS DIFFER"
     return Report(rows, [verdict], {"equal": same})
+
+
+def outcome(dump_dir: Path) -> tuple[list[str], str]:
+    """All that a run must reproduce: a hash of each line without its times, and that of all tensors
+    of its newest checkpoint."""
+    source = open_checkpoint(find(dump_dir / CHECKPOINTS)[0], alone=True)
+    return [link("", line) for line in read_lines(dump_dir / METRICS)], digest_of_files(source)
 
 
 def starts_of(app: App, keys: list[str]) -> list[Start]:
