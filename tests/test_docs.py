@@ -25,6 +25,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from apps.bench.__main__ import CONFIG, MEASUREMENTS
+from apps.bench.gpu.command import GpuArgs
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs
 from lingua.__main__ import PROGRAMS, find_command
@@ -284,6 +285,8 @@ def parse_program(module: str, argv: list[str]) -> None:
     elif module == "lingua checkpoint":
         options = [word for word in argv[1:] if word[0] == "-"]
         check_options(["-m", "lingua", "checkpoint"], [*argv[:1], *options])
+    elif module == "apps.bench" and argv[0] == "gpu":
+        load(GpuArgs, [word for word in argv[1:] if "=" in word])
     elif module == "apps.bench":
         assert argv[0] in MEASUREMENTS, argv[0]
         keys = [word for word in argv if "=" in word and word != "reference=nanogpt"]

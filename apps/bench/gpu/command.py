@@ -111,12 +111,13 @@ def main(argv: list[str]) -> None:
     elif options.part is not None:
         found("summary", PARTS[options.part].measure(s))
     else:
-        if args.prepared is None or any(clones.values()):
-            prepare(s.prepared, clones, s.small)
-        here = [p for p in PARTS if p not in clones or (s.prepared / "projects" / p).is_dir()]
-        asked = options.only.split(",") if options.only else here
+        asked = options.only.split(",") if options.only else list(PARTS)
         if unknown := [name for name in asked if name not in PARTS]:
             raise UserError(f"--only: {', '.join(unknown)} is no part; --list prints them")
+        if args.prepared is None or any(clones.values()):
+            prepare(s.prepared, clones, s.small)
+        if options.only is None:
+            asked = [p for p in PARTS if p not in clones or (s.prepared / "projects" / p).is_dir()]
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         sys.exit(measure(s, [name for name in PARTS if name in asked], words, args.minutes))
 
@@ -183,9 +184,8 @@ def finish(
     print("".join(f"  {line}\n" for line in wrong), end="", file=sys.stderr)
     verdict = verdict or ", ".join(dict.fromkeys(key.partition(":")[0] for key in wrong)) or "right"
     summary = values.pop("summary", output.strip().rpartition("\n")[2][:200])
-    return {"part": name, "verdict": verdict, "summary": summary} | {
-        "values": values, "output": output
-    }  # fmt: skip
+    row = {"part": name, "verdict": verdict, "summary": summary}
+    return row | {"values": values, "output": output}
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

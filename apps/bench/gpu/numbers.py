@@ -59,6 +59,9 @@ def attention(s: Setting) -> str:
         except UserError as error:
             found(f"{impl} is refused", str(error))
             continue
+        except RuntimeError as error:
+            wrong("FAILED", f"{name}: {str(error)[-300:]}")
+            continue
         work = check.attention_pass(case, impl, s.device, torch.bfloat16)[1]
         found(f"{name}: cost", alone(work, s))
         worst[impl] = max(worst.get(impl, 0.0), multiple)
@@ -128,12 +131,17 @@ def bits(s: Setting) -> str:
     n, worst = SMALL_STEPS if s.small else RUN_STEPS, 0.0
 
     def train(copy: tuple[str, str]) -> tuple[list[str], str]:
+        folder = s.work / ", ".join(copy)
         reference, keys, _, _ = RUNS[copy[0]]
         words = [*run_keys(reference, n), *text_keys(s.prepared), *keys, f"device={s.device.type}"]
         words += [f"distributed.compile={str(s.compile and BF16 in keys).lower()}"]
-        for stop in [f"stop_at={n // 2}", f"stop_at={n}"][copy[1] != "stopped" :]:
-            run("apps.main.train", [*words, stop, f"dump_dir={s.work}/{', '.join(copy)}"])
-        return outcome(s.work / ", ".join(copy))
+        try:
+            for stop in [f"stop_at={n // 2}", f"stop_at={n}"][copy[1] != "stopped" :]:
+                run("apps.main.train", [*words, stop, f"dump_dir={folder}"])
+            return outcome(folder)
+        except UserError as error:
+            wrong("FAILED", f"{folder.name}: {str(error)[-300:]}")
+            return [""] * n, ""
 
     copies = [(name, copy) for name in RUNS for copy in ("first", *RUNS[name][3])]
     copies = copies[: SMALL_COPIES if s.small else None]
@@ -146,6 +154,8 @@ def bits(s: Setting) -> str:
         if equal < n or tensors != expected_tensors:
             wrong("DIFFERS", f"{name}, {copy}, from the first")
     for name, (reference, keys, bound, _) in RUNS.items() if not s.small else ():
+        if outcomes[name, "first"][1] == "":
+            continue  # it failed
         ours = read_lines(s.work / f"{name}, first" / METRICS)
         expected = read_lines(s.prepared / "reference" / f"{reference}.jsonl")
         pairs = list(zip(ours, expected, strict=True))

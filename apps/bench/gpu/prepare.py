@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from apps.bench.launch import run
+from apps.bench.projects import PROJECTS
 from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
 from lingua.base.format import human_bytes
@@ -57,11 +58,7 @@ REFERENCES = {
 BF16, RUN_STEPS = "distributed.model_dtype=bf16", 25
 PINNED = Path(__file__).parents[3] / "requirements.txt"
 GPUS = ("h100", "h200", "b200", "l40s")  # that have products in float8
-FILES = {
-    "nanogpt": ["model.py"],
-    "meta_lingua": ["lingua/transformer.py", "lingua/probe.py", "apps/main/transformer.py"],
-}
-GLIBC = ("_2_28", "_2_24", "_2_17", "2014")
+GLIBC = ("_2_28", "_2_17", "2014")
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def text_keys(prepared: Path) -> list[str]:
 def found(key: str, value: Any) -> Any:
     """Report a value of a part, and return it: as a line of its output, which is read even where
     the part is ended."""
-    print(json.dumps({key: value}, default=asdict), flush=True)
+    print(json.dumps({key: value}, default=asdict), flush=True, file=sys.__stdout__)
     return value
 
 
@@ -112,7 +109,7 @@ def run_keys(reference: str, steps: int) -> list[str]:
 def prepare(folder: Path, clones: dict[str, str | None], small: bool) -> None:
     """Make what `folder` lacks; for a CPU, where `small`, only text. Raises UserError."""
     for name, clone in clones.items():
-        for file in FILES[name] if clone is not None else ():
+        for file in PROJECTS[name].files if clone is not None else ():
             command = ["git", "-c", "safe.directory=*", "-C", str(clone), "show", f"HEAD:{file}"]
             done = subprocess.run(command, capture_output=True)
             if done.returncode != 0:

@@ -1,22 +1,15 @@
-"""Speed and memory: of training steps beside their plans and beside other projects, of the loss and
-attention alone, of saves, loads and generation."""
+"""Speed and memory of training steps, beside their plans and other projects, of saves, loads and
+generation."""
 
 import gzip
 import json
-import re
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import profile
 
 from apps.bench import generate
@@ -24,11 +17,11 @@ from apps.bench.checkpoint import load_newest
 from apps.bench.gpu.numbers import alone
 from apps.bench.gpu.prepare import Setting, found, wrong
 from apps.bench.launch import training
+from apps.bench.projects import PROJECTS, Step, project_step
 from apps.bench.report import quotients, shown, spread
 from apps.bench.turns import clock, take_turns
 from apps.main import app
 from lingua.base.dump_dir import CHECKPOINTS
-from lingua.base.errors import UserError
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import load
 from lingua.monitor.metrics import mfu
@@ -37,8 +30,6 @@ from lingua.tools.check.rates import copy_rate, disk_rate, product_flops
 from lingua.tools.in_process import temporary_process_group
 
 WARM_UP, STEPS, TIMES, TRACED = 5, 5, 3, 2  # steps: before; timed at once, so often; traced
-PROJECTS = {"nanogpt": ["124M"], "meta_lingua": ["1B", "model.n_layers=8"]}  # their sizes
-Step = Callable[[], object]
 MEMORY_MARGIN = 1.05  # times the planned memory; more is outside the plan
 
 
@@ -164,11 +155,14 @@ def generation(s: Setting) -> str:
 def beside(s: Setting, project: str) -> str:
     """The training program's own loop, with its data, in turns with another project's model, which
     has neither data nor logs."""
-    args: Any = load(app.config, s.shape(*PROJECTS[project], f"dump_dir={s.work}/{project}"))[0]
+    args: Any = load(app.config, s.shape(*PROJECTS[project].sizes, f"dump_dir={s.work}/{project}"))[
+        0
+    ]
     rounds, n = (1, 1) if s.small else (4, 10)
     with training(app, args, (rounds + 1) * n + 12) as (run, steps):
         both: dict[str, Step] = {"lingua": partial(next, steps)}
-        both[project] = project_step(s, project, run.mesh, args)
+        folder = s.prepared / "projects" / project
+        both[project] = project_step(project, folder, args, run.mesh, s.compile)
 
         def turn(step: Step) -> None:
             for _ in range(n):
@@ -183,71 +177,3 @@ def beside(s: Setting, project: str) -> str:
             found(f"{name}: alone", alone(both[name], s))
     ratio = found("ratio", quotients(turns[project].seconds, turns["lingua"].seconds))
     return f"lingua is {ratio} times as fast"
-
-
-def project_step(s: Setting, project: str, mesh: DeviceMesh, args: Any) -> Step:
-    """A step of a model of the size of `args`, on tokens that stay the same."""
-    x, y = torch.randint(args.model.vocab_size, (2, *_rows(args)), device=s.device)
-    if project == "nanogpt":
-        model, optimizer = nanogpt(s, args)
-    else:
-        model, optimizer = meta_lingua(s, mesh, args)
-    if s.compile:
-        model.compile()
-
-    def step() -> None:
-        with torch.autocast(s.device.type, torch.bfloat16, enabled=project == "nanogpt"):
-            loss = model(x, y)[1] if project == "nanogpt" else model(x, y, attn_impl="sdpa")
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def nanogpt(s: Setting, args: Any) -> tuple[nn.Module, Any]:
-    """github.com/karpathy/nanoGPT."""
-    m, module = args.model, load_file(s, "nanogpt", "model.py", "nanogpt_model")
-    sizes = {"n_layer": m.n_layers, "n_head": m.n_heads, "n_embd": m.dim, "bias": False}
-    config = module.GPTConfig(_rows(args)[1], m.vocab_size, dropout=0.0, **sizes)
-    model = module.GPT(config).to(s.device)
-    return model, model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), s.device.type)
-
-
-def meta_lingua(s: Setting, mesh: DeviceMesh, args: Any) -> tuple[nn.Module, Any]:
-    """github.com/facebookresearch/lingua: FSDP2 in bf16."""
-    for name in ("xformers", "xformers.ops", "meta_lingua"):  # xformers is unused with sdpa
-        sys.modules.setdefault(name, ModuleType(name))
-    stand_in: Any = sys.modules["xformers.ops"]
-    stand_in.fmha, stand_in.AttentionBias = ModuleType("fmha"), object
-    for name in ("probe", "transformer"):
-        module = load_file(s, "meta_lingua", f"lingua/{name}.py", f"meta_lingua.{name}")
-        setattr(sys.modules["meta_lingua"], name, module)
-    module = load_file(s, "meta_lingua", "apps/main/transformer.py", "meta_lingua_app")
-    keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")
-    sizes = {key: getattr(args.model, key) for key in keys}
-    with torch.device(s.device):
-        model = module.LMTransformer(module.LMTransformerArgs(**sizes, max_seqlen=_rows(args)[1]))
-        model.init_weights()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in (model.tok_embeddings, *model.layers, model.output, model):
-        whole = part in (model.output, model)
-        fully_shard(part, mesh=mesh["dp_shard"], mp_policy=policy, reshard_after_forward=whole)
-    return model, torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.033, fused=True)
-
-
-def load_file(s: Setting, project: str, file: str, name: str) -> Any:
-    """A file of another project as a module. Meta Lingua's package has the name of this one, and is
-    called meta_lingua in it. Raises UserError where it was not prepared."""
-    path = s.prepared / "projects" / project / file
-    if not path.exists():
-        raise UserError(f"{project}: not given; {project}=FOLDER names a clone of it")
-    source = re.sub(r"^from lingua\b", "from meta_lingua", path.read_text(), flags=re.MULTILINE)
-    module = sys.modules[name] = ModuleType(name)
-    exec(compile(source, str(path), "exec"), module.__dict__)
-    return module
-
-
-def _rows(args: Any) -> tuple[int, int]:
-    return args.data.step_rows, args.data.seq_len
