@@ -44,7 +44,7 @@ from lingua.tools.commands.runs import arguments as arguments_of_runs
 from lingua.tools.commands.tokenizer import TokenizerTrainArgs
 from lingua.tools.exchange.convert import ConvertArgs
 from lingua.tools.plan.make import PlanArgs, split_words
-from lingua.tools.slurm.launch import split_arguments
+from lingua.tools.slurm.command_line import split_arguments
 from tests.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
