@@ -34,6 +34,7 @@ from lingua.config.load import draft, load, meta_lingua
 from lingua.config.values import LocatedValue
 from lingua.tools.commands.arguments import split_folders
 from lingua.tools.commands.audit import arguments as arguments_of_audit
+from lingua.tools.commands.check import CheckArgs
 from lingua.tools.commands.compare import arguments as arguments_of_compare
 from lingua.tools.commands.compare_plan import PilotArgs
 from lingua.tools.commands.data_prepare import PrepareArgs
@@ -239,6 +240,7 @@ READ = {
     "apps.main.eval": partial(load, EvalArgs),
     "apps.main.generate": partial(load, GenerateArgs),
     "lingua audit": arguments_of_audit,
+    "lingua check": partial(load, CheckArgs),
     "lingua compare": arguments_of_compare,
     "lingua compare plan": partial(load, PilotArgs),
     "lingua convert": partial(load, ConvertArgs),
