@@ -65,9 +65,16 @@ export PYTHONUNBUFFERED=1
 # Signals that come while Python starts wait until the run takes them (GNU coreutils from 8.31 on).
 hold=(env --block-signal=USR2,TERM,INT,HUP)
 "${{hold[@]}}" true 2>/dev/null || hold=()
-srun --unbuffered --kill-on-bad-exit=1{cores} \\
+{check}srun --unbuffered --kill-on-bad-exit=1{cores} \\
     --output="$logs/${{job}}_%t_log.out" --error="$logs/${{job}}_%t_log.err" \\
     "${{hold[@]}}" {program} config="$run/{base_config}"
+"""
+# All ranks leave with one code, which the kill of those that are still leaving would change; --wait
+# is for one that hangs. The table is in the job's log.
+CHECK = """\
+# What is out of line ends the job, which gives its nodes back and is not queued again.
+srun --wait=30{cores} --error="$logs/${{job}}_%t_check.err" \\
+    "${{hold[@]}}" {program} folder="$run"
 """
 
 
@@ -104,6 +111,8 @@ class JobArgs:
     # refused. null: no plan
     gpu: str | None = None
     allow_too_large: bool = False  # launch what does not fit by that plan
+    # measure the machine before the run, as lingua check: what is out of line ends the job
+    check: bool = False
     dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -374,6 +383,7 @@ def _batch_script(
     folders = [shlex.quote(config.dump_dir) for config in configs]
     # srun takes its own number of cores, not the batch script's (Slurm 22.05)
     cores = f" --cpus-per-task={job.ncpu}" if job.ncpu else ""
+    check = shlex.join([sys.executable, *_check_words(job, configs[0])])
     return BATCH_SCRIPT.format(
         script=shlex.quote(str(root / SUBMIT_SCRIPT)),
         base_config=BASE_CONFIG,
@@ -387,8 +397,15 @@ def _batch_script(
         logs=LOGS,
         job_id=JOB_ID,
         cores=cores,
+        check=CHECK.format(cores=cores, program=check) if job.check else "",
         program=shlex.join([sys.executable, "-m", *program]),
     )
+
+
+def _check_words(job: JobArgs, config: Any) -> list[str]:
+    """Arguments of Python for a check of what a run will use."""
+    keys = {"device": getattr(config, "device", None), "gpu": job.gpu}
+    return ["-m", "lingua", "check", *(f"{k}={v}" for k, v in keys.items() if v is not None)]
 
 
 def _submit(root: Path, configs: list[Any]) -> list[Launched]:
@@ -413,7 +430,7 @@ def _run_here(
     job: JobArgs, root: Path, configs: list[Any], program: list[str], swept: bool
 ) -> list[Launched]:
     """Run them on this machine by torchrun: one whose output is shown, or a sweep."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu)]
     shell = [
         "set -e",
@@ -421,13 +438,14 @@ def _run_here(
         # What torchrun prints before each line of rank 0; its default names the role.
         "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=' '",
         "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300",  # seconds to save, before torchrun kills
-        'exec "$@"',
     ]
-    bash = ["bash", "-c", "\n".join(shell), "bash", *torchrun]
     commands: list[Command] = []
     for config in configs:
+        check = [*torchrun, *_check_words(job, config), f"folder={config.dump_dir}"]
+        lines = [*shell, *[shlex.join(check)] * job.check, 'exec "$@"']
+        bash = ["bash", "-c", "\n".join(lines), "bash", *torchrun]
         tee = [] if swept else ["--tee", "0:3"]
-        logs = ["--log-dir", f"{config.dump_dir}/{LOGS}", *tee]
+        logs = ["--redirects", "3", "--log-dir", f"{config.dump_dir}/{LOGS}", *tee]
         argv = [*bash, *logs, "-m", *program, f"config={config.dump_dir}/{BASE_CONFIG}"]
         commands.append((Path(config.dump_dir), argv))
     codes = run_sweep(root, commands, _shares(job, configs)) if swept else [run_one(commands[0][1])]
