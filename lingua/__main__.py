@@ -27,6 +27,7 @@ COMMANDS = {
     "report": ("lingua.tools.commands.report", "write a page with the curves of runs"),
     "compare": ("lingua.tools.commands.compare", "test whether runs differ beyond chance"),
     "audit": ("lingua.tools.commands.audit", "check a run: compute steps again and compare"),
+    "check": ("lingua.tools.commands.check", "measure a machine before a run"),
     "plan": ("lingua.tools.commands.plan", "estimate memory, traffic and time of a run"),
     "tokenizer": ("lingua.tools.commands.tokenizer", "train a tokenizer, or show one"),
     "convert": ("lingua.tools.exchange.convert", "convert to and from other forms of a model"),

@@ -35,6 +35,7 @@ from lingua.config.load import draft, load, meta_lingua
 from lingua.config.values import LocatedValue
 from lingua.tools.commands.arguments import split_folders
 from lingua.tools.commands.audit import arguments as arguments_of_audit
+from lingua.tools.commands.check import CheckArgs
 from lingua.tools.commands.compare import arguments as arguments_of_compare
 from lingua.tools.commands.compare_plan import PilotArgs
 from lingua.tools.commands.data_prepare import PrepareArgs
@@ -45,7 +46,7 @@ from lingua.tools.commands.runs import arguments as arguments_of_runs
 from lingua.tools.commands.tokenizer import TokenizerTrainArgs
 from lingua.tools.exchange.convert import ConvertArgs
 from lingua.tools.plan.make import PlanArgs, split_words
-from lingua.tools.slurm.launch import split_arguments
+from lingua.tools.slurm.command_line import split_arguments
 from tests.programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,6 +241,7 @@ READ = {
     "apps.main.eval": partial(load, EvalArgs),
     "apps.main.generate": partial(load, GenerateArgs),
     "lingua audit": arguments_of_audit,
+    "lingua check": partial(load, CheckArgs),
     "lingua compare": arguments_of_compare,
     "lingua compare plan": partial(load, PilotArgs),
     "lingua convert": partial(load, ConvertArgs),

@@ -43,7 +43,7 @@ def test_an_interrupt_while_a_program_imports_shows_no_traceback():
     assert all(line.startswith("import time:") for line in lines), lines
 
 
-LIGHT = ["runs", "report", "compare", "audit", "tokenizer", "checkpoint"]
+LIGHT = ["runs", "report", "compare", "audit", "check", "tokenizer", "checkpoint"]
 LIGHT += ["data prepare", "data show", "data verify"]
 
 

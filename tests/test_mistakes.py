@@ -48,6 +48,7 @@ from lingua.tools.commands import (
     runs,
     tokenizer,
 )
+from lingua.tools.commands import check as check_command
 from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
@@ -220,6 +221,7 @@ PROGRAMS = {
     "harness": lambda argv: to_settings(yaml.safe_load(argv[0]), 5),
     "show": loads(ShowArgs, *BATCH, partial=True),
     "plan": lambda argv: make_plan([f"config={PLANNED}", *argv]),
+    "check": check_command.main,
     "checkpoint": checkpoint.main,
     "audit": audit.main,
     "convert": convert.main,

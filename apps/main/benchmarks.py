@@ -22,8 +22,9 @@ from lingua.monitor.evaluation import WAITING, HarnessArgs
 from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.signals import StopRequest
 from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
+from lingua.tools.slurm.command_line import split_arguments
 from lingua.tools.slurm.jobs import environment_of_another
-from lingua.tools.slurm.launch import check_launch, split_arguments
+from lingua.tools.slurm.launch import check_launch
 from lingua.tools.slurm.status import status
 
 LAUNCH_S = 600.0  # Slurm's commands wait for minutes for a controller that does not answer

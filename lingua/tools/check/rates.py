@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -46,14 +47,11 @@ def copy_rate(device: torch.device, n_bytes: int, repeats: int = 10) -> float:
 def disk_rate(folder: Path, n_bytes: int) -> float:
     """Bytes per second of a new file in `folder`, written and synced. It is removed. Raises
     OSError."""
-    path, block = folder / f".disk-rate-{os.getpid()}", os.urandom(BLOCK_BYTES)
+    n_blocks, block = -(-n_bytes // BLOCK_BYTES), os.urandom(BLOCK_BYTES)
     begin = time.perf_counter()
-    try:
-        with path.open("xb", buffering=0) as f:
-            for _ in range(-(-n_bytes // BLOCK_BYTES)):
-                f.write(block)
-            os.fsync(f.fileno())
-        seconds = time.perf_counter() - begin
-    finally:
-        path.unlink(missing_ok=True)
-    return -(-n_bytes // BLOCK_BYTES) * BLOCK_BYTES / seconds
+    # It has no name: ranks of several machines may have one number and write to one folder.
+    with TemporaryFile(dir=folder, buffering=0) as f:
+        for _ in range(n_blocks):
+            f.write(block)
+        os.fsync(f.fileno())
+        return n_blocks * BLOCK_BYTES / (time.perf_counter() - begin)

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
     if not argv:
         raise UserError(f"no run is given; an example: {first_example(__doc__)}")
     # Imported here, since it imports torch, which a status does not need.
-    from lingua.tools.slurm.launch import launch_command, show_help
+    from lingua.tools.slurm.command_line import launch_command, show_help
 
     if asks_help(argv):
         show_help(argv, __doc__)

@@ -98,6 +98,12 @@ def find_device(given: str) -> Device:
     return from_values(Device(), values, str(TABLE))
 
 
+def known_device(name: str) -> Device | None:
+    """The device of the table that torch.cuda.get_device_name calls `name`."""
+    table = plain(read_file(TABLE, str(TABLE)))
+    return next((find_device(key) for key in table if table[key]["name"] == name), None)
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds of one rank."""
@@ -181,9 +187,15 @@ def _sent_s(total: dict[str, Any], sizes: tuple[int, int, int], device: Device) 
         stride = 1
     if ranks == 1:
         return 0.0
+    moved = total["bytes"] * (ranks - 1) / ranks * (2 if total["kind"] == "all_reduce" else 1)
+    latency = total["count"] * device.latency_us * 1e-6 * math.log2(ranks)
+    return moved / ring_speed(device, ranks, stride) + latency
+
+
+def ring_speed(device: Device, ranks: int, stride: int = 1) -> float:
+    """Bytes per second that each of `ranks` ranks, every `stride`-th one, sends in a large
+    collective."""
     speed = device.node_gb_per_s
     if stride * ranks > device.node_size:  # rings through each of a node's devices in the group
         speed = min(speed, device.network_gb_per_s * max(1, device.node_size // stride))
-    moved = total["bytes"] * (ranks - 1) / ranks * (2 if total["kind"] == "all_reduce" else 1)
-    latency = total["count"] * device.latency_us * 1e-6 * math.log2(ranks)
-    return moved / (speed * 1e9 * device.link_share) + latency
+    return speed * 1e9 * device.link_share

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-import yaml
-
 from lingua.app import import_named, main_program
 from lingua.base.dump_dir import (
     BASE_CONFIG,
@@ -25,12 +23,10 @@ from lingua.base.dump_dir import (
     LOGS,
     PLAN,
     SUBMIT_SCRIPT,
-    TRAIN_LOG,
 )
 from lingua.base.errors import UserError
 from lingua.base.format import printable
-from lingua.config.help import print_help_if_asked
-from lingua.config.load import load, to_yaml
+from lingua.config.load import to_yaml
 from lingua.config.schema import bounds
 from lingua.config.values import parse_argument, plain
 from lingua.parallel.slurm import run_slurm
@@ -69,9 +65,16 @@ export PYTHONUNBUFFERED=1
 # Signals that come while Python starts wait until the run takes them (GNU coreutils from 8.31 on).
 hold=(env --block-signal=USR2,TERM,INT,HUP)
 "${{hold[@]}}" true 2>/dev/null || hold=()
-srun --unbuffered --kill-on-bad-exit=1{cores} \\
+{check}srun --unbuffered --kill-on-bad-exit=1{cores} \\
     --output="$logs/${{job}}_%t_log.out" --error="$logs/${{job}}_%t_log.err" \\
     "${{hold[@]}}" {program} config="$run/{base_config}"
+"""
+# All ranks leave with one code, which the kill of those that are still leaving would change; --wait
+# is for one that hangs. The table is in the job's log.
+CHECK = """\
+# What is out of line ends the job, which gives its nodes back and is not queued again.
+srun --wait=30{cores} --error="$logs/${{job}}_%t_check.err" \\
+    "${{hold[@]}}" {program} folder="$run"
 """
 
 
@@ -108,6 +111,8 @@ class JobArgs:
     # refused. null: no plan
     gpu: str | None = None
     allow_too_large: bool = False  # launch what does not fit by that plan
+    # measure the machine before the run, as lingua check: what is out of line ends the job
+    check: bool = False
     dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
 
     def validate(self) -> Iterator[tuple[str, str]]:
@@ -182,12 +187,12 @@ def _check_job(
     """The script, the config of the first run of a sweep, and lines about it. Raises UserError."""
     for key, need in job.validate():
         raise UserError(f"{key} = {getattr(job, key.partition('[')[0])}: {need}")
-    module = _import_script(job)
+    module = import_script(job)
     first = [f"{key}={values[0]}" for key, values in sweep.items()]
     return module, *_check(job, module, [*arguments, *first])
 
 
-def _import_script(job: JobArgs) -> ModuleType:
+def import_script(job: JobArgs) -> ModuleType:
     name = main_program("train") if job.script is None else job.script
     module = import_named(name, f"script = {name}")
     if not hasattr(module, "check"):
@@ -378,6 +383,7 @@ def _batch_script(
     folders = [shlex.quote(config.dump_dir) for config in configs]
     # srun takes its own number of cores, not the batch script's (Slurm 22.05)
     cores = f" --cpus-per-task={job.ncpu}" if job.ncpu else ""
+    check = shlex.join([sys.executable, *_check_words(job, configs[0])])
     return BATCH_SCRIPT.format(
         script=shlex.quote(str(root / SUBMIT_SCRIPT)),
         base_config=BASE_CONFIG,
@@ -391,8 +397,15 @@ def _batch_script(
         logs=LOGS,
         job_id=JOB_ID,
         cores=cores,
+        check=CHECK.format(cores=cores, program=check) if job.check else "",
         program=shlex.join([sys.executable, "-m", *program]),
     )
+
+
+def _check_words(job: JobArgs, config: Any) -> list[str]:
+    """Arguments of Python for a check of what a run will use."""
+    keys = {"device": getattr(config, "device", None), "gpu": job.gpu}
+    return ["-m", "lingua", "check", *(f"{k}={v}" for k, v in keys.items() if v is not None)]
 
 
 def _submit(root: Path, configs: list[Any]) -> list[Launched]:
@@ -417,7 +430,7 @@ def _run_here(
     job: JobArgs, root: Path, configs: list[Any], program: list[str], swept: bool
 ) -> list[Launched]:
     """Run them on this machine by torchrun: one whose output is shown, or a sweep."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects", "3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu)]
     shell = [
         "set -e",
@@ -425,13 +438,14 @@ def _run_here(
         # What torchrun prints before each line of rank 0; its default names the role.
         "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=' '",
         "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300",  # seconds to save, before torchrun kills
-        'exec "$@"',
     ]
-    bash = ["bash", "-c", "\n".join(shell), "bash", *torchrun]
     commands: list[Command] = []
     for config in configs:
+        check = [*torchrun, *_check_words(job, config), f"folder={config.dump_dir}"]
+        lines = [*shell, *[shlex.join(check)] * job.check, 'exec "$@"']
+        bash = ["bash", "-c", "\n".join(lines), "bash", *torchrun]
         tee = [] if swept else ["--tee", "0:3"]
-        logs = ["--log-dir", f"{config.dump_dir}/{LOGS}", *tee]
+        logs = ["--redirects", "3", "--log-dir", f"{config.dump_dir}/{LOGS}", *tee]
         argv = [*bash, *logs, "-m", *program, f"config={config.dump_dir}/{BASE_CONFIG}"]
         commands.append((Path(config.dump_dir), argv))
     codes = run_sweep(root, commands, _shares(job, configs)) if swept else [run_one(commands[0][1])]
@@ -444,67 +458,3 @@ def _shares(job: JobArgs, configs: list[Any]) -> list[dict[str, str]]:
     at_once = min(job.at_once or 1, len(configs))
     cores = len(os.sched_getaffinity(0))
     return machine_shares(at_once, job.nodes * job.ngpu, [] if on_cpu else visible_gpus(), cores)
-
-
-# ---- command line
-
-
-def split_values(key: str, text: str) -> list[str]:
-    """The values of `sweep.key=a,b`, as written: a comma in brackets or quotes is part of one."""
-    flow = f"[{text}]"
-    try:
-        nodes = yaml.compose(flow).value
-    except (yaml.YAMLError, RecursionError):
-        nodes = []
-    if not nodes:
-        raise UserError(f"sweep.{key} = {text}: must be values separated by commas")
-    return [flow[node.start_mark.index : node.end_mark.index] for node in nodes]
-
-
-def split_arguments(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list[str]]]:
-    """A command line: the arguments of the job, those of the run, and the values of a sweep."""
-    job_keys = {f.name for f in fields(JobArgs)}
-    job_words, run_words, sweep = [], [], {}
-    for word in argv:
-        key, _, value = word.partition("=")
-        if key.startswith("sweep."):
-            key = key.removeprefix("sweep.")
-            if key in sweep:
-                raise UserError(f"sweep.{key} is given twice; its values are separated by commas")
-            sweep[key] = split_values(key, value)
-        elif key.partition(".")[0] in job_keys:
-            job_words.append(word)
-        else:
-            run_words.append(word)
-    return load(JobArgs, job_words)[0], run_words, sweep
-
-
-def show_help(argv: list[str], program_doc: str) -> None:
-    """Help about the keys of a job; `--help GROUP` also about those of its run. Exits."""
-    groups = [word for word in argv if "=" not in word and not word.startswith("-")]
-    if {group.partition(".")[0] for group in groups} <= {f.name for f in fields(JobArgs)}:
-        print_help_if_asked(JobArgs, argv, program_doc)
-    job, _, _ = split_arguments([word for word in argv if "=" in word])
-    _import_script(job).check(argv, 1)
-
-
-def launch_command(argv: list[str]) -> None:
-    """Launch what a command line asks for, and print where its runs are. Exits with the code of a
-    run on this machine. Raises UserError."""
-    job, arguments, sweep = split_arguments(argv)
-    launched = launch(job, arguments, sweep)
-    if isinstance(launched, str):
-        print(launched, end="")
-        print("it is not submitted; its first lines show how to", file=sys.stderr)
-    elif launched[0].job_id is None:
-        sys.exit(max(run.exit_code or 0 for run in launched))
-    else:
-        root = launched[0].dump_dir.parent if sweep else launched[0].dump_dir
-        job_id = launched[0].job_id.partition("_")[0]
-        runs = f": {len(launched)} runs" if len(launched) > 1 else ""
-        print(f"job {job_id} was submitted{runs}")
-        print(f"  folder  {root}")
-        print(f"  watch   python -m lingua stool status {shlex.quote(str(root))}")
-        if not sweep:
-            print(f"          tail -F {shlex.quote(str(root / TRAIN_LOG))}")
-        print(f"  cancel  scancel {job_id}")

@@ -2,6 +2,7 @@
 is refused."""
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from lingua.tools.commands.stool import main
+from lingua.tools.slurm.command_line import split_values
 from lingua.tools.slurm.jobs import environment_of_another
-from lingua.tools.slurm.launch import JobArgs, launch, split_values
+from lingua.tools.slurm.launch import JobArgs, launch
 from lingua.tools.slurm.local import machine_shares, run_sweep
 from lingua.tools.slurm.status import status, status_table
 from tests.apps.runs import SMALL, write_sources
@@ -194,6 +196,33 @@ def test_the_script_runs_in_a_folder_of_any_name(arguments, tmp_path):
         done = subprocess.run(["bash", "-c", script], text=True, **where)
         assert (done.returncode, done.stdout) == (code, output), done
     assert (dump_dir / "logs" / "7").is_dir() and not list(tmp_path.rglob("pwned"))
+
+
+def test_a_job_ends_where_its_check_fails(arguments, tmp_path):
+    srun, dump_dir = tmp_path / "srun", tmp_path / HOSTILE
+    srun.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *" -m lingua check "*) exit "$CODE";; esac')
+    srun.chmod(0o700)
+    words = [*arguments, f"dump_dir={dump_dir}", "device=cpu"]
+    script = launch(JobArgs(launcher="print", check=True, ncpu=3), words)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    for code in ("0", "1"):
+        where = {"cwd": tmp_path, "env": env | {"CODE": code}, "capture_output": True}
+        done = subprocess.run(["bash", "-c", script], text=True, **where)
+        check, *run = done.stdout.splitlines()
+        assert done.returncode == int(code) and len(run) == 1 - int(code), done
+        assert check.endswith(f"-m lingua check device=cpu folder={dump_dir}")
+        assert "--cpus-per-task=3" in check and "--output" not in check  # it is in the job's log
+
+
+def test_a_run_on_this_machine_starts_only_where_its_check_is_right(arguments, tmp_path, capfd):
+    def launched(**options: Any) -> tuple[int | None, str, bool]:
+        [run] = launch(JobArgs(launcher="local", check=True, **options), arguments)
+        return run.exit_code, capfd.readouterr().out, (run.dump_dir / "metrics.jsonl").exists()
+
+    code, shown, trained = launched(gpu="h100")
+    assert code == 1 and re.search("^products, TFLOP/s +OUT OF LINE", shown, re.M) and not trained
+    code, shown, trained = launched(dirs_exists_ok=True)
+    assert code == 0 and re.search("^products, TFLOP/s +right", shown, re.M) and trained
 
 
 def test_status_does_not_obey_what_a_foreign_log_contains(tmp_path, monkeypatch):

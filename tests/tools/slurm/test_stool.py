@@ -6,6 +6,7 @@ that they run at the same time while the tests wait for one after the other.
 
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -139,6 +140,7 @@ def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     """Dump dir and job id of every job of two ranks on two nodes, by what happens to it."""
     wanted = {"plain": {"slurm": {"hold": True}}, "fail": {"setup": ["export FAIL_RANK=1"]}}
     wanted |= {"signal": SLOW, "cancel": SLOW}
+    wanted["check"] = {"check": True, "gpu": "h100", "script": None}  # which its nodes do not have
     places = [cluster.runs / (HOSTILE if name == "plain" else name) for name in wanted]
     asked = zip(wanted.values(), places, strict=True)
     pairs = [(ON_TWO_NODES | job, cluster.arguments(place)) for job, place in asked]
@@ -287,6 +289,18 @@ def test_a_failing_rank_is_the_first_error_that_status_shows(cluster, jobs, monk
     rank_1 = dump_dir / "logs" / job / f"{job}_1_log.err"
     assert run.errors[0] == f"[rank1]: RuntimeError: this rank fails, as FAIL_RANK asks ({rank_1})"
     assert run.errors[0] in status_table([run])
+
+
+def test_a_job_whose_check_fails_gives_its_nodes_back(cluster, jobs, monkeypatch):
+    dump_dir, job = jobs["check"]
+    shown = cluster.ended(job, "FAILED")
+    assert (shown["ExitCode"], shown["Restarts"]) == ("1:0", "0")
+    assert not (dump_dir / "metrics.jsonl").exists()
+    table = (dump_dir / "logs" / f"{job}.log").read_text()
+    assert re.search("^products, TFLOP/s +OUT OF LINE", table, re.M)
+    monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    [run] = status(dump_dir)
+    assert run.errors[0].startswith("error: all-reduce, GB/s: rank 1 on ")  # the last line
 
 
 def test_a_rank_sees_all_gpus_of_its_job_or_one_that_no_other_sees(cluster, tmp_path):

@@ -1,0 +1,74 @@
+"""The command line of `lingua stool`: keys of the job, of the run and of a sweep."""
+
+import shlex
+import sys
+from dataclasses import fields
+
+import yaml
+
+from lingua.base.dump_dir import TRAIN_LOG
+from lingua.base.errors import UserError
+from lingua.config.help import print_help_if_asked
+from lingua.config.load import load
+from lingua.tools.slurm.launch import JobArgs, import_script, launch
+
+
+def split_values(key: str, text: str) -> list[str]:
+    """The values of `sweep.key=a,b`, as written: a comma in brackets or quotes is part of one."""
+    flow = f"[{text}]"
+    try:
+        nodes = yaml.compose(flow).value
+    except (yaml.YAMLError, RecursionError):
+        nodes = []
+    if not nodes:
+        raise UserError(f"sweep.{key} = {text}: must be values separated by commas")
+    return [flow[node.start_mark.index : node.end_mark.index] for node in nodes]
+
+
+def split_arguments(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list[str]]]:
+    """A command line: the arguments of the job, those of the run, and the values of a sweep."""
+    job_keys = {f.name for f in fields(JobArgs)}
+    job_words, run_words, sweep = [], [], {}
+    for word in argv:
+        key, _, value = word.partition("=")
+        if key.startswith("sweep."):
+            key = key.removeprefix("sweep.")
+            if key in sweep:
+                raise UserError(f"sweep.{key} is given twice; its values are separated by commas")
+            sweep[key] = split_values(key, value)
+        elif key.partition(".")[0] in job_keys:
+            job_words.append(word)
+        else:
+            run_words.append(word)
+    return load(JobArgs, job_words)[0], run_words, sweep
+
+
+def show_help(argv: list[str], program_doc: str) -> None:
+    """Help about the keys of a job; `--help GROUP` also about those of its run. Exits."""
+    groups = [word for word in argv if "=" not in word and not word.startswith("-")]
+    if {group.partition(".")[0] for group in groups} <= {f.name for f in fields(JobArgs)}:
+        print_help_if_asked(JobArgs, argv, program_doc)
+    job, _, _ = split_arguments([word for word in argv if "=" in word])
+    import_script(job).check(argv, 1)
+
+
+def launch_command(argv: list[str]) -> None:
+    """Launch what a command line asks for, and print where its runs are. Exits with the code of a
+    run on this machine. Raises UserError."""
+    job, arguments, sweep = split_arguments(argv)
+    launched = launch(job, arguments, sweep)
+    if isinstance(launched, str):
+        print(launched, end="")
+        print("it is not submitted; its first lines show how to", file=sys.stderr)
+    elif launched[0].job_id is None:
+        sys.exit(max(run.exit_code or 0 for run in launched))
+    else:
+        root = launched[0].dump_dir.parent if sweep else launched[0].dump_dir
+        job_id = launched[0].job_id.partition("_")[0]
+        runs = f": {len(launched)} runs" if len(launched) > 1 else ""
+        print(f"job {job_id} was submitted{runs}")
+        print(f"  folder  {root}")
+        print(f"  watch   python -m lingua stool status {shlex.quote(str(root))}")
+        if not sweep:
+            print(f"          tail -F {shlex.quote(str(root / TRAIN_LOG))}")
+        print(f"  cancel  scancel {job_id}")
