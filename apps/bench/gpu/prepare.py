@@ -58,7 +58,6 @@ REFERENCES = {
 BF16, RUN_STEPS = "distributed.model_dtype=bf16", 25
 PINNED = Path(__file__).parents[3] / "requirements.txt"
 GPUS = ("h100", "h200", "b200", "l40s")  # that have products in float8
-GLIBC = ("_2_28", "_2_17", "2014")
 
 
 @dataclass(frozen=True)
@@ -168,6 +167,6 @@ def download(folder: Path, names: list[str], python: str) -> None:
         raise UserError(f"wheels = {', '.join(unknown)}: must be packages of requirements.txt")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={folder}"]
     command += ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
-    command += [f"--platform=manylinux{version}_x86_64" for version in GLIBC]
+    command += [f"--platform=manylinux{glibc}_x86_64" for glibc in ("_2_28", "_2_17", "2014")]
     if subprocess.run([*command, *(pinned[name] for name in names)]).returncode != 0:
         raise UserError(f"wheels = {', '.join(names)}: pip failed (above)")
