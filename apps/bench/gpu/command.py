@@ -126,8 +126,8 @@ def measure(s: Setting, names: list[str], words: list[str], minutes: float) -> i
     """Run the parts: those that are not timed at once on a GPU, then each alone. Returns the exit
     code."""
     out, end, rows = s.work.parent, time.monotonic() + 60 * minutes, list[dict[str, Any]]()
+    code = code_version(Path(__file__))
     about = {"device": s.device_name(), "torch": torch.__version__, "words": words}
-    about |= {"code": code_version(Path(__file__)) or ""}
     shutil.rmtree(s.work, ignore_errors=True)
     s.work.mkdir(parents=True)
     at_once = [name for name in names if s.device.type == "cuda" and not PARTS[name].timed]
@@ -144,7 +144,7 @@ def measure(s: Setting, names: list[str], words: list[str], minutes: float) -> i
                     row = finish(name, processes.get(name), deadline, s.work / f"{name}.log")
                     print(f"\n== {name}\n{row.pop('output')}", file=log, flush=True)
                     rows.append(row | {"s": time.monotonic() - begin})
-                    content = json.dumps({**about, "parts": rows}, indent=1)
+                    content = json.dumps(about | {"code": code, "parts": rows}, indent=1)
                     write_atomically(out / "results.json", content + "\n")
         finally:
             for process in processes.values():

@@ -88,8 +88,7 @@ def text_keys(prepared: Path) -> list[str]:
 
 
 def found(key: str, value: Any) -> Any:
-    """Report a value of a part, and return it: as a line of its output, which is read even where
-    the part is ended."""
+    """Report a value of a part, and return it: a line of its output, read even if it is killed."""
     print(json.dumps({key: value}, default=asdict), flush=True, file=sys.__stdout__)
     return value
 
