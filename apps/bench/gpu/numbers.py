@@ -31,7 +31,10 @@ from lingua.parallel.init import init_parameters
 from lingua.tools.check import numbers as check
 from lingua.tools.check.rates import median_s
 
-MASKS = {"plain": (False, None), "documents": (True, None), "window": (False, 100)}
+# Heads, their features, tokens: those of llama_1B, and of a row that no block divides.
+LLAMA, ODD, SMALL_ROW = (16, 128, 4096), (8, 64, 1000), (4, 32, 192)
+# Heads that share keys, documents, window.
+MASKS = ((1, False, None), (4, False, None), (1, True, None), (4, True, None), (4, False, 100))
 # name: (its reference, keys, how far its losses may be from that, copies that must be equal)
 RUNS = {
     "float32": ("plain", ["deterministic=true"], 1e-3, ["again", "stopped"]),
@@ -44,16 +47,13 @@ SMALL_STEPS, SMALL_COPIES = 4, 3
 
 def attention(s: Setting) -> str:
     """Every implementation, at llama_1B's heads and others."""
-    worst, shapes = (
-        dict[str, float](),
-        [(4, 32, 192)] if s.small else [(16, 128, 4096), (8, 64, 1000)],
-    )
-    for impl, shape, shared, mask in product(get_args(AttnImpl)[1:], shapes, (1, 4), MASKS):
+    cases = [(SMALL_ROW if s.small else LLAMA, *mask) for mask in MASKS] + [(ODD, 4, True, 100)]
+    worst = dict[str, float]()
+    for impl, (row, shared, documents, window) in product(get_args(AttnImpl)[1:], cases):
         torch.compiler.reset()
-        case = check.AttentionCase(shape[0], shape[0] // shared, *shape[1:], *MASKS[mask])
-        name = (
-            f"{impl}, {mask}, {case.heads}/{case.kv_heads} heads of {shape[1]}, {shape[2]} tokens"
-        )
+        case = check.AttentionCase(row[0], row[0] // shared, *row[1:], documents, window)
+        mask = "documents" if documents else "a window" if window else "plain"
+        name = f"{impl}, {mask}, {row[0]}/{case.kv_heads} heads of {row[1]}, {row[2]} tokens"
         try:
             multiple = judge(name, check.attention_errors(case, impl, s.device))
         except UserError as error:
