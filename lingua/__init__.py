@@ -8,6 +8,7 @@ lm = lingua.load("runs/debug")
 print(lm.generate("def main(", max_gen_tokens=50))
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,12 @@ if TYPE_CHECKING:  # importing lingua imports no torch
     from lingua.tools.in_process import OpenRun
     from lingua.tools.inference.lm import LM
     from lingua.tools.runs.records import Record
+
+# Looks that a thread of OpenMP takes at the others before it gives up its core to wait. The number
+# of libgomp, 300,000, takes some 3 ms, in which no other has the core. Read when torch is imported.
+SPIN_COUNT = "1000"
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 __all__ = ["__version__", "load", "open_run", "train"]
 

@@ -3,8 +3,8 @@
     python -m apps.bench NAME [key=value ...]
 
 `key=value` changes the configuration, which is apps/main/configs/small.yaml unless `config=FILE`
-names another. For `step` it is a model of each size, for `debug` the debug run of apps/main, for
-`ablate` the speedrun with all of its parts.
+names another. For `step` it is a model of each size, for `debug` and `busy` the debug run of
+apps/main, for `ablate` the speedrun with all of its parts.
 """
 
 import argparse
@@ -26,6 +26,7 @@ MEASUREMENTS: dict[str, tuple[str, int | None]] = {
     "loop": ("what the loop costs over a bare forward, backward and step", 8),
     "attention": ("documents on a CPU one by one, over a mask of whole rows", 10),
     "recurrence": ("scans on a CPU, over a loop of positions and over attention", 5),
+    "busy": ("tokens per second beside busy processes, by how threads wait", 3),
     "startup": ("seconds to the first step, by part", 5),
     "ranks": ("descriptors, messages and seconds of 8 to 64 ranks, by what grows", None),
     "sync": ("what distributed.grad_sync and deterministic: mesh send, and cost", 5),
@@ -43,6 +44,7 @@ NANOGPT = "reference=nanogpt"  # of step: forward and backward beside another mo
 APPS = Path(__file__).parents[1]
 CONFIG = APPS / "main/configs/small.yaml"
 CONFIGS = {
+    "busy": APPS / "main/configs/debug.yaml",
     "debug": APPS / "main/configs/debug.yaml",
     "ablate": APPS / "speedrun/configs/all_parts.yaml",
 }

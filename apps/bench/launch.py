@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from itertools import islice
 from pathlib import Path
@@ -43,12 +43,19 @@ def read_config(keys: Sequence[str], app: App = main_app) -> Any:
     return args
 
 
-def run(module: str, words: Sequence[str], ranks: int = 0, show: bool = False) -> None:
-    """Run `python -m module words`, by torchrun in that many ranks if any are given. Its output is
-    shown on stderr, or hidden; UserError has the end of a hidden one where it fails."""
+def run(
+    module: str,
+    words: Sequence[str],
+    ranks: int = 0,
+    show: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run `python -m module words`, by torchrun in that many ranks if any are given, with these
+    environment variables over this process's. Its output is shown on stderr, or hidden; UserError
+    has the end of a hidden one where it fails."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command = [sys.executable, "-m", *(torchrun if ranks else ()), module, *words]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ if ranks else None
+    environment = ({"OMP_NUM_THREADS": "1"} if ranks else {}) | os.environ | dict(variables or {})
     to = (sys.stderr, None) if show else (subprocess.PIPE, subprocess.STDOUT)
     done = subprocess.run(command, stdout=to[0], stderr=to[1], text=True, env=environment)
     if done.returncode != 0:
