@@ -136,6 +136,12 @@ def test_steps_of_a_run_may_have_more_grains_than_ranks_and_fewer(runs, sizes):
     assert result(sizes) == result(ONE)
 
 
+def test_a_step_that_is_skipped_for_its_targets_changes_no_bit(runs):
+    settings, twist = EXACT | {"data.on_no_targets": "skip"}, Twist(without_targets=2)
+    alone, run = (runs.train(sizes, settings, twist=twist) for sizes in (ONE, (1, 3, 1)))
+    assert results(run) == results(alone) and run.column("skipped_steps") == [0, 1, 1, 1]
+
+
 def test_what_cannot_be_exact_is_refused_by_name(runs):
     """Keys that exclude each other: tests/mistakes.txt."""
 

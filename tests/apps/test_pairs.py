@@ -3,12 +3,12 @@
 Each run makes the program's own steps, of several micro-steps; those of a mesh are made in one
 process group, and the mesh is an option too. The plain run is one process with one micro-step. Of
 the options it has those without which it would be another run: a precision, an optimizer, the
-clipping of gradients.
+clipping of gradients, a step without targets.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -28,13 +28,14 @@ from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.checkpoint.saver import Saver
 from lingua.data.loader import MicroBatch
+from lingua.data.sources import TextData
 from lingua.parallel.init import canonical_name
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import whole
 from tests.apps.meshes import Sizes, name_of
-from tests.apps.runs import Outcome, Runs, Twist, arguments
+from tests.apps.runs import Outcome, Runs, Twist, TwistedData, arguments
 from tests.forks import optimizer, soap
 
 STEPS = 2
@@ -47,7 +48,7 @@ MICRO_STEPS = {"data.batch_size": 2}  # of 7 rows: 4 on one rank, 2 on two
 @dataclass(frozen=True)
 class Option:
     settings: dict[str, Any]
-    app: App = main
+    app: dict[str, Any] = field(default_factory=dict)  # what it replaces of apps.main
     in_plain: bool = False  # the plain run has it too, since without it it is another run
 
 
@@ -56,6 +57,7 @@ FLOAT8 = {"distributed.float8": "tensorwise", "model.dim": 64, "model.head_dim":
 FLOAT8 |= {"model.ffn_dim_multiplier": 1, "model.multiple_of": 32}
 ASYNC = {"checkpoint.async_save": True, "checkpoint.dump.every": 1, "checkpoint.dump.keep": 0}
 MUON = {"optim.name": "muon", "optim.muon.dtype": "fp32"}
+NO_TARGETS = TwistedData(Twist(without_targets=1), TextData())
 OPTIONS = {
     "deterministic": Option({"deterministic": True}),
     "exact": Option({"deterministic": "mesh"}),
@@ -70,8 +72,9 @@ OPTIONS = {
     "float8": Option(FLOAT8, in_plain=True),
     "clip": Option({"optim.clip": 0.3}, in_plain=True),
     "muon": Option(MUON, in_plain=True),
-    "NAdam": Option({}, optimizer.app, in_plain=True),
-    "SOAP": Option({"optim.epsilon": 1e-3}, soap.app, in_plain=True),
+    "NAdam": Option({}, {"optimizer": optimizer.build_nadam}, in_plain=True),
+    "SOAP": Option({"optim.epsilon": 1e-3}, {"optimizer": soap.app.optimizer}, in_plain=True),
+    "no targets": Option({"data.on_no_targets": "skip"}, {"data": NO_TARGETS}, in_plain=True),
 }
 # Of each line at most one can be chosen.
 EXCLUSIVE = {"deterministic", "exact"}, {"replica_last", "every"}, {"full", "selective"}
@@ -103,7 +106,7 @@ def settings_of(case: Case) -> dict[str, Any]:
 
 
 def app_of(case: Case) -> App:
-    return next((OPTIONS[name].app for name in case if OPTIONS[name].app is not main), main)
+    return replace(main, **{k: v for name in case for k, v in OPTIONS[name].app.items()})
 
 
 def copies(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
@@ -132,7 +135,9 @@ def train(app: App, settings: dict[str, Any], mesh: DeviceMesh) -> Trained:
     trained = Trained([], [])
 
     def record(run: Run) -> None:
-        trained.gradients.append(copies({n: p.grad for n, p in run.model.named_parameters()}))
+        has_targets = args.data.on_no_targets == "stop" or run.progress.step > 0
+        parameters = run.model.named_parameters() if has_targets else ()
+        trained.gradients.append(copies({n: p.grad for n, p in parameters}))
 
     args = arguments(settings, app)
     args.folder.mkdir(exist_ok=True)
