@@ -41,7 +41,7 @@ class Saved:
     progress: Progress
     topology: tuple[int, ...]
     data: dict[str, Any]  # fingerprints
-    versions: dict[str, Any]  # of earlier versions fewer
+    versions: dict[str, Any] = field(default_factory=dict)  # earlier versions have fewer
 
 
 @dataclass
