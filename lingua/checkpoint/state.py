@@ -11,10 +11,10 @@ from lingua.base.version import __version__
 
 
 def versions() -> dict[str, str]:
-    """What the code is, and what its kernels on a CPU are: their rounding depends on both."""
-    python, cpu_capability = platform.python_version(), torch.backends.cpu.get_cpu_capability()
+    """Of the code, and the vector width for which torch has chosen its kernels of the CPU."""
+    python, width = platform.python_version(), torch.backends.cpu.get_cpu_capability()
     known = {"lingua": __version__, "torch": torch.__version__, "python": python}
-    return known | {"cpu_capability": cpu_capability}
+    return known | {"cpu_capability": width}
 
 
 @dataclass
