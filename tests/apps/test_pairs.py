@@ -250,7 +250,7 @@ def param(sizes: Sizes, name: str, cases: list[Case], more: dict[str, Any], *mar
     ],
 )
 def test_every_pair_of_options_trains_as_the_plain_run(runs, plain, sizes, cases, more):
-    trained = train_on(runs, sizes, cases, more, at_once=10 if cases is COMPILED else 60)
+    trained = train_on(runs, sizes, cases, more, at_once=3 if cases is COMPILED else 60)
     wrong = {}
     for case, run in trained.items():
         key = key_refused(sizes, case)
