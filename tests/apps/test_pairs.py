@@ -169,7 +169,7 @@ def train_on(
     cases: Sequence[Case],
     more: dict[str, Any],
     fault: Callable[[App], App] = lambda app: app,
-    at_once: int = 60,
+    at_once: int = 30,
 ) -> dict[Case, Any]:
     """What these options give on a mesh, with further settings and, perhaps, a fault."""
     made = {}
@@ -252,7 +252,7 @@ def param(sizes: Sizes, name: str, cases: list[Case], more: dict[str, Any], *mar
     ],
 )
 def test_every_pair_of_options_trains_as_the_plain_run(runs, plain, sizes, cases, more):
-    trained = train_on(runs, sizes, cases, more, at_once=3 if cases is COMPILED else 60)
+    trained = train_on(runs, sizes, cases, more, at_once=3 if cases is COMPILED else 30)
     wrong = {}
     for case, run in trained.items():
         key = key_refused(sizes, case)
