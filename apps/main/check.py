@@ -89,9 +89,10 @@ def check_run(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) ->
     config = flatten(args)
     changes: list[Change] = []
     if saved is not None:
-        from lingua.checkpoint.changes import check_config  # imported for a run that resumes
+        from lingua.checkpoint.changes import check_config, kernel_changes  # for one that resumes
 
         changes = check_config(saved, config, classes, allowed)
+        changes += kernel_changes(saved, device) if args.deterministic else []
     elif origin is not None:
         changes = origin.check(args.model, config, tokenizer, classes, allowed)
     args.micro_steps(replicas * shards)

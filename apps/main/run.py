@@ -20,6 +20,7 @@ from lingua.checkpoint.tensors import settings_of, tensors_of
 from lingua.config.load import to_yaml
 from lingua.data.loader import Ahead, MicroBatch, agree
 from lingua.data.rows import OpenData
+from lingua.data.stream import RowStream
 from lingua.monitor.reporter import Reporter
 from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
 from lingua.optim.schedule import lr_at
@@ -119,6 +120,25 @@ class Run:
             if self.progress.step:
                 self.save(None, final=True)
             raise
+
+    def check_targets(self, ahead: Ahead, guard: NonFiniteGuard) -> None:
+        """Raise UserError where the next step has nothing to divide its loss by and is not to be
+        skipped. What is complete is saved before. Called by every rank."""
+        if ahead.counts.all() or self.args.data.on_no_targets == "skip":
+            return
+        self.settle(guard, guard.counts.tolist())
+        if self.progress.step:
+            self.save(None, final=True)
+        begin, rows, sources = self.progress.position, self.data.rows, ""
+        end = begin + self.args.data.step_rows
+        if isinstance(rows, RowStream):
+            before, after = rows.counts(begin), rows.counts(end)
+            sources = " of " + ", ".join(name for name, n in after.items() if n > before[name])
+        raise UserError(
+            f"step {self.progress.step + 1}: all targets are ignored in its global batch (rows "
+            f"{begin} to {end - 1}{sources}). The run stops before it; data.on_no_targets = skip "
+            "counts such steps and goes on"
+        )
 
     @contextmanager
     def pausing(self) -> Iterator[None]:

@@ -142,7 +142,7 @@ def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
     with collected_in_steps(), closing(profiler):
         while progress.step < args.end and not stopping:
             step = progress.step + 1
-            ahead.check_counts(step, progress.position, args.data.step_rows)
+            run.check_targets(ahead, guard)
             # The ranks agree on the next step while they work on this one.
             agreed = run.read_ahead(objective.count, stop) if step < args.end else None
             with profiler.step(step):
@@ -193,7 +193,8 @@ def train_step(
     in `Ahead`. `lingua plan` traces this function too."""
     args, step = run.args, run.progress.step + 1
     run.report.numbers = Means()
-    loss, rows_hash = objective.gradients(batch, run.to_device(counts))
+    counts = run.to_device(counts)
+    loss, rows_hash = objective.gradients(batch, counts)
     if run.app.probe is not None and args.probe_due(step):
         from lingua.parallel.probe import only_read
 
@@ -202,7 +203,7 @@ def train_step(
             run.app.probe(run)
     norm = grad_norm(list(run.model.parameters()), args.exact)
     lr = lr_at(run.progress.step, args.optim, args.steps)
-    admitted, divisor = guard.admit(step, norm), clip_divisor(norm, args.optim.clip)
+    admitted, divisor = guard.admit(step, norm, counts), clip_divisor(norm, args.optim.clip)
     update(run.optimizer, lr, admitted, divisor)  # a gradient that is not finite changes nothing
     run.optimizer.zero_grad()
     return StepResult(loss, rows_hash, norm, lr)

@@ -9,6 +9,7 @@ from typing import Any
 from lingua.base.errors import UserError
 from lingua.base.format import align
 from lingua.checkpoint.resume import ABSENT, Saved
+from lingua.checkpoint.state import versions
 from lingua.data.rows import CONTENT
 from lingua.data.stream import shares
 
@@ -113,6 +114,15 @@ def check_data(saved: Saved, data: dict[str, str], allowed: list[str]) -> list[C
     differing = changes(saved.data, data, classes)
     check_changes(differing, allowed)
     return differing
+
+
+def kernel_changes(saved: Saved, device: str) -> list[Change]:
+    """What the rounding of kernels on this type of device depends on and is not what it was, for a
+    run that promises bits. An older checkpoint may not have it."""
+    then, now = saved.versions, versions()
+    keys = ("torch", "cpu_capability") if device == "cpu" else ("torch",)
+    differing = [key for key in keys if then.get(key, now[key]) != now[key]]
+    return [Change(key, then[key], now[key], "announced") for key in differing]
 
 
 def log_resume(saved: Saved, differing: list[Change], topology: tuple[int, ...]) -> None:

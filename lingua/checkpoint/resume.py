@@ -41,6 +41,7 @@ class Saved:
     progress: Progress
     topology: tuple[int, ...]
     data: dict[str, Any]  # fingerprints
+    versions: dict[str, Any] = field(default_factory=dict)  # earlier versions have fewer
 
 
 @dataclass
@@ -97,7 +98,8 @@ def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
         what = "has only a model, and no run to resume; a new run starts from it"
         raise UserError(f"{checkpoint.path} {what} {advice}")
     config = flat_config(checkpoint.path / CONFIG, keys)
-    return Saved(checkpoint, config, state.progress, tuple(state.topology), state.data)
+    topology = tuple(state.topology)
+    return Saved(checkpoint, config, state.progress, topology, state.data, state.versions)
 
 
 def find_start(

@@ -11,17 +11,19 @@ from lingua.base.version import __version__
 
 
 def versions() -> dict[str, str]:
-    python = platform.python_version()
-    return {"lingua": __version__, "torch": torch.__version__, "python": python}
+    """Of the code, and the vector width for which torch has chosen its kernels of the CPU."""
+    python, width = platform.python_version(), torch.backends.cpu.get_cpu_capability()
+    known = {"lingua": __version__, "torch": torch.__version__, "python": python}
+    return known | {"cpu_capability": width}
 
 
 @dataclass
 class Progress:
     """The progress of a run: all of its state besides tensors and config."""
 
-    step: int = 0  # completed updates, those that were skipped for a bad gradient included
+    step: int = 0  # completed updates, those that were skipped included
     position: int = 0  # rows consumed: where the row stream goes on
-    skipped_steps: int = 0  # updates suppressed since their gradient was not finite
+    skipped_steps: int = 0  # updates suppressed: not finite, or without a target
     trained_s: float = 0.0  # seconds of training, over all starts
 
     def validate(self) -> Iterator[tuple[str, str]]:

@@ -80,6 +80,8 @@ class DataArgs:
     workers: Free[int] = 1  # threads that read rows ahead; 0: the training thread reads them
     # a record that is not JSON, not UTF-8, without text or empty: stop there, or skip and count it
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
+    # a global batch without a target: stop before it, or count its step, which changes nothing
+    on_no_targets: Announced[Literal["stop", "skip"]] = "stop"
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "seq_len", maximum=MAX_TOKENS)

@@ -218,14 +218,6 @@ class Ahead(NamedTuple):
     stopping: bool  # whether any rank is asked to stop
     save_overdue: bool  # whether a save is due by the clock of any rank
 
-    def check_counts(self, step: int, position: int, global_batch_size: int) -> None:
-        """Raise UserError where there is nothing to divide a loss by in the whole global batch."""
-        if not self.counts.all():
-            rows = f"{position} to {position + global_batch_size - 1}"
-            raise UserError(
-                f"step {step}: all targets are ignored in its global batch (rows {rows})"
-            )
-
 
 def agree(
     batch: list[MicroBatch],

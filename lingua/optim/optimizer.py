@@ -186,32 +186,36 @@ def update_adamw(
 
 
 class NonFiniteGuard:
-    """Suppresses updates whose gradient is not finite, on the device, and reports them later.
+    """Suppresses updates whose gradient is not finite, and those of a global batch without targets,
+    on the device, and reports them later.
 
-    With `on_nonfinite: stop` no later update is made either, so that the run stops in the state
-    that the bad step found. The host learns of it when it reads `counts`, not at every step.
+    With `on_nonfinite: stop` no update follows one that is not finite, so that the run stops in the
+    state that the bad step found. The host learns of it when it reads `counts`, not at every step.
     """
 
     def __init__(self, mode: str, device: torch.device, skipped: int = 0) -> None:
         self.stops = mode == "stop"
-        # int64 [2] on the device: updates suppressed over the whole run, and this process's first
-        # bad step (0: none)
+        # int64 [2] on the device: updates suppressed over the whole run, and the step that is to
+        # stop it (0: none)
         self.counts = torch.tensor([skipped, 0], device=device)
 
-    def admit(self, step: int, grad_norm: Tensor) -> Tensor:
-        """Whether `update` may change anything at `step`: a bool scalar on the device."""
-        bad = ~grad_norm.isfinite()
-        count, first = self.counts
-        first = torch.where(bad & (first == 0), step, first)
-        self.counts = torch.stack((count + bad, first))
-        return first == 0 if self.stops else ~bad
+    def admit(self, step: int, grad_norm: Tensor, counts: Tensor) -> Tensor:
+        """Whether `update` may change anything at `step`: a bool scalar on the device. `counts` are
+        what its loss was divided by."""
+        has_targets, finite = counts.all(), grad_norm.isfinite()
+        skipped, first = self.counts
+        if self.stops:
+            first = torch.where(has_targets & ~finite & (first == 0), step, first)
+        admitted = has_targets & finite & (first == 0)
+        self.counts = torch.stack((skipped + (~admitted & (first == 0)), first))
+        return admitted
 
     def settle(self, counts: list[int], progress: "Progress", global_batch_size: int) -> None:
         """Set `progress.skipped_steps` by the values of `self.counts` after the last step. Where
         `on_nonfinite` is `stop` and an update was suppressed, `progress` becomes what it was before
         that update, and UserError is raised, which names step and rows."""
-        count, first = counts
-        if self.stops and first:
+        progress.skipped_steps, first = counts
+        if first:
             undone = progress.step + 1 - first
             progress.step -= undone
             progress.position -= undone * global_batch_size
@@ -221,4 +225,3 @@ class NonFiniteGuard:
                 "The run stops before this update; optim.on_nonfinite = skip counts such steps and "
                 "goes on"
             )
-        progress.skipped_steps = count

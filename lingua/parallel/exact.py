@@ -42,7 +42,8 @@ class GradientSums:
             n_grains: grains of a step; what a rank computes in place of others is not added.
             dtype: of the gradients of one grain, before FSDP makes them float32.
         """
-        self.model, self.n_grains, self.dtype = model, n_grains, dtype
+        self.n_grains, self.dtype = n_grains, dtype
+        self.parameters = list(model.parameters())  # as FSDP shards them
         self.replicas, self.shards, _ = mesh.shape
         self.n_ranks = self.replicas * self.shards
         self.replicate_group = mesh.get_group("dp_replicate")
@@ -62,7 +63,8 @@ class GradientSums:
         """Called before the forward of each micro-step; the gradients of the `last` are the sums of
         the step."""
         self.micro_step, self.last = 0 if self.last else self.micro_step + 1, last
-        self.model.zero_grad()  # FSDP would add to them
+        for p in self.parameters:  # the model has the gathered ones now, with `reshard: step`
+            p.grad = None  # FSDP would add to it
         for unit in self.units:
             unit.check(self.micro_step > 0 or not unit.totals)
             unit.n_calls = 0

@@ -85,8 +85,10 @@ def start(
     if deterministic == "mesh":
         from lingua.parallel.exact import check_ranks
 
+        vectors = f"cpu with {torch.backends.cpu.get_cpu_capability()}"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else vectors
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        check_ranks(store, launch.rank, launch.world_size, device=device.type, **facts)
+        check_ranks(store, launch.rank, launch.world_size, device=name, **facts)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

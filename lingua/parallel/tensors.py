@@ -21,7 +21,7 @@ def local(t: Tensor) -> Tensor:
 
 def whole(t: Tensor) -> Tensor:
     """All of `t`, gathered from the ranks that share it. Called by each of them."""
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    return inner_tensor(t.full_tensor() if isinstance(t, DTensor) else t)
 
 
 def as_shard(part: Tensor, like: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from lingua.checkpoint.run_config import load_run
 from lingua.config.values import plain
 from lingua.data.loader import MicroBatch
 from lingua.monitor.means import exact_sum
+from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.parallelize import reshard
 from lingua.parallel.signals import Stopped, StopRequest
@@ -52,18 +53,22 @@ class OpenRun:
     def __init__(self, run: Any, steps: Generator[int, None, None], stop: StopRequest) -> None:
         """`run` is an apps.main.run.Run before its first step, `steps` its loop."""
         self._run, self._steps, self._stop = run, steps, stop
+        set_gradient_sync(run.model, None, last=True)  # the caller may run a backward
 
     def __iter__(self) -> Iterator[int]:
         """Yields the number of each completed step. An interrupt of the body of the loop raises
         Stopped there. Gradients and mode that the body leaves in the model do not enter the next
         step, and its time is no training time: on CUDA the loop waits for the device."""
         run = self._run
-        for step in self._steps:
+        while True:
+            reshard(run.model)  # a forward of the body has gathered what the next update changes
+            run.model.zero_grad()
+            run.model.train()
+            if (step := next(self._steps, None)) is None:
+                return
+            set_gradient_sync(run.model, None, last=True)  # a backward of the body is complete
             with run.report.paused(), self._stop.at_once():
                 yield step
-            reshard(run.model)  # a forward of the body has gathered what the next update changes
-            run.optimizer.zero_grad()
-            run.model.train()
 
     @property
     def step(self) -> int:

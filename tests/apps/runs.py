@@ -109,6 +109,7 @@ class Twist:
 
     wrong_token_on: int | None = None  # rank that reads another token in step 3; -1: all ranks
     some_targets: bool = False  # ignore a number of targets that differs from row to row
+    without_targets: int | None = None  # step whose rows have no target
     shift: int = 0  # the position that rows are read from is off by this
     own_divisor: bool = False  # every rank divides by its own targets, as averaging ranks do
     count_padding: bool = False  # padding rows count as rows
@@ -140,9 +141,12 @@ class TwistedRows:
         return rows
 
     def is_target(self, positions: np.ndarray) -> np.ndarray | None:
+        counts = np.ones((len(positions), self.seq_len + self.n_views - 1), bool)
+        if self.twist.without_targets is not None:
+            counts[positions // GLOBAL_BATCH == self.twist.without_targets - 1] = False
+            return counts
         if not self.twist.some_targets:
             return self.untwisted.is_target(positions + self.twist.shift)
-        counts = np.ones((len(positions), self.seq_len + self.n_views - 1), bool)
         for i, row in enumerate(positions.tolist()):
             counts[i, 1 :: row + 2] = False
             if row in (0, 1):

@@ -6,6 +6,8 @@ and in one grain of 7 fewer than all. One run has steps of both kinds on each me
 
 import math
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -29,10 +31,12 @@ from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.tensors import local, whole
 from tests.apps.meshes import Sizes, name_of, on_meshes
-from tests.apps.runs import Outcome, Twist, digests
+from tests.apps.runs import SMALL, Outcome, Twist, digests
 from tests.apps.test_matrix import SOAK as FEATURES
 from tests.apps.test_matrix import Feature
+from tests.ranks import free_port
 
+NATIVE = torch.backends.cpu.get_cpu_capability()
 END = 4
 ONE: Sizes = (1, 1, 1)
 MESHES: tuple[Sizes, ...] = ((1, 2, 1), (2, 1, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1))
@@ -136,6 +140,12 @@ def test_steps_of_a_run_may_have_more_grains_than_ranks_and_fewer(runs, sizes):
     assert result(sizes) == result(ONE)
 
 
+def test_a_step_that_is_skipped_for_its_targets_changes_no_bit(runs):
+    settings, twist = EXACT | {"data.on_no_targets": "skip"}, Twist(without_targets=2)
+    alone, run = (runs.train(sizes, settings, twist=twist) for sizes in (ONE, (1, 3, 1)))
+    assert results(run) == results(alone) and run.column("skipped_steps") == [0, 1, 1, 1]
+
+
 def test_what_cannot_be_exact_is_refused_by_name(runs):
     """Keys that exclude each other: tests/mistakes.txt."""
 
@@ -164,6 +174,40 @@ def test_ranks_that_are_not_alike_are_refused_on_all_of_them():
     assert messages(1, 1, 1) == ["", "", ""]
     [message] = set(messages(1, 2, 2))
     assert "threads: 1 on rank 0, 2 on rank 1" in message and "device" not in message
+
+
+@pytest.mark.skipif(NATIVE == "DEFAULT", reason="this CPU has one vector width")
+def test_the_vector_width_is_refused_in_a_mix_announced_recorded_and_named_as_the_cause(runs):
+    """In processes of their own, since torch chooses its kernels once."""
+
+    def start(*words: str, width: str | None = None, **env: str) -> subprocess.Popen[str]:
+        env |= {"ATEN_CPU_CAPABILITY": width} if width else {}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([sys.executable, "-m", *words], env=os.environ | env, **pipes)
+
+    def train(sizes: Sizes, folder: str, **settings: Any) -> list[str]:
+        keys = SMALL | runs.config(sizes, EXACT | {"dump_dir": runs.folder / folder} | settings)
+        return ["apps.main.train", *(f"{key}={value}" for key, value in keys.items())]
+
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    mixed = [
+        start(*train((1, 2, 1), "mixed"), width=width, RANK=str(i), LOCAL_RANK=str(i), **meeting)
+        for i, width in enumerate(("default", None))
+    ]
+    words = train(ONE, "width", stop_at=2)
+    narrow = start(*words, width="default")
+    printed = [process.communicate()[0] for process in (*mixed, narrow)]
+    assert [process.returncode for process in (*mixed, narrow)] == [2, 2, 0], printed
+    assert "cpu with DEFAULT on rank 0" in printed[0] and f"{NATIVE} on rank 1" in printed[0]
+
+    audit = start("lingua", "audit", str(runs.folder / "width"), "device=cpu")
+    assert f"cpu_capability: DEFAULT recorded, {NATIVE} here" in audit.communicate()[0]
+    run = runs.train(ONE, EXACT, dump_dir=runs.folder / "width")
+    table = [line.split()[1:] for line in run.log.splitlines()]
+    assert ["cpu_capability", "DEFAULT", NATIVE, "announced"] in table
+    starts = [event for event in run.events if event["event"] == "start"]
+    assert [event["cpu_capability"] for event in starts] == ["DEFAULT", NATIVE]
+    assert results(run)["tensors"] != results(runs.train(ONE, EXACT))["tensors"]
 
 
 # ---------------------------------------------------------------------------------- the sums

@@ -30,6 +30,7 @@ from tests.apps.runs import (
     NanAt,
     Outcome,
     Runs,
+    Twist,
     arguments,
     differs,
     digests,
@@ -226,6 +227,61 @@ def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(runs, nan_at_step_3
     skip = {"optim.on_nonfinite": "skip", "stop_at": 4}
     run = runs.train((1, 2, 1), skip, build=nan_at_step_3, dump_dir=run.dump_dir)
     assert run.column("step") == [3, 4] and run.column("skipped_steps") == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "other", "app", "settings"),
+    [
+        pytest.param((1, 2, 1), (2, 1, 1), main, {"data.batch_size": 2}, id="adamw"),
+        pytest.param((1, 1, 2), (1, 2, 1), main, MUON, id="muon"),
+        pytest.param((2, 1, 1), (1, 1, 2), soap.app, {}, id="of whole matrices"),
+        pytest.param((1, 2, 2), (2, 2, 1), main, MUON, id="on four", marks=pytest.mark.soak),
+    ],
+)
+def test_a_step_without_targets_changes_nothing_and_is_counted(runs, sizes, other, app, settings):
+    settings = settings | {"stop_at": 4}
+    clean = runs.train((1, 1, 1), settings, app=app)
+    settings |= {"data.on_no_targets": "skip", "checkpoint.dump.every": 1}
+    where = {"app": app, "twist": Twist(without_targets=3)}
+    run = runs.train(sizes, settings, **where)
+    assert run.column("skipped_steps") == [0, 0, 1, 1]
+    assert run.lines[2]["loss"] is None and run.lines[3]["loss"] is not None
+    assert digests(run.tensors(3)) == digests(run.tensors(2))
+    assert digests(run.tensors(4)) != digests(run.tensors(3))
+    assert run.column("lr") == clean.column("lr")
+    assert run.state(4)["progress"]["position"] == clean.state(4)["progress"]["position"]
+    later = settings | {"stop_at": 6}
+    stopped = runs.train(other, settings | {"stop_at": 2}, **where)
+    again = runs.train(other, later, dump_dir=stopped.dump_dir, **where)
+    through = runs.train(sizes, later, dump_dir=run.dump_dir, **where)
+    assert again.column("skipped_steps") == [0, 0, 1, 1, 1, 1]
+    for key in ("loss", "grad_norm"):
+        numbers = [r.column(key)[:2] + r.column(key)[3:] for r in (again, through)]
+        assert max(relative(*numbers)) < 1e-4
+
+
+def test_a_run_that_stops_before_a_step_without_targets_loses_nothing(runs, nan_at_step_3):
+    seldom = {"logging.freq": 5, "checkpoint.dump.every": 100}
+    twist = Twist(without_targets=3)
+    run = runs.train((2, 1, 1), seldom, twist=twist, refused=True)
+    parts = "step 3: all targets are ignored", "(rows 14 to 20 of one, two)", "data.on_no_targets"
+    assert all(part in run.error for part in parts)
+    [checkpoint] = run.checkpoint(0).parent.iterdir()
+    assert checkpoint == run.checkpoint(2)
+    two = runs.train((2, 1, 1), {"stop_at": 2})
+    assert digests(run.tensors(2)) == digests(two.tensors(2))
+    again = runs.train((1, 2, 1), seldom, twist=twist, dump_dir=run.dump_dir, refused=True)
+    assert again.error == run.error
+    skip = {"data.on_no_targets": "skip", "stop_at": 4}
+    run = runs.train((1, 2, 1), skip, twist=twist, dump_dir=run.dump_dir)
+    assert run.column("step") == [3, 4] and run.column("skipped_steps") == [1, 1]
+
+    # The count is right where one kind of step stops the run and the other is skipped.
+    for step, key, end in ((4, "optim.on_nonfinite", 3), (2, "data.on_no_targets", 2)):
+        settings, twist = seldom | {key: "skip"}, Twist(without_targets=step)
+        run = runs.train((1, 2, 1), settings, twist=twist, build=nan_at_step_3, refused=True)
+        assert f"step {end + 1}: " in run.error
+        assert run.state(end)["progress"]["skipped_steps"] == 1
 
 
 BACKGROUND = {"checkpoint.dump.every": 2, "checkpoint.async_save": True}

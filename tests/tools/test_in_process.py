@@ -13,7 +13,8 @@ from jupyter_client.manager import start_new_kernel
 
 import lingua
 from lingua.base.errors import UserError
-from lingua.tools.in_process import one_process
+from lingua.parallel.gradients import grad_norm
+from lingua.tools.in_process import OpenRun, one_process
 from lingua.tools.runs.records import Record
 from tests.mistakes import refused
 from tests.programs import python
@@ -143,6 +144,44 @@ def test_a_run_in_python_is_that_of_the_command_and_leaves_its_process_as_it_was
     for metrics in runs.values():  # bitwise
         assert (metrics["loss"] == losses).all()
         assert metrics.text("batch_hash") == runs["command"].text("batch_hash")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"distributed.model_dtype": "fp32"},
+        {"deterministic": "mesh"},
+        {"deterministic": "mesh", "distributed.reshard": "step"},
+    ],
+    ids=lambda settings: " ".join(settings.values()) or "bf16",
+)
+def test_a_backward_in_the_body_has_its_gradients_and_reaches_no_step(tmp_path, settings):
+    write_text(tmp_path)
+    settings = {"config": tmp_path / "my.yaml", "data.root_dir": tmp_path / "data"} | settings
+    settings |= {"steps": 3, "model.dropout": 0.0}  # steps of two micro-steps
+    row = torch.arange(33)[None] % 7
+    norms = []
+
+    def train(name: str, body: bool) -> Record:
+        def look(run: OpenRun) -> None:
+            run.model.eval()
+            for n in (1, 2):  # as always in torch, the second is added
+                run.model(row[:, :-1], row[None, :, 1:]).sums.sum().backward()
+                norms.append(float(grad_norm(list(run.model.parameters()))) / n)
+
+        with lingua.open_run("apps.main", settings | {"dump_dir": tmp_path / name}) as run:
+            if body:
+                look(run)
+            for _ in run:
+                if body:
+                    look(run)
+        return run.record
+
+    plain, looked = train("plain", body=False), train("looked", body=True)
+    for key in ("loss", "grad_norm"):
+        assert looked.metrics[key].tolist() == plain.metrics[key].tolist()
+    assert min(norms) > 1 and norms[::2] == pytest.approx(norms[1::2], rel=1e-3)
 
 
 NOTEBOOK = """

@@ -28,7 +28,8 @@ FACTORS = {"loss": 1, "grad_norm": 10, "weights": 100}  # norms and weights move
 MAX_TOLERANCE = 0.01  # of losses, however long the segment is
 EXACT = {"batch_hash": "rows", "skipped_steps": "skipped steps", "lr": "learning rate"}
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
-START = ("code", "lingua", "torch", "python", "device")  # of a start event; bits depend on it
+# Of a start event; bits depend on it.
+START = ("code", "lingua", "torch", "python", "device", "cpu_capability")
 
 
 @dataclass
@@ -145,6 +146,8 @@ def differences(segment: Segment, record: Record, computed: Computed) -> list[st
     starts, notes = starts_of(record, segment), []
     for key in (*START, "topology"):
         now = computed.start.get(key)
+        if key == "cpu_capability" and computed.start.get("device") != "cpu":
+            continue  # a GPU computes
         values = dict.fromkeys(str(start[key]) for start in starts if start.get(key) is not None)
         if values and list(values) != [str(now)]:
             notes.append(f"{key}: {' then '.join(values)} recorded, {now} here")

@@ -28,7 +28,7 @@ from lingua.tools.runs.records import (
 from lingua.tools.runs.report.code import changed_files, code_place
 
 MAX_FILES = 5  # changed files to name
-VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "topology")
+VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "cpu_capability", "topology")
 # Keys that only change the order of additions.
 ADDITIONS = re.compile(
     r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync|reshard|threads)"
