@@ -17,6 +17,8 @@ from lingua.parallel.torch_private import OpOverload, TorchDispatchMode
 flash_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention.default
 cpu_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 READ_NUMBER: OpOverload = torch.ops.aten._local_scalar_dense.default  # Tensor.item()
+# Adds a product to `out`, unrounded. On the meta device torch 2.11 takes the dtype for `beta`.
+ADD_PRODUCT: OpOverload = torch.ops.aten.addmm.dtype_out
 # Returns its argument, but on the meta device another tensor.
 WAIT_TENSOR: OpOverload = torch.ops._c10d_functional.wait_tensor.default
 

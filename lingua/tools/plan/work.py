@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lingua.parallel.torch_private import OpOverload, schema
+from lingua.tools.torch_private import ADD_PRODUCT
 
 # What a kernel is of: FSDP, attention, a product in float8 with its casts, the rest of a block,
 # which may be compiled as those casts may, or neither.
@@ -71,7 +71,7 @@ def _formula(func: OpOverload) -> Callable[..., float] | None:
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None and "attention" in str(func):
         return lambda *args, **kwargs: formula(*args, **kwargs) // 2  # it is causal
-    if formula is not None and func is torch.ops.aten.addmm.dtype_out:
+    if formula is not None and func is ADD_PRODUCT:
         return lambda total, a, b, *_, **__: formula(total, a, b)  # not of a dtype, too
     return formula
 
