@@ -61,12 +61,12 @@ def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dty
                 kind += ", deterministic"
             return f"kernels of xformers for torch {torch.__version__}, {kind}"
     if impl == "varlen":
-        if torch.__version__ < "2.12":  # compared as versions
-            return "torch 2.12 or later, for grouped heads"
         if dtype not in HALF_DTYPES:
             return "bfloat16 or float16 (distributed.model_dtype = bf16)"
         if head_dim % 8 or head_dim > 256:
             return f"heads of a multiple of 8 and at most 256 features, not {head_dim}"
+        if torch.__version__ < "2.12":  # compared as versions
+            return "torch 2.12 or later, for grouped heads"
         if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
             return "compute capability 8.0"
     return None

@@ -7,6 +7,7 @@ head, K documents of a row. Packed rows are [B*S, H or H', D].
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +50,11 @@ def varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    # Grouped heads; torch 2.11 has no word for them, and gives its kernel whatever comes.
+    grouped: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
     out = varlen_attn(
         q, k, v, bounds, bounds, longest, longest,
-        window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
+        window_size=(-1 if window is None else window - 1, 0), **grouped,
     )  # fmt: skip
     assert isinstance(out, Tensor)  # a tuple only where more is asked for
     return out
