@@ -20,6 +20,8 @@ from lingua.base.files import file_size, read_bytes, read_into
 from lingua.checkpoint.tensors import Part
 from lingua.parallel.torch_private import begin_in_file, create_file_view
 
+READ_BYTES = 1 << 19  # bytes read before they are converted: the size of a processor's cache
+
 # Import paths that `.metadata` may name.
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -204,21 +206,32 @@ def _box(sides: Sequence[tuple[int, int]], begin: Sequence[int]) -> tuple[slice,
 
 
 def _read_chunk(f: io.FileIO, stored: _Chunk, part: Part) -> None:
-    """Fill a part of a chunk, which torch.save wrote into `f`."""
+    """Fill a part of a chunk, which torch.save wrote into `f`; a few rows at a time, where it has
+    another dtype or is on another device."""
     view = cast(IO[bytes], create_file_view(f, stored.offset, stored.length))
     chunk = torch.load(view, map_location="meta", weights_only=True)  # reads no elements
     if not isinstance(chunk, Tensor):
         raise ValueError(f"has {type(chunk).__name__} in place of {part.name}")
-    source, out = chunk[part.box], part.out
-    begin = begin_in_file(chunk.untyped_storage()) + int(source.storage_offset()) * source.itemsize
-    last = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True))
-    if source.shape != out.shape or begin + (last + 1) * source.itemsize > stored.length:
+    begin = begin_in_file(chunk.untyped_storage())
+    source, out = (t if t.dim() else t[None] for t in (chunk[part.box], part.out))
+    size, end = source.itemsize, int(source.storage_offset()) + _span(source)
+    if source.shape != out.shape or begin + end * size > stored.length:
         raise ValueError(f"{part.name} differs from {METADATA}")
     in_place = out.device.type == "cpu" and out.dtype == source.dtype
     in_place = in_place and out.is_contiguous() and source.is_contiguous()
-    memory = out.view(-1) if in_place else torch.empty(last + 1, dtype=source.dtype)
-    as_bytes = memory.view(torch.uint8).numpy().data
-    if read_into(f.fileno(), as_bytes, stored.offset + begin) < len(as_bytes):
-        raise ValueError("ends too early")
-    if not in_place:
-        out.copy_(memory.as_strided(source.shape, source.stride()))
+    n_rows = len(source)
+    if not in_place and chunk.is_contiguous():  # else rows may lie among each other
+        n_rows = max(1, READ_BYTES // (size * max(1, source.stride(0))))
+    for rows, out_rows in zip(source.split(n_rows), out.split(n_rows), strict=True):
+        memory = out_rows.view(-1) if in_place else torch.empty(_span(rows), dtype=rows.dtype)
+        as_bytes = memory.view(torch.uint8).numpy().data
+        at = stored.offset + begin + int(rows.storage_offset()) * size
+        if read_into(f.fileno(), as_bytes, at) < len(as_bytes):
+            raise ValueError("ends too early")
+        if not in_place:
+            out_rows.copy_(memory.as_strided(rows.shape, rows.stride()))
+
+
+def _span(t: Tensor) -> int:
+    """Elements in memory from the first of a tensor to its last."""
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))

@@ -52,21 +52,19 @@ def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dty
         return "a CUDA device"
     if impl == "fmha":
         if find_spec("xformers") is None:
-            return "the package xformers (pip install 'lingua[fmha]')"
-        from lingua.model.masks import fmha_serves
+            return "the package xformers (docs/configuration.md#attention)"
+        from lingua.model.masks import fmha_unmet
 
-        if torch.cuda.is_available() and not fmha_serves(head_dim, device, dtype):
-            kind = f"{dtype} heads of {head_dim} features"
-            if torch.are_deterministic_algorithms_enabled():
-                kind += ", deterministic"
-            return f"kernels of xformers for torch {torch.__version__}, {kind}"
+        if torch.cuda.is_available():
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            return fmha_unmet(head_dim, device, dtype, deterministic)
     if impl == "varlen":
-        if torch.__version__ < "2.12":  # compared as versions
-            return "torch 2.12 or later, for grouped heads"
         if dtype not in HALF_DTYPES:
             return "bfloat16 or float16 (distributed.model_dtype = bf16)"
         if head_dim % 8 or head_dim > 256:
             return f"heads of a multiple of 8 and at most 256 features, not {head_dim}"
+        if torch.__version__ < "2.12":  # compared as versions
+            return "torch 2.12 or later, for grouped heads"
         if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
             return "compute capability 8.0"
     return None

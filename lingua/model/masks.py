@@ -7,6 +7,8 @@ head, K documents of a row. Packed rows are [B*S, H or H', D].
 
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +51,11 @@ def varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    # Grouped heads; torch 2.11 has no word for them, and gives its kernel whatever comes.
+    grouped: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
     out = varlen_attn(
         q, k, v, bounds, bounds, longest, longest,
-        window_size=(-1 if window is None else window - 1, 0), enable_gqa=True,
+        window_size=(-1 if window is None else window - 1, 0), **grouped,
     )  # fmt: skip
     assert isinstance(out, Tensor)  # a tuple only where more is asked for
     return out
@@ -75,14 +79,25 @@ def fmha(
 
 
 @cache
-def fmha_serves(head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether xformers finds kernels for a small example, forward and backward."""
-    q = torch.zeros(8, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
+def fmha_unmet(
+    head_dim: int, device: torch.device, dtype: torch.dtype, deterministic: bool
+) -> str | None:
+    """What a small example of two sequences, forward and backward, lacks of xformers; or None."""
+    q = torch.zeros(16, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
     try:
-        fmha(q, q, q, torch.tensor([0, 8], dtype=torch.int32, device=device), 8, None)
-    except NotImplementedError:
-        return False
-    return True
+        with torch.enable_grad():
+            bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device=device)
+            fmha(q, q, q, bounds, 8, None).sum().backward()
+    except NotImplementedError as error:
+        found = f"xformers {version('xformers')}"
+        if "build with CUDA" in str(error):
+            return (
+                f"xformers built for CUDA {torch.version.cuda}, as torch {torch.__version__} is, "
+                f"not this {found} (docs/configuration.md#attention)"
+            )
+        kind = f"{dtype} heads of {head_dim} features"
+        return f"kernels for {kind}{', deterministic' * deterministic}, which {found} has not"
+    return None
 
 
 class SeparateDocuments:

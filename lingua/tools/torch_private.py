@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +18,8 @@ from lingua.parallel.torch_private import OpOverload, TorchDispatchMode
 flash_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention.default
 cpu_attention: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 READ_NUMBER: OpOverload = torch.ops.aten._local_scalar_dense.default  # Tensor.item()
+# Adds a product to `out`, unrounded. On the meta device torch 2.11 takes the dtype for `beta`.
+ADD_PRODUCT: OpOverload = torch.ops.aten.addmm.dtype_out
 # Returns its argument, but on the meta device another tensor.
 WAIT_TENSOR: OpOverload = torch.ops._c10d_functional.wait_tensor.default
 
@@ -76,6 +79,9 @@ def training_on_meta() -> Iterator[None]:
     with ExitStack() as modes:
         check = patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
         modes.enter_context(check)
+        # torch 2.15 records which stream uses a gradient that is not on the CPU: here it has none.
+        if hasattr(_fsdp_collectives, name := "record_grad_output_stream"):
+            modes.enter_context(patch.object(_fsdp_collectives, name, lambda *_: None))
         for kind in ("fused_kernels", "capturable"):
             name = f"_get_{kind}_supported_devices"
             for module in [m for key, m in sys.modules.items() if key.startswith("torch.optim.")]:

@@ -29,6 +29,18 @@ def test_no_scores_are_computed_as_a_whole_and_the_host_reads_nothing(ghost, cap
     assert found == expected
 
 
+def test_a_run_is_refused_where_xformers_has_no_kernels_for_this_cuda(ghost, tmp_path):
+    """The wheel on PyPI, for CUDA 12, has none for torch's, which is for 13."""
+    (tmp_path / "words.jsonl").write_text('{"text": "some text"}\n' * 9)
+    config = "config=apps/main/configs/small.yaml model.attn_impl=fmha 'data.sources={words: 1}'"
+    folders = f"data.root_dir={tmp_path} dump_dir={tmp_path}/run"
+    command = f"python -m apps.main.train {config} {folders} 2>&1"
+    output = ghost("bash", "-c", f"{command}; test $? = 2")
+    for part in ("model.attn_impl = fmha", "CUDA 13", "configuration.md", "auto takes one"):
+        assert part in output, output
+    assert "Traceback" not in output and not (tmp_path / "run/metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(("seq_len", "rows"), [(4096, 4), (16384, 1)])
 def test_documents_and_windows_cost_little_memory(ghost, seq_len, rows):
     def peak_gib(*keys: str) -> float:

@@ -36,7 +36,6 @@ Impl = AttnImpl | Literal["one by one"]  # which long rows have
         (CPU, torch.float32, True, 64, "sdpa"),
         (CPU, torch.bfloat16, False, 64, "sdpa"),
         (CUDA, torch.bfloat16, False, 64, "sdpa"),
-        (CUDA, torch.bfloat16, True, 64, "varlen"),
         (CUDA, torch.bfloat16, True, 20, "flex_attention"),
         (CUDA, torch.bfloat16, True, 264, "flex_attention"),
         (CUDA, torch.float32, True, 64, "flex_attention"),
@@ -45,6 +44,16 @@ Impl = AttnImpl | Literal["one by one"]  # which long rows have
 def test_auto_takes_one_that_serves(device, dtype, masked, head_dim, expected):
     impl, why = choose_attention("auto", head_dim, device, dtype, masked)
     assert impl == expected and why
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.11.0+cu130", "flex_attention"), ("2.12.0", "varlen"), ("2.15.0+cu132", "varlen")],
+)
+def test_grouped_heads_of_varlen_need_torch_2_12(monkeypatch, version, expected):
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    impl, why = choose_attention("auto", 64, CUDA, torch.bfloat16, masked=True)
+    assert impl == expected and ("varlen needs torch 2.12" in why) == (version < "2.12")
 
 
 def random_documents(seed: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from lingua.app import App, find_app
 from lingua.base.errors import UserError
 from lingua.base.files import file_size, read_into, read_json
+from lingua.checkpoint.dcp import READ_BYTES
 from lingua.checkpoint.origin import HF_CONFIG
 from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import Part
@@ -30,7 +31,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {  # names of the safetensors format
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-READ_BYTES = 1 << 19  # bytes read before they are converted: the size of a processor's cache
 
 
 @dataclass(frozen=True)

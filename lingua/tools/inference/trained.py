@@ -84,6 +84,9 @@ def load_weights(
     one_process = mesh.size() == 1
     as_stored = replace(args, model_dtype="fp32")
     model = parallelize_model(module, mesh, plan, as_stored if one_process else args)
+    for p in model.parameters() if one_process else ():  # before they have memory: half of float32
+        if p.is_floating_point():
+            p.data = p.data.to(args.dtype)
     if any(non_persistent_buffers(module) for module in model.modules()):
         init_parameters(model, 0, device)  # no checkpoint has those buffers
     else:

@@ -27,6 +27,7 @@ from lingua.parallel.torch_private import is_traceable_wrapper_subclass_type, sc
 from lingua.tools.plan.memory import BLOCK_BYTES, LiveMemory
 from lingua.tools.plan.work import Kernel, KernelCounter
 from lingua.tools.torch_private import (
+    ADD_PRODUCT,
     READ_NUMBER,
     WAIT_TENSOR,
     OperatorMode,
@@ -217,7 +218,7 @@ class _Operators(OperatorMode):
             return 0.5 if args[0].is_floating_point() else args[0].dtype != torch.bool
         if _takes_device(func):
             kwargs = kwargs | {"device": META}
-        result = func(*args, **kwargs)
+        result = kwargs["out"] if func is ADD_PRODUCT else func(*args, **kwargs)
         if not func.is_view:
             self.kernels.count(func, args, kwargs, result, self.memory.place)
             self.collectives.count(func, args, kwargs, result)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lingua.parallel.torch_private import OpOverload, schema
+from lingua.tools.torch_private import ADD_PRODUCT
 
 # What a kernel is of: FSDP, attention, a product in float8 with its casts, the rest of a block,
 # which may be compiled as those casts may, or neither.
@@ -66,30 +66,30 @@ def _is_kernel(func: OpOverload) -> bool:
 @cache
 def _formula(func: OpOverload) -> Callable[..., float] | None:
     """The FLOPs of an operator from its arguments and its result."""
-    if is_varlen(func):
-        return _varlen_formula(func)
     formula = flop_registry.get(func.overloadpacket)
-    if formula is not None and "attention" in str(func):
-        return lambda *args, **kwargs: formula(*args, **kwargs) // 2  # it is causal
-    if formula is not None and func is torch.ops.aten.addmm.dtype_out:
+    if is_varlen(func) or (formula is not None and "scaled_dot_product" in str(func)):
+        return _attention_formula(func)
+    if formula is not None and func is ADD_PRODUCT:
         return lambda total, a, b, *_, **__: formula(total, a, b)  # not of a dtype, too
     return formula
 
 
 def is_varlen(func: OpOverload) -> bool:
-    """Whether it is attention to packed rows, of which torch's own formula takes each token to see
-    all tokens of the batch."""
+    """Whether it is attention to packed rows."""
     return "_varlen_attn" in str(func)
 
 
-def _varlen_formula(func: OpOverload) -> Callable[..., float]:
+def _attention_formula(func: OpOverload) -> Callable[..., float]:
     """Two matrix products of tokens x mean visible keys, in the backward pass five. Documents are
-    as long as the rows: how long they are is not known."""
+    as long as the rows: how long they are is not known. (Of torch's own formulas, that of packed
+    rows takes each token to see the whole batch, and those of 2.11 refuse grouped heads.)"""
     names = [argument.name for argument in schema(func).arguments]
     products = 5 if "backward" in str(func) else 2
 
     def flops(*args: Any, out_val: Any, **kwargs: Any) -> float:
         given = dict(zip(names, args, strict=False)) | kwargs
+        if not is_varlen(func):  # B H S D, of which a query sees half of the keys
+            return products * given["query"].numel() * given["key"].shape[2]
         (tokens, heads, features), longest = given["query"].shape, given["max_q"]
         left, _ = given.get("window_size") or (-1, 0)
         window = longest if left < 0 else min(left + 1, longest)

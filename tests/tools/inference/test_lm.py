@@ -1,6 +1,9 @@
 """`lingua.load`: a trained model in Python, which computes what plain PyTorch does."""
 
+import ctypes
+import gc
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from tests.apps.test_model import initialised, model_args
 from tests.mistakes import refused
 from tests.ranks import Ranks
 from tests.tokenizer.test_tokenizer import write_byte_level
-from tests.tools.exchange.converted import convert_to, save_here
+from tests.tools.exchange.converted import convert_to, save_here, tensors_in
+from tests.tools.exchange.test_families import peak_bytes
 
 TEXT = "The quick brown fox jumps"
 MODEL = model_args(vocab_size=400)
@@ -76,6 +80,36 @@ def test_a_model_computes_what_it_does_in_plain_pytorch_and_in_transformers(fold
         assert theirs["generated"] == found["generated"]
         file = used(folders["file"], TEXT)
         assert torch.equal(file["logits"], theirs["logits"]) and file["tokens"] == found["tokens"]
+
+
+def load_here(path: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes by which memory grows at most while a model is loaded in bfloat16, and its tensors."""
+    for _ in range(2):  # the first time it imports
+        lm = None
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed would be taken again
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+        before = peak_bytes()
+        lm = lingua.load(path, device="cpu", dtype="bf16")
+        grown = peak_bytes() - before
+    return grown, {name: t.clone() for name, t in lm.model.state_dict().items()}
+
+
+def test_in_bfloat16_a_model_is_never_held_in_float32(ranks, tmp_path):
+    """Of 20 MB, 17 of them in two tensors; in float32 and in bfloat16 in the files."""
+    args = replace(model_args(dim=256, multiple_of=256), vocab_size=16384)
+    tokenizer = {"name": "hf", "path": write_byte_level(tmp_path / "tokenizer.json")}
+    ranks.run(1, save_here, tmp_path / "ours", args, {"tokenizer": tokenizer})
+    folders = [tmp_path / "ours" / "0000000003"]
+    for dtype in ("float32", "bfloat16"):
+        folders.append(convert_to(ranks, folders[0], tmp_path / dtype, f"dtype={dtype}"))
+    stored = {name: t.bfloat16() for name, t in tensors_in(folders[0]).items()}
+    held = sum(t.nbytes for t in stored.values())
+    for folder in folders:
+        [(grown, found)] = ranks.run(1, load_here, folder)
+        assert found.keys() == stored.keys()
+        assert all(torch.equal(t, found[name]) for name, t in stored.items())
+        assert 0.95 * held < grown < 1.3 * held, (folder, grown, held)
 
 
 def test_mistakes_are_named(folders, tmp_path):

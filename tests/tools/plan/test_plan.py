@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from apps.main.plan import read_config
 from lingua.base.dump_dir import PLAN
@@ -138,6 +139,22 @@ def test_what_hides_keys_takes_no_longer_and_attention_counts_the_visible_ones()
         keys = sum(min(i + 1, window) for i in range(2048))  # of a row
         # two products forward and five backward, of 2 FLOPs, in 2 layers of 256, for 16 rows a rank
         assert arithmetic[case] == pytest.approx(7 * 2 * 2 * 256 * 16 * keys, rel=0.005)
+
+
+def test_a_plan_does_not_need_torchs_addition_of_a_product_on_the_meta_device():
+    """That of torch 2.11 takes the dtype of the result for the factor of the sum, and raises."""
+    words = [*LLAMA[:1], "model.vocab_size=128256", "model.n_layers=1", "ngpu=2", "gpu=h100"]
+    expected = make_plan(words)[0].as_json()
+
+    def of_torch_2_11(total: Tensor, a: Tensor, b: Tensor, beta: Any, **_: Any) -> Tensor:
+        return a @ b + beta * total
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("addmm.dtype_out", of_torch_2_11, "Meta", allow_override=True)
+        a = torch.empty(2, 2, dtype=torch.bfloat16, device="meta")
+        with pytest.raises(TypeError, match="unsupported operand"):
+            torch.addmm(a.float(), a, a, out_dtype=torch.float32, out=a.float())
+        assert make_plan(words)[0].as_json() == expected
 
 
 # On eight H100 of DGX nodes: tokens a second of each, seq_len, the model and how it was trained.
