@@ -51,7 +51,7 @@ def attention(s: Setting) -> str:
     worst = dict[str, float]()
     for impl, (row, shared, documents, window) in product(get_args(AttnImpl)[1:], cases):
         torch.compiler.reset()
-        case = check.AttentionCase(row[0], row[0] // shared, *row[1:], documents, window)
+        case = check.AttentionCase(row[0], row[0] // shared, row[1], row[2], documents, window)
         mask = "documents" if documents else "a window" if window else "plain"
         name = f"{impl}, {mask}, {row[0]}/{case.kv_heads} heads of {row[1]}, {row[2]} tokens"
         try:
