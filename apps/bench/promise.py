@@ -21,7 +21,7 @@ from lingua.base.dump_dir import CHECKPOINTS, METRICS
 from lingua.base.errors import UserError, import_optional
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
-from lingua.monitor.metrics import link
+from lingua.monitor.metrics import Chain
 from lingua.parallel.mesh import AXES
 from lingua.tools.audit.receipt import digest_of_files
 
@@ -109,7 +109,7 @@ def measure_exact(app: App, keys: list[str], folder: str) -> Report:
         for sizes, stop_at in runs[name]:
             lines = train([*keys, f"stop_at={stop_at}"], f"{folder}/{i}", sizes)
         source = open_checkpoint(find(Path(folder, f"{i}", CHECKPOINTS))[0], alone=True)
-        outcomes.append(([link("", line) for line in lines], digest_of_files(source)))
+        outcomes.append(([str(Chain().link(line)) for line in lines], digest_of_files(source)))
         (first, _), (links, tensors) = outcomes[0], outcomes[-1]
         equal = f"{sum(a == b for a, b in zip(links, first, strict=True))} of {end}"
         rows.append({MESH: name, "equal lines": equal, "hash of all tensors": tensors})
