@@ -32,7 +32,8 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.run_config import load_run
 from lingua.config.help import help_text
-from lingua.config.load import load, load_saved, meta_lingua
+from lingua.config.load import load, meta_lingua
+from lingua.config.saved import load_saved
 from lingua.data.args import ChatArgs
 from lingua.model.attention import choose_attention
 from lingua.parallel.launch import detect_launch

@@ -21,7 +21,7 @@ from lingua.base.dump_dir import CHECKPOINTS, METRICS
 from lingua.base.errors import UserError, import_optional
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
-from lingua.monitor.metrics import link
+from lingua.monitor.metrics import Chain
 from lingua.parallel.mesh import AXES
 from lingua.tools.audit.receipt import digest_of_files
 
@@ -121,7 +121,8 @@ def outcome(dump_dir: Path) -> tuple[list[str], str]:
     """All that a run must reproduce: a hash of each line without its times, and that of all tensors
     of its newest checkpoint."""
     source = open_checkpoint(find(dump_dir / CHECKPOINTS)[0], alone=True)
-    return [link("", line) for line in read_lines(dump_dir / METRICS)], digest_of_files(source)
+    links = [str(Chain().link(line)) for line in read_lines(dump_dir / METRICS)]
+    return links, digest_of_files(source)
 
 
 def starts_of(app: App, keys: list[str]) -> list[Start]:

@@ -23,7 +23,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.digest import digest
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
-from lingua.monitor.metrics import link
+from lingua.monitor.metrics import Chain
 from lingua.tools.audit.receipt import write_receipt
 from lingua.tools.in_process import temporary_process_group
 
@@ -67,7 +67,7 @@ def seconds_of_parts(app: App, keys: list[str]) -> dict[str, float]:
         source = open_checkpoint(find(args.checkpoint_folder)[-1])
         tensors = source.whole(source.tensors)
         sides: dict[str, Side] = {
-            "a link of a line": lambda: [link("", last) for _ in range(LINES)],
+            "a link of a line": lambda: [Chain().link(last) for _ in range(LINES)],
             "the hash of tensors": lambda: digest(tensors),
             "the receipt": lambda: write_receipt(Path(folder)),
         }

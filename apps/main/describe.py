@@ -37,7 +37,7 @@ def announce(run: Run, checked: Checked) -> None:
     on_rank_0(lambda: write_atomically(args.folder / CONFIG, to_yaml(args)))
     for line in describe(args, run.model, run.mesh):
         logger.info(line)
-    run.report.event("start", step, topology=topology, **machine(run))
+    run.report.event("start", step, topology=topology, config=to_yaml(args), **machine(run))
     if checked.saved is not None and checked.saved.topology != topology:
         run.report.event("topology", step, old=checked.saved.topology, new=topology)
 
@@ -109,7 +109,8 @@ def finish(run: Run) -> None:
             logger.info(fact.against_plan(args.folder, run.mesh.shape, run.device, step_s))
         except UserError as error:  # the run is done
             logger.info(error)
-    if reason == "done":
+    run.report.event("stop", step, reason=reason)
+    if reason == "done":  # last: a run that has it is finished
         try:
             receipt = import_tool("lingua.tools.audit.receipt", RECEIPT)
             on_rank_0(partial(receipt.write_receipt, args.folder))
@@ -117,4 +118,3 @@ def finish(run: Run) -> None:
             logger.info(error)
     if not run.signals:
         logger.info(f"report: python -m lingua report {shlex.quote(str(args.folder))}")
-    run.report.event("stop", step, reason=reason)

@@ -1,9 +1,13 @@
 """Samples of a run: held-out text of every source, continued by the model from a few places."""
 
 import logging
+from functools import partial
 
 from apps.main.run import Run
+from lingua.base.dump_dir import SAMPLES
 from lingua.data import IGNORE
+from lingua.monitor.metrics import cut_back
+from lingua.parallel.mesh import on_rank_0
 
 # Samples of a source, tokens generated for each, tokens of each prompt.
 N_SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
@@ -27,9 +31,12 @@ def check_samples(run: Run) -> None:
 def write_samples(run: Run) -> None:
     """Report the samples of this step and log them; a failure is logged. Called by every rank."""
     try:
+        # Of the last step, a process that was killed may have left some.
+        step, path = run.progress.step, run.args.folder / SAMPLES
+        on_rank_0(partial(cut_back, path, step - 1))
         for name in run.data.held_out:
             pairs = _continue(run, name, N_SAMPLES, SAMPLE_TOKENS)
-            run.report.samples(run.progress.step, name, pairs)
+            run.report.samples(step, name, pairs)
             for prompt, text in pairs:
                 rows = f"{prompt} >>> {text}".splitlines()
                 shown = "\n".join(f"  | {row}" for row in rows)

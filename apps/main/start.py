@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from apps.main.check import Checked, check_dump_dir, check_run
 from apps.main.config import TrainArgs
 from lingua.app import App
+from lingua.base.errors import UserError, import_tool
 from lingua.checkpoint.folder import write_run_id
 from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.saver import Saver
@@ -63,11 +64,16 @@ def start_run(app: App, args: TrainArgs, stop: StopRequest, open_parts: ExitStac
 
 
 def is_finished(started: Started, args: TrainArgs) -> bool:
-    """Whether an earlier process made the last step, which is logged."""
+    """Whether an earlier process made the last step, and what follows it, which is logged."""
     saved = started.checked.saved
     if saved is None or saved.progress.step < args.end:
         return False
     where = f"{saved.checkpoint.path} is step {saved.progress.step} of {args.end}"
+    with suppress(UserError):  # without the tools there is nothing to finish
+        receipt = import_tool("lingua.tools.audit.receipt", "a receipt")
+        if not on_rank_0(partial(receipt.is_written, args.folder, saved.progress.step, args.steps)):
+            logger.info(f"{where}: what follows the last step is made now")
+            return False
     logger.info(f"the run is finished: {where}. To continue it, raise steps or stop_at")
     return True
 

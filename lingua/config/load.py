@@ -24,9 +24,7 @@ from lingua.config.values import (
     Values,
     is_text,
     parse_argument,
-    parse_mapping,
     plain,
-    read_file,
     read_layers,
     shorten,
     show,
@@ -74,7 +72,7 @@ def load(
         layers = [{k: v for k, v in layer.items() if k.split(".")[0] in keys} for layer in layers]
     given = _merge([*layers, arguments], foreign, keys, report)
     _resolve(cls, given, keys, report)
-    args = _build(cls, given, keys, report)
+    args = build(cls, given, keys, report)
     report.check()
     return args, list(report.notices.values())
 
@@ -93,24 +91,7 @@ def draft(cls: type[C], argv: list[str], foreign: "Callable[[], Foreign]") -> tu
     given = _merge(_read_layers(argv, keys, unused), foreign, keys, unused)
     names = set(given)
     _resolve(cls, given, keys, unused)
-    return _build(cls, given, keys, unused), names
-
-
-def load_saved(cls: type[C], path: str | Path, text: str | None = None) -> C:
-    """The keys of `cls` from a config.yaml that a run or a checkpoint has written; `text` is its
-    content where it has been read, and `path` then stands for it in messages.
-
-    The file is read as data: `${...}` stays text and `base:` has no meaning. Keys that `cls` does
-    not have are ignored, except in `model`, where one would mean another model. Keys that the file
-    does not have take their defaults. `validate()` runs in `model` alone. Raises UserError.
-    """
-    keys, report = schema(cls), Report(saved=str(path))
-    values = read_file(Path(path), str(path)) if text is None else parse_mapping(text, str(path))
-    saved = leaves(values, keys)
-    known = {k: v for k, v in saved.items() if k in keys or k.startswith("model.")}
-    args = _build(cls, known, keys, report)
-    report.check()
-    return args
+    return build(cls, given, keys, unused), names
 
 
 def from_values(defaults: C, values: Mapping[str, Any], where: str) -> C:
@@ -118,7 +99,7 @@ def from_values(defaults: C, values: Mapping[str, Any], where: str) -> C:
     place `where` they were given."""
     keys, report = schema(defaults), Report()
     given = leaves({k: LocatedValue.of(v, where) for k, v in values.items()}, keys)
-    args = _build(type(defaults), given, keys, report)
+    args = build(type(defaults), given, keys, report)
     report.check()
     return args
 
@@ -270,7 +251,7 @@ def _resolve(cls: type, given: Values, keys: Keys, report: Report) -> None:
         return
     from lingua.config.references import References  # imported for a config that has some
 
-    tree = plain(_build(cls, given, keys, Report()))
+    tree = plain(build(cls, given, keys, Report()))
     for path, value in references.items():
         *groups, name = path.split(".")
         group = tree
@@ -293,7 +274,7 @@ def _resolve(cls: type, given: Values, keys: Keys, report: Report) -> None:
 # ---- from the values of leaves to dataclasses
 
 
-def _build(cls: Any, given: Values, keys: Keys, report: Report, prefix: str = "") -> Any:
+def build(cls: Any, given: Values, keys: Keys, report: Report, prefix: str = "") -> Any:
     """The dataclass `cls`, validated. The paths of `given`, and of `keys`, begin with `prefix`."""
     for path in [p for p in given if p not in keys]:
         unknown = LocatedValue(MISSING, given[path].where)
@@ -342,7 +323,7 @@ def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: 
     if is_dataclass(kind):
         if isinstance(value, dict):
             keys = schema(kind, f"{path}.")
-            return _build(kind, leaves(value, keys, f"{path}."), keys, report, f"{path}.")
+            return build(kind, leaves(value, keys, f"{path}."), keys, report, f"{path}.")
         need = f"a group of keys ({', '.join(f.name for f in fields(kind))})"
     elif origin is Literal:
         choices = {choice_word(choice): choice for choice in inner}

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 import torch
@@ -51,40 +52,55 @@ OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 NOT_CHAINED = {"created_at", "tokens_per_s", "tokens_per_s_per_device", "mfu", "step_time_s"}
 NOT_CHAINED |= {"data_time_s", "host_time_s", "slowest_rank", "slowest_ratio"}
 NOT_CHAINED |= {"peak_mem_gib", "chain"}
+# Events of the run itself, at the step that it has reached. One of an app may be about any step.
+LINKED_EVENTS = ("start", "topology", "stop")
 
 
-def link(previous: str, line: Mapping[str, Any]) -> str:
-    """The `chain` of a line, 16 hexadecimal digits: a hash of that of the line before it (empty for
-    the first) and of what this line has that a run reproduces."""
-    kept = {key: value for key, value in line.items() if key not in NOT_CHAINED}
-    text = orjson.dumps(kept, option=OPTIONS | orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(previous.encode() + text, digest_size=8).hexdigest()
+class Chain(NamedTuple):
+    """The last links of a file: of lines about steps, the same for a run that was stopped and
+    resumed; and of events of the run, which rest on the lines before them too."""
+
+    lines: str = ""
+    events: str = ""
+
+    def link(self, line: Mapping[str, Any]) -> str | None:
+        """The `chain` of the next line, 16 hexadecimal digits: a hash of the links that it rests on
+        and of what it has that a run reproduces. None for an event of an app."""
+        if line.get("event", "stop") not in LINKED_EVENTS:
+            return None
+        kept = {key: value for key, value in line.items() if key not in NOT_CHAINED}
+        text = orjson.dumps(kept, option=OPTIONS | orjson.OPT_SORT_KEYS)
+        previous = self.events + self.lines if "event" in line else self.lines
+        return hashlib.blake2b(previous.encode() + text, digest_size=8).hexdigest()
+
+    def after(self, line: Mapping[str, Any]) -> "Chain":
+        """The last links once `line`, with its own, is in the file."""
+        if line.get("event", "stop") not in LINKED_EVENTS or not line.get("chain"):
+            return self
+        last = str(line["chain"])
+        return self._replace(events=last) if "event" in line else self._replace(lines=last)
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append `line`, which has a `step`, to a .jsonl file, with the time as `created_at`.
 
     A line is one write to the operating system, so a killed process leaves at most its last line
-    incomplete, which cut_back removes. Raises OSError where the disk is full; the file is then as
-    before.
+    incomplete, which cut_back removes. Raises OSError where the disk is full, the file as before.
     """
     values = {**line, "created_at": datetime.now(UTC).isoformat()}
     append_whole(path, orjson.dumps(values, option=OPTIONS | orjson.OPT_APPEND_NEWLINE))
 
 
-def cut_back(path: Path, step: int) -> str:
+def cut_back(path: Path, step: int) -> Chain:
     """Remove the lines of later steps than `step`, an incomplete last line, and what is no line of
-    a run. The file is replaced atomically, and not touched where all lines stay. Returns the
-    `chain` of the last line that has one, empty where none has. Raises UserError."""
+    a run. The file is replaced atomically, and not touched where all lines stay. Returns the last
+    links, empty where there are none. Raises UserError."""
     try:
-        if not path.exists():
-            return ""
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         kept = [line for line in lines if _is_up_to(step, line)]
         if len(kept) < len(lines):
             write_atomically(path, b"".join(kept).decode())
-        links = (orjson.loads(line).get("chain") for line in reversed(kept))
-        return str(next(filter(None, links), ""))
+        return reduce(Chain.after, map(orjson.loads, kept), Chain())
     except OSError as error:
         raise UserError(f"{path}: cannot be cut back to step {step}: {error}") from None
 

@@ -25,7 +25,7 @@ from lingua.config.load import flatten
 from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
-from lingua.monitor.metrics import append_line, cut_back, link, mfu, peak_mem_gib
+from lingua.monitor.metrics import Chain, append_line, cut_back, mfu, peak_mem_gib
 from lingua.parallel.heartbeat import HEARTBEAT
 from lingua.parallel.mesh import dp_gather, dp_sum_, gather, on_rank_0
 from lingua.parallel.tensors import to_device, to_host
@@ -89,7 +89,7 @@ class Reporter:
             self.device_name = torch.cuda.get_device_name()
             self.peak = peak_flops(self.device_name, args.distributed.dtype)
         self.wandb: WandbLog | None = None
-        self.chains: dict[str, str] = {}  # `chain` of the last line of each file, on rank 0
+        self.chains: dict[str, Chain] = {}  # of each file, on rank 0
         on_rank_0(partial(self._open, progress.step))
         self.trained_s = (
             progress.trained_s
@@ -243,12 +243,11 @@ class Reporter:
     def _write(self, file: str, line: dict[str, Any]) -> None:
         if dist.get_rank() != 0 or not self.may_write():
             return
-        chain = {}
-        if file in (METRICS, VALIDATION) and "event" not in line:
-            chain = {"chain": link(self.chains[file], line)}
+        link = self.chains[file].link(line) if file in (METRICS, VALIDATION) else None
+        linked = line if link is None else {**line, "chain": link}
         try:
-            append_line(self.folder / file, {**line, **chain})
-            self.chains[file] = chain.get("chain", self.chains[file])
+            append_line(self.folder / file, linked)
+            self.chains[file] = self.chains[file].after(linked)
         except OSError as error:  # a full disk must not end the run
             logger.error(f"{file}: the line of step {line['step']} was not written: {error}")
         if self.wandb is not None:

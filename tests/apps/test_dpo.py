@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from apps.dpo import PairData, TrainArgs, app
-from lingua.config.load import load_saved
+from lingua.config.saved import load_saved
 from lingua.data.rows import OpenData
 from lingua.optim.schedule import lr_at
 from lingua.tokenizer import build_tokenizer

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from apps.main.config import TrainArgs
 from lingua.app import import_app
 from lingua.base.errors import UserError
-from lingua.config.load import load_saved
+from lingua.config.saved import load_saved
 from lingua.data.rows import document_marks
 from lingua.data.sources import TextData
 from lingua.parallel.launch import Launch, start

@@ -17,7 +17,7 @@ from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.monitor.logger import init_logger, progress_line
 from lingua.monitor.means import mean_parts, means
-from lingua.monitor.metrics import WandbArgs, append_line, cut_back, mfu, peak_mem_gib
+from lingua.monitor.metrics import Chain, WandbArgs, append_line, cut_back, mfu, peak_mem_gib
 from lingua.monitor.peaks import peak_flops
 from lingua.monitor.wandb import start_wandb
 from tests.disk import full_disk
@@ -89,6 +89,31 @@ def test_cutting_back_does_not_touch_a_file_whose_lines_all_stay(tmp_path):
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     cut_back(path, 0)
     assert steps_of(path) == [0]
+
+
+def test_the_links_that_are_left_after_cutting_back_are_those_of_a_file_that_was_never_longer(
+    tmp_path,
+):
+    """Also where a probe writes about a step that then fails, as the event of the end says."""
+
+    def write(path, chain, lines):
+        for line in lines:
+            linked = line if (link := chain.link(line)) is None else {**line, "chain": link}
+            append_line(path, linked)
+            chain = chain.after(linked)
+        return chain
+
+    first = [{"event": "start", "step": 0}, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
+    look, failed = {"event": "look", "step": 3}, {"event": "stop", "step": 2, "reason": "error"}
+    longer, path = tmp_path / "longer", tmp_path / "path"
+    write(longer, Chain(), [*first, look, failed])
+    chain = write(path, Chain(), [*first, failed])
+    assert cut_back(longer, 2) == cut_back(path, 2) == chain
+    assert chain.lines and chain.events and chain.link(look) is None
+    others = [dict(line) for line in first]
+    others[1]["loss"] = 3.5  # in a line before the event
+    assert write(tmp_path / "other", Chain(), [*others, failed]).events != chain.events
+    assert cut_back(path, 0).lines == "" != cut_back(path, 0).events
 
 
 def test_peaks_are_of_the_very_device_or_not_known():

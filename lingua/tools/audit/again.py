@@ -1,9 +1,11 @@
 """Computing steps of a run again, by the training program itself, in a folder of its own: nothing
 is written into the run's, and its lock is not taken."""
 
+import json
+import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,26 +17,27 @@ import torch
 import torch.distributed as dist
 
 from lingua.app import choose_app, main_program
-from lingua.base.dump_dir import CHECKPOINTS, METRICS, step_folder
+from lingua.base.dump_dir import CHECKPOINTS, METRICS, VALIDATION, step_folder
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.source import TensorSource, open_checkpoint
+from lingua.config.load import resume_classes
+from lingua.data.rows import CONTENT
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.launch import leave
 from lingua.tools.audit.receipt import saved_state
-from lingua.tools.audit.segments import Segment
+from lingua.tools.audit.segments import Part, Segment
 from lingua.tools.in_process import logging_restored, temporary_process_group, torch_restored
 from lingua.tools.runs.records import Record
 
 PATIENCE_S = 30.0  # for ranks that are not done with the store of rank 0
-# What a run does besides training. Its held-out part stays: it is not in the rows.
+# What a run does besides training and measuring. Its held-out part stays: it is not in the rows.
 OFF: dict[str, Any] = {
     "checkpoint.path": "null",
     "checkpoint.dump": "{every: 0, keep: -1, every_minutes: null}",
     "checkpoint.eval": "{every: 0, keep: -1}",
     "checkpoint.keep_every": 0,
-    "checkpoint.keep_best": "false",
     "checkpoint.async_save": "false",
     "checkpoint.on_error": "stop",
     "device": "auto",
@@ -42,94 +45,132 @@ OFF: dict[str, Any] = {
     "logging.wandb": "null",
     "profiling.run": "false",
     "samples.every": 0,
-    "validation.every": 0,
-    "validation.sources": "[]",
 }
+NOT_MEASURED: dict[str, Any] = {"validation.every": 0, "validation.sources": "[]"}
 
 
 @dataclass
 class Computed:
     """What computing a segment again has given."""
 
-    start: dict[str, Any]  # the event: machine, code, versions
+    starts: list[dict[str, Any]]  # the event of each part: machine, code, versions, mesh
     lines: dict[int, dict[str, Any]]  # of metrics.jsonl, by step
+    held_out: dict[tuple[int, str], dict[str, Any]]  # lines by step and source
     end: Path  # checkpoint of the last step
     state: dict[str, Any]  # its train_state.json
-    topology: list[int]
 
 
-def compute(segment: Segment, record: Record, words: Sequence[str], folder: Path) -> Computed:
-    """Compute a segment in a new `folder`, on the processes of this launch; `words` are keys of the
-    training program that go over the run's own. Called by every rank. What the program prints is in
-    the file `output` of the folder. Raises UserError where the program refuses."""
-    if detect_launch().rank == 0:
+@dataclass(frozen=True)
+class Task:
+    """A segment to compute again."""
+
+    segment: Segment
+    record: Record
+    words: Sequence[str]  # keys of the training program that go over the run's own
+    folder: Path  # a new one, in a temporary folder of the audit
+    heldout: bool  # whether held-out losses are measured again
+
+
+def compute(task: Task, meet: Callable[[str], None] = lambda name: None) -> Computed:
+    """Compute a segment on the processes of this launch, one part after the other. Called by every
+    rank, which calls `meet` before each part. What the program prints is in the file `output` of
+    the folder. Raises UserError where the program refuses."""
+    folder, start, rank = task.folder, task.segment.start, detect_launch().rank
+    if rank == 0:
         (folder / CHECKPOINTS).mkdir(parents=True)
-        if segment.start is not None:
-            link = folder / CHECKPOINTS / segment.start.name
-            link.symlink_to(segment.start.absolute(), target_is_directory=True)
-    argv = command_line(segment, record, words, folder)
-    app = choose_app(argv)
-    output = os.devnull if detect_launch().rank else os.path.join(folder, "output")
-    with (
-        open(output, "a") as file,
-        redirect_stdout(file),
-        redirect_stderr(file),
-        logging_restored({app.path.partition(".")[0]}),
-        torch_restored(),
-        temporary_process_group(),
-    ):
-        args, _ = load_run(app, argv)
-        try:
-            stopped_by = import_module(main_program("train")).train(app, args)
-        finally:
-            if dist.is_initialized():
-                leave(PATIENCE_S)
-    if stopped_by is not None:
-        raise KeyboardInterrupt
-    return read_computed(folder, segment)
+        if start is not None:
+            link = folder / CHECKPOINTS / start.name
+            link.symlink_to(start.absolute(), target_is_directory=True)
+    output = os.devnull if rank else os.path.join(folder, "output")
+    for i, part in enumerate(task.segment.parts):
+        meet(f"{folder.name}/{i}")
+        config = folder.with_name(f"{folder.name}.{i}.rank{rank}.yaml")
+        config.write_text(part.config)
+        argv = command_line(task, part, config)
+        app = choose_app(argv)
+        with (
+            open(output, "a") as file,
+            redirect_stdout(file),
+            redirect_stderr(file),
+            logging_restored({app.path.partition(".")[0]}),
+            torch_restored(),
+            temporary_process_group(),
+        ):
+            args, _ = load_run(app, argv)
+            # What the run was allowed to change is computed as it was changed. Other data is
+            # compared by its rows, and by its hash.
+            data = saved_state(start).get("data", {}) if start is not None else {}
+            names = [f"{CONTENT}{name}" for name in args.data.used_sources()]
+            args.checkpoint.allow_change = [*resume_classes(type(args)), *data, *names]
+            args.data.cache_dir = str(linked_cache(args, folder.with_name("shards")))
+            try:
+                stopped_by = import_module(main_program("train")).train(app, args)
+            finally:
+                if dist.is_initialized():
+                    leave(PATIENCE_S)
+        if stopped_by is not None:
+            raise KeyboardInterrupt
+    return read_computed(task)
 
 
-def command_line(segment: Segment, record: Record, words: Sequence[str], folder: Path) -> list[str]:
-    """The words of the training program that computes a segment in a folder."""
-    keys = OFF | mesh_keys(record, segment) | {"dump_dir": folder, "stop_at": segment.last}
-    if segment.start is not None:  # other data is compared by its rows, not refused
-        names = [name for name in saved_state(segment.start).get("data", {}) if "." in name]
-        keys["checkpoint.allow_change"] = f"[{', '.join(names)}]"
-    return [f"config={segment.config}", *(f"{k}={v}" for k, v in keys.items()), *words]
+def command_line(task: Task, part: Part, config: Path) -> list[str]:
+    """The words of the training program that computes a part of a segment; the config of the part
+    is in the file `config`."""
+    every = part.settings.get("logging.freq")
+    lines = [step for step in recorded_lines(task) if step <= part.last]
+    keys = OFF | mesh_keys(part) | {"dump_dir": task.folder, "stop_at": part.last}
+    keys["logging.freq"] = math.gcd(every if isinstance(every, int) else 1, *lines)
+    keys["checkpoint.keep_best"] = json.dumps(task.heldout and part.measured)
+    keys |= {} if task.heldout else NOT_MEASURED
+    return [f"config={config}", *(f"{k}={v}" for k, v in keys.items()), *task.words]
 
 
-def read_computed(folder: Path, segment: Segment) -> Computed:
+def recorded_lines(task: Task) -> dict[int, dict[str, Any]]:
+    """The lines of metrics.jsonl about the steps of a segment, by step."""
+    first, last = task.segment.first, task.segment.last
+    lines = [line for line in task.record.lines(METRICS) if "event" not in line]
+    return {line["step"]: line for line in lines if first <= line["step"] <= last}
+
+
+def linked_cache(args: Any, folder: Path) -> Path:
+    """A folder with links to the shards in the cache of a run, which others may share: what is
+    missing there, or not up to date, is made in this folder instead. By rank 0."""
+    shared = Path(args.data.cache_dir or Path(args.data.root_dir, ".tokens")).absolute()
+    names = [*args.data.used_sources(), *args.validation.sources]
+    if detect_launch().rank == 0 and shared.is_dir():
+        folder.mkdir(exist_ok=True)
+        for place in shared.iterdir():
+            copy = folder / place.name
+            if not place.name.startswith(tuple(f"{name}-" for name in names)) or copy.exists():
+                continue
+            if not place.is_dir():
+                if place.suffix == ".verified":
+                    copy.symlink_to(place)
+                continue
+            copy.mkdir()
+            for file in place.iterdir():
+                (copy / file.name).symlink_to(file)
+    return folder
+
+
+def read_computed(task: Task) -> Computed:
     """What the folder of `compute` has."""
-    again = Record(folder)
-    lines = {line["step"]: line for line in again.lines(METRICS) if "event" not in line}
+    again = Record(task.folder)
+    held_out = {(line["step"], line["source"]): line for line in again.lines(VALIDATION)}
     starts = [event for event in again.events if event["event"] == "start"]
-    end = folder / CHECKPOINTS / step_folder(segment.last)
+    end = task.folder / CHECKPOINTS / step_folder(task.segment.last)
     open_saved(end)
-    state = saved_state(end)
-    return Computed(starts[-1], lines, end, state, state["topology"])
+    lines = {line["step"]: line for line in again.lines(METRICS) if "event" not in line}
+    return Computed(starts, lines, held_out, end, saved_state(end))
 
 
-def mesh_keys(record: Record, segment: Segment) -> dict[str, Any]:
-    """The mesh that the segment was computed on, where there are as many processes here; otherwise
-    all of them share the parameters."""
-    sizes, n = topology_of(record, segment), detect_launch().world_size
+def mesh_keys(part: Part) -> dict[str, Any]:
+    """The mesh that a part was computed on, where there are as many processes here; otherwise all
+    of them share the parameters."""
     names = [f"distributed.{name}" for name in ("dp_replicate", "dp_shard", "tp_size")]
-    if prod(sizes) == n:
-        return dict(zip(names, sizes, strict=True))
+    if prod(part.topology) == detect_launch().world_size:
+        return dict(zip(names, part.topology, strict=True))
     return dict(zip(names, (1, "null", 1), strict=True)) | {"grad_acc_steps": "null"}
-
-
-def topology_of(record: Record, segment: Segment) -> list[int]:
-    """The mesh that a segment was computed on, as the run recorded it."""
-    starts = starts_of(record, segment)
-    return list(starts[0].get("topology") or [1, 1, 1]) if starts else [1, 1, 1]
-
-
-def starts_of(record: Record, segment: Segment) -> list[dict[str, Any]]:
-    """The events of the starts that computed a segment: the last one before it, those inside."""
-    starts = [e for e in record.events if e["event"] == "start" and e["step"] < segment.last]
-    before = [e for e in starts if e["step"] < segment.first]
-    return before[-1:] + starts[len(before) :]
 
 
 def check_memory(saved: Path, n_local: int) -> None:

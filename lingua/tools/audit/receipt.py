@@ -1,6 +1,7 @@
 """The receipt of a finished run, `receipt.json` in its dump dir: what the run is and what came of
 it, with hashes, as a function of the files in the dump dir. `run` is the same for a run that was
-stopped and resumed, where its numbers are; `starts` are where and with what code it was computed.
+stopped and resumed, where its numbers are, whatever checkpoints it has kept; `starts` are where and
+with what code it was computed.
 
 It shows damage and mistakes. It is no signature: who changes the files can write another.
 """
@@ -20,11 +21,11 @@ from lingua.checkpoint.digest import digest_text, hash_part
 from lingua.checkpoint.folder import Checkpoint, find
 from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import local_parts
-from lingua.monitor.metrics import NOT_CHAINED
+from lingua.monitor.metrics import LINKED_EVENTS, NOT_CHAINED
 from lingua.tools.runs.compare.differences import ADDITIONS
 from lingua.tools.runs.records import OPERATIONAL, Record, grouped
 
-FORMAT = 1
+FORMAT = 2  # 1: the tensors of kept checkpoints are in `run`, and events have no chain
 
 
 def write_receipt(folder: Path) -> None:
@@ -35,27 +36,45 @@ def write_receipt(folder: Path) -> None:
         raise UserError(f"{folder / RECEIPT}: cannot be written: {error}") from None
 
 
+def is_written(folder: Path, step: int, steps: int) -> bool:
+    """Whether a run of `steps` steps that has saved `step` is not at its end, or has a receipt."""
+    try:
+        return step != steps or load_json(folder / RECEIPT)["run"]["config"]["steps"] == steps
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
 def receipt_of(record: Record) -> dict[str, Any]:
     """The receipt that the files of a run give now, as values of JSON."""
     states = {c.step: saved_state(c.path) for c in checkpoints_of(record)}
     newest = states[max(states)] if states else {}
+    tensors = {str(step): state.get("tensors", "") for step, state in states.items()}
+    last = str(record.config.get("steps"))
     run = {
         "config": reproduced_config(record.config),
         "data": newest.get("data", {}),
         "chains": {file: chain_of(record, file) for file in (METRICS, VALIDATION)},
-        "tensors": {
-            str(step): state.get("tensors", "")
-            for step, state in sorted(states.items())
-            if is_due(record.config, step)
-        },
+        "tensors": {step: text for step, text in tensors.items() if step == last},
         "held_out": {
             source: {k: v for k, v in lines[-1].items() if k not in NOT_CHAINED}
             for source, lines in sorted(grouped(record.lines(VALIDATION), "source").items())
         },
     }
     starts = [event for event in record.events if event["event"] == "start"]
-    receipt = {"format": FORMAT, "run": run, "run_hash": hash_of(run), "starts": starts}
+    receipt = {
+        "format": FORMAT,
+        "run": run,
+        "run_hash": hash_of(run),
+        "checkpoints": {step: text for step, text in tensors.items() if step != last},
+        "events": chain_of(record, METRICS, of_events=True),
+        "starts": [{k: v for k, v in start.items() if k != "config"} for start in starts],
+    }
     return json.loads(orjson.dumps(receipt | {"hash": hash_of(receipt)}))
+
+
+def tensors_of(receipt: dict[str, Any]) -> dict[str, str]:
+    """The hashes of tensors that a receipt has, by step; empty where there is no receipt."""
+    return receipt.get("checkpoints", {}) | receipt["run"]["tensors"] if receipt else {}
 
 
 def digest_of_files(source: TensorSource) -> str:
@@ -69,9 +88,14 @@ def digest_of_files(source: TensorSource) -> str:
     return digest_text(source.tensors, total)
 
 
-def chain_of(record: Record, file: str) -> dict[str, Any]:
-    """The number of lines of a file that have a link, and the last link."""
-    links = [line["chain"] for line in record.lines(file) if "chain" in line]
+def chain_of(record: Record, file: str, of_events: bool = False) -> dict[str, Any]:
+    """The number of lines of a file that have a link, and the last link: of lines about steps, or
+    of events."""
+    links = [
+        line["chain"]
+        for line in record.lines(file)
+        if line.get("chain") and line.get("event") in (LINKED_EVENTS if of_events else (None,))
+    ]
     return {"lines": len(links), "chain": links[-1] if links else ""}
 
 
@@ -96,14 +120,6 @@ def saved_state(checkpoint: Path) -> dict[str, Any]:
         return load_json(checkpoint / STATE)
     except (OSError, ValueError):
         return {}
-
-
-def is_due(config: dict[str, Any], step: int) -> bool:
-    """Whether every start of the run saves this step, stopped or not."""
-    kinds = ("checkpoint.dump", "checkpoint.eval", "eval")
-    periods = [config.get(f"{kind}.every") for kind in kinds]
-    due = any(isinstance(n, int) and n > 0 and step % n == 0 for n in periods)
-    return due or step == config.get("steps")
 
 
 def hash_of(values: dict[str, Any]) -> str:

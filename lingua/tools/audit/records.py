@@ -1,6 +1,7 @@
 """What can be found wrong with a run from its files alone, without computing a step."""
 
 from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from lingua.base.format import counted
 from lingua.checkpoint.folder import Checkpoint, damage, find
 from lingua.checkpoint.resume import flat_config
 from lingua.checkpoint.source import open_checkpoint
-from lingua.monitor.metrics import link
+from lingua.monitor.metrics import Chain
+from lingua.tools.audit.due import wrong_configs, wrong_held_out, wrong_lines
 from lingua.tools.audit.receipt import (
     checkpoint_folder,
     checkpoints_of,
@@ -22,6 +24,7 @@ from lingua.tools.audit.receipt import (
     receipt_of,
     reproduced_config,
     saved_state,
+    tensors_of,
 )
 from lingua.tools.runs.records import Record
 
@@ -37,6 +40,11 @@ def check_lines(record: Record) -> list[Finding]:
     """The receipt, and the lines one by one; reads no checkpoint's tensors."""
     receipt, findings = read_receipt(record)
     findings += [check_chain(record.folder / file, file, receipt) for file in (METRICS, VALIDATION)]
+    for check in (wrong_lines, wrong_held_out, wrong_configs):
+        try:
+            findings += [Finding(text, False) for text in islice(check(record), 1)]
+        except UserError as error:
+            findings.append(Finding(str(error), False))
     if receipt:
         findings += _differences(receipt, receipt_of(record))
     return findings
@@ -74,41 +82,61 @@ def read_receipt(record: Record) -> tuple[dict[str, Any], list[Finding]]:
     return receipt, [Finding(f"{path}: fits its own hash")]
 
 
+def check_expected(record: Record, run_hash: str) -> Finding:
+    """Whether the receipt of a run is that of an earlier copy, whose `run_hash` this is."""
+    receipt, _ = read_receipt(record)
+    if not receipt:
+        return Finding(f"expect = {run_hash}: there is no receipt to compare with", None)
+    if receipt["run_hash"] != run_hash:
+        now = receipt["run_hash"]
+        return Finding(
+            f"expect = {run_hash}: this is another history, whose run_hash is {now}", False
+        )
+    return Finding(f"{record.folder / RECEIPT}: is of the history that is expected")
+
+
 def check_chain(path: Path, file: str, receipt: dict[str, Any]) -> Finding:
     """The first line of a file that does not fit the lines before it, if there is one."""
     try:
         texts = read_bytes(path).split(b"\n") if path.exists() else []
     except OSError as error:
         return Finding(f"{path}: cannot be read: {error}", False)
-    previous, n_links = "", 0
-    expected: dict[str, Any] = {"lines": 0, "chain": ""}
-    if receipt:
-        expected = receipt["run"]["chains"][file]
+    last, counts = Chain(), [0, 0]
+    nothing: dict[str, Any] = {"lines": 0, "chain": ""}
+    expected = [receipt["run"]["chains"][file] if receipt else nothing, nothing]
+    if file == METRICS:
+        expected[1] = receipt.get("events", nothing)
     for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         try:
             line = orjson.loads(text)
-            is_event, chain = "event" in line, line.get("chain")
+            chain, step, of_events = line.get("chain"), line.get("step"), "event" in line
+            next_link = last.link(line)
         except (ValueError, AttributeError, TypeError):
             if number == len(texts):  # cut off by a kill: the next start removes it
                 break
             return Finding(f"{path}:{number}: is no line of a run", False)
-        if is_event or (chain is None and not previous):  # of a version without a chain
-            continue
-        if chain != link(previous, line):
+        if type(step) is not int or step < 0:
+            return Finding(f"{path}:{number}: is no line of a run: it has no valid step", False)
+        if next_link is None or (chain is None and not last[of_events]):
+            continue  # of an app, or of a version without a chain
+        if chain != next_link:
             why = "this line was changed, or lines before it were changed, removed or added"
             return Finding(f"{path}:{number}: does not fit the lines before it: {why}", False)
-        previous, n_links = chain, n_links + 1
-        if n_links == expected["lines"] and chain != expected["chain"]:
+        last, known = last.after(line), expected[of_events]
+        counts[of_events] += 1
+        if counts[of_events] == known["lines"] and chain != known["chain"]:
             why = "these lines were written anew after the run"
             return Finding(f"{path}:{number}: its link is not that of {RECEIPT}: {why}", False)
-    if n_links < expected["lines"]:
-        missing = counted(expected["lines"] - n_links, "line")
-        return Finding(f"{path}: {missing} at its end are missing, as {RECEIPT} shows", False)
-    if not n_links:
+    for n, known, what in zip(counts, expected, ("line", "event"), strict=True):
+        if n < known["lines"]:
+            missing = counted(known["lines"] - n, what)
+            return Finding(f"{path}: {missing} at its end are missing, as {RECEIPT} shows", False)
+    if not counts[0]:
         return Finding(f"{path}: has no line with a link", None)
-    return Finding(f"{path}: {counted(n_links, 'line')}, each fits those before it")
+    events = f" and {counted(counts[1], 'event')}" if counts[1] else ""
+    return Finding(f"{path}: {counted(counts[0], 'line')}{events}, each fits those before it")
 
 
 def check_checkpoint(checkpoint: Checkpoint, record: Record, receipt: dict[str, Any]) -> Finding:
@@ -123,18 +151,20 @@ def check_checkpoint(checkpoint: Checkpoint, record: Record, receipt: dict[str, 
         return Finding(f"{where}: cannot be read: {error}", False)
     recorded = {
         "its train_state.json": state.get("tensors"),
-        RECEIPT: receipt["run"]["tensors"].get(str(checkpoint.step)) if receipt else None,
+        RECEIPT: tensors_of(receipt).get(str(checkpoint.step)),
     }
     for place, expected in recorded.items():
         if expected and expected != found:
             why = f"its tensors have the hash {found}, {place} has {expected}"
             return Finding(f"{where}: damaged, or that of another run: {why}", False)
+    starts = [event for event in record.events if event["event"] == "start"]
     now = reproduced_config(record.config)
     other = [k for k in ("seed", *now) if k in config and config[k] != now.get(k)]
-    if other:
+    if other and not any("config" in start for start in starts):  # see wrong_configs
         key = other[0]
         why = f"its {CONFIG} has {key}: {config[key]}, that of the run {now.get(key)}"
-        return Finding(f"{where}: files and tensors fit; {why}", key != "seed")
+        is_other = key == "seed" and len(starts) == 1  # a later start may have changed it
+        return Finding(f"{where}: files and tensors fit; {why}", not is_other)
     known = " and ".join(place for place, expected in recorded.items() if expected)
     return Finding(f"{where}: files fit; tensors {found}" + (f", as in {known}" if known else ""))
 
@@ -150,6 +180,9 @@ def _differences(receipt: dict[str, Any], now: dict[str, Any]) -> Iterator[Findi
                 yield Finding(f"{group}: {key}: {a} in {RECEIPT}, {b} in the run", False)
     if then["chains"] == run["chains"] and then["held_out"] != run["held_out"]:
         yield Finding(f"held-out losses are not those of {RECEIPT}", False)
-    n = len(receipt["starts"])
+    hashes, n = tensors_of(now), len(receipt["starts"])
+    for step, then_hash in tensors_of(receipt).items():
+        if hashes.get(step, then_hash) != then_hash:
+            yield Finding(f"the checkpoint of step {step} is not that of {RECEIPT}", False)
     if now["starts"][:n] != receipt["starts"]:
         yield Finding(f"the starts in {METRICS} are not those of {RECEIPT}", False)

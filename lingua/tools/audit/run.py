@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from lingua.app import choose_app
-from lingua.base.dump_dir import AUDIT, CONFIG
+from lingua.base.dump_dir import AUDIT, CONFIG, VALIDATION
 from lingua.base.errors import UserError
 from lingua.base.files import write_atomically
 from lingua.base.format import counted
 from lingua.config.load import load, meta_lingua
 from lingua.parallel.environment import Launch
-from lingua.tools.audit.again import Computed, check_memory, command_line, compute, remove
+from lingua.tools.audit.again import Computed, Task, check_memory, compute, remove
+from lingua.tools.audit.due import earlier_version
 from lingua.tools.audit.ranks import Ranks, bits, outliers
-from lingua.tools.audit.records import check_checkpoints, check_lines
-from lingua.tools.audit.segments import Segment, choose
+from lingua.tools.audit.receipt import checkpoints_of
+from lingua.tools.audit.records import check_checkpoints, check_expected, check_lines
+from lingua.tools.audit.segments import Segment, choose, segments_of
 from lingua.tools.audit.verdict import (
     CODES,
     DIFFERS,
@@ -50,6 +52,7 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
         need = "needs three ranks or more, such as torchrun --nproc-per-node 3"
         raise UserError(f"ranks = all: {need}; here is {counted(ranks.n, 'rank')}")
     segments: list[Segment] = []
+    conditions = ranks.share("version", lambda: earlier_version(record))
     if args.run:
         seed = args.seed if args.seed is not None else datetime.now(UTC).date().isoformat()
         chosen = ranks.share(
@@ -61,9 +64,12 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
         ranks.share("checks", lambda: check(record, args, segments, words, ranks.launch))
     if record.state == "running":
         say(f"{folder} is running: what it has recorded so far is checked")
-    verdicts = [ranks.share("files", lambda: check_files(record, args.run, segments, say))]
-    verdicts += compute_all(record, args.ranks == "all", segments, words, ranks, say)
-    verdict = worst([v if isinstance(v, Verdict) else Verdict(**v) for v in verdicts if v])
+    files = ranks.share("files", lambda: check_files(record, args, segments, say))
+    verdicts = [Verdict(**files)] if files else []
+    verdicts += compute_all(record, args, segments, words, ranks, say)
+    verdict = worst(verdicts)
+    conditions += ranks.share("left out", lambda: left_out(record, args, segments))
+    verdict = replace(verdict, conditions=[*verdict.conditions, *conditions])
     say(f"verdict: {verdict.text}")
     ranks.gather("end", None)  # the store is rank 0's
     if ranks.rank == 0:
@@ -72,7 +78,7 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "kind": f"{what}, each rank alone" if args.ranks == "all" else what,
             "verdict": verdict.kind,
-            "detail": verdict.detail,
+            "detail": "; ".join(filter(None, (verdict.detail, *verdict.conditions))),
         }
         if args.out is not None:
             _write(Path(args.out), entry)
@@ -91,7 +97,7 @@ def check(
     """Raise UserError, before anything is computed, where `words` are wrong, or one rank cannot
     hold a model that it is to compute alone."""
     if words:
-        argv = command_line(segments[0], record, words, record.folder)
+        argv = [f"config={record.folder / CONFIG}", *words]
         load(choose_app(argv).config, argv, meta_lingua)
     for segment in segments if args.ranks == "all" else ():
         if (saved := segment.start or segment.end) is not None:
@@ -99,12 +105,13 @@ def check(
 
 
 def check_files(
-    record: Record, computes: bool, segments: Sequence[Segment], say: Say
+    record: Record, args: AuditArgs, segments: Sequence[Segment], say: Say
 ) -> dict[str, Any] | None:
     """The verdict on the files, without the checkpoints that are in no segment if some are to be
     computed; None where that decides and nothing is wrong. By rank 0."""
-    used = {str(path) for s in segments for path in (s.start, s.end)} if computes else None
-    findings = check_lines(record)
+    used = {str(path) for s in segments for path in (s.start, s.end)} if args.run else None
+    expected = [check_expected(record, args.expect)] if args.expect is not None else []
+    findings = expected + check_lines(record)
     with one_process():
         findings += check_checkpoints(record, used)
     for text, fits in findings:
@@ -112,22 +119,42 @@ def check_files(
     wrong = [f.text for f in findings if f.fits is False]
     if wrong:
         return vars(Verdict(DIFFERS, f"in its files: {'; '.join(wrong[:MAX_WRONG])}"))
-    if computes:
+    if expected and expected[0].fits is None:
+        return vars(Verdict(NOT_COMPARED, expected[0].text))
+    if args.run:
         return None
     if not any(f.fits for f in findings):
         return vars(Verdict(NOT_COMPARED, "the run has recorded no hashes"))
     return vars(Verdict(FITS))
 
 
+def left_out(record: Record, args: AuditArgs, segments: Sequence[Segment]) -> list[str]:
+    """What of a run's steps the verdict does not cover, where some are computed."""
+    if not args.run:
+        return []
+    conditions = []
+    n, ends = (
+        sum(s.last - s.first + 1 for s in segments),
+        segments_of(record, checkpoints_of(record)),
+    )
+    if n < (of := ends[-1].last - ends[0].first + 1):
+        conditions.append(f"{n} of {counted(of, 'step')} computed again")
+    steps = [line["step"] for line in record.lines(VALIDATION)]
+    if not args.heldout and any(s.first <= step <= s.last for s in segments for step in steps):
+        conditions.append("held-out losses not computed again")
+    return conditions
+
+
 def compute_all(
     record: Record,
-    separately: bool,
+    args: AuditArgs,
     segments: Sequence[Segment],
     words: Sequence[str],
     ranks: Ranks,
     say: Say,
 ) -> Iterator[Verdict]:
-    """Yields the verdict on each segment, computed on one mesh or by every rank `separately`."""
+    """Yields the verdict on each segment, computed on one mesh or by every rank separately."""
+    separately = args.ranks == "all"
     if separately:
         ranks.separate()
         words = [*words, *["deterministic=true"] * (not record.config.get("deterministic"))]
@@ -138,56 +165,52 @@ def compute_all(
             made = folders.enter_context(TemporaryDirectory(prefix="lingua-audit-"))
         shared = made if separately else ranks.share("folder", lambda: made)
         for i, segment in enumerate(segments):
-            verdict = on_ranks(segment, record, words, Path(shared, str(i)), ranks)
+            task = Task(segment, record, words, Path(shared, str(i)), args.heldout)
+            verdict = on_ranks(task, ranks)
             say(f"{segment}: {verdict.text}")
             for note in verdict.notes:
                 say(f"  {note}")
             yield verdict.with_causes(f"{segment}: ")
 
 
-def _together(
-    segment: Segment, record: Record, words: Sequence[str], folder: Path, ranks: Ranks
-) -> Verdict:
+def _together(task: Task, ranks: Ranks) -> Verdict:
     """The verdict on a segment that all ranks compute as one mesh."""
-    ranks.meet_anew(folder.name)
     try:
-        computed = compute(segment, record, words, folder)
-        name = f"verdict/{folder.name}"
-        return Verdict(**ranks.share(name, lambda: vars(compare(segment, record, computed))))
+        computed = compute(task, ranks.meet_anew)
+        name = f"verdict/{task.folder.name}"
+        return Verdict(**ranks.share(name, lambda: vars(compare(task, computed))))
     except UserError as error:
         return Verdict(NOT_COMPARED, str(error))
     finally:
         if ranks.rank == 0:
-            remove(folder)
+            remove(task.folder)
 
 
-def _on_each(
-    segment: Segment, record: Record, words: Sequence[str], folder: Path, ranks: Ranks
-) -> Verdict:
+def _on_each(task: Task, ranks: Ranks) -> Verdict:
     """The verdict on a segment that every rank computes alone: which ranks are not as most, and
     what the first of the others is, compared with the record."""
     computed: Computed | None = None
     try:
-        computed = compute(segment, record, words, folder)
+        computed = compute(task)
         result = bits(computed)
     except UserError as error:
         result = {"error": str(error)}
     except (MemoryError, torch.OutOfMemoryError) as error:
         result = {"error": f"ranks = all: one rank cannot hold this model: {error}"}
-    results = ranks.gather(f"result/{folder.name}", result)
+    results = ranks.gather(f"result/{task.folder.name}", result)
     if errors := [r["error"] for r in results if "error" in r]:
         return Verdict(NOT_COMPARED, errors[0])
     if ranks.rank:  # rank 0 reports
         return Verdict(NOT_COMPARED)
     try:
-        wrong = outliers(results, segment.last)
+        wrong = outliers(results, task.segment.last)
     except UserError as error:
         return Verdict(NOT_COMPARED, str(error))
     if wrong:
         return Verdict(DIFFERS, f"between ranks: {'; '.join(wrong)}")
     assert computed is not None  # no rank has an error
-    verdict = compare(segment, record, computed)
-    remove(folder)
+    verdict = compare(task, computed)
+    remove(task.folder)
     return replace(verdict, notes=[f"all {ranks.n} ranks compute equal bits", *verdict.notes])
 
 

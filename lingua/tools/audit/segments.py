@@ -2,16 +2,34 @@
 
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from lingua.base.dump_dir import CONFIG
+from lingua.base.dump_dir import CONFIG, VALIDATION
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import Checkpoint
+from lingua.config.values import parse_mapping, plain
+from lingua.tools.audit.due import Config, held_out_steps
 from lingua.tools.audit.receipt import checkpoints_of
-from lingua.tools.runs.records import Record
+from lingua.tools.runs.records import Record, flat
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps of a segment that one start of the run has made, and that one start computes again."""
+
+    last: int
+    config: str  # text of its config.yaml
+    topology: list[int]
+    measured: bool = False  # whether the held-out loss was measured for the save of `last`
+
+    @cached_property
+    def settings(self) -> Config:
+        """The config, flat. Raises UserError."""
+        return flat(plain(parse_mapping(self.config, CONFIG)))
 
 
 @dataclass(frozen=True)
@@ -22,18 +40,18 @@ class Segment:
     first: int
     last: int
     end: Path | None  # checkpoint of the last step, where it was saved
-    config: Path  # config.yaml of the start that made them
+    parts: list[Part] = field(default_factory=list)  # of a segment that is to be computed
 
     def __str__(self) -> str:
         return f"steps {self.first} to {self.last}"
 
     def to_json(self) -> dict[str, Any]:
-        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        paths = {k: v and Path(v) for k, v in values.items() if k not in ("first", "last")}
-        return cls(**values | paths)
+        paths = {k: values[k] and Path(values[k]) for k in ("start", "end")}
+        return cls(**values | paths | {"parts": [Part(**part) for part in values["parts"]]})
 
 
 def segments_of(record: Record, checkpoints: Sequence[Checkpoint]) -> list[Segment]:
@@ -47,10 +65,43 @@ def segments_of(record: Record, checkpoints: Sequence[Checkpoint]) -> list[Segme
         raise UserError(f"{record.folder}: has no step to compare with: none is recorded or saved")
     segments = []
     for before, last in zip([begin, *ends], ends, strict=False):
-        saved = by_step.get(last)
-        config = (saved or record.folder) / CONFIG
-        segments.append(Segment(by_step.get(before), before + 1, last, saved, config))
+        segments.append(Segment(by_step.get(before), before + 1, last, by_step.get(last)))
     return segments
+
+
+def starts_of(record: Record, first: int, last: int) -> list[dict[str, Any]]:
+    """The events of the starts that made these steps: the last one before them, those inside."""
+    starts = [e for e in record.events if e["event"] == "start" and e["step"] < last]
+    before = [e for e in starts if e["step"] < first]
+    return before[-1:] + starts[len(before) :]
+
+
+def parts_of(record: Record, segment: Segment, last: int) -> Iterator[Part]:
+    """The parts of a segment up to its step `last`: they end where a start with another config or
+    mesh follows, and at saves for which the held-out loss was measured outside of its period. Where
+    a start's config is not recorded, by an earlier version, there is one part, with the config of
+    the end."""
+    first, starts = segment.first, starts_of(record, segment.first, last)
+    meshes = [list(start.get("topology") or [1, 1, 1]) for start in starts] or [[1, 1, 1]]
+    if not starts or not all(isinstance(start.get("config"), str) for start in starts):
+        config = (segment.end or record.folder) / CONFIG
+        try:
+            yield Part(last, config.read_text(), meshes[0])
+        except (OSError, ValueError) as error:
+            raise UserError(f"{config}: cannot be read: {error}") from None
+        return
+    held_out = {line["step"] for line in record.lines(VALIDATION)}
+    alike = [(start["config"], mesh) for start, mesh in zip(starts, meshes, strict=True)]
+    ends = [*(start["step"] for start in starts[1:]), last]
+    for i, (start, mesh, end) in enumerate(zip(starts, meshes, ends, strict=True)):
+        part, begin = Part(end, start["config"], mesh), max(start["step"], first - 1)
+        measured: set[int] = set()
+        if part.settings.get("checkpoint.keep_best"):
+            in_period = held_out_steps({**part.settings, "checkpoint.keep_best": 0}, begin, end)
+            measured = {step for step in held_out - set(in_period) if begin < step <= end}
+        goes_on = alike[i : i + 1] == alike[i + 1 : i + 2] or end == begin
+        for step in sorted(measured | (set() if goes_on else {end})):
+            yield replace(part, last=step, measured=step in measured)
 
 
 def choose(record: Record, steps: str | None, sample: int, seed: int | str) -> list[Segment]:
@@ -65,13 +116,15 @@ def choose(record: Record, steps: str | None, sample: int, seed: int | str) -> l
         if not low <= first <= last <= high:
             need = f"must be A..B with {low} <= A <= B <= {high}, the steps that are recorded"
             raise UserError(f"steps = {steps}: {need}")
-        return [_up_to(last, s) for s in segments if s.last >= first and s.first <= last]
+        chosen = [s for s in segments if s.last >= first and s.first <= last]
+        return [_with_parts(record, s, min(s.last, last)) for s in chosen]
     whole = [s for s in segments if s.end is not None] or segments
     longest = max((s.last - s.first for s in whole[1:]), default=whole[0].last)
     drawn = [s for s in whole if s.start is not None or s.last - s.first <= longest]
     chosen = random.Random(f"{seed}").sample(drawn, min(sample, len(drawn)))
-    return sorted(chosen, key=lambda s: s.first)
+    return [_with_parts(record, s, s.last) for s in sorted(chosen, key=lambda s: s.first)]
 
 
-def _up_to(last: int, s: Segment) -> Segment:
-    return s if s.last <= last else Segment(s.start, s.first, last, None, s.config)
+def _with_parts(record: Record, s: Segment, last: int) -> Segment:
+    end = s.end if last == s.last else None
+    return replace(s, last=last, end=end, parts=list(parts_of(record, s, last)))

@@ -1,6 +1,7 @@
 """Comparing what a run recorded with what computing its steps again gives."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any, Self
 
 import torch
 
-from lingua.base.dump_dir import METRICS
+from lingua.base.dump_dir import VALIDATION
 from lingua.base.errors import UserError
-from lingua.tools.audit.again import Computed, open_saved, starts_of
+from lingua.monitor.metrics import NOT_CHAINED
+from lingua.tools.audit.again import Computed, Task, open_saved, recorded_lines
 from lingua.tools.audit.receipt import digest_of_files, saved_state
-from lingua.tools.audit.segments import Segment
-from lingua.tools.runs.records import Record
+from lingua.tools.audit.segments import Segment, starts_of
+from lingua.tools.runs.records import OPERATIONAL
 
 # The kinds, the worst last, and the exit code of each.
 FITS, EQUAL, ROUNDING = "the files fit", "equal to the bit", "equal up to rounding"
@@ -26,10 +28,21 @@ WORST = list(CODES)
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-3}
 FACTORS = {"loss": 1, "grad_norm": 10, "weights": 100}  # norms and weights move more than means
 MAX_TOLERANCE = 0.01  # of losses, however long the segment is
-EXACT = {"batch_hash": "rows", "skipped_steps": "skipped steps", "lr": "learning rate"}
-NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
+OTHERS = "weights"  # numbers of an app: as weights, those below 1 absolutely
+MEASURES = ("nats_per_token", "nats_per_byte", "bits_per_byte")  # of held-out text, as losses
+NAMES = {
+    "batch_hash": "rows",
+    "skipped_steps": "skipped steps",
+    "lr": "learning rate",
+    "tokens": "tokens",
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+}
+EXACT = ("batch_hash", "skipped_steps", "lr", "tokens")
 # Of a start event; bits depend on it.
-START = ("code", "lingua", "torch", "python", "device", "cpu_capability")
+START = ("lingua", "torch", "python", "device", "cpu_capability")
+INEXACT = "bits not promised, compared to rounding"
+MESH = re.compile(r"app|distributed\.(dp_replicate|dp_shard|tp_size)")  # may be given to an audit
 
 
 @dataclass
@@ -39,11 +52,12 @@ class Verdict:
     kind: str
     detail: str = ""
     notes: list[str] = field(default_factory=list)  # what else differs, and what is not compared
+    conditions: list[str] = field(default_factory=list)  # what the verdict rests on
 
     @property
     def text(self) -> str:
         separator = " " if self.kind == DIFFERS else ": "
-        return f"{self.kind}{separator}{self.detail}" if self.detail else self.kind
+        return "; ".join([separator.join(filter(None, (self.kind, self.detail))), *self.conditions])
 
     def with_causes(self, prefix: str) -> Self:
         """The verdict, whose detail begins with `prefix` where nothing was compared, and ends with
@@ -54,49 +68,143 @@ class Verdict:
         return replace(self, detail=f"{prefix}{self.detail}{known}")
 
 
-def compare(segment: Segment, record: Record, computed: Computed) -> Verdict:
+@dataclass
+class Apart:
+    """The largest difference by rounding so far, of all that was compared."""
+
+    largest: float = 0.0  # relative
+    place: str = ""
+
+    def add(self, apart: float, place: str) -> None:
+        if apart > self.largest:
+            self.largest, self.place = apart, place
+
+
+def compare(task: Task, computed: Computed) -> Verdict:
     """The verdict on a segment that was computed again."""
-    notes = differences(segment, record, computed)
-    exact = expects_equal(segment, record, computed, notes)
-    recorded = {
-        line["step"]: line
-        for line in record.lines(METRICS)
-        if "event" not in line and segment.first <= line["step"] <= segment.last
-    }
-    farthest, largest = "", 0.0
-    for step in sorted(recorded.keys() & computed.lines.keys()):
-        was, now = recorded[step], computed.lines[step]
-        for key, name in EXACT.items():
-            if was.get(key) != now.get(key):
-                return _differs(step, name, was.get(key), now.get(key), notes)
-        for key, name in NAMES.items():
-            apart = relative(was.get(key), now.get(key))
-            if apart > (0 if exact else tolerance(segment, record, step) * FACTORS[key]):
-                return _differs(step, name, was.get(key), now.get(key), notes)
-            if apart > largest:
-                farthest, largest = f"{name} of step {step}", apart
+    segment = task.segment
+    decisive, causes = differences(task, computed)
+    notes = [*decisive, *causes]
+    promises = {part.settings.get("deterministic") for part in segment.parts}
+    harmless = ("topology",) if promises == {"mesh"} else ()
+    exact = all(promises) and all(note.startswith(harmless) for note in notes)
+    apart, recorded = Apart(), recorded_lines(task)
+    wrong = compare_lines(segment, recorded, computed, exact, apart)
+    if task.heldout and wrong is None:
+        wrong = compare_held_out(task, computed, exact, apart)
+    if wrong is not None:
+        return Verdict(DIFFERS, wrong, notes)
     if segment.end is not None:
-        place, apart = compare_tensors(segment.end, computed)
-        if apart > (0 if exact else tolerance(segment, record) * FACTORS["weights"]):
+        place, by = compare_tensors(segment.end, computed)
+        if by > (0 if exact else tolerance(segment, segment.last) * FACTORS["weights"]):
             after = "; the losses before it fit: it is damaged, or that of another run"
-            hint = after if recorded and apart > 0.1 else ""
-            what = f"weights first: {place} is {apart:.1e} apart in the checkpoint{hint}"
+            hint = after if recorded and by > 0.1 else ""
+            what = f"weights first: {place} is {by:.1e} apart in the checkpoint{hint}"
             return Verdict(DIFFERS, f"from step {segment.last} on, {what}", notes)
-        if apart > largest:
-            farthest, largest = f"{place} of step {segment.last}", apart
+        apart.add(by, f"{place} of step {segment.last}")
+        if (wrong := compare_state(segment, computed)) is not None:
+            return Verdict(DIFFERS, wrong, notes)
     elif not recorded:
         why = f"nothing is recorded of {segment}: no line of metrics.jsonl, and no checkpoint"
         return Verdict(NOT_COMPARED, why, notes)
     else:
         notes.append(f"no checkpoint of step {segment.last}: weights are not compared")
-    if not largest:
+    limit = f"losses may be {tolerance(segment, segment.last):.0e} apart"
+    how = f"at most {apart.largest:.1e} apart, {apart.place} ({limit})"
+    if decisive:
+        numbers = f"{ROUNDING}, {how}" if apart.largest else EQUAL
+        why = f"{'; '.join(decisive)}; the numbers computed here are {numbers}"
+        return Verdict(NOT_COMPARED, why, notes[len(decisive) :])
+    if not apart.largest:
         return Verdict(EQUAL, notes=notes)
-    limit = f"losses may be {tolerance(segment, record):.0e} apart"
-    return Verdict(ROUNDING, f"at most {largest:.1e} apart, {farthest} ({limit})", notes)
+    if all(promises):
+        why = f"bits are promised, and {'; '.join(causes)}; {ROUNDING}, {how}"
+        return Verdict(NOT_COMPARED, why, notes[len(causes) :])
+    return Verdict(ROUNDING, how, notes, [INEXACT])
 
 
-def _differs(step: int, name: str, was: Any, now: Any, notes: list[str]) -> Verdict:
-    return Verdict(DIFFERS, f"from step {step} on, {name} first: {was} recorded, {now} here", notes)
+def compare_lines(
+    segment: Segment,
+    recorded: dict[int, dict[str, Any]],
+    computed: Computed,
+    exact: bool,
+    apart: Apart,
+) -> str | None:
+    """What differs first between the lines of a segment and those computed; None: nothing."""
+    before = segment.first - 1
+    for step in sorted(recorded):
+        was, now = recorded[step], computed.lines.get(step, {})
+        of_now = now if was.get("chain") else {}  # an earlier version may not have had them all
+        for key in dict.fromkeys([*NAMES, *was, *of_now]):
+            if key in NOT_CHAINED:
+                continue
+            a, b, name = was.get(key), now.get(key), NAMES.get(key, key)
+            by, limit = distance(key, a, b), 0.0
+            if not exact and key not in EXACT:
+                limit = tolerance(segment, step) * FACTORS.get(key, FACTORS[OTHERS])
+            if by > limit:
+                return _differs(step, name, a, b, before)
+            apart.add(by, f"{name} of step {step}")
+        before = step
+    return None
+
+
+def compare_held_out(task: Task, computed: Computed, exact: bool, apart: Apart) -> str | None:
+    """What differs first between held-out losses of a segment and those computed; None: nothing.
+    Where they were due is not known of a run of an earlier version that was resumed, nor at the
+    last line of a run that goes on."""
+    segment, record = task.segment, task.record
+    starts = starts_of(record, segment.first, segment.last)
+    unknown = len(starts) > 1 and not all("config" in start for start in starts)
+    recorded = {
+        (line["step"], str(line.get("source"))): line
+        for line in record.lines(VALIDATION)
+        if segment.first <= line["step"] <= segment.last
+    }
+    for step, source in sorted(recorded.keys() | computed.held_out.keys()):
+        if not segment.first <= step <= segment.last:
+            continue
+        was, now = (lines.get((step, source)) for lines in (recorded, computed.held_out))
+        if was is None and (unknown or (step == segment.last and segment.end is None)):
+            continue
+        if was is None or now is None:
+            one, other = ("no line" if line is None else "a line" for line in (was, now))
+            return _differs(step, f"held-out loss of {source}", one, other)
+        for key in dict.fromkeys([*was, *now]):
+            if key in NOT_CHAINED:
+                continue
+            a, b, name = was.get(key), now.get(key), f"held-out {key} of {source}"
+            by = distance(key, a, b)
+            factor = FACTORS["loss"] if key in MEASURES else FACTORS[OTHERS]
+            if by > (0 if exact else tolerance(segment, step) * factor):
+                return _differs(step, name, a, b)
+            apart.add(by, f"{name} of step {step}")
+    return None
+
+
+def compare_state(segment: Segment, computed: Computed) -> str | None:
+    """What differs first between the state of the checkpoint at the end and that computed."""
+    assert segment.end is not None
+    was, now = saved_state(segment.end), computed.state
+    for key in ("progress", "schedule", "tokens"):
+        a, b = was.get(key), now.get(key)
+        pairs = {"": (a, b)}
+        if isinstance(a, dict) and isinstance(b, dict):
+            names = a.keys() | (b if was.get("tensors") else {})  # earlier versions have others
+            pairs = {f"{name} of its ": (a.get(name), b.get(name)) for name in sorted(names)}
+        for name, (one, other) in pairs.items():
+            if one != other and name.partition(" ")[0] != "trained_s":
+                return _differs(segment.last, f"{name}{key} in the checkpoint", one, other)
+    return None
+
+
+def _differs(step: int, name: str, was: Any, now: Any, before: int | None = None) -> str:
+    """The number that differs first, of those that are recorded: of the steps after `before`, the
+    last one compared, there may be others."""
+    since = ""
+    if before is not None and before < step - 1:
+        since = f"; of steps {before + 1} to {step - 1} no number is recorded"
+    return f"from step {step} on, {name} first: {was} recorded, {now} here{since}"
 
 
 def compare_tensors(saved: Path, computed: Computed) -> tuple[str, float]:
@@ -117,50 +225,56 @@ def compare_tensors(saved: Path, computed: Computed) -> tuple[str, float]:
     return farthest
 
 
-def relative(a: Any, b: Any) -> float:
-    """How far two recorded numbers are apart; None stands for one that is not finite."""
-    if a is None or b is None:
-        return 0.0 if a is b else math.inf
-    return abs(a - b) / max(abs(a), 1e-30)
+def distance(key: str, a: Any, b: Any) -> float:
+    """How far two recorded values are apart: losses, norms and measures of held-out text
+    relatively, other numbers of an app also to 1. None stands for a number that is not finite."""
+    if a == b:
+        return 0.0
+    if not all(isinstance(v, float) for v in (a, b)) or key in EXACT:
+        return math.inf
+    least = 1e-30 if key in NAMES or key in MEASURES else 1.0
+    return abs(a - b) / max(abs(a), least)
 
 
-def tolerance(segment: Segment, record: Record, step: int | None = None) -> float:
+def tolerance(segment: Segment, step: int) -> float:
     """How far the losses of a step may be apart by rounding, relative."""
-    n = (segment.last if step is None else step) - segment.first
-    dtype = record.config.get("distributed.model_dtype") or "fp32"
-    return min(MAX_TOLERANCE, TOLERANCES[dtype] * (1 + n / 100))
+    dtype = segment.parts[-1].settings.get("distributed.model_dtype") or "fp32"
+    return min(MAX_TOLERANCE, TOLERANCES[dtype] * (1 + (step - segment.first) / 100))
 
 
-def expects_equal(
-    segment: Segment, record: Record, computed: Computed, notes: Sequence[str]
-) -> bool:
-    """Whether the run promises equal bits here: `deterministic: mesh`, the same code, versions and
-    type of device, and no tensor parallelism."""
-    promises = record.config.get("deterministic") == "mesh" and computed.topology[2] == 1
-    return promises and not any(note.startswith(START) for note in notes)
-
-
-def differences(segment: Segment, record: Record, computed: Computed) -> list[str]:
-    """What is known to differ between the start that made a segment and the computation: the likely
-    cause where numbers differ."""
-    starts, notes = starts_of(record, segment), []
-    for key in (*START, "topology"):
-        now = computed.start.get(key)
-        if key == "cpu_capability" and computed.start.get("device") != "cpu":
+def differences(task: Task, computed: Computed) -> tuple[list[str], list[str]]:
+    """What is known to differ between the starts that made a segment and the computation, the
+    likely cause where numbers differ: (code and data, which are what is audited; what rounding
+    depends on)."""
+    segment, decisive, causes = task.segment, list[str](), list[str]()
+    starts = starts_of(task.record, segment.first, segment.last)
+    linked = all(start.get("chain") for start in starts)  # by this version, which records them all
+    on_own_mesh = any(part.settings.get("deterministic") is True for part in segment.parts)
+    for key in ("code", *START, "topology", *["hosts"] * on_own_mesh):
+        if key == "cpu_capability" and computed.starts[0].get("device") != "cpu":
             continue  # a GPU computes
-        values = dict.fromkeys(str(start[key]) for start in starts if start.get(key) is not None)
-        if values and list(values) != [str(now)]:
-            notes.append(f"{key}: {' then '.join(values)} recorded, {now} here")
+        now = dict.fromkeys(str(start.get(key)) for start in computed.starts)
+        was = dict.fromkeys(str(s.get(key)) for s in starts if linked or s.get(key) is not None)
+        if was and list(was) != list(now):
+            note = f"{key}: {' then '.join(was)} recorded, {' then '.join(now)} here"
+            (decisive if key == "code" else causes).append(note)
     saved = segment.end or segment.start
     data = saved_state(saved).get("data", {}) if saved is not None else {}
-    for key, was in data.items():
-        now = computed.state["data"].get(key)
-        if now != was:
-            notes.append(f"data: {key}: {was} recorded, {now} here")
-    if len(starts) > 1:  # config.yaml is that of the last one
+    for key, content in data.items():
+        if (here := computed.state["data"].get(key)) != content:
+            decisive.append(f"data: {key}: {content} recorded, {here} here")
+    for word in task.words:
+        key, _, value = word.partition("=")
+        if not OPERATIONAL.fullmatch(key) and not MESH.fullmatch(key):
+            was_given = [part.settings.get(key) for part in segment.parts]
+            if any(str(v).lower() != value.lower() for v in was_given):
+                causes.append(f"{key}: {was_given[0]} recorded, {value} here, as given")
+    if len(starts) > 1 and not all("config" in start for start in starts):
         steps = ", ".join(str(start["step"]) for start in starts[1:])
-        notes.append(f"starts after steps {steps} recorded, and the keys of the last one used here")
-    return notes
+        causes.append(
+            f"starts after steps {steps} recorded, and the keys of the last one used here"
+        )
+    return decisive, causes
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:

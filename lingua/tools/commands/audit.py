@@ -7,10 +7,11 @@
     torchrun --nproc-per-node 3 -m lingua audit runs/debug ranks=all
 
 A segment begins at a checkpoint and is computed by the training program, in a temporary folder (of
-TMPDIR). Rows, learning rate, loss and gradient norm are compared step by step, and all tensors with
+TMPDIR). Each line that the config makes due is compared, held-out losses too, and all tensors with
 those of the next checkpoint. Other keys go to the training program, over the run's own. Nothing is
 written into the run's folder, unless record=true asks for it. Exit code: 0 where all is equal, to
-the bit or up to rounding; 1 where something differs; 2 where it cannot be compared.
+the bit, or up to rounding where the run did not promise bits; 1 where something differs; 2 where it
+cannot be compared.
 """
 
 import re
@@ -33,6 +34,9 @@ class AuditArgs:
     steps: Free[str | None] = None  # the steps to compute again, A..B; null: a sample
     sample: Free[int] = 5  # segments between saved steps that are drawn at random
     seed: Free[int | None] = None  # seed of the sample; null: today's date
+    heldout: Free[bool] = True  # measure the held-out losses of these steps again
+    # run_hash of an earlier copy of the run's receipt: another history than that one differs
+    expect: Free[str | None] = None
     run: Free[bool] = True  # compute steps; false: check the files alone, all checkpoints included
     # `all`: each of three ranks or more computes the same alone; those that differ from most are
     # named
@@ -43,6 +47,8 @@ class AuditArgs:
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "sample")
+        if self.expect is not None and not re.fullmatch("[0-9a-f]{32}", self.expect):
+            yield "expect", "must be the run_hash of a receipt, 32 hexadecimal digits"
         if self.ranks == "all" and not self.run:
             yield "ranks", "must be null with run = false, which computes nothing"
 

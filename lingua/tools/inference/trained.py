@@ -17,7 +17,8 @@ from lingua.checkpoint.origin import is_hf_folder, open_source
 from lingua.checkpoint.resume import TOKENIZER, flat_config
 from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import load_saved, to_yaml
+from lingua.config.load import to_yaml
+from lingua.config.saved import load_saved
 from lingua.config.schema import MAX_TOKENS, Free, bounds
 from lingua.monitor.logger import init_logger
 from lingua.parallel.init import init_parameters, ties_kept

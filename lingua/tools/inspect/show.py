@@ -13,7 +13,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import counted
 from lingua.checkpoint.folder import Checkpoint, find, read_state
 from lingua.checkpoint.state import Progress
-from lingua.config.load import load_saved
+from lingua.config.saved import load_saved
 from lingua.data.args import DataArgs
 from lingua.data.chat import ChatRows
 from lingua.data.rows import OpenData, Rows, document_marks

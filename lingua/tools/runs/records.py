@@ -185,7 +185,7 @@ class Record:
         for path in (self.folder / name for name in CONFIGS):
             if path.exists():
                 try:
-                    return _flatten(plain(read_file(path, str(path))))
+                    return flat(plain(read_file(path, str(path))))
                 except (UserError, OSError) as error:
                     self.problems.append(str(error))
         return {}
@@ -470,12 +470,13 @@ def _parse(text: bytes) -> dict[str, Any]:
     return line
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim.lr": 0.001, ...} of nested mappings, but for those that are values."""
+    keys: dict[str, Any] = {}
     for name, value in values.items():
         key = prefix + name
         if isinstance(value, dict) and value and key not in MAPPINGS:
-            flat |= _flatten(value, f"{key}.")
+            keys |= flat(value, f"{key}.")
         else:
-            flat[key] = value
-    return flat
+            keys[key] = value
+    return keys

@@ -1,18 +1,14 @@
 """`lingua audit`: a run is computed again on other meshes, and what is wrong with one is named."""
 
-import io
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from apps.main import app as main
@@ -21,10 +17,8 @@ from apps.sft import app as sft
 from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.base.lock import claimed
-from lingua.monitor.metrics import link
 from lingua.tools.audit.ranks import Ranks
 from lingua.tools.audit.receipt import hash_of, write_receipt
-from lingua.tools.commands.audit import main as audit_command
 from lingua.tools.commands.runs import main as print_table
 from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.report.content import page_content
@@ -34,53 +28,22 @@ from tests.apps.runs import Outcome, Runs
 from tests.checkpoints import resign
 from tests.forks import mingru
 from tests.tools.audit import faulty
-
-ONE, SHARDS, TP = (1, 1, 1), (1, 2, 1), (1, 1, 2)
-SETTINGS: dict[str, Any] = {"steps": 8, "stop_at": "null", "checkpoint.dump.every": 3}
-METRICS, RECEIPT = "metrics.jsonl", "receipt.json"
-
-
-def audit_here(
-    argv: list[str], faulty_rank: int | None = None, n_local: int | None = None
-) -> tuple[int, str]:
-    """(exit code, output) of the command in this process, of `n_local` on its machine."""
-    os.environ["FAULTY"] = "1" if os.environ["RANK"] == str(faulty_rank) else ""
-    os.environ["LOCAL_WORLD_SIZE"] = str(n_local or os.environ["WORLD_SIZE"])
-    said = io.StringIO()
-    environment = dict(os.environ)
-    try:
-        with redirect_stdout(said):
-            audit_command(argv)
-    except SystemExit as left:
-        return int(left.code or 0), said.getvalue()
-    except UserError as error:  # as the program does
-        return 2, str(error)
-    finally:
-        os.environ.update(environment)
-    raise AssertionError("the command ends with an exit code")
-
-
-def audit(runs: Runs, folder: Path, *words: str, n: int = 1, **options: Any) -> tuple[int, str]:
-    """(exit code, output) of the command on n ranks. It changes no file of the run."""
-    before = contents(folder)
-    code, said = runs.ranks.run(n, audit_here, [str(folder), *words], **options)[0]
-    assert contents(folder) == before
-    return code, said
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def found_wrong(runs: Runs, folder: Path, *words: str, named: str, **options: Any) -> str:
-    """The output of an audit, whose verdict is that something is wrong, and what."""
-    code, said = audit(runs, folder, *words, **options)
-    assert code == 1 and named in verdict(said), said
-    return said
-
-
-def verdict(said: str) -> str:
-    return said.rpartition("verdict: ")[2].rstrip()
+from tests.tools.audit.audits import (
+    METRICS,
+    ONE,
+    RECEIPT,
+    SETTINGS,
+    SHARDS,
+    TP,
+    Forger,
+    audit,
+    audit_here,
+    edit,
+    found_wrong,
+    is_event,
+    is_step,
+    verdict,
+)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +91,7 @@ def test_a_run_that_was_stopped_and_resumed_is_computed_again_on_other_meshes(
     folder = stop_and_resume(runs, app, settings)
     code, said = audit(runs, folder, "run=false")
     assert (code, verdict(said)) == (0, "the files fit")
-    assert said.count("as in its train_state.json and receipt.json") == 3  # 3, 6, 8; not 4
+    assert said.count("as in its train_state.json and receipt.json") == 4  # 3, 4, 6, 8
     named = [f"app={app.path}"] if app is mingru.app else []  # a file may not name it
     for i, sizes in enumerate(meshes):
         words = [f"{key}={size}" for key, size in mesh(sizes).items()]
@@ -155,10 +118,9 @@ def test_an_exact_run_is_equal_to_the_bit_on_another_mesh(runs: Runs) -> None:
     code, said = audit(runs, folder, "seed=0")
     assert code == 0 and verdict(said) == "equal to the bit"
     assert said.count("topology: [1, 2, 1] recorded, [1, 1, 1] here") == 3
-    change_line(folder, 5, "loss", 1 + 1e-15)  # less than any tolerance
-    forge(folder)
-    write_receipt(folder)
-    found_wrong(runs, folder, "steps=4..6", named="differs from step 5 on, loss first")
+    forger = Forger(folder)
+    forger.change(is_step(5), loss=lambda loss: loss * (1 + 1e-15))  # less than any tolerance
+    found_wrong(runs, forger.sign(), "steps=4..6", named="differs from step 5 on, loss first")
 
 
 def test_a_run_that_was_killed_and_resumed_has_the_receipt_of_one_that_was_not(
@@ -198,41 +160,21 @@ def test_an_audit_is_shown_where_it_is_recorded(
 # ---- faults, each named for what it is
 
 
-def edit(file: Path, change: Callable[[str], str]) -> None:
-    text = file.read_text()
-    assert change(text) != text
-    file.write_text(change(text))
-
-
-def change_line(folder: Path, step: int, key: str, factor: float) -> None:
-    lines = [orjson.loads(line) for line in (folder / METRICS).read_bytes().splitlines()]
-    for line in lines:
-        if "event" not in line and line["step"] == step:
-            line[key] *= factor
-    (folder / METRICS).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-
-
-def forge(folder: Path) -> None:
-    """Write the links of metrics.jsonl anew."""
-    lines, chain = [orjson.loads(t) for t in (folder / METRICS).read_bytes().splitlines()], ""
-    for line in lines:
-        if "event" not in line:
-            line["chain"] = chain = link(chain, line)
-    (folder / METRICS).write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-
-
 def test_one_changed_line_of_metrics(runs: Runs, copy: Path) -> None:
-    change_line(copy, 5, "loss", 1.001)
+    forger = Forger(copy)
+    forger.change(is_step(5), loss=lambda loss: loss * 1.001)
     named = f"{copy}/{METRICS}:6: does not fit"  # after the start
     found_wrong(runs, copy, "run=false", named=named)
-    forge(copy)
+    receipt = (copy / RECEIPT).read_text()
+    forger.sign()
+    (copy / RECEIPT).write_text(receipt)
     named = f"{METRICS}:9: its link is not that of receipt.json"
     found_wrong(runs, copy, "run=false", named=named)
     write_receipt(copy)  # nothing but computing shows it now
     assert audit(runs, copy, "run=false")[0] == 0
     found_wrong(runs, copy, "steps=4..6", named="differs from step 5 on, loss first")
-    receipt = json.loads((copy / RECEIPT).read_text())
-    edit(copy / RECEIPT, lambda text: text.replace(receipt["run_hash"], hash_of({})))
+    run_hash = json.loads((copy / RECEIPT).read_text())["run_hash"]
+    edit(copy / RECEIPT, lambda text: text.replace(run_hash, hash_of({})))
     found_wrong(runs, copy, "run=false", named="receipt.json: does not fit its own hash")
 
 
@@ -256,12 +198,12 @@ def test_a_damaged_tensor_and_a_swapped_checkpoint(runs: Runs, copy: Path) -> No
     other = runs.train(ONE, SETTINGS | {"optim.lr": 3e-3}).dump_dir
     shutil.copytree(other / "checkpoints/0000000006", checkpoint)
     found_wrong(runs, copy, "run=false", named=f"{checkpoint}: damaged, or that of another run")
-    (copy / RECEIPT).unlink()  # nothing but computing shows it now
-    code, said = audit(runs, copy, "run=false")
-    assert code == 0 and "its config.yaml has optim.lr: 0.003, that of the run 0.004" in said
-    found_wrong(runs, copy, "steps=7..8", named="differs from step 7 on, loss first: ")
-    edit(checkpoint / "config.yaml", lambda text: text.replace("lr: 0.003", "lr: 0.004"))
+    (copy / RECEIPT).unlink()
+    named = f"{checkpoint}/config.yaml: "
+    found_wrong(runs, copy, "run=false", named=named)
+    shutil.copy(copy / "config.yaml", checkpoint)  # nothing but computing shows it now
     resign(checkpoint)
+    found_wrong(runs, copy, "steps=7..8", named="differs from step 7 on, loss first: ")
     said = found_wrong(runs, copy, "steps=4..6", named="differs from step 6 on, weights first: ")
     assert "it is damaged, or that of another run" in said
 
@@ -276,19 +218,21 @@ def test_one_changed_document_of_the_text(runs: Runs, copy: Path, tmp_path: Path
 
 
 def test_another_seed(runs: Runs, copy: Path) -> None:
-    shutil.rmtree(copy / "checkpoints")
-    edit(copy / "config.yaml", lambda text: text.replace("seed: 42", "seed: 43"))
-    said = found_wrong(runs, copy, named="config: seed: 42 in receipt.json, 43 in the run")
-    assert "steps 1 to 8: differs from step 1 on, rows first" in said
+    forger, receipt = Forger(copy), (copy / RECEIPT).read_text()
+    forger.configs(lambda text: text.replace("seed: 42", "seed: 43"))
+    found_wrong(runs, forger.sign(), "steps=1..3", named="differs from step 1 on, rows first")
+    (copy / RECEIPT).write_text(receipt)
+    named = "config: seed: 42 in receipt.json, 43 in the run"
+    found_wrong(runs, copy, "run=false", named=named)
 
 
 def test_a_changed_block_and_another_version_of_torch(runs: Runs, copy: Path) -> None:
     words = "app=tests.forks.mingru", "steps=1..3"
     said = found_wrong(runs, copy, *words, named="from step 1 on, loss first: ")
     assert re.search(r"known to differ: code: \w{12} recorded, \w{12} here", verdict(said))
-    edit(copy / METRICS, lambda text: re.sub(r'"torch":"[^"]+"', '"torch":"1.0"', text))
-    found_wrong(runs, copy, "run=false", named="the starts in metrics.jsonl are not those")
-    write_receipt(copy)
+    forger = Forger(copy)
+    forger.change(is_event("start"), torch="1.0")
+    forger.sign()
     code, said = audit(runs, copy, "steps=1..3")
     assert code == 0 and "torch: 1.0 recorded, " in said
 
@@ -317,10 +261,9 @@ def test_a_run_whose_data_origin_or_app_is_gone_cannot_be_compared(runs: Runs, c
     assert "checkpoint.init_from: /nowhere" in not_compared(
         "checkpoint.init_from=/nowhere", "steps=1..3"
     )
-    for file in (copy / "config.yaml", copy / "checkpoints/0000000003/config.yaml"):
-        edit(file, lambda text: re.sub("app: .*", "app: gone", text))
-    resign(copy / "checkpoints/0000000003")
-    write_receipt(copy)
+    forger = Forger(copy)
+    forger.configs(lambda text: re.sub("app: .*", "app: gone", text))
+    forger.sign()
     assert "app = gone" in not_compared("steps=1..3")
 
 

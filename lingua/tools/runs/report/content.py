@@ -264,7 +264,7 @@ def _configs(records: Sequence[Record]) -> list[list[str]]:
 def _machines(records: Sequence[Record]) -> list[list[str]]:
     """Returns what the starts of the runs have recorded about their machines."""
     starts = [(r.name, e) for r in records for e in r.events if e["event"] == "start"]
-    skip = ("event", "created_at")
+    skip = ("event", "created_at", "chain", "config")
     keys = list(dict.fromkeys(k for _, e in starts for k in e if k not in skip))
     rows = [[name, *(_text(e.get(key)) for key in keys), _text(e.get("created_at"))[:19]]
             for name, e in starts]  # fmt: skip
