@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # importing lingua imports no torch
     from lingua.tools.inference.lm import LM
     from lingua.tools.runs.records import Record
 
-# Looks that a thread of OpenMP takes at the others before it gives up its core to wait. The number
-# of libgomp, 300,000, takes some 3 ms, in which no other has the core. Read when torch is imported.
-SPIN_COUNT = "1000"
+# Looks that a thread of OpenMP takes at the others before it gives up its core (libgomp: 300,000,
+# some 3 ms, in which nothing else has the core). Read when torch is imported.
+SPIN_COUNT = "20000"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 

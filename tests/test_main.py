@@ -1,5 +1,6 @@
 """The front door: `python -m lingua` lists the commands and runs them; help is light."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lingua import SPIN_COUNT
 from lingua.__main__ import COMMANDS, PROGRAMS
 from tests.programs import python
 
@@ -79,3 +81,25 @@ def test_a_mistake_is_one_line_and_exit_code_2_without_torch(words, message):
     done = watch(*words.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {message}\nimported:\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, SPIN_COUNT),
+        ({"GOMP_SPINCOUNT": "77"}, "77"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, "0"),
+    ],
+    ids=["ours", "given", "policy"],
+)
+def test_openmp_reads_how_long_its_threads_spin_unless_the_user_has_said_it(variables, expected):
+    unset = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-m", "apps.main.train", "--help"],
+        env=unset | {"OMP_DISPLAY_ENV": "VERBOSE"} | variables,
+        capture_output=True,
+        text=True,
+    )
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("torch has another OpenMP library")
+    assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr

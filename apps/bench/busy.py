@@ -23,7 +23,7 @@ from lingua.base.dump_dir import METRICS
 BUSY = (0, 1, 2)  # processes of one thread that compute all the time
 OWN = "300000"  # libgomp's own
 SPINS = (OWN, SPIN_COUNT, "0")
-STEPS, LOGGED = 60, 5  # the first line of metrics is left out
+STEPS, LOGGED = 30, 5  # the first line of metrics is left out
 
 
 def measure(keys: list[str], repeats: int) -> Report:
