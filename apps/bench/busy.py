@@ -29,11 +29,10 @@ STEPS, LOGGED = 30, 5  # the first line of metrics is left out
 def measure(keys: list[str], repeats: int) -> Report:
     rates: dict[tuple[int, str], list[float]] = defaultdict(list)
     with TemporaryDirectory() as folder:
-        for i, n, spin in product(range(repeats + 1), BUSY, SPINS):
-            print(f"round {i} of {repeats}: {spin} spins, {n} busy", file=sys.stderr)
-            rate = tokens_per_s(keys, folder, n, spin)
-            if i:  # the first round prepares the text
-                rates[n, spin].append(rate)
+        tokens_per_s(keys, folder, 0, SPIN_COUNT)  # prepares the text
+        for i, n, spin in product(range(repeats), BUSY, SPINS):
+            print(f"round {i + 1} of {repeats}: {spin} spins, {n} busy", file=sys.stderr)
+            rates[n, spin].append(tokens_per_s(keys, folder, n, spin))
     rows: list[dict[str, Any]] = []
     for n, spin in product(BUSY, SPINS):
         row: dict[str, Any] = {"busy processes": n, "GOMP_SPINCOUNT": int(spin)}

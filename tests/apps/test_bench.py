@@ -119,6 +119,7 @@ SMALLEST: dict[str, list[str]] = {
     "generate": [*RUN, "--repeats=1", "data.seq_len=72"],
     "debug": RUN,
     "startup": [*RUN, "--repeats=1"],
+    "busy": [*RUN, "--repeats=1", "steps=31"],
     "attention": [*RUN, "--repeats=1"],
     "ranks": RUN,
     "recurrence": [*RUN, "--repeats=1"],
@@ -138,6 +139,7 @@ SMALLEST: dict[str, list[str]] = {
 }
 EQUAL = {"apart": 0.0, "loss_difference": 0.0, "equal tokens": 1.0}  # beside the reference
 SOAK = (
+    "busy",
     "generate",
     "checkpoint",
     "attention",

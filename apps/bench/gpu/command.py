@@ -43,7 +43,7 @@ from lingua.parallel.launch import detect_launch, pick_device
 @dataclass
 class GpuArgs:
     out: Free[str] = "gpu"  # folder of results.json, log and the trace of 1B, or of what is made
-    minutes: Free[float] = 9.0  # for all parts; one that does not fit is not run
+    minutes: Free[float] = 9.0  # for all parts, once all is prepared; what does not fit is not run
     prepared: Free[str | None] = None  # folder that `gpu prepare` has made; null: made in `out`
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     small: Free[bool | None] = None  # small sizes; null: on a CPU
@@ -142,6 +142,7 @@ def measure(s: Setting, names: list[str], words: list[str], minutes: float) -> i
                 for name in group:
                     deadline = min(begin + PARTS[name].limit_s, end)
                     row = finish(name, processes.get(name), deadline, s.work / f"{name}.log")
+                    processes.pop(name, None)
                     print(f"\n== {name}\n{row.pop('output')}", file=log, flush=True)
                     rows.append(row | {"s": time.monotonic() - begin})
                     content = json.dumps(about | {"code": code, "parts": rows}, indent=1)
