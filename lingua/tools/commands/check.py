@@ -1,7 +1,7 @@
 """Check this machine in a minute, before a run: devices, links, disk and clocks of every rank:
 
-    python -m lingua check
-    torchrun --nproc-per-node 8 -m lingua check folder=runs
+    python -m lingua check folder=runs
+    torchrun --nproc-per-node 8 -m lingua check gpu=h100
     srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 python -m lingua check gpu=h100
 
 A table has the least, the median and the largest of all ranks; lines below it name the rank, host
