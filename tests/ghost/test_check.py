@@ -12,7 +12,7 @@ def test_a_check_measures_every_device_and_the_links_between_them(ghost):
         assert re.search(named, shown, re.M)
         assert re.search(rf"^error: products, TFLOP/s: {place}: ", shown, re.M)  # above the peak
     for line in (
-        "memory free, GiB +right +at least 77 ",
+        "memory in use, GiB +right +at most 2 ",
         "products, TFLOP/s +OUT OF LINE .*at most 1088 ",
         "copies, GB/s +OUT OF LINE .*at most 5280 ",
         "attention, error / plain +right ",

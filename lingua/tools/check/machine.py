@@ -6,17 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from math import inf
 from pathlib import Path
 from statistics import median_high
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lingua.base.errors import UserError
 from lingua.base.format import align, counted, printable
-from lingua.parallel.heartbeat import HEARTBEAT
+from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import DistributedArgs, gather_on_rank_0, on_rank_0, world_sum_
 from lingua.tools.check import numbers
@@ -33,6 +33,7 @@ PEAK = 1.1  # clocks reach 8 % above those that data sheets have peaks for
 MAX_LINES = 20  # about ranks that are out of line
 PATIENCE_S = 300.0  # that ranks wait for one whose device hangs
 
+T = TypeVar("T")
 Value = float | str | None  # in the unit of its label; text: why it failed; None: not measured
 Rank = tuple[str, str, dict[str, Value]]  # its place, the name of its device, values by label
 
@@ -54,7 +55,6 @@ def parts(device: torch.device, kind: Device | None, folder: Path) -> list[Part]
     size, copied, reduced = (8192, 1 << 30, 1 << 28) if on_cuda else (1024, 1 << 26, 1 << 24)
     heads = (8, 2, 128, 1024) if on_cuda else (4, 2, 64, 256)
     loss = numbers.LossCase(*((4096, 1024, 32768) if on_cuda else (512, 128, 1024)))
-    total = torch.cuda.get_device_properties(device).total_memory / 2**30 if on_cuda else 0.0
     flops = copies = links = 0.0, inf
     if kind is not None:  # from the rates at which a step takes as long as a plan allows
         peak, memory = kind.bf16_flops / 1e12 if on_cuda else kind.fp32_tflops, kind.memory_gb_per_s
@@ -67,7 +67,7 @@ def parts(device: torch.device, kind: Device | None, folder: Path) -> list[Part]
         return largest(numbers.attention_errors(case, "auto", device, dtype))
 
     return [
-        Part("memory free, GiB", lambda: free_gib(device), total - Device.reserve_gib),
+        Part("memory in use, GiB", lambda: used_gib(device), high=Device.reserve_gib),
         Part("products, TFLOP/s", lambda: product_flops(device, dtype, size) / 1e12, *flops, slow),
         Part("copies, GB/s", lambda: copy_rate(device, copied) / 1e9, *copies, slow),
         Part("attention, error / plain", lambda: attention(False, None), high=BOUND),
@@ -85,7 +85,8 @@ def check(asked: str, gpu: str | None, folder: Path) -> int:
     device = pick_device(asked, launch)
     # Ranks meet over gloo alone, so that one whose device fails can report it.
     start(torch.device("cpu"), launch, DistributedArgs(timeout_s=PATIENCE_S))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    on_cuda = device.type == "cuda"
+    name = attempt(lambda: torch.cuda.get_device_name(device) if on_cuda else "cpu", folder)
     place = f"rank {launch.rank} on {socket.gethostname()} ({device})"
     ranks = gather_on_rank_0((place, name, measure(device, folder)))
     return on_rank_0(lambda: report(ranks or [], said, device, folder))
@@ -97,20 +98,26 @@ def measure(device: torch.device, folder: Path) -> dict[str, Value]:
     for part in parts(device, None, folder):
         HEARTBEAT.at(0, part.label)
         world_sum_(torch.zeros(1))
-        try:
-            found[part.label] = part.work()
-        except OSError as error:
-            found[part.label] = f"{folder}: {error.strerror}"
-        except (RuntimeError, UserError) as error:  # CUDA's, or out of memory
-            found[part.label] = str(error).partition("\n")[0]
+        found[part.label] = attempt(part.work, folder)
     return found
 
 
-def free_gib(device: torch.device) -> Value:
+def attempt(work: Callable[[], T], folder: Path) -> T | str:
+    """What `work` returns, or why it failed, so that every rank gets to the table."""
+    try:
+        return work()
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    except Exception as error:  # torch has no common class for those of a device that has failed
+        return str(error).partition("\n")[0]
+
+
+def used_gib(device: torch.device) -> Value:
     if device.type == "cpu":
         return None
     torch.cuda.set_device(device)
-    return torch.cuda.mem_get_info()[0] / 2**30
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def largest(errors: numbers.Errors) -> float:
@@ -120,12 +127,13 @@ def largest(errors: numbers.Errors) -> float:
 def all_reduce_rate(device: torch.device, n_bytes: int) -> Value:
     """GB/s that each rank sends, as in a ring. None where not all ranks can take part."""
     n, able = dist.get_world_size(), torch.zeros(2)  # ranks that can, by type of device
-    with suppress(RuntimeError):  # a device that has failed
+    with suppress(Exception):  # a device that has failed
         t = torch.zeros(n_bytes // 4, device=device)
         able[int(device.type == "cuda")] = 1
     if n == 1 or n not in world_sum_(able):
         return None
-    group = dist.new_group(backend="nccl") if device.type == "cuda" else None
+    patience = timedelta(seconds=PATIENCE_S + ABORT_S)  # the late are named before it ends
+    group = dist.new_group(timeout=patience, backend="nccl") if device.type == "cuda" else None
     seconds = median_s(lambda: dist.all_reduce(t, group=group), device, repeats=5)
     dist.all_reduce(t.fill_(dist.get_rank() + 1), group=group)
     wrong = int((t != n * (n + 1) / 2).sum())

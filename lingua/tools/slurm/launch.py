@@ -72,9 +72,10 @@ hold=(env --block-signal=USR2,TERM,INT,HUP)
 # All ranks leave with one code, which the kill of those that are still leaving would change; --wait
 # is for one that hangs. The table is in the job's log.
 CHECK = """\
-# What is out of line ends the job, which gives its nodes back and is not queued again.
+# What is out of line ends the job, which gives its nodes back and is not queued again. So does a
+# signal: the check does not hold it back.
 srun --wait=30{cores} --error="$logs/${{job}}_%t_check.err" \\
-    "${{hold[@]}}" {program} folder="$run"
+    {program} folder="$run"
 """
 
 

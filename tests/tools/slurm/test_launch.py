@@ -214,6 +214,22 @@ def test_a_job_ends_where_its_check_fails(arguments, tmp_path):
         assert "--cpus-per-task=3" in check and "--output" not in check  # it is in the job's log
 
 
+def test_a_signal_ends_a_check_and_waits_until_a_run_takes_it(arguments, tmp_path):
+    for name, lines in (
+        ("srun", 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"'),  # options
+        ("program", "kill -USR2 $$\necho it goes on"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o700)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    for check, ended in ((False, (0, "it goes on\n")), (True, (128 + signal.SIGUSR2, ""))):
+        script = launch(JobArgs(launcher="print", check=check, dirs_exists_ok=True), arguments)
+        script = script.replace(sys.executable, str(tmp_path / "program"))
+        where = {"cwd": tmp_path, "env": env, "capture_output": True}
+        done = subprocess.run(["bash", "-c", script], text=True, **where)
+        assert (done.returncode, done.stdout) == ended, done
+
+
 def test_a_run_on_this_machine_starts_only_where_its_check_is_right(arguments, tmp_path, capfd):
     def launched(**options: Any) -> tuple[int | None, str, bool]:
         [run] = launch(JobArgs(launcher="local", check=True, **options), arguments)
