@@ -320,7 +320,8 @@ def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_si
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of rank 0
     HEARTBEAT.start(dist.TCPStore("127.0.0.1", store.port), rank=1, world_size=2)
     try:
-        store.set(late.FIRST, "0")
+        store.set(late.FIRST, "0")  # which does not wait for an answer
+        HEARTBEAT.store.wait([late.FIRST])
         assert HEARTBEAT.first_failure() == "0"
         del store
         line = late.explain(TimeoutError("a collective timed out"))
