@@ -35,6 +35,7 @@ def announce(run: Run, checked: Checked) -> None:
     """Write config.yaml, log what starts, and write its event lines. Called by every rank."""
     args, step, topology = run.args, run.progress.step, run.mesh.shape
     on_rank_0(lambda: write_atomically(args.folder / CONFIG, to_yaml(args)))
+    on_rank_0(lambda: (args.folder / RECEIPT).unlink(missing_ok=True))  # of an earlier end
     for line in describe(args, run.model, run.mesh):
         logger.info(line)
     run.report.event("start", step, topology=topology, config=to_yaml(args), **machine(run))

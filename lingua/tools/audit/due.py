@@ -38,7 +38,9 @@ def earlier_version(record: Record) -> list[str]:
     notes = []
     if steps and not all(line.get("chain") for line in steps):
         notes.append(f"{EARLIER}lines are not part of a chain")
-    if own and not all(event.get("chain") for event in own):
+    if not any(event["event"] == "start" for event in own):
+        notes.append(f"{EARLIER}no start is recorded")
+    elif not all(event.get("chain") for event in own):
         notes.append(f"{EARLIER}events are not part of the chain")
     return notes
 
@@ -76,6 +78,8 @@ def wrong_lines(record: Record) -> Iterator[str]:
             has_stopped = True
         elif event is None:
             yield from missing(step - 1)
+            if not has_started and line.get("chain"):  # the first version recorded neither
+                yield f"{path}: the line of step {step} is before any start"
             if has_stopped:
                 yield f"{path}: the line of step {step} is behind the end of the run"
             elif step <= last:
@@ -133,15 +137,23 @@ def wrong_held_out(record: Record) -> Iterator[str]:
     made = max([0, *(c.step for c in checkpoints_of(record)), *own])
     newest = max([made, *(step for step, _ in keys)])
     ends = [*(step for step, _ in starts[1:]), newest]
+    sources: dict[str, set[str]] = {}  # that lines name, of starts with the same text
     for (begin, config), end in zip(starts, ends, strict=False):
-        sources = {source for step, source in keys if begin < step <= end}
+        named = {str(source) for step, source in keys if begin < step <= end}
+        sources.setdefault(text_of(config), set()).update(named)
+    for (begin, config), end in zip(starts, ends, strict=False):
         for step in sorted(set(held_out_steps(config, begin, min(end, made))) - failed):
-            for source in sorted(map(str, sources)):
+            for source in sorted(sources[text_of(config)]):
                 if (step, source) not in seen:
                     yield f"{path}: the line of step {step}, {source} is missing"
         for step, source in keys if config else ():
             if begin < step <= end and not may_measure(config, step):
                 yield f"{path}: the line of step {step}, {source} is not due"
+
+
+def text_of(config: Config) -> str:
+    """The names of the sources that a config has, as text."""
+    return str([config.get("data.sources"), config.get("validation.sources")])
 
 
 def held_out_steps(config: Config, begin: int, end: int) -> Iterator[int]:

@@ -139,6 +139,8 @@ def left_out(record: Record, args: AuditArgs, segments: Sequence[Segment]) -> li
     )
     if n < (of := ends[-1].last - ends[0].first + 1):
         conditions.append(f"{n} of {counted(of, 'step')} computed again")
+    if ends[-1].end is None and ends[-1].last == record.config.get("steps"):
+        conditions.append(f"there is no checkpoint of the last step, {ends[-1].last}")
     steps = [line["step"] for line in record.lines(VALIDATION)]
     if not args.heldout and any(s.first <= step <= s.last for s in segments for step in steps):
         conditions.append("held-out losses not computed again")

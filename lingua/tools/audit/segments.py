@@ -106,8 +106,8 @@ def parts_of(record: Record, segment: Segment, last: int) -> Iterator[Part]:
 
 def choose(record: Record, steps: str | None, sample: int, seed: int | str) -> list[Segment]:
     """The segments to compute: those with the `steps` "A..B", the last one up to B; else a `sample`
-    of those that end with a checkpoint, drawn by the seed. The first one, from the run's start, is
-    drawn only where it is no longer than others. Raises UserError."""
+    drawn by the seed. The first one, from the run's start, is drawn only where it is no longer than
+    others that end with a checkpoint. Raises UserError."""
     segments = segments_of(record, checkpoints_of(record))
     if steps is not None:
         match = re.fullmatch(r"(\d{1,10})(?:\.\.(\d{1,10}))?", steps)
@@ -120,7 +120,7 @@ def choose(record: Record, steps: str | None, sample: int, seed: int | str) -> l
         return [_with_parts(record, s, min(s.last, last)) for s in chosen]
     whole = [s for s in segments if s.end is not None] or segments
     longest = max((s.last - s.first for s in whole[1:]), default=whole[0].last)
-    drawn = [s for s in whole if s.start is not None or s.last - s.first <= longest]
+    drawn = [s for s in segments if s.start is not None or s.last - s.first <= longest]
     chosen = random.Random(f"{seed}").sample(drawn, min(sample, len(drawn)))
     return [_with_parts(record, s, s.last) for s in sorted(chosen, key=lambda s: s.first)]
 

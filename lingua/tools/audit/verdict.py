@@ -28,6 +28,7 @@ WORST = list(CODES)
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-3}
 FACTORS = {"loss": 1, "grad_norm": 10, "weights": 100}  # norms and weights move more than means
 MAX_TOLERANCE = 0.01  # of losses, however long the segment is
+MAX_APART = 0.5  # of anything: a tensor of zeros is 1 apart
 OTHERS = "weights"  # numbers of an app: as weights, those below 1 absolutely
 MEASURES = ("nats_per_token", "nats_per_byte", "bits_per_byte")  # of held-out text, as losses
 NAMES = {
@@ -96,13 +97,13 @@ def compare(task: Task, computed: Computed) -> Verdict:
         return Verdict(DIFFERS, wrong, notes)
     if segment.end is not None:
         place, by = compare_tensors(segment.end, computed)
-        if by > (0 if exact else tolerance(segment, segment.last) * FACTORS["weights"]):
+        if by > (0 if exact else limit_of("weights", segment, segment.last)):
             after = "; the losses before it fit: it is damaged, or that of another run"
             hint = after if recorded and by > 0.1 else ""
             what = f"weights first: {place} is {by:.1e} apart in the checkpoint{hint}"
             return Verdict(DIFFERS, f"from step {segment.last} on, {what}", notes)
         apart.add(by, f"{place} of step {segment.last}")
-        if (wrong := compare_state(segment, computed)) is not None:
+        if (wrong := compare_state(segment, computed, exact)) is not None:
             return Verdict(DIFFERS, wrong, notes)
     elif not recorded:
         why = f"nothing is recorded of {segment}: no line of metrics.jsonl, and no checkpoint"
@@ -141,7 +142,7 @@ def compare_lines(
             a, b, name = was.get(key), now.get(key), NAMES.get(key, key)
             by, limit = distance(key, a, b), 0.0
             if not exact and key not in EXACT:
-                limit = tolerance(segment, step) * FACTORS.get(key, FACTORS[OTHERS])
+                limit = limit_of(key, segment, step)
             if by > limit:
                 return _differs(step, name, a, b, before)
             apart.add(by, f"{name} of step {step}")
@@ -175,14 +176,14 @@ def compare_held_out(task: Task, computed: Computed, exact: bool, apart: Apart) 
                 continue
             a, b, name = was.get(key), now.get(key), f"held-out {key} of {source}"
             by = distance(key, a, b)
-            factor = FACTORS["loss"] if key in MEASURES else FACTORS[OTHERS]
-            if by > (0 if exact else tolerance(segment, step) * factor):
+            of = "loss" if key in MEASURES else OTHERS
+            if by > (0 if exact else limit_of(of, segment, step)):
                 return _differs(step, name, a, b)
             apart.add(by, f"{name} of step {step}")
     return None
 
 
-def compare_state(segment: Segment, computed: Computed) -> str | None:
+def compare_state(segment: Segment, computed: Computed, exact: bool) -> str | None:
     """What differs first between the state of the checkpoint at the end and that computed."""
     assert segment.end is not None
     was, now = saved_state(segment.end), computed.state
@@ -195,6 +196,10 @@ def compare_state(segment: Segment, computed: Computed) -> str | None:
         for name, (one, other) in pairs.items():
             if one != other and name.partition(" ")[0] != "trained_s":
                 return _differs(segment.last, f"{name}{key} in the checkpoint", one, other)
+    a, b = was.get("held_out"), now.get("held_out")  # the best checkpoint is kept by it
+    limit = 0 if exact else limit_of("loss", segment, segment.last)
+    if None not in (a, b) and distance("loss", a, b) > limit:
+        return _differs(segment.last, "held-out loss in the checkpoint", a, b)
     return None
 
 
@@ -221,6 +226,8 @@ def compare_tensors(saved: Path, computed: Computed) -> tuple[str, float]:
         [a], [b] = (s.whole([name]).values() for s in (source, other))
         a, b = a.double(), b.double()
         apart = float((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        if not math.isfinite(apart):
+            return name, math.inf
         farthest = max(farthest, (name, apart), key=lambda pair: pair[1])
     return farthest
 
@@ -228,18 +235,24 @@ def compare_tensors(saved: Path, computed: Computed) -> tuple[str, float]:
 def distance(key: str, a: Any, b: Any) -> float:
     """How far two recorded values are apart: losses, norms and measures of held-out text
     relatively, other numbers of an app also to 1. None stands for a number that is not finite."""
-    if a == b:
+    if a == b or (a != a and b != b):
         return 0.0
     if not all(isinstance(v, float) for v in (a, b)) or key in EXACT:
         return math.inf
     least = 1e-30 if key in NAMES or key in MEASURES else 1.0
-    return abs(a - b) / max(abs(a), least)
+    apart = abs(a - b) / max(abs(a), least)
+    return apart if math.isfinite(apart) else math.inf
 
 
 def tolerance(segment: Segment, step: int) -> float:
     """How far the losses of a step may be apart by rounding, relative."""
     dtype = segment.parts[-1].settings.get("distributed.model_dtype") or "fp32"
     return min(MAX_TOLERANCE, TOLERANCES[dtype] * (1 + (step - segment.first) / 100))
+
+
+def limit_of(key: str, segment: Segment, step: int) -> float:
+    """How far numbers of this name, or "weights", may be apart by rounding, relative."""
+    return min(MAX_APART, tolerance(segment, step) * FACTORS.get(key, FACTORS[OTHERS]))
 
 
 def differences(task: Task, computed: Computed) -> tuple[list[str], list[str]]:

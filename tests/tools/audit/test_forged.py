@@ -1,12 +1,20 @@
 """Forged runs, all hashes of which fit: what computing them again finds, and what no audit can."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from lingua.tools.audit.again import open_saved
+from lingua.tools.audit.receipt import digest_of_files
+from lingua.tools.audit.segments import Part, Segment
+from lingua.tools.audit.verdict import limit_of
+from lingua.tools.in_process import one_process
 from tests.apps.runs import Runs
+from tests.checkpoints import resign
 from tests.tools.audit.audits import (
     METRICS,
     ONE,
@@ -77,6 +85,16 @@ def move_on(state: dict) -> None:
     state["tokens"] += 7 * 16
 
 
+def remove_events(lines: list[dict]) -> None:
+    lines[:] = [line for line in lines if "event" not in line]
+
+
+def hide(lines: list[dict]) -> None:
+    line = lines[index_of(lines, 6)]
+    line |= {"event": None, "loss": 1.0}
+    del line["chain"]
+
+
 @pytest.mark.parametrize(
     ("forge", "words", "named"),
     [
@@ -103,6 +121,12 @@ def move_on(state: dict) -> None:
          "differs from step 4 on, held-out nats_per_byte of one first: "),
         (lambda f: f.change(is_step(8), VALIDATION, text="another"), "steps=7..8",
          "differs from step 8 on, held-out text of one first: another recorded"),
+        (lambda f: f.state(8, lambda state: state.update(held_out=state["held_out"] * LESS)),
+         "steps=7..8", "differs from step 8 on, held-out loss in the checkpoint first: "),
+        (lambda f: f.edit_lines(remove_events), "steps=4..6",
+         f"{METRICS}: the line of step 2 is before any start"),
+        (lambda f: f.edit_lines(hide), "run=false",
+         f"{METRICS}:4: is no line of a run: its event has no name"),
     ],
 )  # fmt: skip
 def test_a_forged_record_differs(
@@ -110,6 +134,48 @@ def test_a_forged_record_differs(
 ) -> None:
     forge(forger)
     found_wrong(runs, forger.sign(), words, named=named)
+
+
+def test_steps_after_the_newest_checkpoint_are_drawn_too(runs: Runs, forger: Forger) -> None:
+    shutil.rmtree(forger.folder / "checkpoints/0000000008")
+    code, said = audit(runs, forger.sign())
+    assert (code, verdict(said)) == (
+        0,
+        "equal to the bit; there is no checkpoint of the last step, 8",
+    )
+    forger.change(is_step(8), loss=lambda n: n * LESS)
+    found_wrong(runs, forger.sign(), named="differs from step 8 on, loss first: ")
+
+
+def test_held_out_lines_of_one_start_that_are_gone(runs: Runs) -> None:
+    stopped = runs.train(ONE, EXACT | {"stop_at": 4}).dump_dir
+    forger = Forger(runs.train(ONE, EXACT, dump_dir=stopped).dump_dir)
+    assert audit(runs, forger.sign(), "run=false")[0] == 0
+    remove(8, VALIDATION)(forger)
+    named = f"{VALIDATION}: the line of step 8, one is missing"
+    found_wrong(runs, forger.sign(), "run=false", named=named)
+
+
+def test_a_tensor_with_a_value_that_is_no_number_differs(runs: Runs, forger: Forger) -> None:
+    forger.configs(not_exact)
+    assert audit(runs, forger.sign(), "steps=4..6")[0] == 0
+    folder = forger.folder / "checkpoints/0000000006"
+    name = "model.norm.weight"
+    with one_process():
+        value = open_saved(folder).whole([name])[name].numpy().tobytes()
+        [file] = [path for path in folder.glob("*.distcp") if value in path.read_bytes()]
+        no_number = np.float32("nan").tobytes() + value[4:]
+        file.write_bytes(file.read_bytes().replace(value, no_number))
+        resign(folder)
+        digest = digest_of_files(open_saved(folder))
+    forger.state(6, lambda state: state.update(tensors=digest))
+    named = f"differs from step 6 on, weights first: {name} is inf apart"
+    found_wrong(runs, forger.sign(), "steps=4..6", named=named)
+
+
+def test_a_tensor_of_zeros_is_not_equal_up_to_rounding_however_long_the_segment_is() -> None:
+    part = Part(10**6, "distributed: {model_dtype: bf16}", [1, 1, 1])
+    assert limit_of("weights", Segment(None, 1, 10**6, None, [part]), 10**6) < 1
 
 
 def test_an_edited_event_is_no_link(runs: Runs, forger: Forger) -> None:
