@@ -21,7 +21,8 @@ from lingua.base.format import human_bytes
 from lingua.tools.plan.device import find_device
 from lingua.tools.plan.make import make_plan
 
-CONFIGS, APPS = Path(__file__).parents[2] / "main/configs", Path(__file__).parents[2]
+APPS = Path(__file__).parents[2]
+CONFIGS = APPS / "main/configs"
 _4_ROWS = ["data.batch_size=4", "data.global_batch_size=4"]
 _1B = [f"config={CONFIGS}/llama_1B.yaml", "model.vocab_size=128256", *_4_ROWS]
 # Keys of the runs whose speed is measured and planned, on one GPU.
@@ -56,7 +57,6 @@ REFERENCES = {
     "dropout": [f"config={CONFIGS}/small.yaml", "model.dropout=0.1", "model.n_kv_heads=2"],
 }
 BF16, RUN_STEPS = "distributed.model_dtype=bf16", 25
-PINNED = Path(__file__).parents[3] / "requirements.txt"
 GPUS = ("h100", "h200", "b200", "l40s")  # that have products in float8
 
 
@@ -160,7 +160,7 @@ def prepare_plan(name: str, target: Path) -> None:
 
 def download(folder: Path, names: list[str], python: str) -> None:
     """Wheels of the pinned versions, for a Python on Linux and x86-64. Raises UserError."""
-    lines = PINNED.read_text(encoding="utf-8").splitlines()
+    lines = (APPS.parent / "requirements.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.partition("==")[0]: line for line in lines}
     if unknown := [name for name in names if name not in pinned]:
         raise UserError(f"wheels = {', '.join(unknown)}: must be packages of requirements.txt")
