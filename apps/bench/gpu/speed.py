@@ -145,8 +145,7 @@ def seconds(work: Step, s: Setting) -> float:
 
 
 def generation(s: Setting) -> str:
-    keys = s.shape("1B-eager", "model.n_layers=16")
-    keys.append("data.seq_len=72" if s.small else "data.seq_len=192")
+    keys = s.shape("1B-eager", "model.n_layers=16", "data.seq_len=192")
     rows = [dict(row) for row in generate.measure(keys, 1 if s.small else 3).rows]
     texts = [f"batch {r['batch']}: {r['here']}, {r['ratio']} of transformers" for r in rows]
     return f"tokens/s, {'; '.join(texts)}" if found("batches", rows) else ""
