@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # importing lingua imports no torch
 
 # Looks that a thread of OpenMP takes at the others before it gives up its core (libgomp: 300,000,
 # some 3 ms, in which nothing else has the core). Read when torch is imported.
-SPIN_COUNT = "20000"
+SPIN_COUNT = "10000"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
