@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lingua.tools.runs.records import Record
+from tests.programs import OF_OTHERS, python
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 9_735  # lines of this repository that a plain run loads
@@ -56,7 +57,7 @@ def words(text: Path, *more: str) -> list[str]:
 
 
 def train(argv: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "apps.main.train", *argv]
+    command = [*python(OF_OTHERS), "-m", "apps.main.train", *argv]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 

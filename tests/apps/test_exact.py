@@ -176,6 +176,7 @@ def test_ranks_that_are_not_alike_are_refused_on_all_of_them():
     assert "threads: 1 on rank 0, 2 on rank 1" in message and "device" not in message
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(NATIVE == "DEFAULT", reason="this CPU has one vector width")
 def test_the_vector_width_is_refused_in_a_mix_announced_recorded_and_named_as_the_cause(runs):
     """In processes of their own, since torch chooses its kernels once."""

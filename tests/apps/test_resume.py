@@ -43,6 +43,7 @@ from tests.tokenizer.test_tokenizer import write_byte_level
 
 K, END = 4, 7  # where the run stops first, and then
 GO_ON = {"stop_at": END}
+SOAK = pytest.mark.soak
 MUON = {"optim.name": "muon", "optim.muon.dtype": "fp32"}
 REPO = Path(__file__).parents[2]
 Process = subprocess.Popen[str]
@@ -192,7 +193,7 @@ def nan_at_step_3(runs: Runs) -> NanAt:
         pytest.param((1, 1, 2), main, MUON, id="muon"),
         pytest.param((1, 1, 2), optimizer.app, {}, id="of torch"),
         pytest.param((2, 1, 1), soap.app, {}, id="of whole matrices"),
-        pytest.param((1, 2, 2), main, MUON, id="muon on four", marks=pytest.mark.soak),
+        pytest.param((1, 2, 2), main, MUON, id="muon on four", marks=SOAK),
     ],
 )
 def test_a_bad_step_changes_nothing_and_is_counted(runs, nan_at_step_3, sizes, app, settings):
@@ -234,8 +235,8 @@ def test_a_bad_step_stops_the_run_is_named_and_loses_nothing(runs, nan_at_step_3
     [
         pytest.param((1, 2, 1), (2, 1, 1), main, {"data.batch_size": 2}, id="adamw"),
         pytest.param((1, 1, 2), (1, 2, 1), main, MUON, id="muon"),
-        pytest.param((2, 1, 1), (1, 1, 2), soap.app, {}, id="of whole matrices"),
-        pytest.param((1, 2, 2), (2, 2, 1), main, MUON, id="on four", marks=pytest.mark.soak),
+        pytest.param((2, 1, 1), (1, 1, 2), soap.app, {}, id="of whole matrices", marks=SOAK),
+        pytest.param((1, 2, 2), (2, 2, 1), main, MUON, id="on four", marks=SOAK),
     ],
 )
 def test_a_step_without_targets_changes_nothing_and_is_counted(runs, sizes, other, app, settings):

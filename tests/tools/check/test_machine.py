@@ -31,7 +31,7 @@ ON_MORE_DEVICES = "memory in use, GiB", "all-reduce, GB/s"
 
 @contextmanager
 def faulty_machine() -> Iterator[None]:
-    """What this process sees of its machine: products take 2 s more, attention is wrong
+    """What this process sees of its machine: products take 0.5 s more, attention is wrong
     by a thousandth, a link changes one number in a thousand, the disk is full, and the clock is 5
     seconds ahead."""
     mm, attention, send, now = torch.mm, F.scaled_dot_product_attention, dist.all_reduce, time.time
@@ -41,7 +41,7 @@ def faulty_machine() -> Iterator[None]:
         t.view(-1)[999::1000] += 1
 
     with pytest.MonkeyPatch.context() as patch, full_disk():
-        patch.setattr(torch, "mm", lambda a, b: (time.sleep(2), mm(a, b)))
+        patch.setattr(torch, "mm", lambda a, b: (time.sleep(0.5), mm(a, b)))
         patch.setattr(F, "scaled_dot_product_attention", lambda *a, **o: 1.001 * attention(*a, **o))
         patch.setattr(dist, "all_reduce", corrupted)
         patch.setattr(time, "time", lambda: now() + 5)
