@@ -19,9 +19,9 @@ from lingua.base.version import __version__
 
 if TYPE_CHECKING:  # importing lingua imports no torch
     from lingua.app import App
-    from lingua.tools.in_process import OpenRun
+    from lingua.run.in_process import OpenRun
+    from lingua.run.records import Record
     from lingua.tools.inference.lm import LM
-    from lingua.tools.runs.records import Record
 
 # Looks that a thread of OpenMP takes at the others before it gives up its core (libgomp: 300,000,
 # some 3 ms, in which nothing else has the core). Read when torch is imported.
@@ -73,7 +73,7 @@ def train(
     Returns what the run has written. Raises lingua.base.errors.UserError for a mistake in the
     config, or in the files that it names.
     """
-    from lingua.tools.in_process import train_here
+    from lingua.run.in_process import train_here
 
     return train_here(app, config)
 
@@ -92,6 +92,6 @@ def open_run(
     and the same call continues the run. A finished run yields no step, and has its model.
     Arguments, signals and errors are those of `train`.
     """
-    from lingua.tools.in_process import open_here
+    from lingua.run.in_process import open_here
 
     return open_here(app, config)

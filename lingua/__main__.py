@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from lingua.app import main_program
-from lingua.base.errors import UserError, import_tool, nearest
+from lingua.base.errors import UserError, nearest, tool_needed_by
 from lingua.parallel.program import run_program
 
-PROGRAMS = ("train", "eval", "generate")  # modules of apps/main, which run any app
+PROGRAMS = ("eval", "generate")  # modules of apps/main, which run any app
 # {command: (module, what it does)}, in the order of --help. A module has a function main(argv), and
 # nothing is imported until it is run.
 COMMANDS = {
-    "train": ("", "train a model, or resume its training"),
+    "train": ("lingua.run.program", "train a model, or resume its training"),
     "eval": ("", "score a trained model on benchmarks or your own tasks"),
     "generate": ("", "continue a text, or chat"),
     "runs": ("lingua.tools.commands.runs", "print a table of runs"),
@@ -48,7 +48,8 @@ def main() -> None:
     if name in PROGRAMS:
         module = import_module(main_program(name))
     else:
-        module = import_tool(COMMANDS[name][0], f"lingua {name}")
+        with tool_needed_by(f"lingua {name}"):
+            module = import_module(COMMANDS[name][0])
     gc.freeze()  # the imports stay: run_program froze only what came before them
     module.main(arguments)
 

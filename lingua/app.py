@@ -89,8 +89,8 @@ def find_app(path: str | None, where: str) -> App:
     return import_app(path, where)
 
 
-def main_program(name: str) -> str:
-    """The module of a program of apps/main: `train` of it trains any app."""
+def main_program(name: str = "train") -> str:
+    """The module of a program of apps/main: `train`, which has the loop, trains any app."""
     main = known_apps().get(MAIN)
     if main is None:
         raise UserError(

@@ -15,7 +15,8 @@ from typing import Literal
 from hub import fetch, retry, run_script
 
 from lingua.base.errors import UserError, nearest
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 
 Kind = Literal["sp", "tiktoken"]
 # name -> (repository, file, data.tokenizer.name)

@@ -17,8 +17,8 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.folder import checksum_of, read_checkpoint
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import open_checkpoint
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 
 STATE, CONFIG = {"progress": {"step": 7}, "loss": 0.1}, "name: test\n"
 CPU = torch.device("cpu")

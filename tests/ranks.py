@@ -64,8 +64,8 @@ def _serve(pipe: Connection, crashes: str) -> None:
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from apps.main import describe
     from lingua.parallel.launch import leave
+    from lingua.run import describe
 
     # The code stays the same: asking git for its version takes a third of the time of a short run.
     describe.code_version = functools.cache(describe.code_version)

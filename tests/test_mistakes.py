@@ -20,7 +20,6 @@ from apps.dpo import TrainArgs as DPOArgs
 from apps.fastrnn import TrainArgs as FastArgs
 from apps.main import eval as evaluation
 from apps.main import generate as generation
-from apps.main.check import check
 from apps.main.config import TrainArgs
 from apps.main.eval import EvalArgs
 from apps.main.generate import GenerateArgs, read_prompts
@@ -36,9 +35,10 @@ from lingua.config.load import load, meta_lingua
 from lingua.config.saved import load_saved
 from lingua.data.args import ChatArgs
 from lingua.model.attention import choose_attention
+from lingua.parallel.args import DistributedArgs, mesh_sizes
 from lingua.parallel.launch import detect_launch
-from lingua.parallel.mesh import DistributedArgs, mesh_sizes
-from lingua.tokenizer import TokenizerArgs
+from lingua.run.start import check
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands import (
     audit,
     checkpoint,

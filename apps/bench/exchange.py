@@ -23,14 +23,15 @@ from apps.bench.checkpoint import forget_files
 from apps.bench.launch import on_ranks, read_config, with_defaults
 from apps.bench.report import Report, side_rows
 from apps.bench.turns import BySide, Side, Turns, take_round
+from apps.main.config import ModelArgs
 from apps.main.hugging_face import llama
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.main.transformer import build_transformer, parallel_plan
 from lingua.base.files import read_into
 from lingua.checkpoint.origin import HF_CONFIG
 from lingua.checkpoint.tensors import local_parts, tensors_of
 from lingua.monitor.metrics import peak_mem_gib
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
 from lingua.tools.exchange import convert, export
 from lingua.tools.exchange.hugging_face import open_folder

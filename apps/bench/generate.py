@@ -20,12 +20,12 @@ from lingua.base.errors import UserError, import_optional
 from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import to_yaml
+from lingua.model.generate import Request, generate
+from lingua.model.sampling import SamplingArgs
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.exchange.convert import ConvertArgs, convert
-from lingua.tools.inference.generate import Request, generate
-from lingua.tools.inference.sampling import SamplingArgs
 
 BATCHES, PROMPT_TOKENS = (1, 32), 64
 

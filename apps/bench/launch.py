@@ -17,8 +17,6 @@ from typing import Any
 import torch.distributed as dist
 
 from apps.main import app as main_app
-from apps.main.run import Run
-from apps.main.start import start_run
 from apps.main.train import build_run, take_steps
 from lingua.app import App
 from lingua.base.dump_dir import METRICS
@@ -26,6 +24,8 @@ from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import StopRequest
+from lingua.run.run import Run
+from lingua.run.start import start_run
 from lingua.tokenizer import build_tokenizer
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from apps.bench.launch import read_config
 from apps.bench.report import Report, quotients, spread
 from apps.bench.turns import take_turns
-from apps.main.transformer import ModelArgs, build
+from apps.main.config import ModelArgs
+from apps.main.transformer import build
 from lingua.parallel.init import init_parameters
 
 PASSES = 10  # turns of a round: each forward and backward, once

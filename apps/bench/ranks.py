@@ -25,7 +25,7 @@ from torch.multiprocessing import start_processes
 from apps.bench.checkpoint import state_on
 from apps.bench.launch import read_config, with_defaults
 from apps.bench.report import Report
-from lingua.checkpoint.retention import CheckpointArgs, DumpEvery
+from lingua.checkpoint.args import CheckpointArgs, DumpEvery
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress
 from lingua.parallel.launch import detect_launch, leave, start

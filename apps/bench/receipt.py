@@ -24,8 +24,8 @@ from lingua.checkpoint.digest import digest
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
 from lingua.monitor.metrics import Chain
-from lingua.tools.audit.receipt import write_receipt
-from lingua.tools.in_process import temporary_process_group
+from lingua.parallel.alone import temporary_process_group
+from lingua.run.receipt import write_receipt
 
 LINES = 1000  # links to time
 

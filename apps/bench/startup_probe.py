@@ -14,9 +14,9 @@ from typing import Any
 # What a part ends with: the return of a function, by its name in a module that calls it.
 ENDS = {
     "config": ("apps.main.train", "load_run"),
-    "process group and mesh": ("apps.main.start", "start"),
-    "checks, which build the model on the meta device": ("apps.main.start", "check_run"),
-    "data: shards, held-out rows": ("apps.main.start", "open_data"),
+    "process group and mesh": ("lingua.run.start", "start"),
+    "checks, which build the model on the meta device": ("lingua.run.start", "check_run"),
+    "data: shards, held-out rows": ("lingua.run.start", "open_data"),
 }
 
 

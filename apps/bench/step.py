@@ -28,8 +28,8 @@ from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
 from lingua.monitor.metrics import mfu
 from lingua.monitor.peaks import peak_flops
+from lingua.parallel.alone import temporary_process_group
 from lingua.parallel.launch import detect_launch, pick_device
-from lingua.tools.in_process import temporary_process_group
 
 CONFIGS = Path(__file__).parents[1] / "main" / "configs"
 LLAMA = ["model.vocab_size=128256", "data.seq_len=4096", "data.batch_size=2"]

@@ -18,7 +18,7 @@ from lingua.config.schema import Guarded
 from lingua.data.args import ChatArgs, DataArgs
 from lingua.data.rows import OpenData
 from lingua.data.sources import TextData
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 
 @dataclass

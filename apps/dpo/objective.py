@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from apps.dpo.reference import Reference, answers, held_out_ratios, log_ratios
-from apps.main.run import Run
 from apps.main.train import Objective
 from lingua.data.loader import MicroBatch
 from lingua.model import Losses
+from lingua.run.run import Run
 
 
 class Preferences(Objective):

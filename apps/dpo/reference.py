@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from apps.main import app as main_app
-from apps.main.run import Run
 from lingua.base.files import load_json, write_atomically
 from lingua.base.format import counted
 from lingua.checkpoint.origin import INIT_FROM, open_source
@@ -28,7 +27,8 @@ from lingua.data.rows import HeldOut, document_starts
 from lingua.parallel.mesh import divide, dp_degree, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.parallel.tensors import to_device
-from lingua.tools.inference.trained import load_weights
+from lingua.run.run import Run
+from lingua.tools.exchange.trained import load_weights
 
 POSITIONS_PER_CHUNK = 1 << 16
 SAVE_EVERY = 100  # rows are saved after those of so many steps

@@ -12,13 +12,14 @@ from typing import Literal
 
 from apps.fastrnn.model import MIXERS
 from apps.main import app as main_app
+from apps.main.config import ModelArgs as MainModelArgs
 from apps.main.config import TrainArgs as MainArgs
-from apps.main.transformer import ModelArgs as MainModelArgs
 from apps.main.transformer import build as main_build
 from lingua.app import Built
 from lingua.config.schema import Guarded
+from lingua.model.args import TransformerArgs
 from lingua.model.scan import split_weights
-from lingua.model.transformer import TransformerArgs, TransformerBlock
+from lingua.model.transformer import TransformerBlock
 
 # Keys of attention, which no layer has.
 ATTENTION = {"n_kv_heads", "rope_theta", "rope_scaling", "sliding_window", "qkv_bias", "qk_norm"}

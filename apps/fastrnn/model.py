@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lingua.model.args import TransformerArgs
 from lingua.model.scan import CausalConv, Weight, scan
-from lingua.model.transformer import Context, TransformerArgs, init_projections
+from lingua.model.transformer import Context, init_projections
 
 DECAY_POWER = 8.0  # c in the paper of Hawk
 

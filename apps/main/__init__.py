@@ -1,10 +1,22 @@
 """The Llama-style language model of this repository. `python -m apps.main.train` trains it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apps.main.config import TrainArgs
-from apps.main.transformer import build
-from lingua.app import App
+from lingua.app import App, Built
+
+if TYPE_CHECKING:  # mypy compares the loop with what the library calls
+    from apps.main import train
+    from lingua.run.loop import Loop
+
+    loop: Loop = train
+
+
+def build(args: TrainArgs) -> Built:
+    """The model of a config. Keys are read before torch is imported."""
+    from apps.main.transformer import build
+
+    return build(args)
 
 
 def hf_form() -> Any:

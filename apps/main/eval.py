@@ -24,15 +24,16 @@ from lingua.checkpoint.retention import unmark
 from lingua.checkpoint.source import TensorSource
 from lingua.config.load import flatten, load
 from lingua.config.schema import Free
-from lingua.monitor.evaluation import WAITING, HarnessArgs
-from lingua.monitor.metrics import WandbArgs, append_line
+from lingua.monitor.args import WAITING, HarnessArgs, WandbArgs
+from lingua.monitor.metrics import append_line
 from lingua.monitor.wandb import WandbLog
-from lingua.parallel.mesh import mesh_sizes, on_rank_0
+from lingua.parallel.args import mesh_sizes
+from lingua.parallel.mesh import on_rank_0
 from lingua.parallel.parallelize import check_layout
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import take_signals
+from lingua.tools.exchange.trained import OpenArgs, open_model, open_trained
 from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
-from lingua.tools.inference.trained import OpenArgs, open_model, open_trained
 
 logger = logging.getLogger(__name__)
 

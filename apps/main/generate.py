@@ -30,12 +30,12 @@ from lingua.base.files import append_whole, read_bytes
 from lingua.base.format import printable
 from lingua.config.load import from_values, load
 from lingua.config.schema import MAX_ROWS, Free, bounds
+from lingua.model.generate import Completion, Request, fit_prompts, generate
+from lingua.model.sampling import SamplingArgs
 from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.parallel.program import run_program
 from lingua.tools.chat_template import Chat, ChatError, Message, open_chat
-from lingua.tools.inference.generate import Completion, Request, fit_prompts, generate
-from lingua.tools.inference.sampling import SamplingArgs
-from lingua.tools.inference.trained import OpenArgs, Opened, open_model
+from lingua.tools.exchange.trained import OpenArgs, Opened, open_model
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from apps.main.transformer import ModelArgs
+from apps.main.config import ModelArgs
 from lingua.base.errors import UserError
 from lingua.config.values import show
-from lingua.model.transformer import RopeScaling, TransformerArgs
+from lingua.model.args import RopeScaling, TransformerArgs
 from lingua.tools.exchange.hugging_face import HFTensor, HuggingFace
 
 

@@ -8,21 +8,19 @@ A fork gives what it changes as its App (lingua.app): the model, where rows come
 optimizer, the objective, a probe. A fork that changes the order of the loop copies this file.
 """
 
-import sys
-from collections.abc import Iterator
+if __name__ == "__main__":  # mistakes are printed before the seconds in which torch is imported
+    from lingua.run.program import run_loop
+
+    run_loop(__spec__.name, __doc__)
+
+from collections.abc import Generator
 from contextlib import ExitStack, closing
 
 import torch
 from torch import Tensor
 
-from apps.main import start
-from apps.main.check import check, check_fields, check_losses  # noqa: F401 (stool calls check)
-from apps.main.config import TrainArgs
-from apps.main.describe import announce, finish
-from apps.main.run import Run
-from lingua.app import App, choose_app
+from lingua.app import App
 from lingua.base.hashing import batch_hash
-from lingua.checkpoint.run_config import load_run
 from lingua.data import IGNORE
 from lingua.data.loader import Loader, MicroBatch
 from lingua.data.rows import document_marks
@@ -38,23 +36,18 @@ from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, set_timeout
 from lingua.parallel.mesh import dp_degree, dp_rank, received_signals
 from lingua.parallel.parallelize import parallelize_model
-from lingua.parallel.program import collect_garbage, collected_in_steps, exit_stopped, run_program
+from lingua.parallel.program import collect_garbage, collected_in_steps
 from lingua.parallel.signals import Stopped, StopRequest
+from lingua.run import start
+from lingua.run.args import RunArgs
+from lingua.run.describe import announce, finish
+from lingua.run.loop import ObjectiveLike
+from lingua.run.program import main as main
+from lingua.run.run import Run
+from lingua.run.start import check, check_fields, check_losses  # noqa: F401 (stool calls check)
 
 
-def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    app = choose_app(argv)
-    args: TrainArgs
-    args, notices = load_run(app, argv, program_doc=__doc__)
-    if detect_launch().rank == 0:
-        for line in notices:
-            print(line)
-    if stopped_by := train(app, args):
-        exit_stopped(stopped_by)
-
-
-def train(app: App, args: TrainArgs) -> str | None:
+def train(app: App, args: RunArgs) -> str | None:
     """Train until `steps`, `stop_at` or a signal, from the newest checkpoint if there is one.
     Returns the name of the signal that ended it, if one did: the lowest that a rank received."""
     with StopRequest("stopping before the next step") as stop:
@@ -78,7 +71,7 @@ def train(app: App, args: TrainArgs) -> str | None:
 
 
 def build_run(
-    app: App, args: TrainArgs, started: start.Started, stop: StopRequest, open_parts: ExitStack
+    app: App, args: RunArgs, started: start.Started, stop: StopRequest, open_parts: ExitStack
 ) -> Run:
     """Everything between the checks and the first step. Raises UserError, and Stopped where a
     signal came while text was prepared."""
@@ -120,7 +113,7 @@ def build_run(
     return run
 
 
-def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
+def take_steps(run: Run, stop: StopRequest) -> Generator[int, None, None]:
     """The loop, until `steps`, `stop_at` or a signal. Yields each step once it is complete, and
     logged, measured and saved where that is due."""
     args, report, progress = run.args, run.report, run.progress
@@ -129,7 +122,7 @@ def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
     if run.benchmarks is not None:
         run.benchmarks.evaluate_missed(run, stop)
     if args.samples_due_later(progress.step):
-        from apps.main.samples import check_samples
+        from lingua.run.samples import check_samples
 
         check_samples(run)  # so that a model that cannot generate is known before the first step
     stop.note = "saving after the next step"
@@ -173,7 +166,7 @@ def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
             if save_due or stopping:
                 run.save(held_out, final=stopping or step == args.end)
             if args.samples_due(step):
-                from apps.main.samples import write_samples
+                from lingua.run.samples import write_samples
 
                 with run.pausing():
                     write_samples(run)
@@ -187,7 +180,11 @@ def take_steps(run: Run, stop: StopRequest) -> Iterator[int]:
 
 
 def train_step(
-    run: Run, objective: "Objective", guard: NonFiniteGuard, batch: list[MicroBatch], counts: Tensor
+    run: Run,
+    objective: ObjectiveLike,
+    guard: NonFiniteGuard,
+    batch: list[MicroBatch],
+    counts: Tensor,
 ) -> StepResult:
     """Gradients of this rank's micro-batches, clipping, the optimizer. `counts` is on the CPU, as
     in `Ahead`. `lingua plan` traces this function too."""
@@ -277,7 +274,3 @@ class Objective:
         where = run.mesh, self.marks, run.report, run.progress.step
         held_out, n_targets = run.data.held_out, data.n_views - 1
         return measure_sources(run.model, self.loss, held_out, data.batch_size, n_targets, *where)
-
-
-if __name__ == "__main__":
-    run_program(main)

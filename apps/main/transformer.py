@@ -1,7 +1,6 @@
 """The language model of apps/main: a Llama-style transformer, and how it is laid out on a mesh."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,32 +14,20 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from apps.main.config import ModelArgs
 from lingua.app import Built
-from lingua.config.schema import Guarded
 from lingua.data import IGNORE
 from lingua.model import Cache, Losses, PerRow
 from lingua.model.head import Head, VocabularyParallel
 from lingua.model.transformer import (
     Context,
     RMSNorm,
-    TransformerArgs,
     TransformerBlock,
     flops_per_token,
     run_blocks,
     trunc_normal_,
 )
 from lingua.parallel.parallelize import ParallelPlan
-
-
-@dataclass
-class ModelArgs(TransformerArgs):
-    vocab_size: Guarded[int] = -1  # rows of the embedding and the head; -1: the tokenizer's
-    weight_tying: Guarded[bool] = False  # the head shares the embedding's matrix
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        yield from super().validate()
-        if self.vocab_size != -1 and not 1 <= self.vocab_size <= 1 << 27:
-            yield "vocab_size", "must be 1 to 134,217,728, or -1 for the tokenizer's"
 
 
 class Transformer(nn.Module):

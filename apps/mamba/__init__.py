@@ -15,14 +15,15 @@ from typing import Literal
 import torch
 
 from apps.main import app as main_app
+from apps.main.config import ModelArgs as MainModelArgs
 from apps.main.config import TrainArgs as MainArgs
-from apps.main.transformer import ModelArgs as MainModelArgs
 from apps.main.transformer import build as main_build
 from apps.mamba.model import CHUNK, Mamba
 from lingua.app import Built
 from lingua.config.schema import Guarded, bounds
+from lingua.model.args import MAX_FEATURES
 from lingua.model.scan import split_weights
-from lingua.model.transformer import MAX_FEATURES, Attention, TransformerBlock, flops_per_token
+from lingua.model.transformer import Attention, TransformerBlock, flops_per_token
 from lingua.parallel.styles import FeatureParallel
 
 logger = logging.getLogger(__name__)

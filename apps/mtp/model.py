@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from apps.main.transformer import ModelArgs as PlainArgs
+from apps.main.config import ModelArgs as PlainArgs
 from apps.main.transformer import Transformer
 from apps.main.transformer import parallel_plan as plain_plan
 from lingua.config.schema import Guarded

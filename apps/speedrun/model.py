@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from apps.main.transformer import ModelArgs as MainModelArgs
+from apps.main.config import ModelArgs as MainModelArgs
 from apps.main.transformer import Transformer
 from apps.main.transformer import build as main_build
 from apps.main.transformer import parallel_plan as main_plan

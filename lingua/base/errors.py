@@ -2,7 +2,8 @@
 optional packages."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -72,12 +73,13 @@ def import_optional(module: str, needed_by: str) -> Any:
         raise UserError(f"{needed_by} needs the Python package {package}, {advice}") from None
 
 
-def import_tool(module: str, needed_by: str) -> Any:
-    """A module of lingua.tools, or one that imports some of it: training on prepared shards does
-    without. Raises UserError, which begins with what it is `needed_by`."""
+@contextmanager
+def tool_needed_by(what: str) -> Iterator[None]:
+    """Around the import of a module of lingua.tools: training on prepared shards does without.
+    Raises UserError, which begins with `what`."""
     try:
-        return import_module(module)
+        yield
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("lingua.tools"):
             raise
-        raise UserError(f"{needed_by} needs {error.name}, which is not installed here") from None
+        raise UserError(f"{what} needs {error.name}, which is not installed here") from None

@@ -18,8 +18,9 @@ from torch import nn
 
 from lingua.app import App
 from lingua.base.dump_dir import CHECKPOINTS, CONFIG, MANIFEST, METADATA, STEP_FOLDER
-from lingua.base.errors import UserError, import_tool
+from lingua.base.errors import UserError, tool_needed_by
 from lingua.base.files import read_bytes
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.changes import Change, Classes, changes, changes_table, check_changes
 from lingua.checkpoint.folder import (
     Checkpoint,
@@ -30,19 +31,17 @@ from lingua.checkpoint.folder import (
     read_state,
 )
 from lingua.checkpoint.resume import ABSENT, TOKENIZER, Saved, flat_config, pick, read_saved
-from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.source import TensorSource, on_every_rank, open_checkpoint
 from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import resume_classes
 from lingua.config.values import LocatedValue, Values, plain, read_file
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 if TYPE_CHECKING:
     from lingua.optim.optimizer import LoopOptimizer
 
 INIT_FROM = "checkpoint.init_from"
-EXCHANGE = "lingua.tools.exchange"
 HF_CONFIG = "config.json"  # in a folder of Hugging Face's transformers
 CONSOLIDATED, PARAMS = "consolidated.pth", "params.json"  # in a checkpoint of Meta Lingua's
 # Keys of a model that do not change what its weights compute, only how they are trained.
@@ -171,8 +170,9 @@ def config_of_init_checkpoint(app: App, args: Any, given: set[str]) -> Values:
     try:
         if is_hf_folder(path):
             key = "data.tokenizer" if TOKENIZER_KEYS[0] in keys else None
-            hf = import_tool(f"{EXCHANGE}.hugging_face", str(path))
-            tree, file = hf.config_of_hf_folder(app, path, key), path / HF_CONFIG
+            with tool_needed_by(str(path)):
+                from lingua.tools.exchange.hugging_face import config_of_hf_folder
+            tree, file = config_of_hf_folder(app, path, key), path / HF_CONFIG
         elif checkpoints := locate(path, lambda line: None):
             file = checkpoints[0].path / CONFIG
             tree = plain(read_file(file, str(file)))
@@ -259,6 +259,9 @@ def open_source(
 def _open_foreign(path: Path, app: App | None) -> TensorSource:
     """Open what another program wrote. Raises UserError."""
     if is_hf_folder(path):
-        hf = import_tool(f"{EXCHANGE}.hugging_face", str(path))
-        return hf.open_folder(hf.form_of(app, path), path)[0]
-    return import_tool(f"{EXCHANGE}.meta_lingua", str(path)).open_meta_lingua(path)
+        with tool_needed_by(str(path)):
+            from lingua.tools.exchange.hugging_face import form_of, open_folder
+        return open_folder(form_of(app, path), path)[0]
+    with tool_needed_by(str(path)):
+        from lingua.tools.exchange.meta_lingua import open_meta_lingua
+    return open_meta_lingua(path)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lingua.app import App
 from lingua.base.dump_dir import CONFIG
 from lingua.base.errors import UserError
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import Checkpoint, newest, read_state
-from lingua.checkpoint.retention import CheckpointArgs
 from lingua.checkpoint.state import Progress
 from lingua.config.load import from_values
 from lingua.config.schema import MAX_ROWS, bounds

@@ -2,14 +2,12 @@
 
 import logging
 import re
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from lingua.base.dump_dir import CONFIG, MANIFEST, METADATA, STATE, STEP_FOLDER
 from lingua.base.errors import UserError
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import (
     LEFTOVER,
     Checkpoint,
@@ -17,7 +15,6 @@ from lingua.checkpoint.folder import (
     read_state,
     temporary,
 )
-from lingua.config.schema import Free, bounds
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -26,65 +23,6 @@ SAVED_FILE = re.compile(  # names of the files of a save
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class SaveEvery:
-    every: Free[int] = 1000  # steps between two saves; 0 or -1: none
-    keep: Free[int] = -1  # how many of the newest to keep; 0 or -1: all
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, -1, "every", "keep")
-
-
-@dataclass
-class DumpEvery(SaveEvery):
-    # and minutes since the last save, by the clock of rank 0; 0 or null: none for that reason
-    every_minutes: Free[float | None] = 30.0
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        yield from super().validate()
-        yield from bounds(self, 0, "every_minutes")
-
-
-@dataclass
-class CheckpointArgs:
-    dump: DumpEvery = field(default_factory=DumpEvery)  # to resume from
-    eval: SaveEvery = field(default_factory=lambda: SaveEvery(every=0))  # to evaluate later
-    # keep every saved step divisible by this; 0: none for that reason
-    keep_every: Free[int] = 0
-    # measure the held-out loss at every save, and keep the checkpoint where it is the lowest
-    keep_best: Free[bool] = False
-    path: Free[str | None] = None  # folder of the checkpoints; null: <dump_dir>/checkpoints
-    async_save: Free[bool] = False  # write from a copy in memory, while training goes on
-    # a save that fails: `continue` training and try again at the next one, or `stop`; a run whose
-    # last save fails ends with an error either way
-    on_error: Free[Literal["continue", "stop"]] = "continue"
-    # what is compared with the manifest before loading: sizes and checksums, or sizes alone
-    verify: Free[Literal["full", "size"]] = "full"
-    # what a run without a checkpoint of its own starts from: a checkpoint, a dump_dir (its newest),
-    # a folder of Hugging Face's transformers, a Meta Lingua checkpoint or a file of torch.save;
-    # null: initial weights. A checkpoint and a folder of transformers also give the keys of `model`
-    # and of the tokenizer that are left open. init_ckpt_path is another name of this key
-    init_from: Free[str | None] = None
-    # from init_from take optimizer, step and position as well as the model
-    continue_training_from_init: Free[bool] = False
-    # guarded config keys that may differ from the checkpoint's when resuming
-    allow_change: Free[list[str]] = field(default_factory=list)
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 0, "keep_every")
-        if self.continue_training_from_init and self.init_from is None:
-            yield "init_from", "must be given when continue_training_from_init is true"
-
-    def overdue(self, seconds: float) -> bool:
-        """Whether a save is due `seconds` after the last one, whatever the step."""
-        minutes = self.dump.every_minutes or 0
-        return 0 < 60 * minutes <= seconds
-
-    def due(self, step: int) -> bool:
-        """Whether a save is due once `step` is complete."""
-        return any(kind.every > 0 and step % kind.every == 0 for kind in (self.dump, self.eval))
 
 
 def prune(root: Path, args: CheckpointArgs) -> list[Path]:

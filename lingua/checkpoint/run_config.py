@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from lingua.app import App
-from lingua.checkpoint.retention import CheckpointArgs
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.config.load import draft, load, meta_lingua
 from lingua.config.values import Values
 

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from lingua.base.dump_dir import LOCK
 from lingua.base.errors import UserError
 from lingua.base.lock import Lock, exclusive, is_free
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import find
-from lingua.checkpoint.retention import CheckpointArgs, prune
+from lingua.checkpoint.retention import prune
 from lingua.checkpoint.save import Layout, NotSaved, save
 from lingua.parallel.mesh import on_rank_0
 from lingua.parallel.tensors import device_threads, local

@@ -16,6 +16,10 @@ Free = Annotated[T, "free"]  # may change
 Announced = Annotated[T, "announced"]  # may change, is printed
 Guarded = Annotated[T, "guarded"]  # refused unless allowed by name
 RESUME_CLASSES = ("free", "announced", "guarded")
+# Of a free key, or of all keys of a group: what numbers of training depend on it.
+Operational = Annotated[T, "free", "operational"]  # none, not even by rounding
+Additions = Annotated[T, "free", "additions"]  # it changes the order of additions alone
+KINDS = ("operational", "additions")
 
 MAX_STEPS = 9_999_999_999  # the folder of a checkpoint has ten digits
 MAX_TOKENS = 1 << 24  # longest row, context or generated text
@@ -30,6 +34,7 @@ class Key:
     optional: bool  # may be null
     default: LocatedValue  # holds MISSING where a value must be given
     resume: str | None
+    kind: str | None  # of KINDS
     group: type | None
 
 
@@ -43,17 +48,18 @@ def schema(owner: Any, prefix: str = "") -> Keys:
     hints = get_type_hints(cls, include_extras=True)
     keys: Keys = {}
     for f in fields(cls):
-        hint, resume = hints[f.name], None
+        hint, marks = hints[f.name], [""]
         if get_origin(hint) is Annotated:
-            resume = next((m for m in hint.__metadata__ if m in RESUME_CLASSES), None)
-            hint = hint.__origin__
-        kind, optional = split_optional(hint)
+            hint, marks = hint.__origin__, [*hint.__metadata__]
+        resume = next((mark for mark in marks if mark in RESUME_CLASSES), None)
+        kind = next((mark for mark in marks if mark in KINDS), None)
+        leaf, optional = split_optional(hint)
         default = _default(f) if owner is cls else getattr(owner, f.name)
         located = LocatedValue.of(plain(default), "" if default == MISSING else "the default")
-        group: Any = kind if is_dataclass(kind) else None
+        group: Any = leaf if is_dataclass(leaf) else None
         if is_dataclass(default):
             group = type(default)  # perhaps a subclass
-        keys[prefix + f.name] = Key(kind, optional, located, resume, group)
+        keys[prefix + f.name] = Key(leaf, optional, located, resume, kind, group)
         if group is not None:
             keys |= schema(default if is_dataclass(default) else group, f"{prefix}{f.name}.")
     return keys

@@ -6,8 +6,18 @@ from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from lingua.base.errors import UserError
-from lingua.config.schema import MAX_ROWS, MAX_TOKENS, Announced, Free, Guarded, bounds
-from lingua.tokenizer import TokenizerArgs
+from lingua.base.format import counted
+from lingua.config.schema import (
+    MAX_ROWS,
+    MAX_TOKENS,
+    Additions,
+    Announced,
+    Free,
+    Guarded,
+    Operational,
+    bounds,
+)
+from lingua.tokenizer.interface import TokenizerArgs
 
 if TYPE_CHECKING:  # --help, which lists these keys, needs no numpy
     from lingua.data.shards import Source
@@ -51,8 +61,10 @@ class ChatArgs:
 
 @dataclass
 class DataArgs:
-    root_dir: Free[str] = "data"  # folder of the sources' text
-    cache_dir: Free[str | None] = None  # folder of the token shards; null: <root_dir>/.tokens
+    root_dir: Operational[str] = "data"  # folder of the sources' text
+    cache_dir: Operational[str | None] = (
+        None  # folder of the token shards; null: <root_dir>/.tokens
+    )
     # {name: weight}: a file or folder of root_dir with .jsonl, .json, .csv, .tsv, .parquet or text
     # files, which may be compressed as .gz or .zst, or stdlib, the modules of the running Python;
     # weights are shares of rows
@@ -65,7 +77,7 @@ class DataArgs:
     seq_len: Guarded[int] = 2048  # tokens of one view of a row
     # a row is seq_len + n_views - 1 tokens: view 0 the input, the others targets, one token on each
     n_views: Guarded[int] = 2
-    batch_size: Free[int] = 2  # largest number of rows in one forward pass of one rank
+    batch_size: Additions[int] = 2  # largest number of rows in one forward pass of one rank
     # rows of one optimizer step; null: batch_size * data-parallel ranks * grad_acc_steps
     global_batch_size: Guarded[int | None] = None
     add_bos: Guarded[bool] = True  # begin every document with the tokenizer's bos
@@ -77,7 +89,7 @@ class DataArgs:
     # documents of a row: `none`, they see each other; `ignore` and `keep`, attention and positions
     # restart with each, and its first token is not a target (ignore) or is one (keep)
     document_mask: Guarded[Literal["none", "ignore", "keep"]] = "none"
-    workers: Free[int] = 1  # threads that read rows ahead; 0: the training thread reads them
+    workers: Operational[int] = 1  # threads that read rows ahead; 0: the training thread reads them
     # a record that is not JSON, not UTF-8, without text or empty: stop there, or skip and count it
     on_bad_record: Announced[Literal["stop", "skip"]] = "stop"
     # a global batch without a target: stop before it, or count its step, which changes nothing
@@ -181,3 +193,40 @@ def _validate_weights(weights: dict[str, float]) -> Iterator[tuple[str, str]]:
             yield f"sources.{name}", "must be a finite number, at least 0"
     if not any(weight > 0 for weight in weights.values()):
         yield "sources", NO_SOURCE
+
+
+def micro_steps(
+    global_batch_size: int,
+    dp_size: int,
+    batch_size: int,
+    grad_acc_steps: int | None = None,
+    grains: bool = False,
+) -> tuple[int, int]:
+    """(micro-steps per step, rows per micro-batch), the same on every rank; rows <= batch_size.
+    Without `grad_acc_steps`, as few micro-steps as `batch_size` allows. With `grains`, the rows do
+    not depend on `dp_size`. Raises UserError."""
+    if grains:
+        rows = min(batch_size, global_batch_size)
+        n_micro = -(-n_grains(global_batch_size, rows) // dp_size)
+        if grad_acc_steps not in (None, n_micro):
+            raise UserError(
+                f"grad_acc_steps = {grad_acc_steps}: must be {n_micro} here, or null, with "
+                "deterministic = mesh, which derives it from data.batch_size"
+            )
+        return n_micro, rows
+    max_rows = -(-global_batch_size // dp_size)  # rows on the fullest rank
+    min_steps = -(-max_rows // batch_size)
+    n_micro = grad_acc_steps or min_steps
+    if not min_steps <= n_micro <= max_rows:  # too few for the rows, or one would have no row
+        raise UserError(
+            f"grad_acc_steps = {n_micro}: must be {min_steps} to {max_rows}, or null to derive it, "
+            f"since data.global_batch_size = {global_batch_size} gives "
+            f"{counted(max_rows, 'row')} a rank, on {counted(dp_size, 'data-parallel rank')}, and "
+            f"data.batch_size = {batch_size}"
+        )
+    return n_micro, -(-max_rows // n_micro)
+
+
+def n_grains(global_batch_size: int, rows: int) -> int:
+    """Micro-batches of `rows` that a global batch consists of, the last one perhaps padded."""
+    return -(-global_batch_size // rows)

@@ -19,7 +19,7 @@ from lingua.data import IGNORE
 from lingua.data.rows import HeldOut
 from lingua.data.shards import N_KINDS, Source
 from lingua.data.stream import RowStream
-from lingua.tokenizer import Tokenizer, TokenizerArgs
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 
 # Kinds of tokens: the first of an example or of the padding behind the examples of a row, which is
 # no target; one that is read only; one of an answer, which is a target.

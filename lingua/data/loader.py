@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lingua.base.errors import UserError
-from lingua.base.format import counted
 from lingua.data import IGNORE
 from lingua.data.rows import DocumentMarks, Documents, Rows, document_starts
 from lingua.parallel.tensors import device_threads, to_device
@@ -58,43 +56,6 @@ class MicroBatch:
     def random(self) -> dict[str, Tensor]:
         """The keyword arguments of a model's forward: `noise` if any."""
         return {} if self.noise is None else {"noise": self.noise}
-
-
-def micro_steps(
-    global_batch_size: int,
-    dp_size: int,
-    batch_size: int,
-    grad_acc_steps: int | None = None,
-    grains: bool = False,
-) -> tuple[int, int]:
-    """(micro-steps per step, rows per micro-batch), the same on every rank; rows <= batch_size.
-    Without `grad_acc_steps`, as few micro-steps as `batch_size` allows. With `grains`, the rows do
-    not depend on `dp_size`. Raises UserError."""
-    if grains:
-        rows = min(batch_size, global_batch_size)
-        n_micro = -(-n_grains(global_batch_size, rows) // dp_size)
-        if grad_acc_steps not in (None, n_micro):
-            raise UserError(
-                f"grad_acc_steps = {grad_acc_steps}: must be {n_micro} here, or null, with "
-                "deterministic = mesh, which derives it from data.batch_size"
-            )
-        return n_micro, rows
-    max_rows = -(-global_batch_size // dp_size)  # rows on the fullest rank
-    min_steps = -(-max_rows // batch_size)
-    n_micro = grad_acc_steps or min_steps
-    if not min_steps <= n_micro <= max_rows:  # too few for the rows, or one would have no row
-        raise UserError(
-            f"grad_acc_steps = {n_micro}: must be {min_steps} to {max_rows}, or null to derive it, "
-            f"since data.global_batch_size = {global_batch_size} gives "
-            f"{counted(max_rows, 'row')} a rank, on {counted(dp_size, 'data-parallel rank')}, and "
-            f"data.batch_size = {batch_size}"
-        )
-    return n_micro, -(-max_rows // n_micro)
-
-
-def n_grains(global_batch_size: int, rows: int) -> int:
-    """Micro-batches of `rows` that a global batch consists of, the last one perhaps padded."""
-    return -(-global_batch_size // rows)
 
 
 @dataclass(frozen=True)

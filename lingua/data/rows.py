@@ -9,7 +9,7 @@ import numpy as np
 from lingua.base.errors import UserError, check_array
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 CONTENT = "data.content."  # prefix of a source's name in the fingerprints
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from lingua.base.errors import UserError, all_of, import_tool
+from lingua.base.errors import UserError, all_of, tool_needed_by
 from lingua.base.files import file_size, load_json, write_atomically
 from lingua.base.format import counted
 from lingua.data import IGNORE
@@ -29,7 +29,7 @@ from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.files import STDLIB, TOKEN_FILES, FilePart, find_files, hash_part, is_description
 from lingua.data.rows import CONTENT, HeldOut, OpenData, document_marks
 from lingua.data.shards import FORMAT_VERSION, N_KINDS, SHARDS_MANIFEST, SPLITS, Manifest, Source
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +127,9 @@ def prepare_source(
             manifest, why = current_manifest(spec, files, report)
             if manifest is not None:
                 break
-            build = import_tool("lingua.tools.prepare.build", f"{spec.key}: {why}: tokenizing it")
-            build.build_source(spec, files, tokenizer, why, report, **building)
+            with tool_needed_by(f"{spec.key}: {why}: tokenizing it"):
+                from lingua.tools.prepare.build import build_source
+            build_source(spec, files, tokenizer, why, report, **building)
     except OSError as error:
         raise _cannot_prepare(spec.key, error, spec.folder) from error
     for line in _summary(manifest, trained_on=name in args.used_sources()):
@@ -160,8 +161,9 @@ def check_sources(args: DataArgs, tokenizer: Tokenizer, validation: Sequence[str
     elif not all(
         (shard_folder(name, args, tokenizer) / SHARDS_MANIFEST).exists() for name in names
     ):  # else the shards, whose key has the template, were made with it
-        tool = import_tool("lingua.tools.chat_template", "data.chat: reading its template")
-        checks.append(partial(tool.open_chat, args.tokenizer, tokenizer, args.chat.template))
+        with tool_needed_by("data.chat: reading its template"):
+            from lingua.tools.chat_template import open_chat
+        checks.append(partial(open_chat, args.tokenizer, tokenizer, args.chat.template))
     checks += [partial(check_files, name) for name in names]
     mistakes: list[str] = []
     for check in checks:

@@ -22,7 +22,7 @@ from lingua.data.shards import (
 from lingua.data.sources import IO_THREADS, TOKEN_RECORD, shard_folder
 from lingua.data.token_formats import find_form, open_file
 from lingua.data.token_source import TokenSource
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 
 def open_files(

@@ -32,7 +32,7 @@ from lingua.data.shards import (
 from lingua.data.sources import IO_THREADS
 from lingua.data.stream import RowStream, mix
 from lingua.data.token_formats import TokenFile
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 HELD_OUT = 50
 SAMPLES, SAMPLE_TOKENS = 16, 4096  # of each file: places, and tokens at each

@@ -1,16 +1,19 @@
 """The contract of a language model: how its forward is called, what it returns, and the cache with
 which it generates text. The files here are the parts that models are built of."""
 
+from __future__ import annotations  # the keys of a model are read before torch is imported
+
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from lingua.base.errors import UserError
 
-PerRow = dict[str, Tensor]  # float32 [B] by name
-Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # see Losses
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+PerRow: TypeAlias = "dict[str, Tensor]"  # float32 [B] by name
+Metrics: TypeAlias = "Mapping[str, Tensor | tuple[Tensor, Tensor]]"  # see Losses
 
 
 class Losses(NamedTuple):
@@ -70,7 +73,7 @@ class LanguageModel(Protocol):
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
-        cache: "Cache | None" = None,
+        cache: Cache | None = None,
         per_token: bool = False,
     ) -> Losses | tuple[Tensor, Tensor] | Tensor:
         """Losses of the targets, or (sums, counts) where there are no terms per row; without
@@ -114,7 +117,8 @@ class Cache:
 
     def start_forward(self, begin: int) -> None:
         """Called before each forward: its tokens are the columns from `begin` on."""
-        self.begin, self._calls = begin, Counter[nn.Module]()
+        self.begin = begin
+        self._calls: Counter[nn.Module] = Counter()
 
     def extend(self, layer: nn.Module, *values: Tensor, dim: int) -> tuple[Tensor, ...]:
         """Keep a layer's values of this forward's columns, which lie along `dim`; dim 0 is the

@@ -6,15 +6,15 @@ features of a head.
 """
 
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lingua.base.errors import UserError
+from lingua.model.args import AttnImpl
 
-AttnImpl = Literal["auto", "sdpa", "varlen", "flex_attention", "fmha"]
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MIN_SEPARATED = 512  # positions; shorter rows are faster with a mask, whatever their documents
 

@@ -4,45 +4,17 @@ device: peak FLOP/s, MFU, peak memory."""
 import hashlib
 import resource
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 import torch
 
 from lingua.base.errors import UserError
 from lingua.base.files import append_whole, write_atomically
-from lingua.config.schema import Free, bounds
-
-
-@dataclass
-class WandbArgs:
-    """Arguments of wandb.init."""
-
-    project: Free[str] = "lingua"  # project of the run
-    entity: Free[str | None] = None  # user or team; null: the account's default
-    name: Free[str | None] = None  # displayed name of the run; null: the config's `name`
-    group: Free[str | None] = None  # runs that are displayed together
-    job_type: Free[str | None] = None  # label within a group
-    tags: Free[list[str] | None] = None  # labels to search for
-    notes: Free[str | None] = None  # a longer description
-    # null: WANDB_MODE or the setting of `wandb` itself, else online
-    mode: Free[Literal["online", "offline", "disabled"] | None] = None
-    dir: Free[str | None] = None  # folder of wandb's own files; null: the dump dir
-
-
-@dataclass
-class LoggingArgs:
-    freq: Free[int] = 10  # steps per line of metrics.jsonl and of the console
-    wandb: Free[WandbArgs | None] = None  # Weights & Biases, when given
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "freq")
-
 
 # ---- lines of JSON
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerAction
 
 from lingua.base.dump_dir import COLLECTIVES, PROFILING
+from lingua.monitor.args import ProfilingArgs
 from lingua.monitor.collectives import CollectiveCounter, collectives_table
-from lingua.monitor.profiling import ProfilingArgs
 from lingua.parallel.torch_private import dump_memory_snapshot, record_memory_history
 
 logger = logging.getLogger(__name__)

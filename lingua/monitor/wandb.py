@@ -8,7 +8,7 @@ from typing import Any
 
 from lingua.base.dump_dir import EVALUATION, SAMPLES, VALIDATION, WANDB_ID
 from lingua.base.errors import UserError, import_optional
-from lingua.monitor.metrics import WandbArgs
+from lingua.monitor.args import WandbArgs
 
 
 class WandbLog:

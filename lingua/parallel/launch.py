@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lingua.base.errors import UserError
+from lingua.parallel.args import DistributedArgs, mesh_sizes
 from lingua.parallel.environment import Launch
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
 from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT
-from lingua.parallel.mesh import AXES, DistributedArgs, all_call, mesh_sizes, world_sum_
+from lingua.parallel.mesh import AXES, all_call, world_sum_
 from lingua.parallel.torch_private import set_group_timeout
 
 FILES = 256  # open files and connections of a process beside one for each rank

@@ -7,9 +7,8 @@ case.
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.errors import UserError
-from lingua.config.schema import Announced, Free, bounds
 from lingua.parallel.signals import STOPPING
 from lingua.parallel.torch_private import default_store
 
@@ -25,70 +23,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AXES = ("dp_replicate", "dp_shard", "tp")
-
-
-@dataclass
-class DistributedArgs:
-    dp_replicate: Free[int | None] = 1  # copies of the sharded model; null takes what remains
-    dp_shard: Free[int | None] = None  # ranks each copy is sharded over; null takes what remains
-    tp_size: Free[int] = 1  # ranks a layer is split over (tensor parallelism)
-    rendezvous_s: Free[float] = 600.0  # seconds to wait for the other processes at the start
-    # seconds to wait for another rank in a collective; the run then ends and names it
-    timeout_s: Free[float] = 1800.0
-    # the same for the device's collectives after the first step, which compiles
-    step_timeout_s: Free[float] = 240.0
-    # when gradients are reduced: `last` micro-step only, `replica_last` reduce-scatters each
-    # micro-step and all-reduces across replicas on the last, `every` does both each time; all give
-    # the same gradient; null: last, or every with deterministic: mesh
-    grad_sync: Free[Literal["last", "replica_last", "every"] | None] = None
-    # when ranks free the parameters that they have gathered: `always` after each use, or once a
-    # `step`, whose other micro-steps gather none; each rank then holds all of them in model_dtype
-    reshard: Free[Literal["always", "step"]] = "always"
-    # CPU threads of the operators of a process, which rounding depends on; null: torch's choice, or
-    # 1 with deterministic: mesh
-    threads: Free[int | None] = None
-    # dtype of forward and backward; parameters, gradients and their reduction stay float32; null:
-    # bf16 on CUDA, fp32 on the CPU
-    model_dtype: Announced[Literal["bf16", "fp32"] | None] = "bf16"
-    # precision of the blocks' matrix products where not `model_dtype`: tensorwise, float8 with a
-    # scale for each tensor (torchao), whose rounding depends on the mesh
-    float8: Announced[Literal["tensorwise"] | None] = None
-    compile: Announced[bool] = False  # compile each block, and the loss, with torch.compile
-    matmul_allow_tf32: Announced[bool] = False  # TF32 in float32 matrix products on CUDA
-    # what a block keeps for its backward: `none` all, `full` its input only, `selective` the
-    # results of attention and of matrix products with no more inputs than outputs
-    activation_checkpointing: Announced[Literal["none", "full", "selective"]] = "none"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of forward and backward."""
-        return torch.bfloat16 if self.model_dtype == "bf16" else torch.float32
-
-    def resolve(self, exact: bool) -> None:
-        """Fill in what is open and depends on whether the run is `deterministic: mesh`."""
-        self.grad_sync = self.grad_sync or ("every" if exact else "last")
-        self.threads = self.threads or (1 if exact else None)
-
-    def validate(self) -> Iterator[tuple[str, str]]:
-        yield from bounds(self, 1, "dp_replicate", "dp_shard", "tp_size", maximum=1 << 24)
-        yield from bounds(self, 1, "threads", maximum=1024)
-        yield from bounds(self, 1, "rendezvous_s", "timeout_s", "step_timeout_s", maximum=86400)
-        if self.dp_replicate is None and self.dp_shard is None:
-            yield "dp_replicate", "must be given when distributed.dp_shard is null"
-
-
-def mesh_sizes(args: DistributedArgs, world_size: int) -> tuple[int, int, int]:
-    """(dp_replicate, dp_shard, tp) for `world_size` processes, the null axis filled in."""
-    replicate, shard, tp = args.dp_replicate, args.dp_shard, args.tp_size
-    known = (replicate or 1) * (shard or 1) * tp
-    shown = f"distributed.dp_replicate = {replicate}, dp_shard = {shard}, tp_size = {tp}"
-    shown = shown.replace("None", "null")
-    if replicate is not None and shard is not None and known != world_size:
-        raise UserError(f"{shown}: their product is {known}, but {world_size} processes run")
-    if world_size % known:
-        raise UserError(f"{shown}: {known} does not divide the number of processes, {world_size}")
-    rest = world_size // known
-    return replicate or rest, shard or rest, tp
 
 
 def dp_rank(mesh: DeviceMesh) -> int:

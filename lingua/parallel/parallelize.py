@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lingua.base.errors import UserError, nearest
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import canonical_name, ties_kept
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.torch_private import (
     ATTENTION_OPERATORS,
     PRODUCTS,

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.format import human_bytes
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.environment import detect_launch
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.tensors import local
 
 

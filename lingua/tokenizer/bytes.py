@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 
 def build_bytes() -> Tokenizer:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from lingua.tokenizer import Tokenizer, TokenizerArgs, is_library_error
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
 
 # The usual names of the first and last token, for a tokenizer without tokenizer_config.json.
 BOS_NAMES: Sequence[str] = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")

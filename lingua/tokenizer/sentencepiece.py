@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lingua.tokenizer import Tokenizer, TokenizerArgs
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 
 
 def build_sentencepiece(args: TokenizerArgs, content: bytes) -> Tokenizer:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from lingua.base.files import read_bytes
-from lingua.tokenizer import Tokenizer, TokenizerArgs
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 
 # How Llama 3 splits text before merging: contractions, words with the character before them, up to
 # three digits, punctuation, line ends; then spaces.

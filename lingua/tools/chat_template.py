@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lingua.base.errors import UserError
 from lingua.config.values import NO_TEXT, is_text
 from lingua.data.chat import find_template, special_names
-from lingua.tokenizer import Tokenizer, TokenizerArgs, is_library_error
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
 
 Message = Mapping[str, Any]  # role, content, and what else the template reads
 # The day that templates are given which write one: rows must not depend on when they were made. It

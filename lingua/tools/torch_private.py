@@ -36,11 +36,6 @@ class OperatorMode(TorchDispatchMode):
         return False
 
 
-def dynamo_is_imported() -> bool:
-    """Whether anything may be compiled. Importing dynamo to ask takes a second."""
-    return "torch._dynamo" in sys.modules
-
-
 @contextmanager
 def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
     """Call `observe(storage)` once Python has changed the size of a storage, which no mode sees:

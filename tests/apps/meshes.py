@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 
 Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp

@@ -29,10 +29,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 from apps.main import app as main_app
-from apps.main import samples
 from apps.main.config import TrainArgs
-from apps.main.run import Run
-from apps.main.start import start_run
 from apps.main.train import Objective, build_run, train
 from apps.main.transformer import build
 from lingua.app import App, Built
@@ -48,7 +45,11 @@ from lingua.parallel.init import canonical_name, named_tensors
 from lingua.parallel.mesh import dp_degree, dp_rank
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import as_shard, local, whole
-from lingua.tokenizer import Tokenizer, build_tokenizer
+from lingua.run import samples
+from lingua.run.run import Run
+from lingua.run.start import start_run
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import Tokenizer
 from tests.apps.meshes import Sizes, mesh
 from tests.ranks import Ranks
 

@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from lingua.checkpoint.args import CheckpointArgs, SaveEvery
 from lingua.checkpoint.folder import find
-from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, prune
+from lingua.checkpoint.retention import prune
 from lingua.config.load import to_yaml
 from lingua.tools.commands.checkpoint import main
 from tests.apps.runs import Outcome, Runs, arguments

@@ -12,14 +12,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from apps.main import app
-from apps.main.check import check, check_run
 from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.app import choose_app
 from lingua.base.errors import UserError
 from lingua.config.load import flatten, load, meta_lingua, resume_classes, to_yaml
 from lingua.config.meta_lingua import META_LINGUA
-from lingua.tools.in_process import one_process
+from lingua.parallel.alone import one_process
+from lingua.run.start import check, check_run
 from tests.apps.plain import build_plain
 from tests.apps.runs import SMALL, write_sources
 from tests.mistakes import refused

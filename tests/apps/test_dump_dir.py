@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from apps.main.check import check_dump_dir
 from lingua.base import lock
-from lingua.checkpoint.retention import CheckpointArgs
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.saver import Saver
+from lingua.run.start import check_dump_dir
 from tests.apps.runs import train_here
 from tests.apps.test_resume import start
 from tests.apps.test_saves import set_privileged

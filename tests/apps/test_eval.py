@@ -27,18 +27,19 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from apps.main.check import check
+from apps.main.config import ModelArgs
 from apps.main.eval import main
-from apps.main.transformer import ModelArgs
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import mark, marks
 from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
-from lingua.monitor.evaluation import WAITING
+from lingua.monitor.args import WAITING
 from lingua.parallel import launch
-from lingua.parallel.mesh import DistributedArgs
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.parallel.args import DistributedArgs
+from lingua.run.start import check
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.exchange import convert
 from lingua.tools.slurm.status import status, status_table
 from tests.apps.meshes import mesh, on_meshes

@@ -24,10 +24,10 @@ from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.checkpoint.digest import digest
 from lingua.data.loader import MicroBatch
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.exact import GradientSums, check_ranks, exact_norm
 from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.tensors import local, whole
 from tests.apps.meshes import Sizes, name_of, on_meshes

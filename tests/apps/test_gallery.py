@@ -15,14 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from apps import fastrnn, mamba, mtp
 from apps.fastrnn.model import MIXERS
-from apps.main.transformer import ModelArgs as PlainArgs
+from apps.main.config import ModelArgs as PlainArgs
 from apps.main.transformer import build_transformer
 from apps.mamba.model import Mamba, ssd
 from apps.mtp.model import ModelArgs, MultiToken, build_multi_token
 from lingua.app import App
 from lingua.data import IGNORE
+from lingua.model.args import TransformerArgs
 from lingua.model.scan import CHUNK, CausalConv, scan
-from lingua.model.transformer import Context, TransformerArgs
+from lingua.model.transformer import Context
 from lingua.parallel.init import init_parameters
 from lingua.parallel.parallelize import check_layout
 from tests.apps.runs import arguments

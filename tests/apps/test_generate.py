@@ -22,10 +22,10 @@ from lingua.base.errors import UserError
 from tests.apps.meshes import mesh
 from tests.apps.test_model import initialised
 from tests.disk import full_disk
+from tests.model.test_generation import step_by_step
 from tests.programs import python
 from tests.ranks import Ranks
 from tests.tools.exchange.converted import a_model, save_here
-from tests.tools.inference.test_generation import step_by_step
 
 MODEL = a_model(dim=36, n_heads=6, n_kv_heads=3, init_base_std=0.3)
 REPO = Path(__file__).parents[2]

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apps.main import app
 from apps.main.config import TrainArgs
-from apps.main.run import Run
 from apps.main.train import Objective, train
 from lingua.data.loader import MicroBatch
 from lingua.optim.adapter import on_shards
 from lingua.parallel import program
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.parallel.tensors import local
+from lingua.run.run import Run
 from tests.apps.runs import arguments
 
 FIRST, LAST = 2, 5  # the steps between whose forwards the reads are counted

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from apps.dpo import app as dpo
 from apps.fastrnn import app as fastrnn
 from apps.main import app as main
-from apps.main.run import Run
 from apps.mamba import app as mamba
 from apps.mtp import app as mtp
 from apps.sft import app as sft
 from apps.speedrun import app as speedrun
 from lingua.app import App, Built
 from lingua.parallel.parallelize import ParallelPlan
+from lingua.run.run import Run
 from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Twist, digests, relative

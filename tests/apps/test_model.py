@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+from apps.main.config import ModelArgs
 from apps.main.hugging_face import llama
-from apps.main.transformer import ModelArgs, Transformer, build_transformer, parallel_plan
+from apps.main.transformer import Transformer, build_transformer, parallel_plan
 from lingua.data import IGNORE
 from lingua.parallel.init import init_parameters
 from tests.apps.meshes import on_mesh

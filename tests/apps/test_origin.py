@@ -25,8 +25,8 @@ from tests.apps.meshes import mesh
 from tests.apps.runs import TOLERANCES, Outcome, arguments, differs, digest, digests, opened, whole
 from tests.checkpoint.test_checkpoint_load import Evil
 from tests.lingua_checkpoint import DIM, STEP, TOKENS, LMTransformer
+from tests.model.test_generation import step_by_step
 from tests.tools.exchange.converted import convert_to
-from tests.tools.inference.test_generation import step_by_step
 
 K, END = 4, 7
 EVERYTHING = {"checkpoint.continue_training_from_init": True}

@@ -24,20 +24,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.main import app as main
-from apps.main.check import check_run
-from apps.main.run import Run
-from apps.main.start import Started
 from apps.main.train import Objective, build_run, take_steps
 from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.checkpoint.saver import Saver
 from lingua.data.loader import MicroBatch
 from lingua.data.sources import TextData
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import canonical_name
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import whole
+from lingua.run.run import Run
+from lingua.run.start import Started, check_run
 from tests.apps.meshes import Sizes, name_of
 from tests.apps.runs import Outcome, Runs, Twist, TwistedData, arguments
 from tests.forks import optimizer, soap

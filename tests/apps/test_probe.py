@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from apps.main import app
-from apps.main.run import Run
 from apps.main.transformer import build_transformer
 from lingua.monitor.means import Means
 from lingua.parallel.init import init_parameters
 from lingua.parallel.parallelize import ParallelPlan
-from lingua.tools.inspect.hidden import recorded
+from lingua.run.hidden import recorded
+from lingua.run.run import Run
 from tests.apps.meshes import Sizes, name_of, on_mesh
 from tests.apps.runs import GLOBAL_BATCH, Runs, arguments
 

@@ -21,8 +21,8 @@ from apps.main import train as program
 from lingua.base.dump_dir import METRICS
 from lingua.base.lock import claimed
 from lingua.data.sources import shard_folder
+from lingua.run.records import Record
 from lingua.tokenizer import build_tokenizer
-from lingua.tools.runs.records import Record
 from tests.apps.meshes import mesh, on_meshes
 from tests.apps.runs import (
     SMALL,

@@ -16,7 +16,7 @@ from apps.sft import app
 from lingua.data.shards import Source
 from lingua.data.sources import open_sources
 from lingua.tools.chat_template import Chat, open_chat
-from lingua.tools.inference.trained import open_trained
+from lingua.tools.exchange.trained import open_trained
 from tests.apps.runs import Outcome, Runs
 from tests.apps.test_generate import main_here
 

@@ -23,7 +23,8 @@ from lingua.base.errors import UserError
 from lingua.base.hashing import hash_bits, key_of
 from lingua.data import IGNORE
 from lingua.model import PerRow
-from lingua.model.transformer import FeedForward, TransformerArgs, TransformerBlock
+from lingua.model.args import TransformerArgs
+from lingua.model.transformer import FeedForward, TransformerBlock
 from lingua.parallel.init import init_parameters
 from lingua.parallel.tensors import local
 from lingua.tools.plan.make import make_plan

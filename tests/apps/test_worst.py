@@ -20,12 +20,12 @@ from lingua.base.errors import UserError
 from lingua.config.saved import load_saved
 from lingua.data.rows import document_marks
 from lingua.data.sources import TextData
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import Launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.commands.data_show import main
+from lingua.tools.exchange.trained import open_trained
 from lingua.tools.inference.row_losses import RowLosses, row_losses
-from lingua.tools.inference.trained import open_trained
 from tests.apps.runs import GLOBAL_BATCH, Outcome, Runs, prepare
 from tests.ranks import Ranks
 

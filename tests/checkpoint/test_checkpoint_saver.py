@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lingua.base.errors import UserError
+from lingua.checkpoint.args import CheckpointArgs, SaveEvery
 from lingua.checkpoint.folder import find, read_checkpoint
-from lingua.checkpoint.retention import CheckpointArgs, SaveEvery, mark, marks, prune
+from lingua.checkpoint.retention import mark, marks, prune
 from lingua.checkpoint.save import save
 from lingua.checkpoint.saver import Saver, host_memory
 from lingua.checkpoint.source import open_checkpoint

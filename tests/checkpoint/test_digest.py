@@ -13,8 +13,8 @@ from lingua.checkpoint.digest import BITS, digest, hash_part
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import local_parts
-from lingua.tools.audit.receipt import digest_of_files
-from lingua.tools.in_process import one_process
+from lingua.parallel.alone import one_process
+from lingua.run.receipt import digest_of_files
 from tests.apps.meshes import Sizes, on_meshes
 from tests.checkpoints import save_here, whole_values
 

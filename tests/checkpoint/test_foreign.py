@@ -19,18 +19,18 @@ import torch
 import yaml
 from torch.distributed.checkpoint.metadata import Metadata
 
+from apps.main.config import ModelArgs
 from apps.main.hugging_face import llama
-from apps.main.transformer import ModelArgs
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.dcp import _ALLOWED, DCPFolder
 from lingua.checkpoint.folder import newest, read_checkpoint
 from lingua.checkpoint.origin import open_source
 from lingua.checkpoint.resume import find_start, read_saved
-from lingua.checkpoint.retention import CheckpointArgs
+from lingua.parallel.alone import one_process
 from lingua.tools.commands.checkpoint import main
 from lingua.tools.exchange import convert
 from lingua.tools.exchange.hugging_face import open_folder
-from lingua.tools.in_process import one_process
-from lingua.tools.inference.trained import open_trained
+from lingua.tools.exchange.trained import open_trained
 from tests.checkpoints import refusal, resign, write_manifest
 
 SAMPLE = Path(__file__).parents[1] / "samples/0.1.0"

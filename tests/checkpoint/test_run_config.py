@@ -13,8 +13,8 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.save import save
 from lingua.config.load import load, to_yaml
+from lingua.parallel.alone import one_process
 from lingua.tools.commands.data_prepare import PrepareArgs
-from lingua.tools.in_process import one_process
 from tests.chats import TEMPLATES, write_tokenizer
 
 pytestmark = pytest.mark.quick

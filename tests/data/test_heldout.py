@@ -13,7 +13,8 @@ from tokenizers import models
 from lingua.data import IGNORE
 from lingua.data.args import ValidationArgs
 from lingua.data.sources import TextData, held_out_windows
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.prepare import records
 from tests.data.prepared import (
     BOS,

@@ -24,7 +24,8 @@ from lingua.data.sources import (
 from lingua.data.stream import RowStream
 from lingua.data.token_files import open_files
 from lingua.data.token_source import TokenSource, documents_of
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands.data_verify import verify_source
 from lingua.tools.inspect.tokenizer import mixture_texts
 from tests.data.prepared import BOS, EOS, Prepared, make_args, train_tokens, write_jsonl

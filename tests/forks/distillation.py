@@ -8,14 +8,14 @@ from torch import Tensor
 
 from apps.main import app as main_app
 from apps.main.config import TrainArgs as MainArgs
-from apps.main.run import Run
 from apps.main.train import Objective
 from lingua.config.schema import Guarded
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
 from lingua.model import Losses
 from lingua.parallel.tensors import whole
-from lingua.tools.inference.trained import open_trained
+from lingua.run.run import Run
+from lingua.tools.exchange.trained import open_trained
 
 
 @dataclass

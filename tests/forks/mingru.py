@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from apps.main import app as main_app
 from apps.main.transformer import build as main_build
 from lingua.app import Built
-from lingua.model.transformer import Context, TransformerArgs, TransformerBlock, init_projections
+from lingua.model.args import TransformerArgs
+from lingua.model.transformer import Context, TransformerBlock, init_projections
 
 
 def scan(a: Tensor, b: Tensor) -> Tensor:

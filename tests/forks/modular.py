@@ -15,7 +15,7 @@ from lingua.data.loader import MicroBatch
 from lingua.data.rows import Data, HeldOut, OpenData, Rows
 from lingua.model import Losses
 from lingua.parallel.tensors import whole
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 P, PLUS, EQUALS = 23, 43, 61  # numbers are tokens, as are the signs
 SUMS = np.array([(a, PLUS, b, EQUALS, (a + b) % P) for a in range(P) for b in range(P)])

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 from apps.main import app as main_app
+from apps.main.config import ModelArgs as MainModelArgs
 from apps.main.config import TrainArgs as MainArgs
-from apps.main.transformer import ModelArgs as MainModelArgs
 from apps.main.transformer import build as main_build
 from lingua.app import Built
 from lingua.config.schema import Guarded, bounds, require

@@ -4,8 +4,8 @@ what it returns, over the rows of the global batch, and the norm of its gradient
 from dataclasses import replace
 
 from apps.main import app as main_app
-from apps.main.run import Run
 from lingua.monitor.means import Means
+from lingua.run.run import Run
 
 
 def probe(run: Run) -> None:

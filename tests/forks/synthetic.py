@@ -8,7 +8,7 @@ from apps.main import app as main_app
 from apps.main.config import TrainArgs
 from lingua.base.errors import UserError
 from lingua.data.rows import Data, HeldOut, OpenData, Rows
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 HELD_OUT = 1 << 40  # the position of the first row that training never reaches
 

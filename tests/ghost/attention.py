@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lingua.model.attention import AttnImpl
-from lingua.model.transformer import Attention, Context, TransformerArgs
+from lingua.model.args import AttnImpl, TransformerArgs
+from lingua.model.transformer import Attention, Context
 
 ROWS, SEQ_LEN, DIM = 2, 1024, 1024
 MASKS: dict[str, dict[str, Any]] = {

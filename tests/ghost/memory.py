@@ -23,7 +23,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend `fak
 from apps.bench.step import run_steps
 from apps.main.transformer import build
 from lingua.base.errors import UserError
-from lingua.parallel.mesh import mesh_sizes
+from lingua.parallel.args import mesh_sizes
 
 
 def only_rank_0(ranks: int) -> None:

@@ -77,7 +77,7 @@ def test_the_host_waits_once_for_a_line_and_never_for_a_step_or_a_held_out_batch
 
 STARTED = """
 import json, torch
-from lingua.tools.inference.trained import OpenArgs
+from lingua.tools.exchange.trained import OpenArgs
 from lingua.parallel.launch import detect_launch, pick_device, start
 args, launch = OpenArgs().distributed, detect_launch()
 start(pick_device("cuda", launch), launch, args)

@@ -8,7 +8,8 @@ from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.data.rows import DocumentMarks, document_marks
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 
 pytestmark = pytest.mark.quick
 

@@ -9,11 +9,13 @@ from torch import Tensor
 from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code
 
-from apps.main.transformer import ModelArgs, build_transformer
+from apps.main.config import ModelArgs
+from apps.main.transformer import build_transformer
 from apps.mtp.model import ModelArgs as ManyArgs
 from apps.mtp.model import build_multi_token
 from lingua.base.hashing import hash_bits, key_of
-from lingua.model.transformer import Context, Dropout, TransformerArgs, kept_elements
+from lingua.model.args import TransformerArgs
+from lingua.model.transformer import Context, Dropout, kept_elements
 from lingua.parallel.init import init_parameters
 from tests.base.test_hashing import split_mix
 from tests.forks.looped import Looped

@@ -16,15 +16,16 @@ from apps import fastrnn, mamba, mtp, speedrun
 from apps.main.transformer import build
 from lingua.app import Built
 from lingua.data import IGNORE
+from lingua.model.args import TransformerArgs
 from lingua.model.attention import MIN_SEPARATED
-from lingua.model.transformer import Attention, Context, TransformerArgs, TransformerBlock
+from lingua.model.generate import Request, generate
+from lingua.model.transformer import Attention, Context, TransformerBlock
 from lingua.parallel.init import canonical_name, init_parameters
 from lingua.parallel.tensors import whole
-from lingua.tools.inference.generate import Request, generate
 from tests.apps.meshes import on_mesh
 from tests.forks import looped
 from tests.forks.mingru import MinGRU
-from tests.tools.inference.test_generation import BYTES, GREEDY, PROMPTS, step_by_step
+from tests.model.test_generation import BYTES, GREEDY, PROMPTS, step_by_step
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"dim": 24, "n_layers": 2, "n_heads": 4, "multiple_of": 8}

@@ -13,16 +13,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from apps.main.transformer import ModelArgs, Transformer
-from lingua.model.transformer import (
-    Context,
-    RMSNorm,
-    RopeScaling,
-    TransformerArgs,
-    flops_per_token,
-    rotary_frequencies,
-    rotate,
-)
+from apps.main.config import ModelArgs
+from apps.main.transformer import Transformer
+from lingua.model.args import RopeScaling, TransformerArgs
+from lingua.model.transformer import Context, RMSNorm, flops_per_token, rotary_frequencies, rotate
 
 pytestmark = pytest.mark.quick
 

@@ -15,9 +15,10 @@ import torch
 from lingua.base.errors import UserError
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
+from lingua.monitor.args import WandbArgs
 from lingua.monitor.logger import init_logger, progress_line
 from lingua.monitor.means import mean_parts, means
-from lingua.monitor.metrics import Chain, WandbArgs, append_line, cut_back, mfu, peak_mem_gib
+from lingua.monitor.metrics import Chain, append_line, cut_back, mfu, peak_mem_gib
 from lingua.monitor.peaks import peak_flops
 from lingua.monitor.wandb import start_wandb
 from tests.disk import full_disk

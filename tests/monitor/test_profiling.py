@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.main.config import ModelArgs
+from apps.main.transformer import build_transformer, parallel_plan
+from lingua.monitor.args import ProfilingArgs
 from lingua.monitor.collectives import CollectiveCounter
-from lingua.monitor.profiling import ProfilingArgs, open_profiler
+from lingua.monitor.profiling import open_profiler
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from tests.apps.meshes import on_mesh
 from tests.ranks import Ranks
 

@@ -14,10 +14,10 @@ from lingua.base.version import code_hash
 from lingua.checkpoint.state import Progress
 from lingua.data.sources import prepare_sources
 from lingua.monitor.reporter import Reporter
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
+from lingua.run.records import Record, heldout
 from lingua.tokenizer import build_tokenizer
-from lingua.tools.runs.records import Record, heldout
 from tests.apps.runs import Runs, arguments
 
 

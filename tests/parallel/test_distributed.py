@@ -14,15 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lingua.base.errors import UserError
 from lingua.data.loader import MicroBatch, agree
+from lingua.parallel.args import DistributedArgs, mesh_sizes
 from lingua.parallel.launch import Launch, detect_launch, pick_device, start
-from lingua.parallel.mesh import (
-    AXES,
-    DistributedArgs,
-    dp_degree,
-    dp_rank,
-    mesh_sizes,
-    on_rank_0,
-)
+from lingua.parallel.mesh import AXES, dp_degree, dp_rank, on_rank_0
 from lingua.parallel.slurm import set_rendezvous
 from tests.checkpoint.test_checkpoint_load import Evil
 

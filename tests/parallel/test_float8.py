@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.main.config import ModelArgs
+from apps.main.transformer import build_transformer, parallel_plan
 from lingua.monitor.collectives import CollectiveCounter
 from tests.apps.meshes import on_mesh
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lingua.base.errors import UserError
 from lingua.parallel import init
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
 from tests.mistakes import refused
 

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from lingua.base.errors import UserError
-from lingua.checkpoint.retention import CheckpointArgs
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.saver import Saver
 from lingua.parallel import late
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.heartbeat import HEARTBEAT, LOOK_S
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs, on_rank_0, world_sum_
+from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.torch_private import default_store

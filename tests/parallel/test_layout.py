@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from apps.main.transformer import ModelArgs, Transformer, parallel_plan
+from apps.main.config import ModelArgs
+from apps.main.transformer import Transformer, parallel_plan
 from lingua.base.errors import UserError
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, check_layout, parallelize_model
 from tests.mistakes import refused
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.chat_template import Chat, ChatError, open_chat
 from tests.chats import CHATML, TEMPLATES, write_tokenizer
 from tests.mistakes import refused

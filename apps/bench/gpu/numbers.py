@@ -26,7 +26,7 @@ from apps.bench.report import shown
 from apps.main.transformer import build
 from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
-from lingua.model.attention import AttnImpl
+from lingua.model.args import AttnImpl
 from lingua.parallel.init import init_parameters
 from lingua.tools.check import numbers as check
 from lingua.tools.check.rates import median_s

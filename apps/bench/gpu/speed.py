@@ -26,8 +26,8 @@ from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import load
 from lingua.monitor.metrics import mfu
 from lingua.monitor.peaks import peak_flops
+from lingua.parallel.alone import temporary_process_group
 from lingua.tools.check.rates import copy_rate, disk_rate, product_flops
-from lingua.tools.in_process import temporary_process_group
 
 WARM_UP, STEPS, TIMES, TRACED = 5, 5, 3, 2  # steps: before; timed at once, so often; traced
 MEMORY_MARGIN = 1.05  # times the planned memory; more is outside the plan

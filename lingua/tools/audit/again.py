@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lingua.app import choose_app, main_program
+from lingua.app import choose_app
 from lingua.base.dump_dir import CHECKPOINTS, METRICS, VALIDATION, step_folder
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import read_checkpoint
@@ -24,12 +23,13 @@ from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.source import TensorSource, open_checkpoint
 from lingua.config.load import resume_classes
 from lingua.data.rows import CONTENT
+from lingua.parallel.alone import logging_restored, temporary_process_group, torch_restored
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.launch import leave
-from lingua.tools.audit.receipt import saved_state
+from lingua.run.loop import load_loop
+from lingua.run.receipt import saved_state
+from lingua.run.records import Record
 from lingua.tools.audit.segments import Part, Segment
-from lingua.tools.in_process import logging_restored, temporary_process_group, torch_restored
-from lingua.tools.runs.records import Record
 
 PATIENCE_S = 30.0  # for ranks that are not done with the store of rank 0
 # What a run does besides training and measuring. Its held-out part stays: it is not in the rows.
@@ -104,7 +104,7 @@ def compute(task: Task, meet: Callable[[str], None] = lambda name: None) -> Comp
             args.checkpoint.allow_change = [*resume_classes(type(args)), *data, *names]
             args.data.cache_dir = str(linked_cache(args, folder.with_name("shards")))
             try:
-                stopped_by = import_module(main_program("train")).train(app, args)
+                stopped_by = load_loop().train(app, args)
             finally:
                 if dist.is_initialized():
                     leave(PATIENCE_S)

@@ -9,8 +9,8 @@ from typing import Any
 from lingua.base.dump_dir import CONFIG, METRICS, VALIDATION
 from lingua.config.values import parse_mapping, plain
 from lingua.monitor.metrics import LINKED_EVENTS
-from lingua.tools.audit.receipt import checkpoints_of
-from lingua.tools.runs.records import Record, flat
+from lingua.run.receipt import checkpoints_of
+from lingua.run.records import Record, flat
 
 Config = dict[str, Any]  # flat; empty where it is not known
 EARLIER = "recorded by an earlier version: "

@@ -15,8 +15,7 @@ from lingua.checkpoint.folder import Checkpoint, damage, find
 from lingua.checkpoint.resume import flat_config
 from lingua.checkpoint.source import open_checkpoint
 from lingua.monitor.metrics import Chain
-from lingua.tools.audit.due import wrong_configs, wrong_held_out, wrong_lines
-from lingua.tools.audit.receipt import (
+from lingua.run.receipt import (
     checkpoint_folder,
     checkpoints_of,
     digest_of_files,
@@ -26,7 +25,8 @@ from lingua.tools.audit.receipt import (
     saved_state,
     tensors_of,
 )
-from lingua.tools.runs.records import Record
+from lingua.run.records import Record
+from lingua.tools.audit.due import wrong_configs, wrong_held_out, wrong_lines
 
 
 class Finding(NamedTuple):

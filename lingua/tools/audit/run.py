@@ -17,11 +17,13 @@ from lingua.base.errors import UserError
 from lingua.base.files import write_atomically
 from lingua.base.format import counted
 from lingua.config.load import load, meta_lingua
+from lingua.parallel.alone import one_process
 from lingua.parallel.environment import Launch
+from lingua.run.receipt import checkpoints_of
+from lingua.run.records import Record
 from lingua.tools.audit.again import Computed, Task, check_memory, compute, remove
 from lingua.tools.audit.due import earlier_version
 from lingua.tools.audit.ranks import Ranks, bits, outliers
-from lingua.tools.audit.receipt import checkpoints_of
 from lingua.tools.audit.records import check_checkpoints, check_expected, check_lines
 from lingua.tools.audit.segments import Segment, choose, segments_of
 from lingua.tools.audit.verdict import (
@@ -34,8 +36,6 @@ from lingua.tools.audit.verdict import (
     worst,
 )
 from lingua.tools.commands.audit import AuditArgs
-from lingua.tools.in_process import one_process
-from lingua.tools.runs.records import Record
 
 MAX_WRONG = 3  # things that do not fit to name in a verdict
 

@@ -12,9 +12,9 @@ from lingua.base.dump_dir import CONFIG, VALIDATION
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import Checkpoint
 from lingua.config.values import parse_mapping, plain
+from lingua.run.receipt import checkpoints_of
+from lingua.run.records import Record, flat
 from lingua.tools.audit.due import Config, held_out_steps
-from lingua.tools.audit.receipt import checkpoints_of
-from lingua.tools.runs.records import Record, flat
 
 
 @dataclass(frozen=True)

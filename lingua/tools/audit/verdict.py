@@ -12,10 +12,10 @@ import torch
 from lingua.base.dump_dir import VALIDATION
 from lingua.base.errors import UserError
 from lingua.monitor.metrics import NOT_CHAINED
+from lingua.run.args import kind_of
+from lingua.run.receipt import digest_of_files, saved_state
 from lingua.tools.audit.again import Computed, Task, open_saved, recorded_lines
-from lingua.tools.audit.receipt import digest_of_files, saved_state
 from lingua.tools.audit.segments import Segment, starts_of
-from lingua.tools.runs.records import OPERATIONAL
 
 # The kinds, the worst last, and the exit code of each.
 FITS, EQUAL, ROUNDING = "the files fit", "equal to the bit", "equal up to rounding"
@@ -278,7 +278,7 @@ def differences(task: Task, computed: Computed) -> tuple[list[str], list[str]]:
             decisive.append(f"data: {key}: {content} recorded, {here} here")
     for word in task.words:
         key, _, value = word.partition("=")
-        if not OPERATIONAL.fullmatch(key) and not MESH.fullmatch(key):
+        if kind_of(key) != "operational" and not MESH.fullmatch(key):
             was_given = [part.settings.get(key) for part in segment.parts]
             if any(str(v).lower() != value.lower() for v in was_given):
                 causes.append(f"{key}: {was_given[0]} recorded, {value} here, as given")

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from lingua.base.format import align, counted, printable
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT
 from lingua.parallel.launch import detect_launch, pick_device, start
-from lingua.parallel.mesh import DistributedArgs, gather_on_rank_0, on_rank_0, world_sum_
+from lingua.parallel.mesh import gather_on_rank_0, on_rank_0, world_sum_
 from lingua.tools.check import numbers
 from lingua.tools.check.numbers import BOUND, loss_errors
 from lingua.tools.check.rates import copy_rate, disk_rate, median_s, product_flops

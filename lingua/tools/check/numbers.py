@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lingua.data import IGNORE
-from lingua.model.attention import AttnImpl, attend
+from lingua.model.args import AttnImpl, TransformerArgs
+from lingua.model.attention import attend
 from lingua.model.head import Head
-from lingua.model.transformer import Context, TransformerArgs
+from lingua.model.transformer import Context
 
 BOUND = 2.0  # multiple above which a result is too far
 ROUNDING = 1.5e-7  # relative error of float32 sums, below which a multiple means nothing

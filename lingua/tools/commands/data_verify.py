@@ -20,7 +20,7 @@ from lingua.data.args import DataArgs, ValidationArgs
 from lingua.tools.commands.arguments import load_data, split_run
 
 if TYPE_CHECKING:
-    from lingua.tokenizer import Tokenizer
+    from lingua.tokenizer.interface import Tokenizer
 
 
 @dataclass

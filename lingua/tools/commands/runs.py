@@ -32,7 +32,7 @@ from lingua.config.values import show
 from lingua.tools.commands.arguments import split_folders
 
 if TYPE_CHECKING:
-    from lingua.tools.runs.records import Record
+    from lingua.run.records import Record
 
 MAX_PROBLEMS = 10  # lines about files that could not be read
 
@@ -99,8 +99,8 @@ def print_in_place(text: str) -> None:
 def print_runs(folders: Sequence[str], args: RunsArgs, form: str) -> None:
     """The table, or with a `form` all of it for programs."""
     # Imported here, since --help needs no numpy.
+    from lingua.run.records import differing, open_runs
     from lingua.tools.runs import table
-    from lingua.tools.runs.records import differing, open_runs
 
     records = open_runs(folders, table.TAIL_BYTES)
     rows = [table.row_of(record) for record in records]

@@ -37,13 +37,13 @@ from lingua.checkpoint.source import TensorSource
 from lingua.config.load import load, to_yaml
 from lingua.config.schema import Free
 from lingua.config.values import parse_mapping, plain
+from lingua.parallel.alone import one_process
 from lingua.parallel.launch import detect_launch
-from lingua.tokenizer import TokenizerArgs
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.exchange.export import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG, export
 from lingua.tools.exchange.hugging_face import config_of_hf_folder
 from lingua.tools.exchange.meta_lingua import write_file
-from lingua.tools.in_process import one_process
-from lingua.tools.inference.trained import read_trained
+from lingua.tools.exchange.trained import read_trained
 
 
 @dataclass

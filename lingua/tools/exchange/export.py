@@ -29,10 +29,10 @@ from lingua.checkpoint.resume import pick
 from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.config.load import to_yaml
 from lingua.config.values import parse_mapping, plain, read_file
-from lingua.tokenizer import Tokenizer, TokenizerArgs
+from lingua.run.records import Record, grouped
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tools.exchange.hugging_face import INDEX, SINGLE, HFTensor, HuggingFace, form_of
-from lingua.tools.inference.trained import read_trained
-from lingua.tools.runs.records import Record, grouped
+from lingua.tools.exchange.trained import read_trained
 
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"

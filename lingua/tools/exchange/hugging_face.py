@@ -25,7 +25,8 @@ from lingua.checkpoint.origin import HF_CONFIG
 from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import Part
 from lingua.config.values import plain
-from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {  # names of the safetensors format

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lingua.base.dump_dir import RESULTS
 from lingua.base.errors import UserError, all_of, import_optional, nearest
 from lingua.config.load import flatten, from_values
-from lingua.monitor.evaluation import HarnessArgs
+from lingua.model.generate import Request, fit_prompts, generate
+from lingua.model.sampling import SamplingArgs
+from lingua.monitor.args import HarnessArgs
 from lingua.parallel.mesh import dp_degree, on_rank_0
-from lingua.tokenizer import Tokenizer
-from lingua.tools.inference.generate import Request, fit_prompts, generate
-from lingua.tools.inference.sampling import SamplingArgs
+from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.inference.score import score
 
 PART = 32  # batches of each data-parallel rank between two checks whether to stop

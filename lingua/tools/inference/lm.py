@@ -18,14 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.config.load import from_values
+from lingua.model.generate import Request, evaluating, fit_prompts, generate
+from lingua.model.sampling import SamplingArgs
+from lingua.parallel.alone import one_process, temporary_process_group
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import Launch, pick_device
-from lingua.parallel.mesh import AXES, DistributedArgs
+from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import blocks_of
-from lingua.tokenizer import Tokenizer
-from lingua.tools.in_process import app_of, one_process, temporary_process_group
-from lingua.tools.inference.generate import Request, evaluating, fit_prompts, generate
-from lingua.tools.inference.sampling import SamplingArgs
-from lingua.tools.inference.trained import open_trained
+from lingua.run.in_process import app_of
+from lingua.tokenizer.interface import Tokenizer
+from lingua.tools.exchange.trained import open_trained
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class LM:
         is cut on the left.
 
         Args:
-            settings: fields of SamplingArgs (lingua.tools.inference.sampling): temperature, top_k,
+            settings: fields of SamplingArgs (lingua.model.sampling): temperature, top_k,
                 top_p, max_gen_tokens, stop, stop_tokens. UserError names those that are not.
         """
         sampling = from_values(SamplingArgs(), settings, "")

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
+from lingua.model.generate import evaluating
 from lingua.parallel.mesh import divide, dp_degree
 from lingua.parallel.tensors import to_device, whole
-from lingua.tools.inference.generate import evaluating
 
 Window = tuple[list[int], int]  # tokens, and how many of the last ones are scored
 

@@ -15,7 +15,7 @@ from lingua.data.shards import Source
 from lingua.data.sources import source_files
 from lingua.data.stream import RowStream, shares
 from lingua.data.token_source import TokenSource
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.prepare.conversations import open_conversations
 from lingua.tools.prepare.records import read_records, records_before, text_keys
 

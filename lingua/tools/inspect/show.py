@@ -18,13 +18,13 @@ from lingua.data.args import DataArgs
 from lingua.data.chat import ChatRows
 from lingua.data.rows import OpenData, Rows, document_marks
 from lingua.data.sources import TextData, prepare_sources
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import Launch, pick_device, start
-from lingua.parallel.mesh import DistributedArgs
-from lingua.tokenizer import Tokenizer
+from lingua.run.records import Record
+from lingua.tokenizer.interface import Tokenizer
+from lingua.tools.exchange.trained import open_trained
 from lingua.tools.inference.row_losses import RowLosses, nearest_checkpoint, row_losses
-from lingua.tools.inference.trained import open_trained
 from lingua.tools.inspect.describe import describe_mixture, describe_row, stream_of
-from lingua.tools.runs.records import Record
 
 
 def prepare_rows(data: DataArgs, seed: int, tokenizer: Tokenizer) -> Rows:

@@ -10,7 +10,7 @@ from lingua.data.args import DataArgs
 from lingua.data.files import FilePart
 from lingua.data.sources import source_files, token_files
 from lingua.data.stream import shares
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 from lingua.tokenizer.tiktoken import SPLIT
 from lingua.tools.prepare.records import SourceRecord, read_records, text_keys
 from lingua.tools.prepare.units import bad_record, hold_out_tail

@@ -21,7 +21,8 @@ from lingua.model.head import CHUNK_BYTES
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import check_layout
 from lingua.tools.plan.report import Plan, seconds_text
-from lingua.tools.plan.trace import StepPart, Trace, program, trace
+from lingua.tools.plan.step import build
+from lingua.tools.plan.trace import StepPart, Trace, trace
 from lingua.tools.plan.work import Kernel
 
 Sizes = tuple[int, int, int]
@@ -94,7 +95,7 @@ def meshes(app: App, args: Any, ranks: int, node: int) -> Iterator[tuple[int, li
     """Returns, for each tp within a node that the model allows, the meshes of this many ranks that
     have it; none on which a rank would have no rows."""
     for tp in [1] if args.exact else _divisors(node):
-        built = program().build(app, deepcopy(args), 1)
+        built = build(app, deepcopy(args), 1)
         try:
             check_layout(built.module, built.plan, tp)
         except UserError:

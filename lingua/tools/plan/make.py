@@ -11,13 +11,14 @@ from lingua.app import App
 from lingua.base.errors import UserError, all_of
 from lingua.config.load import load
 from lingua.config.schema import Free, bounds, require
+from lingua.parallel.args import mesh_sizes
 from lingua.parallel.float8 import check_float8
-from lingua.parallel.mesh import mesh_sizes
 from lingua.parallel.parallelize import check_layout
 from lingua.tools.plan.choice import estimate
 from lingua.tools.plan.device import Device, find_device, unknown_device
 from lingua.tools.plan.report import Plan
-from lingua.tools.plan.trace import program, trace
+from lingua.tools.plan.step import build, read_config
+from lingua.tools.plan.trace import trace
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
             return None
 
     options = attempt(lambda: load(PlanArgs, plan_words)[0])
-    read = attempt(lambda: program().read_config(run_words))
+    read = attempt(lambda: read_config(run_words))
     if any("unknown key" in mistake for mistake in mistakes):
         mistakes[-1] += f"\n  keys of lingua plan: {', '.join(f.name for f in fields(PlanArgs))}"
     device: Device | None = None
@@ -107,7 +108,7 @@ def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def check_sizes(app: App, args: Any, sizes: tuple[int, int, int]) -> None:
     """Raise UserError where the model cannot be laid out on a mesh of these sizes."""
-    built = program().build(app, args, sizes[0] * sizes[1])
+    built = build(app, args, sizes[0] * sizes[1])
     check_layout(built.module, built.plan, sizes[2])
     if args.distributed.float8 is not None:
         check_float8(built.module, built.plan, sizes, args.data.seq_len, "cpu")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from lingua.app import App, import_named, main_program
+from lingua.app import App
 from lingua.model import transformer
 from lingua.model.attention import choose_attention
 from lingua.monitor.collectives import CollectiveCounter
@@ -25,6 +24,7 @@ from lingua.parallel.parallelize import ParallelPlan, blocks_of, parallelize_mod
 from lingua.parallel.tensors import as_shard, local
 from lingua.parallel.torch_private import is_traceable_wrapper_subclass_type, schema
 from lingua.tools.plan.memory import BLOCK_BYTES, LiveMemory
+from lingua.tools.plan.step import Step, build
 from lingua.tools.plan.work import Kernel, KernelCounter
 from lingua.tools.torch_private import (
     ADD_PRODUCT,
@@ -155,18 +155,11 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def program() -> ModuleType:
-    """The module of the training program that has its step: `plan` beside it."""
-    name = main_program("plan")
-    return import_named(name, f"script = {name}")
-
-
 def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trace:
     """Trace a step of a config of `app` on a mesh of these sizes. `device` is the type of the real
     devices. Compiled blocks are taken as they are without the compiler. Raises UserError."""
     replicas, shards, tp = sizes
-    apps_step = program()
-    built = apps_step.build(app, args, replicas * shards)
+    built = build(app, args, replicas * shards)
     n_micro, rows = args.micro_steps(replicas * shards)
     args.distributed.compile = False
     n_parameters = sum(p.numel() for p in built.module.parameters())
@@ -181,7 +174,7 @@ def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trac
         modes.enter_context(memory.resizes())
         operators = modes.enter_context(_Operators(mesh, memory))
         memory.register("parameters", [*model.parameters(), *model.buffers()])
-        step = apps_step.Step(app, args, built, mesh, model)
+        step = Step(app, args, built, mesh, model)
         memory.register("optimizer", [dict(s) for s in step.run.optimizer.state.values()])
         traced, parts = min(n_micro, MAX_TRACED), []
         for n in (max(1, traced - 1), traced):  # FSDP settles in the first one

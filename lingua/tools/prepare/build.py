@@ -30,7 +30,8 @@ from lingua.data.shards import SHARDS_MANIFEST, Manifest
 from lingua.data.sources import IO_THREADS, ShardSpec, current_manifest
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.signals import STOPPING
-from lingua.tokenizer import Tokenizer, build_tokenizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.prepare.units import (
     UNIT_BYTES,
     Unit,

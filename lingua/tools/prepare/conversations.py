@@ -16,7 +16,7 @@ import xxhash
 
 from lingua.data.args import DataArgs
 from lingua.data.chat import ANSWER, CONTEXT, FIRST, pack, padding
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.chat_template import Chat, ChatError, Example, open_chat
 from lingua.tools.prepare.records import HELD_OUT_BELOW, Examples, SourceRecord, Wrong, text_keys
 

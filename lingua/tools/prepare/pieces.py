@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 PIECE = 2**18  # characters
 CONTEXT = 512  # characters on each side of a cut that are compared

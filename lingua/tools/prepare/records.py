@@ -30,7 +30,7 @@ import xxhash
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.files import FilePart
 from lingua.data.token_formats import arrow_batches
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.prepare.pieces import WORD_OR_LINE
 
 READ_BYTES = 2**18  # bytes read at once

@@ -27,7 +27,7 @@ from lingua.data.args import DataArgs
 from lingua.data.files import FilePart, hash_part
 from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
 from lingua.data.sources import IO_THREADS, ShardSpec, why_stale
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.prepare.conversations import open_conversations, packed
 from lingua.tools.prepare.pieces import PIECE, Pieces
 from lingua.tools.prepare.records import (

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lingua.tools.runs.records import Columns
+from lingua.run.records import Columns
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def _check_job(
 
 
 def import_script(job: JobArgs) -> ModuleType:
-    name = main_program("train") if job.script is None else job.script
+    name = main_program() if job.script is None else job.script
     module = import_named(name, f"script = {name}")
     if not hasattr(module, "check"):
         need = "must have a function check(arguments, world_size) that validates its config"

@@ -15,7 +15,7 @@ from lingua.base.dump_dir import LOGS
 from lingua.base.errors import UserError
 from lingua.base.format import counted, printable, short_time
 from lingua.parallel.signals import StopRequest
-from lingua.tools.runs.records import differing, open_runs
+from lingua.run.records import differing, open_runs
 from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, row_of, table
 from lingua.tools.slurm.status import status
 

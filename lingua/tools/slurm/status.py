@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lingua.base.dump_dir import JOB_ID, LOGS, RESULTS
 from lingua.base.format import printable
-from lingua.tools.runs.records import Record, differing, open_runs
+from lingua.run.records import Record, differing, open_runs
 from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, Row, row_of, table
 from lingua.tools.slurm.jobs import ENDED, job_states
 

@@ -16,7 +16,7 @@ import orjson
 
 from lingua.base.errors import UserError
 from lingua.monitor.metrics import NOT_CHAINED
-from lingua.tools.audit.receipt import write_receipt
+from lingua.run.receipt import write_receipt
 from lingua.tools.commands.audit import main as audit_command
 from tests.apps.runs import Runs
 from tests.checkpoints import resign

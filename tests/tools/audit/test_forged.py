@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lingua.parallel.alone import one_process
+from lingua.run.receipt import digest_of_files
 from lingua.tools.audit.again import open_saved
-from lingua.tools.audit.receipt import digest_of_files
 from lingua.tools.audit.segments import Part, Segment
 from lingua.tools.audit.verdict import limit_of
-from lingua.tools.in_process import one_process
 from tests.apps.runs import Runs
 from tests.checkpoints import resign
 from tests.tools.audit.audits import (

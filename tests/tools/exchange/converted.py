@@ -10,16 +10,16 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from apps.main.transformer import ModelArgs
+from apps.main.config import ModelArgs
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
-from lingua.model.transformer import RopeScaling
+from lingua.model.args import RopeScaling
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.tools.exchange import convert
 from tests.apps.test_model import initialised, model_args
 from tests.ranks import Ranks

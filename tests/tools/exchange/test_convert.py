@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from apps.main import app as main_app
+from apps.main.config import ModelArgs
 from apps.main.hugging_face import feed_forward_size, llama
-from apps.main.transformer import ModelArgs
 from apps.mtp import app as mtp_app
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.origin import open_source
-from lingua.model.transformer import TransformerArgs
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.model.args import TransformerArgs
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.exchange.hugging_face import HFTensor
 from lingua.tools.inspect.checkpoint import summary
 from tests.apps.test_model import CASES, initialised, model_args

@@ -19,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from apps.main.config import ModelArgs
 from apps.main.hugging_face import from_config, llama
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.main.transformer import build_transformer, parallel_plan
 from lingua.checkpoint.tensors import local_parts, tensors_of
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import canonical_name, init_parameters
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import parallelize_model
 from lingua.tools.exchange.hugging_face import INDEX, SINGLE, open_folder
 from tests.apps.meshes import on_mesh

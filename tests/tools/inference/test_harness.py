@@ -7,11 +7,12 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from lingua.monitor.evaluation import HarnessArgs
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
-from lingua.tools.inference.generate import Completion
+from lingua.model.generate import Completion
+from lingua.model.sampling import SamplingArgs
+from lingua.monitor.args import HarnessArgs
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.inference.harness import Evaluator, harness_names, to_settings
-from lingua.tools.inference.sampling import SamplingArgs
 from tests.mistakes import refused
 from tests.programs import python
 
@@ -77,7 +78,7 @@ def test_generation_kwargs_are_read_as_the_harness_does(given, expected):
 WRONG_NAMES = """
 import sys
 from lingua.base.errors import UserError
-from lingua.monitor.evaluation import HarnessArgs
+from lingua.monitor.args import HarnessArgs
 from lingua.tools.inference.harness import find_tasks
 try:
     find_tasks(HarnessArgs(tasks=["1", "helaswag", "hellaswag"]))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import apps.main
 import lingua
-from lingua.tools.in_process import one_process
+from lingua.parallel.alone import one_process
 from tests.apps.test_model import initialised, model_args
 from tests.mistakes import refused
 from tests.ranks import Ranks

@@ -11,7 +11,6 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from apps.main.plan import read_config
 from lingua.base.dump_dir import PLAN
 from lingua.config.values import plain, read_file
 from lingua.tools.plan.choice import Sizes, meshes, scaled_trace, small_trace
@@ -19,6 +18,7 @@ from lingua.tools.plan.device import TABLE, Device, find_device, step_times
 from lingua.tools.plan.fact import against_plan
 from lingua.tools.plan.make import make_plan
 from lingua.tools.plan.report import Plan
+from lingua.tools.plan.step import read_config
 from lingua.tools.plan.trace import StepPart, Trace, trace
 from lingua.tools.plan.work import Kernel
 from tests.forks import distillation

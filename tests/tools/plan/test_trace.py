@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from apps.main.plan import Step, build, read_config
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.tensors import local
+from lingua.tools.plan.step import Step, build, read_config
 from lingua.tools.plan.trace import trace
 from tests.apps.meshes import Sizes, mesh, on_meshes
 from tests.apps.runs import SMALL

@@ -18,11 +18,11 @@ import pytest
 from scipy import stats
 from selenium.webdriver.support.wait import WebDriverWait
 
+from lingua.run.records import Record, smooth
 from lingua.tools.commands.compare import main as compare
 from lingua.tools.commands.report import main
-from lingua.tools.runs.records import Record, smooth
 from tests.browser import Browser, browser
-from tests.tools.runs.test_records import a_run
+from tests.run.test_records import a_run
 
 pytestmark = pytest.mark.quick
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from lingua.base.errors import UserError
 from lingua.base.format import counted
-from lingua.tools.runs.records import (
+from lingua.run.args import kind_of
+from lingua.run.records import (
     CODE_HASH,
     NOT_GIVEN,
-    OPERATIONAL,
     Record,
     differing,
     heldout,
@@ -61,7 +61,7 @@ def find_arms(records: Sequence[Record], code: bool = True) -> list[Arm]:
     """Runs grouped by what they train, in the order of the runs; without `code` those of different
     code are together."""
     left_out = {SEED} if code else {SEED, CODE_HASH}
-    keys = [k for k in differing(records) if k not in left_out and not OPERATIONAL.fullmatch(k)]
+    keys = [k for k in differing(records) if k not in left_out and kind_of(k) != "operational"]
     groups: dict[str, Arm] = {}
     for record, values in zip(records, settings_of(records, keys), strict=True):
         group = json.dumps(values, sort_keys=True, default=str)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from lingua.base.errors import UserError
+from lingua.run.records import Record, heldout
 from lingua.tools.runs.axes import Axes
 from lingua.tools.runs.compare.arms import By, HeldOutLosses
-from lingua.tools.runs.records import Record, heldout
 
 POINTS = 8  # at which runs are compared along training, between the first and the last common one
 

@@ -2,7 +2,6 @@
 runs of a comparison."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -15,9 +14,9 @@ import numpy as np
 from lingua.base.dump_dir import CHECKPOINTS, MANIFEST, STATE, STEP_FOLDER
 from lingua.base.files import load_json
 from lingua.base.format import counted
-from lingua.tools.runs.records import (
+from lingua.run.args import kind_of
+from lingua.run.records import (
     CODE_HASH,
-    OPERATIONAL,
     Columns,
     Record,
     differing,
@@ -29,10 +28,6 @@ from lingua.tools.runs.report.code import changed_files, code_place
 
 MAX_FILES = 5  # changed files to name
 VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "cpu_capability", "topology")
-# Keys that only change the order of additions.
-ADDITIONS = re.compile(
-    r"data\.batch_size|grad_acc_steps|distributed\.(dp_\w+|tp_size|grad_sync|reshard|threads)"
-)
 
 
 @dataclass(frozen=True)
@@ -172,12 +167,12 @@ def only_rounding(a: Record, b: Record) -> bool:
     starts = [_starts(run, {})[0] for run in (a, b)]
     other = bool(keys) or bool(_unlike(starts, ("topology",)))
     same = rows.steps > 0 and rows.first is None
-    return other and same and all(ADDITIONS.fullmatch(key) for key in keys)
+    return other and same and all(kind_of(key) == "additions" for key in keys)
 
 
 def _decisive(records: Sequence[Record]) -> list[str]:
     """The keys in which runs differ and that a number of training may depend on."""
-    return [key for key in differing(records) if not OPERATIONAL.fullmatch(key)]
+    return [key for key in differing(records) if kind_of(key) != "operational"]
 
 
 def unlike(arms: Mapping[str, Sequence[Record]], named: Collection[str]) -> list[str]:
@@ -200,7 +195,7 @@ def unlike(arms: Mapping[str, Sequence[Record]], named: Collection[str]) -> list
         if name not in named and len(set().union(*values.values())) > 1:
             each = (f"{label}: {_counts(counts)}" for label, counts in values.items() if counts)
             lines.append(f"{name} is not the same ({'; '.join(each)})")
-    operational = [key for key in differing(runs) if OPERATIONAL.fullmatch(key)]
+    operational = [key for key in differing(runs) if kind_of(key) == "operational"]
     if operational:
         lines.append(f"keys that change no number differ: {', '.join(operational)}")
     return lines

@@ -8,11 +8,11 @@ import numpy as np
 
 from lingua.base.errors import UserError
 from lingua.base.format import counted
+from lingua.run.records import Record
 from lingua.tools.runs.axes import Axes
 from lingua.tools.runs.compare.arms import HeldOutLosses, choose_base, find_arms
 from lingua.tools.runs.compare.comparison import compare_all
 from lingua.tools.runs.compare.statistics import deviation_bound, pairs_for
-from lingua.tools.runs.records import Record
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from lingua.base.format import align, counted
+from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import By, HeldOutLosses
 from lingua.tools.runs.compare.comparison import Comparison, Pair
 from lingua.tools.runs.compare.differences import Aspect, causes, first_differences, only_rounding
 from lingua.tools.runs.compare.statistics import MAX_PAIRS, POWER, Estimate, proportion
-from lingua.tools.runs.records import Record
 
 WIDTH = 80
 MAX_TABLE_STEPS = 8  # rows of the table along training

@@ -11,7 +11,7 @@ from typing import Any
 
 from lingua.base.dump_dir import CODE, CODE_COMMIT, CODE_DIFF
 from lingua.base.files import file_size
-from lingua.tools.runs.records import Record
+from lingua.run.records import Record
 
 MAX_FILE_BYTES = 1 << 18  # a larger file is not compared line by line
 MAX_LINES = 1000  # lines of the diff between two copies

@@ -10,8 +10,7 @@ import numpy as np
 
 from lingua.base.format import counted
 from lingua.base.version import __version__
-from lingua.tools.runs.axes import Axes
-from lingua.tools.runs.records import (
+from lingua.run.records import (
     NOT_GIVEN,
     Columns,
     Record,
@@ -22,6 +21,7 @@ from lingua.tools.runs.records import (
     setting,
     smooth,
 )
+from lingua.tools.runs.axes import Axes
 from lingua.tools.runs.report.code import code_differences
 from lingua.tools.runs.report.page import Arrays
 from lingua.tools.runs.report.verdict import arm_name, arms_to_draw, compare_for_page, has_results

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lingua.base.errors import UserError
+from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import (
     SEED,
     Arm,
@@ -19,7 +20,6 @@ from lingua.tools.runs.compare.arms import (
 )
 from lingua.tools.runs.compare.comparison import Comparison, compare_all
 from lingua.tools.runs.compare.text import UNITS, heading, rule, verdict
-from lingua.tools.runs.records import Record
 
 MAX_DRAWN = 50  # runs with curves: more colours and dashes cannot be distinguished
 MEASURE = "nats_per_byte"

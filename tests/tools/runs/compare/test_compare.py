@@ -16,10 +16,10 @@ import pytest
 
 from apps.main.config import TrainArgs
 from lingua.config.load import resume_classes
+from lingua.run.args import kind_of
+from lingua.run.records import Record, heldout, open_runs
 from lingua.tools.commands.compare import main
 from lingua.tools.runs.compare.arms import find_arms
-from lingua.tools.runs.compare.differences import ADDITIONS
-from lingua.tools.runs.records import OPERATIONAL, Record, heldout, open_runs
 from tests.mistakes import refused
 from tests.tools.runs.compare.pool import LOSSES, SEEDS, STEPS, write_pool, write_run
 
@@ -218,7 +218,7 @@ def test_runs_are_compared_at_the_largest_amount_that_all_have(out, by, place, l
 WITHOUT_TORCH = """
 import sys
 from dataclasses import make_dataclass
-import lingua, lingua.stool, lingua.tools.runs.records
+import lingua, lingua.stool, lingua.run.records
 from lingua.config.load import load
 from lingua.tools.commands import compare, report, runs
 lingua.load
@@ -251,11 +251,11 @@ def test_a_key_splits_arms_where_a_number_may_depend_on_it(tmp_path, ours, their
 
 def test_every_key_that_splits_no_arms_is_declared_free_and_the_others_are_known():
     free = {k for k, resume in resume_classes(TrainArgs).items() if resume == "free"}
-    operational = {k for k in resume_classes(TrainArgs) if OPERATIONAL.fullmatch(k)}
+    operational = {k for k in resume_classes(TrainArgs) if kind_of(k) == "operational"}
     assert operational <= free
     others = {"app", "deterministic", "data.source_files", "checkpoint.allow_change",
               "checkpoint.init_from", "checkpoint.continue_training_from_init"}  # fmt: skip
-    assert {k for k in free - operational if not ADDITIONS.fullmatch(k)} == others
+    assert {k for k in free - operational if kind_of(k) != "additions"} == others
 
 
 def test_a_source_whose_loss_was_never_finite_counts(tmp_path):

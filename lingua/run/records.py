@@ -41,14 +41,6 @@ DUMP_DIR_FILES = (METRICS, TRAIN_LOG, BASE_CONFIG)  # a dump dir has one of them
 # Keys that only name a run, a place or its last step; what is trained does not depend on them.
 NAMES = {"name", "dump_dir", "stop_at", "checkpoint.path"}
 NAMES |= {"logging.wandb.name", "logging.wandb.dir"}
-# Operational keys: no number of training depends on them, not even by rounding. They are declared
-# `Free`, as are some others: where text is from, what a run starts from, and how the rows of a step
-# are divided. Machine and held-out text are compared by what runs have recorded of them.
-OPERATIONAL = re.compile(
-    r"name|dump_dir|stop_at|device|data\.(root_dir|cache_dir|workers)"
-    r"|(logging|profiling|probe|samples|eval|validation)(\..*)?"
-    r"|checkpoint\.(?!init_|continue_|allow_change).*|distributed\.(\w*timeout|rendezvous)_s"
-)
 CODE_HASH = "code"  # stands among the keys of a config: the hash of the code that trained the run
 # Values that are filled in when a run starts, or not known: they differ from no other.
 UNRESOLVED = {"model.vocab_size": -1, "data.global_batch_size": None, CODE_HASH: None}

@@ -1,9 +1,12 @@
-"""What can be wrong with a run, found before it trains, and by lingua stool before a launch."""
+"""How a run starts: what can be wrong with it is found before it trains, and by lingua stool before
+a launch; its processes meet, take its folder, and build or load what it continues from."""
 
 import inspect
 import logging
 import math
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -11,28 +14,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from apps.main.config import TrainArgs
 from lingua.app import App, Built, choose_app
 from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
-from lingua.base.errors import UserError, check_array, import_tool
+from lingua.base.errors import UserError, check_array, tool_needed_by
 from lingua.base.format import counted
-from lingua.checkpoint.folder import check_run_id
-from lingua.checkpoint.resume import Saved, find_start, flat_config
+from lingua.checkpoint.folder import check_run_id, write_run_id
+from lingua.checkpoint.resume import TOKENIZER, Saved, find_start, flat_config
 from lingua.checkpoint.run_config import load_run
+from lingua.checkpoint.saver import Saver
+from lingua.checkpoint.state import Progress
+from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import flatten, resume_classes
-from lingua.data.rows import Data
+from lingua.data.args import n_grains
+from lingua.data.rows import Data, OpenData
 from lingua.data.sources import TextData
 from lingua.model import Losses
 from lingua.model.attention import choose_attention
-from lingua.parallel.mesh import mesh_sizes, on_rank_0
-from lingua.parallel.parallelize import check_layout
-from lingua.tokenizer import Tokenizer, build_tokenizer
+from lingua.monitor.logger import init_logger
+from lingua.optim.optimizer import LoopOptimizer, build_optimizer
+from lingua.parallel.args import mesh_sizes
+from lingua.parallel.launch import detect_launch, pick_device, start
+from lingua.parallel.mesh import dp_degree, on_rank_0
+from lingua.parallel.parallelize import ParallelPlan, check_layout
+from lingua.parallel.signals import Stopped, StopRequest
+from lingua.run.args import RunArgs
+from lingua.run.receipt import is_written
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 if TYPE_CHECKING:
     from lingua.checkpoint.changes import Change
     from lingua.checkpoint.origin import Origin
+    from lingua.tools.inference.benchmarks import Benchmarks
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +66,146 @@ class Checked:
     changes: "list[Change]"  # keys that differ from the checkpoint's
 
 
-def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
+@dataclass(frozen=True)
+class Started:
+    """Processes that have met, and a folder that is theirs."""
+
+    mesh: DeviceMesh
+    device: torch.device  # device of this process
+    saver: Saver
+    checked: Checked
+
+
+def start_run(app: App, args: RunArgs, stop: StopRequest, open_parts: ExitStack) -> Started:
+    """Start the process group, take the dump dir, and check everything. Raises UserError, and
+    Stopped where a signal came while another run had the folder."""
+    launch = detect_launch()
+    init_logger(None, launch.rank, app.path)
+    device = pick_device(args.device, launch)
+    mesh = start(device, launch, args.distributed, args.deterministic, args.folder)
+    on_rank_0(partial(check_dump_dir, args.folder))
+    init_logger(args.folder, dist.get_rank(), app.path)
+    saver = open_parts.enter_context(Saver(args.checkpoint_folder, args.checkpoint))
+    run_interruptibly(partial(saver.claim, args.folder), stop, "another run had its folder")
+    checked = check_run(app, args, mesh.shape, device.type)
+    on_rank_0(partial(write_run_id, args.checkpoint_folder, args.folder))
+    return Started(mesh, device, saver, checked)
+
+
+def is_finished(started: Started, args: RunArgs) -> bool:
+    """Whether an earlier process made the last step, and what follows it, which is logged."""
+    saved = started.checked.saved
+    if saved is None or saved.progress.step < args.end:
+        return False
+    where = f"{saved.checkpoint.path} is step {saved.progress.step} of {args.end}"
+    if not on_rank_0(partial(is_written, args.folder, saved.progress.step, args.steps)):
+        logger.info(f"{where}: what follows the last step is made now")
+        return False
+    logger.info(f"the run is finished: {where}. To continue it, raise steps or stop_at")
+    return True
+
+
+def run_interruptibly(work: Callable[[], object], stop: StopRequest, what: str) -> None:
+    """Run `work`, which may take hours, on rank 0. Called by every rank. Raises Stopped on every
+    rank where a signal ended it, which is logged: what is finished stays."""
+
+    def attempt() -> bool:
+        try:
+            with stop.at_once():
+                work()
+        except Stopped:
+            logger.info(f"stopped by {stop.signal} while {what}. The same command resumes it")
+            return False
+        return True
+
+    if not on_rank_0(attempt):
+        raise Stopped
+
+
+def open_data(
+    args: RunArgs, checked: Checked, stop: StopRequest
+) -> "tuple[OpenData, dict[str, str], list[Change]]":
+    """Prepare data where it is not, and open it. Returns it with the hashes of what rows are made
+    of, and keys whose value changed since the run was saved. Raises UserError, and Stopped where a
+    signal came while text was prepared. Called by every rank."""
+    data, tokenizer = checked.data, checked.tokenizer
+    prepare = partial(data.prepare, args, tokenizer, logger.info)
+    run_interruptibly(prepare, stop, "the text was prepared")
+    opened = data.open(args, tokenizer)
+    opened.check(args.data)
+    fingerprints = {**opened.fingerprints, TOKENIZER: tokenizer.fingerprint()}
+    changes = checked.changes
+    if checked.saved is not None:
+        from lingua.checkpoint.changes import check_data  # imported for a run that resumes
+
+        changes = changes + check_data(checked.saved, fingerprints, args.checkpoint.allow_change)
+    return opened, fingerprints, changes
+
+
+def make_optimizer(
+    app: App, model: nn.Module, args: RunArgs, plan: ParallelPlan | None
+) -> LoopOptimizer:
+    """The app's optimizer, or that of the configuration."""
+    if app.optimizer is None:
+        optimizer = build_optimizer(model, args.optim, plan.blocks if plan else ())
+    else:
+        from lingua.optim.adapter import adapt  # imported where a fork has an optimizer of its own
+
+        optimizer = adapt(app.optimizer(model, args, plan), model)
+    if args.exact:
+        from lingua.optim.exact import make_exact
+
+        make_exact(optimizer)
+    return optimizer
+
+
+def add_in_order(model: nn.Module, args: RunArgs, mesh: DeviceMesh) -> None:
+    """Have the gradients of the model added in the order of a step's grains."""
+    from lingua.parallel.exact import GradientSums
+
+    _, rows = args.micro_steps(dp_degree(mesh))
+    GradientSums(model, mesh, n_grains(args.data.step_rows, rows), args.distributed.dtype)
+
+
+def load_benchmarks(args: RunArgs) -> "Benchmarks | None":
+    """The tasks of `eval` with their data, if the run has some. Raises UserError."""
+    if args.eval is None:
+        return None
+    from lingua.tools.inference.benchmarks import Benchmarks
+
+    return Benchmarks(args)
+
+
+def restore(
+    checked: Checked,
+    changes: "list[Change]",
+    args: RunArgs,
+    model: nn.Module,
+    optimizer: LoopOptimizer,
+    mesh: DeviceMesh,
+) -> Progress:
+    """Load what the run starts from into its model and optimizer, if anything; returns where it
+    continues. `changes` are logged. Called by every rank."""
+    saved, origin = checked.saved, checked.origin
+    if saved is not None:
+        from lingua.checkpoint.changes import log_resume
+        from lingua.checkpoint.source import open_checkpoint
+
+        open_checkpoint(saved.checkpoint).load(tensors_of(model, optimizer))
+        log_resume(saved, changes, mesh.shape)
+        return saved.progress
+    if origin is not None:
+        return origin.load_into(model, optimizer, changes, args.data.step_rows)
+    return Progress()
+
+
+def check(argv: list[str], world_size: int) -> tuple[RunArgs, list[str]]:
     """The configuration of a run to be launched with `world_size` processes, and its notices: what
     lingua stool asks for. Raises UserError where the run would refuse it."""
-    from lingua.tools.in_process import one_process
+    from lingua.parallel.alone import one_process
 
     app = choose_app(argv)
-    args: TrainArgs
+    args: RunArgs
     args, notices = load_run(app, argv)
     resolved = deepcopy(args)
     resolved.checkpoint.verify = "size"  # the run itself compares checksums
@@ -66,7 +216,7 @@ def check(argv: list[str], world_size: int) -> tuple[TrainArgs, list[str]]:
     return args, notices
 
 
-def check_run(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) -> Checked:
+def check_run(app: App, args: RunArgs, sizes: tuple[int, ...], device: str) -> Checked:
     """Everything that can be found wrong before a run trains. Called by every rank.
 
     Fills in what `args` leaves open: the global batch size, the vocabulary, the dump dir. `sizes`
@@ -105,12 +255,13 @@ def check_run(app: App, args: TrainArgs, sizes: tuple[int, ...], device: str) ->
 
         check_float8(built.module, built.plan, sizes, args.data.seq_len, device)
     if args.eval is not None:
-        benchmarks = import_tool("apps.main.benchmarks", "eval.tasks")
-        on_rank_0(lambda: benchmarks.check_benchmarks(args))
+        with tool_needed_by("eval.tasks"):
+            from lingua.tools.inference.benchmarks import check_benchmarks
+        on_rank_0(partial(check_benchmarks, args))
     return Checked(data, tokenizer, built, saved, origin, changes)
 
 
-def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | None) -> None:
+def resolve(args: RunArgs, degree: int, tokenizer: Tokenizer, saved: Saved | None) -> None:
     """Fill in what the config leaves open. It is decided once: a later start on another topology
     takes the global batch size from the checkpoint or the dump dir's config.yaml."""
     if args.data.global_batch_size is None:
@@ -143,7 +294,7 @@ def resolve(args: TrainArgs, degree: int, tokenizer: Tokenizer, saved: Saved | N
         )
 
 
-def previous_global_batch_size(args: TrainArgs, saved: Saved | None) -> int | None:
+def previous_global_batch_size(args: RunArgs, saved: Saved | None) -> int | None:
     """The global batch size that an earlier start of the run decided. Raises UserError."""
     key, config_file = "data.global_batch_size", args.folder / CONFIG
     if saved is not None:
@@ -151,7 +302,7 @@ def previous_global_batch_size(args: TrainArgs, saved: Saved | None) -> int | No
     return flat_config(config_file, [key]).get(key) if config_file.exists() else None
 
 
-def resolve_attention(args: TrainArgs, device: str) -> tuple[str, str]:
+def resolve_attention(args: RunArgs, device: str) -> tuple[str, str]:
     """(implementation of attention, why it is this one) of the run. Raises UserError."""
     window = args.model.sliding_window
     masked = args.data.document_mask != "none" or (window or math.inf) < args.data.seq_len
@@ -159,7 +310,7 @@ def resolve_attention(args: TrainArgs, device: str) -> tuple[str, str]:
     return choose_attention(args.model.attn_impl, head_dim, torch.device(device), dtype, masked)
 
 
-def check_forward(model: nn.Module, args: TrainArgs) -> None:
+def check_forward(model: nn.Module, args: RunArgs) -> None:
     """Raise UserError where the config asks for an argument that the model's forward lacks."""
     mask, dropout = args.data.document_mask, args.model.dropout
     asked = (("data.document_mask", mask, "none", "documents"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App
-from lingua.base.errors import UserError, check_array, import_tool
+from lingua.base.errors import UserError, check_array
 from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress, TrainState
@@ -29,10 +29,10 @@ from lingua.parallel.mesh import all_call
 from lingua.parallel.parallelize import find_modules, reshard
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import to_device
-from lingua.tokenizer import Tokenizer
+from lingua.tokenizer.interface import Tokenizer
 
 if TYPE_CHECKING:
-    from apps.main.benchmarks import Benchmarks
+    from lingua.tools.inference.benchmarks import Benchmarks
 
 ALL_FAIL_S = 10.0  # seconds between the ranks in which an error that all have is raised
 
@@ -78,9 +78,10 @@ class Run:
 
     def hidden(self, *patterns: str) -> Iterator[tuple[MicroBatch, dict[str, Tensor]]]:
         """For a probe: run the model on each micro-batch of the step, with the noise of the step,
-        and give what its modules of these patterns return (`lingua.tools.inspect.hidden`). Iterated
+        and give what its modules of these patterns return (`lingua.run.hidden`). Iterated
         to the end by every rank. Raises UserError where a pattern matches nothing."""
-        recorded = import_tool("lingua.tools.inspect.hidden", "a probe with hidden states").recorded
+        from lingua.run.hidden import recorded  # imported where a probe asks for it
+
         for read in self.batch:
             micro = self.on_device(read)
             with recorded(self.model, patterns, self.args, self.mesh) as states:

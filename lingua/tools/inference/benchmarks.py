@@ -11,16 +11,16 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from apps.main.config import TrainArgs
-from apps.main.run import Run
 from lingua.base.dump_dir import EVALS, JOB_ID, LOGS, RESULTS, step_folder
 from lingua.base.errors import UserError
 from lingua.checkpoint.retention import mark, marks, unmark
 from lingua.checkpoint.save import publish_config
 from lingua.config.load import to_yaml
-from lingua.monitor.evaluation import WAITING, HarnessArgs
+from lingua.monitor.args import WAITING, HarnessArgs
 from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.signals import StopRequest
+from lingua.run.args import RunArgs
+from lingua.run.run import Run
 from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
 from lingua.tools.slurm.command_line import split_arguments
 from lingua.tools.slurm.jobs import environment_of_another
@@ -32,7 +32,7 @@ LAUNCH_S = 600.0  # Slurm's commands wait for minutes for a controller that does
 logger = logging.getLogger(__name__)
 
 
-def check_benchmarks(args: TrainArgs) -> None:
+def check_benchmarks(args: RunArgs) -> None:
     """Raise UserError where an evaluation would; of its tasks only the names are checked. By one
     process, of a config whose every value is resolved."""
     if args.eval is None:
@@ -56,7 +56,7 @@ def check_benchmarks(args: TrainArgs) -> None:
 class Benchmarks:
     """The benchmarks of a run. Made and called by every rank."""
 
-    def __init__(self, args: TrainArgs) -> None:
+    def __init__(self, args: RunArgs) -> None:
         """Load the tasks and their data, before the run trains. Raises UserError as load_tasks."""
         assert args.eval is not None
         self.tasks = load_tasks(args.eval, args.data.seq_len)
@@ -116,7 +116,7 @@ class Benchmarks:
             raise UserError(f"its job was not launched: {failure}")
         logger.info(f"step {step} is evaluated by a job: {done.stdout.splitlines()[0]}")
 
-    def _log_failed_jobs(self, args: TrainArgs) -> None:
+    def _log_failed_jobs(self, args: RunArgs) -> None:
         """Log each failed job once; on rank 0."""
         jobs = results_folder(args, 0).parent
         for job in status(jobs) if any(jobs.glob(f"*/{JOB_ID}")) else ():
@@ -127,11 +127,11 @@ class Benchmarks:
                 logger.error(f"job {job.job_id}, which evaluates {step}, is {job.state}: {why}")
 
 
-def results_folder(args: TrainArgs, step: int) -> Path:
+def results_folder(args: RunArgs, step: int) -> Path:
     return Path(args.dump_dir or "").absolute() / EVALS / step_folder(step)
 
 
-def job_arguments(args: TrainArgs, checkpoint: Path, step: int) -> list[str]:
+def job_arguments(args: RunArgs, checkpoint: Path, step: int) -> list[str]:
     """The arguments of lingua stool for the job that evaluates a checkpoint. Keys of `eval.job`
     come last, so they win."""
     assert args.eval is not None

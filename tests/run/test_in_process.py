@@ -13,9 +13,10 @@ from jupyter_client.manager import start_new_kernel
 
 import lingua
 from lingua.base.errors import UserError
+from lingua.parallel.alone import one_process
 from lingua.parallel.gradients import grad_norm
-from lingua.tools.in_process import OpenRun, one_process
-from lingua.tools.runs.records import Record
+from lingua.run.in_process import OpenRun
+from lingua.run.records import Record
 from tests.mistakes import refused
 from tests.programs import python
 

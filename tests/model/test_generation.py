@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apps.main.transformer import ModelArgs, build_transformer, parallel_plan
+from apps.main.config import ModelArgs
+from apps.main.transformer import build_transformer, parallel_plan
+from lingua.model.generate import Completion, Request, generate
+from lingua.model.sampling import SamplingArgs
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.mesh import DistributedArgs
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
-from lingua.tools.inference.generate import Completion, Request, generate
-from lingua.tools.inference.sampling import SamplingArgs
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.inference.score import score
 from tests.apps.meshes import on_mesh
 from tests.ranks import Ranks

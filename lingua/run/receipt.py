@@ -22,8 +22,8 @@ from lingua.checkpoint.folder import Checkpoint, find
 from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import local_parts
 from lingua.monitor.metrics import LINKED_EVENTS, NOT_CHAINED
-from lingua.tools.runs.compare.differences import ADDITIONS
-from lingua.tools.runs.records import OPERATIONAL, Record, grouped
+from lingua.run.args import kind_of
+from lingua.run.records import Record, grouped
 
 FORMAT = 2  # 1: the tensors of kept checkpoints are in `run`, and events have no chain
 
@@ -101,8 +101,7 @@ def chain_of(record: Record, file: str, of_events: bool = False) -> dict[str, An
 
 def reproduced_config(config: dict[str, Any]) -> dict[str, Any]:
     """The keys that the numbers of a run depend on, by more than rounding."""
-    left_out = (OPERATIONAL, ADDITIONS)
-    return {k: v for k, v in config.items() if not any(keys.fullmatch(k) for keys in left_out)}
+    return {key: value for key, value in config.items() if kind_of(key) is None}
 
 
 def checkpoints_of(record: Record) -> list[Checkpoint]:

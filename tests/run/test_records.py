@@ -23,8 +23,8 @@ import pytest
 from apps.main.config import TrainArgs
 from lingua.config.load import to_yaml
 from lingua.config.values import plain, read_file
+from lingua.run.records import Record, find_runs, heldout, open_runs
 from lingua.tools.commands.runs import main
-from lingua.tools.runs.records import Record, find_runs, heldout, open_runs
 from lingua.tools.runs.table import TAIL_BYTES
 from lingua.tools.slurm.freeze import move_away
 from tests.locks import ELSEWHERE, hold_lock
@@ -32,7 +32,7 @@ from tests.mistakes import refused
 
 pytestmark = pytest.mark.quick
 
-REPO = Path(__file__).parents[3]
+REPO = Path(__file__).parents[2]
 
 
 def a_run(folder: Path, config: str = "steps: 10\n", **files: Any) -> Path:

@@ -9,11 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps.main import start
-from apps.main.check import check_forward
-from apps.main.config import TrainArgs
-from apps.main.run import Run
-from apps.main.train import Objective, train_step
 from lingua.app import App, Built, choose_app
 from lingua.base.errors import UserError
 from lingua.checkpoint.run_config import load_run
@@ -23,21 +18,26 @@ from lingua.data.loader import MicroBatch
 from lingua.monitor.means import Means
 from lingua.optim.optimizer import NonFiniteGuard
 from lingua.parallel.mesh import dp_degree
-from lingua.tokenizer import TokenizerArgs, build_tokenizer
+from lingua.run.args import RunArgs
+from lingua.run.loop import load_loop
+from lingua.run.run import Run
+from lingua.run.start import add_in_order, check_forward, make_optimizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 
 BYTES = "data.tokenizer={name: bytes, path: null, bos: null, eos: null}"
 DOCUMENTS = 16  # in each row, where documents are masked
 
 
-def read_config(argv: list[str]) -> tuple[App, TrainArgs]:
+def read_config(argv: list[str]) -> tuple[App, RunArgs]:
     """The app and the config of a run with this command line. A tokenizer is needed where the
     config leaves the size of the vocabulary to it, and nowhere else. Raises UserError."""
     app = choose_app(argv)
-    args: TrainArgs
+    args: RunArgs
     args, _ = load_run(app, [*argv, BYTES])
     if args.model.vocab_size == -1:
         try:
-            complete: TrainArgs
+            complete: RunArgs
             complete, _ = load_run(app, argv)
             args.model.vocab_size = build_tokenizer(complete.data.tokenizer).vocab_size
         except UserError as error:
@@ -46,7 +46,7 @@ def read_config(argv: list[str]) -> tuple[App, TrainArgs]:
     return app, args
 
 
-def build(app: App, args: TrainArgs, degree: int) -> Built:
+def build(app: App, args: RunArgs, degree: int) -> Built:
     """The model of a config on `degree` data-parallel ranks; fills in the global batch size. Raises
     UserError."""
     args.app, args.dump_dir = app.path, str(args.folder)
@@ -73,18 +73,19 @@ class Step:
     """The training program's step, on a model that is laid out on `mesh` and has memory."""
 
     def __init__(
-        self, app: App, args: TrainArgs, built: Built, mesh: DeviceMesh, model: nn.Module
+        self, app: App, args: RunArgs, built: Built, mesh: DeviceMesh, model: nn.Module
     ) -> None:
         args.probe.every = 1  # `take` has one
+        self.loop = load_loop()
         self.run = Run(
-            app, args, mesh, model, start.make_optimizer(app, model, args, built.plan),
+            app, args, mesh, model, make_optimizer(app, model, args, built.plan),
             build_tokenizer(TokenizerArgs()), cast(Any, None), {}, Progress(),
             cast(Any, _Numbers()), cast(Any, None), iter(()),
         )  # fmt: skip
         if args.exact:
-            start.add_in_order(model, args, mesh)
+            add_in_order(model, args, mesh)
         try:
-            self.objective = (app.objective or Objective)(self.run)
+            self.objective = (app.objective or self.loop.Objective)(self.run)
         except UserError:
             raise
         except Exception as error:  # such as of a second model, whose weights no rank could read
@@ -101,7 +102,7 @@ class Step:
         batch = [empty_batch(self.run.args.data, rows) for _ in range(n_micro)]
         counts = self.objective.count(batch[0]).clamp(min=1)
         self.run.app = replace(self.run.app, probe=lambda _: between())  # not the app's: it reads
-        train_step(self.run, self.objective, self.guard, batch, counts)
+        self.loop.train_step(self.run, self.objective, self.guard, batch, counts)
 
 
 def empty_batch(args: DataArgs, rows: int) -> MicroBatch:

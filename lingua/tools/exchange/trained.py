@@ -21,12 +21,13 @@ from lingua.config.load import to_yaml
 from lingua.config.saved import load_saved
 from lingua.config.schema import MAX_TOKENS, Free, bounds
 from lingua.monitor.logger import init_logger
+from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters, ties_kept
 from lingua.parallel.launch import detect_launch, pick_device, start
-from lingua.parallel.mesh import DistributedArgs
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.torch_private import non_persistent_buffers
-from lingua.tokenizer import Tokenizer, TokenizerArgs, build_tokenizer
+from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tools.exchange.hugging_face import config_of_hf_folder
 
 

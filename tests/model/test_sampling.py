@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lingua.tools.inference.sampling import Sampler, SamplingArgs
+from lingua.model.sampling import Sampler, SamplingArgs
 
 pytestmark = pytest.mark.quick
 

@@ -6,6 +6,7 @@ is run on the whole text for each token.
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from lingua.base.errors import UserError
 from lingua.model import Cache
+from lingua.model.sampling import Sampler, SamplingArgs
 from lingua.parallel.mesh import divide, dp_degree, world_sum_
 from lingua.parallel.tensors import whole
-from lingua.tokenizer import Tokenizer
-from lingua.tools.inference.sampling import Sampler, SamplingArgs
-from lingua.tools.torch_private import dynamo_is_imported
+from lingua.tokenizer.interface import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -229,3 +229,8 @@ class _Row:
         stops = self.request.settings.stop  # the text may end with the begin of one
         begun = (n for s in stops for n in range(1, len(s)) if text.endswith(s[:n]))
         return text[: len(text) - max(begun, default=0)]
+
+
+def dynamo_is_imported() -> bool:
+    """Whether anything may be compiled. Importing dynamo to ask takes a second."""
+    return "torch._dynamo" in sys.modules

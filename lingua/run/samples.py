@@ -3,11 +3,11 @@
 import logging
 from functools import partial
 
-from apps.main.run import Run
 from lingua.base.dump_dir import SAMPLES
 from lingua.data import IGNORE
 from lingua.monitor.metrics import cut_back
 from lingua.parallel.mesh import on_rank_0
+from lingua.run.run import Run
 
 # Samples of a source, tokens generated for each, tokens of each prompt.
 N_SAMPLES, SAMPLE_TOKENS, PROMPT_TOKENS = 2, 200, 64
@@ -48,8 +48,8 @@ def write_samples(run: Run) -> None:
 def _continue(run: Run, name: str, n: int, max_tokens: int) -> list[tuple[str, str]]:
     """(prompt, generated text) for at most `n` places of a source's held-out text, or of its
     conversations, each before an answer."""
-    from lingua.tools.inference.generate import Request, generate
-    from lingua.tools.inference.sampling import SamplingArgs
+    from lingua.model.generate import Request, generate
+    from lingua.model.sampling import SamplingArgs
 
     held_out = run.data.held_out[name]
     windows, seq_len = held_out.tokens, held_out.tokens.shape[1]

@@ -3,6 +3,7 @@
 import logging
 import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps.main.check import Checked, resolve_attention
-from apps.main.config import TrainArgs
-from apps.main.run import Run
+from lingua.app import MAIN, known_apps
 from lingua.base.dump_dir import CONFIG, PLAN, RECEIPT, step_folder
-from lingua.base.errors import UserError, import_tool
+from lingua.base.errors import UserError, tool_needed_by
 from lingua.base.files import write_atomically
 from lingua.base.format import counted, short_time
 from lingua.base.version import code_hash, code_version
@@ -27,6 +26,10 @@ from lingua.model.head import chunk_note
 from lingua.model.transformer import Attention
 from lingua.optim.schedule import schedule_warnings
 from lingua.parallel.mesh import AXES, dp_degree, on_rank_0
+from lingua.run.args import RunArgs
+from lingua.run.receipt import write_receipt
+from lingua.run.run import Run
+from lingua.run.start import Checked, resolve_attention
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ def announce(run: Run, checked: Checked) -> None:
         run.report.event("topology", step, old=checked.saved.topology, new=topology)
 
 
-def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
+def describe(args: RunArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
     """Yields what a person wants to read before the first step."""
     n_parameters = sum(p.numel() for p in model.parameters())
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
@@ -71,6 +74,7 @@ def describe(args: TrainArgs, model: nn.Module, mesh: DeviceMesh) -> Iterator[st
 def machine(run: Run) -> dict[str, Any]:
     """Returns the machines, devices and code of a start, as values of JSON. Called by every
     rank."""
+    main = [path for name, path in known_apps().items() if name == MAIN and path in sys.modules]
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return {
@@ -78,7 +82,7 @@ def machine(run: Run) -> dict[str, Any]:
         "flops_per_token": run.report.flops_per_token,
         "hosts": list(dict.fromkeys(hosts)),
         "commit": on_rank_0(partial(code_version, Path(__file__))),
-        "code": on_rank_0(partial(code_hash, "lingua", str(__package__), run.app.path)),
+        "code": on_rank_0(partial(code_hash, "lingua", *main, run.app.path)),
         **versions(),
     }
 
@@ -98,7 +102,7 @@ def finish(run: Run) -> None:
         reason = "stop_at"
         logger.info(f"stopped after step {step}, as stop_at asks; without it the run continues")
     else:
-        from apps.main.samples import write_samples
+        from lingua.run.samples import write_samples
 
         write_samples(run)
         newest = f"the newest checkpoint is {run.saver.root / step_folder(step)}"
@@ -106,15 +110,15 @@ def finish(run: Run) -> None:
     if (args.folder / PLAN).exists():
         step_s = run.report.trained_s / max(1, step)
         try:
-            fact = import_tool("lingua.tools.plan.fact", f"comparing the run with {PLAN}")
-            logger.info(fact.against_plan(args.folder, run.mesh.shape, run.device, step_s))
+            with tool_needed_by(f"comparing the run with {PLAN}"):
+                from lingua.tools.plan.fact import against_plan
+            logger.info(against_plan(args.folder, run.mesh.shape, run.device, step_s))
         except UserError as error:  # the run is done
             logger.info(error)
     run.report.event("stop", step, reason=reason)
     if reason == "done":  # last: a run that has it is finished
         try:
-            receipt = import_tool("lingua.tools.audit.receipt", RECEIPT)
-            on_rank_0(partial(receipt.write_receipt, args.folder))
+            on_rank_0(partial(write_receipt, args.folder))
         except UserError as error:
             logger.info(error)
     if not run.signals:

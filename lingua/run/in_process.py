@@ -1,47 +1,45 @@
 """Training in the process that calls it, which is afterwards as it was; see lingua.train and
 lingua.open_run."""
 
-import atexit
 import inspect
 import json
-import logging
 import multiprocessing
 import signal
-import sys
 import threading
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import nn
 
-from lingua.app import App, import_app, main_program
+from lingua.app import App, import_app
 from lingua.base.errors import UserError
 from lingua.checkpoint.run_config import load_run
 from lingua.config.values import plain
 from lingua.data.loader import MicroBatch
 from lingua.monitor.means import exact_sum
+from lingua.parallel.alone import logging_restored, temporary_process_group, torch_restored
 from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.parallelize import reshard
 from lingua.parallel.signals import Stopped, StopRequest
-from lingua.tokenizer import Tokenizer
-from lingua.tools.runs.records import Record
+from lingua.run.describe import finish
+from lingua.run.loop import Loop, load_loop
+from lingua.run.records import Record
+from lingua.run.run import Run
+from lingua.run.start import is_finished, start_run
+from lingua.tokenizer.interface import Tokenizer
 
 Config = Mapping[str, Any] | Sequence[str] | str | Path | None
 
 
 def train_here(app: str | ModuleType | App, config: Config) -> Record:
     """See lingua.train."""
-    with _training_process(app, config, "lingua.train") as (program, chosen, args):
-        stopped_by = program.train(chosen, args)
+    with _training_process(app, config, "lingua.train") as (loop, chosen, args):
+        stopped_by = loop.train(chosen, args)
     if stopped_by is not None:
         signal.raise_signal(signal.Signals[stopped_by])  # the caller's handler receives it
     return Record(args.folder)
@@ -50,8 +48,8 @@ def train_here(app: str | ModuleType | App, config: Config) -> Record:
 class OpenRun:
     """A run of `lingua.open_run`, which trains while one iterates over it."""
 
-    def __init__(self, run: Any, steps: Generator[int, None, None], stop: StopRequest) -> None:
-        """`run` is an apps.main.run.Run before its first step, `steps` its loop."""
+    def __init__(self, run: Run, steps: Generator[int, None, None], stop: StopRequest) -> None:
+        """`run` is before its first step, `steps` its loop."""
         self._run, self._steps, self._stop = run, steps, stop
         set_gradient_sync(run.model, None, last=True)  # the caller may run a backward
 
@@ -126,15 +124,15 @@ def open_here(app: str | ModuleType | App, config: Config) -> Iterator[OpenRun]:
     """See lingua.open_run."""
     stopped_by: str | None = None
     with (
-        _training_process(app, config, "lingua.open_run") as (program, chosen, args),
+        _training_process(app, config, "lingua.open_run") as (loop, chosen, args),
         StopRequest("stopping before the next step") as stop,
     ):
         try:
             with ExitStack() as open_parts:
-                started = program.start.start_run(chosen, args, stop, open_parts)
-                finished = program.start.is_finished(started, args)
-                run = program.build_run(chosen, args, started, stop, open_parts)
-                steps = program.take_steps(run, stop)
+                started = start_run(chosen, args, stop, open_parts)
+                finished = is_finished(started, args)
+                run = loop.build_run(chosen, args, started, stop, open_parts)
+                steps = loop.take_steps(run, stop)
                 if finished:
                     steps.close()
                 opened = OpenRun(run, steps, stop)
@@ -144,7 +142,7 @@ def open_here(app: str | ModuleType | App, config: Config) -> Iterator[OpenRun]:
                 finally:
                     opened.end()
                 if not finished:
-                    program.finish(run)
+                    finish(run)
                 stopped_by = run.signals[0] if run.signals else None
         except Stopped:  # by a signal before the first step
             stopped_by = stop.signal
@@ -155,9 +153,9 @@ def open_here(app: str | ModuleType | App, config: Config) -> Iterator[OpenRun]:
 @contextmanager
 def _training_process(
     app: str | ModuleType | App, config: Config, function: str
-) -> Iterator[tuple[ModuleType, App, Any]]:
-    """A context in which a run may be trained by the `function` of lingua: yields the training
-    program, the app and the configuration. Raises UserError."""
+) -> Iterator[tuple[Loop, App, Any]]:
+    """A context in which a run may be trained by the `function` of lingua: yields the loop, the
+    app and the configuration. Raises UserError."""
     if threading.current_thread() is not threading.main_thread():
         raise UserError(f"{function}: must be called in the main thread, which receives signals")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -167,7 +165,7 @@ def _training_process(
         advice = "python -m apps.main.train is the program for them"
         raise UserError(f"{function}: is one process, and here are {world_size}; {advice}")
     chosen = app_of(app, function)
-    program = import_module(main_program("train"))
+    loop = load_loop()
     args, notices = load_run(chosen, words(config))
     for line in notices:
         print(line)
@@ -176,7 +174,7 @@ def _training_process(
         torch_restored(),
         temporary_process_group(),
     ):
-        yield program, chosen, args
+        yield loop, chosen, args
 
 
 def app_of(app: str | ModuleType | App, function: str) -> App:
@@ -200,68 +198,3 @@ def words(config: Config) -> list[str]:
         raise UserError(f"config = {given!r}: {need}")
     values = plain(given or {})
     return [f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in values.items()]
-
-
-@contextmanager
-def logging_restored(packages: set[str]) -> Iterator[None]:
-    """A context that undoes what lingua.monitor.logger.init_logger does inside."""
-    root = logging.getLogger()
-    loggers = [root, *map(logging.getLogger, {"lingua", "apps", "__main__", *packages})]
-    levels, handlers = [logger.level for logger in loggers], root.handlers[:]
-    root.handlers[:] = []  # it closes those that it finds
-    try:
-        yield
-    finally:
-        for handler in root.handlers:
-            handler.close()
-        root.handlers[:] = handlers
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def torch_restored() -> Iterator[None]:
-    """A context that undoes what lingua.parallel.launch.start sets for the whole process."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    tf32, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        if deterministic != torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        if threads != torch.get_num_threads():
-            torch.set_num_threads(threads)
-
-
-@contextmanager
-def temporary_process_group() -> Iterator[None]:
-    """Inside, a process group may be started, as in a process of its own; at the end it and what it
-    leaves in Python are removed. Raises UserError where the process is in one already."""
-    if dist.is_initialized():
-        raise UserError("lingua.load and lingua.train need a process without a process group")
-    # A thread of gloo that is late aborts the process at its end, as `run_program` explains.
-    atexit.unregister(_wait)
-    atexit.register(_wait)
-    excepthook = sys.excepthook  # each group adds one, which writes "[rank0]: " in tracebacks
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.excepthook = excepthook
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    """A process group of this process alone, for functions that ranks call together."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _wait() -> None:
-    time.sleep(0.1)

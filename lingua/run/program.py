@@ -1,0 +1,45 @@
+"""Train a model, or resume its training:
+
+    python -m lingua train config=apps/main/configs/debug.yaml
+    python -m lingua train config=my.yaml name=second optim.lr=1e-3 app=my_app
+
+Mistakes of the configuration are printed before the seconds in which torch is imported.
+"""
+
+import gc
+import sys
+from typing import NoReturn
+
+from lingua.app import choose_app
+from lingua.base.format import printable
+from lingua.checkpoint.run_config import load_run
+from lingua.parallel.environment import detect_launch
+from lingua.parallel.program import exit_stopped, run_program
+from lingua.run.args import RunArgs
+
+
+def main(argv: list[str] | None = None, loop: str | None = None, doc: str | None = None) -> None:
+    """Train what a command line asks for.
+
+    Args:
+        loop: the module with the loop, a lingua.run.loop.Loop; None: apps.main.train.
+        doc: what `--help` begins with; None: the lines above.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    app = choose_app(argv)
+    args: RunArgs
+    args, notices = load_run(app, argv, program_doc=doc or __doc__)
+    if detect_launch().rank == 0:
+        for line in [*notices, f"{args.name}: an {app.path} run in {args.folder}"]:
+            print(printable(line), flush=True)
+    from lingua.run.loop import load_loop
+
+    program = load_loop(loop)
+    gc.freeze()  # what is imported stays: run_program froze only what came before
+    if stopped_by := program.train(app, args):
+        exit_stopped(stopped_by)
+
+
+def run_loop(loop: str, doc: str | None) -> NoReturn:
+    """The program of a module with a loop, named by its import path."""
+    run_program(lambda: main(loop=loop, doc=doc))
