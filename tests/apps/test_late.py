@@ -113,7 +113,7 @@ def test_a_rank_that_is_stopped_while_it_saves_is_named(runs, tmp_path, rank):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("trial", range(20))
+@pytest.mark.parametrize("trial", range(10))
 def test_a_rank_that_is_stopped_or_killed_at_random_is_named(runs, tmp_path, trial):
     chance = random.Random(trial)
     rank, number = chance.randrange(3), signal.SIGKILL if trial % 5 == 4 else signal.SIGSTOP
