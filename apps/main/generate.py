@@ -215,7 +215,7 @@ def read_prompts(args: GenerateArgs) -> list[Prompt]:
         raise UserError(f"prompts = {path}: has no prompt")
     read_line = read_json_prompt if path.suffix == ".jsonl" else Prompt
     prompts = []
-    for number, line in enumerate(text.removesuffix("\n").split("\n")):
+    for number, line in enumerate(text.replace("\r\n", "\n").removesuffix("\n").split("\n")):
         where = f"{path}:{number + 1}"
         if not line.strip():
             raise UserError(f"{where}: is blank; must be a prompt")
