@@ -215,7 +215,7 @@ def read_prompts(args: GenerateArgs) -> list[Prompt]:
         raise UserError(f"prompts = {path}: has no prompt")
     read_line = read_json_prompt if path.suffix == ".jsonl" else Prompt
     prompts = []
-    for number, line in enumerate(text.removesuffix("\n").split("\n")):
+    for number, line in enumerate(text.replace("\r\n", "\n").removesuffix("\n").split("\n")):
         where = f"{path}:{number + 1}"
         if not line.strip():
             raise UserError(f"{where}: is blank; must be a prompt")
@@ -249,7 +249,7 @@ def chat_tokens(prompt: Prompt, chat: Chat) -> list[int]:
         raise UserError(f"{prompt.where}: {error}") from None
 
 
-def until_turn_end(settings: PromptArgs, chat: Chat, eos_id: int | None) -> PromptArgs:
+def until_turn_end(settings: PromptArgs, chat: Chat, ends: list[int]) -> PromptArgs:
     """The settings, with the end of an answer among what ends the result."""
     try:
         token, text = chat.turn_end
@@ -258,8 +258,7 @@ def until_turn_end(settings: PromptArgs, chat: Chat, eos_id: int | None) -> Prom
     if text:
         return replace(settings, stop=[*settings.stop, text])
     if settings.stop_tokens is None:
-        ends = [t for t in (token, eos_id) if t is not None]
-        return replace(settings, stop_tokens=ends)
+        return replace(settings, stop_tokens=[*ends, *([] if token is None else [token])])
     return settings
 
 
@@ -294,7 +293,7 @@ def to_requests(
             )
         settings = prompt.args
         if chat is not None:
-            settings = until_turn_end(settings, chat, opened.tokenizer.eos_id)
+            settings = until_turn_end(settings, chat, opened.tokenizer.ends)
         requests.append(Request(tokens, settings, prompt.args.seed))
     return fit_prompts(requests, opened.context)
 

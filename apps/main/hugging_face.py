@@ -107,9 +107,10 @@ def tensors(args: ModelArgs) -> dict[str, HFTensor]:
     return by_name
 
 
-def unused(args: ModelArgs) -> tuple[str, ...]:
-    """Returns the tensors that are not read: those of an old form, and a tied head."""
-    return (".rotary_emb.inv_freq", *(("lm_head.weight",) if args.weight_tying else ()))
+def unused(args: ModelArgs) -> dict[str, str | None]:
+    """Returns the tensors that are not read: those of an old form, and the copy of a tied head."""
+    head = {"lm_head.weight": "model.embed_tokens.weight"} if args.weight_tying else {}
+    return {".rotary_emb.inv_freq": None, **head}
 
 
 def to_config(args: ModelArgs, seq_len: int) -> dict[str, Any]:
@@ -165,17 +166,17 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0,),
     "quantization_config": (),
     "rope_type": ("default", "llama3"),
+    "attention_dropout": (0.0,),  # of the weights of attention; model.dropout is another
     "tie_word_embeddings": (True, False),
 }
 
 
 def from_config(config: Mapping[str, Any], where: str) -> tuple[ModelArgs, int]:
     """Our `model` group of a config.json, and seq_len. UserError names what the model lacks."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # the first wins
+    rope = config.get(name) or {}
     if not isinstance(rope, Mapping):
-        raise UserError(
-            f"{where}: rope_parameters = {show(rope)}: must be a group of keys, or null"
-        )
+        raise UserError(f"{where}: {name} = {show(rope)}: must be a group of keys, or null")
     given = {**config, **rope, "rope_type": rope.get("rope_type") or rope.get("type")}
     for key, allowed in ONLY.items():
         value = given.get(key)

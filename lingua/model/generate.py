@@ -180,8 +180,8 @@ class _Row:
         self.request, self.tokenizer, self.n_passed = request, tokenizer, 0
         self.result = Completion()
         settings = request.settings
-        eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-        self.stop_tokens = frozenset(eos if settings.stop_tokens is None else settings.stop_tokens)
+        ends = tokenizer.ends if settings.stop_tokens is None else settings.stop_tokens
+        self.stop_tokens = frozenset(ends)
         # Tokens that can hold the longest stop string: a token has a byte of text at least, but
         # for special ones and those that some libraries change at the begin of a text.
         self.tail = 8 + max((len(stop.encode()) for stop in settings.stop), default=0)

@@ -1,6 +1,7 @@
 """Weights & Biases, imported by a run that logs to it (`logging.wandb`)."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from numbers import Real
 from pathlib import Path
@@ -10,30 +11,48 @@ from lingua.base.dump_dir import EVALUATION, SAMPLES, VALIDATION, WANDB_ID
 from lingua.base.errors import UserError, import_optional
 from lingua.monitor.args import WandbArgs
 
+logger = logging.getLogger(__name__)
+
 
 class WandbLog:
-    """The wandb run of a dump dir, which gets the lines that a Reporter writes."""
+    """The wandb run of a dump dir, which gets the lines that a Reporter writes. Where its client
+    fails, the run goes on without it."""
 
     def __init__(
         self, args: WandbArgs, name: str, config: Mapping[str, Any], dump_dir: Path
     ) -> None:
         """Raises UserError as start_wandb."""
-        self.run = start_wandb(args, name, config, dump_dir)
+        self.run: Any = start_wandb(args, name, config, dump_dir)
 
     def log(self, file: str, line: Mapping[str, Any]) -> None:
         """Log a line of a .jsonl file of the dump dir, which has a `step`."""
         if values := wandb_values(file, line):
-            self.run.log({"step": line["step"], **values})
+            self._log({"step": line["step"], **values})
 
     def samples(self, step: int, source: str, pairs: Sequence[tuple[str, str]]) -> None:
         """Log samples as a table, a row for each (prompt, text)."""
         import wandb
 
         table = wandb.Table(columns=["prompt", "text"], data=[list(pair) for pair in pairs])
-        self.run.log({"step": step, f"samples/{source}": table})
+        self._log({"step": step, f"samples/{source}": table})
 
     def finish(self) -> None:
-        self.run.finish()
+        if self.run is not None:
+            self._attempt(self.run.finish)
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self.run is not None:
+            self._attempt(lambda: self.run.log(values))
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # of its own process, or of the system
+            self.run = None
+            logger.warning(
+                f"logging.wandb: the client has failed ({type(error).__name__}: {error}); nothing "
+                "more is sent, and the files of the dump dir have everything"
+            )
 
 
 def start_wandb(args: WandbArgs, name: str, config: Mapping[str, Any], dump_dir: Path) -> Any:

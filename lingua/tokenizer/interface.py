@@ -97,6 +97,7 @@ class Tokenizer:
     encode_texts: Callable[[Sequence[str]], Iterable[Any]]  # ids of each, without bos and eos
     decode_ids: Callable[[list[int]], str]
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # usual names of bos and eos
+    more_ends: tuple[int, ...] = ()  # tokens beside eos that end a text which the model generates
 
     @property
     def dtype(self) -> "np.dtype":
@@ -143,6 +144,11 @@ class Tokenizer:
             if not 0 <= i < self.vocab_size:
                 raise IndexError(f"token {i} is outside the vocabulary of {self.vocab_size}")
         return self.decode_ids(ids)
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a text which the model generates."""
+        return [*([] if self.eos_id is None else [self.eos_id]), *self.more_ends]
 
     def fingerprint(self) -> str:
         """Equal for tokenizers that give every text the same ids, on every machine."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from lingua.base.files import read_bytes
-from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
 
 # How Llama 3 splits text before merging: contractions, words with the character before them, up to
 # three digits, punctuation, line ends; then spaces.
@@ -22,6 +22,8 @@ SPLIT = f"{_WITHOUT_LOOK_AHEAD}|{_SPACES}"
 # The same expression: tiktoken's regex engine gives a group without look-ahead as a whole to a
 # faster engine; ungrouped, it tries every alternative by itself.
 _SPLIT_FAST = f"(?:{_WITHOUT_LOOK_AHEAD})|{_SPACES}"
+# An expression must match all of it.
+SAMPLE = "It's  12,345 caf\u00e9s\t(\u4e2d\u6587) \u0645\n\n  x_y = 'A'; \U0001f600\r\n"
 N_SPECIAL = 256  # bos, eos and 254 reserved ids after the ranks, as in Llama 3
 # In a run of some hundred thousand spaces the library's regex engine fails ("Max stack size
 # exceeded"). A text is cut only inside such a run, so all others get exactly the library's tokens.
@@ -35,7 +37,7 @@ def build_tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
     # a file of the same name with the suffix .pattern replaces Llama 3's expression
     file = args.file.with_suffix(".pattern")
     try:
-        pattern = read_bytes(file).decode() if file.is_file() else SPLIT
+        pattern = read_bytes(file).decode().rstrip("\r\n") if file.is_file() else SPLIT
         encoding = args.import_library("tiktoken").Encoding(
             "lingua",
             pat_str=_SPLIT_FAST if pattern == SPLIT else pattern,
@@ -56,6 +58,15 @@ def build_tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
     def decode(ids: list[int]) -> str:
         return encoding.decode([i for i in ids if i < n_ranks], errors="replace")
 
+    try:
+        again = decode(encode(SAMPLE).tolist())
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        raise args.wrong_value(f"{file} has a wrong pattern: {error}") from None
+    if again != SAMPLE:
+        need = f"must match every character of a text; {SAMPLE!r} becomes {again!r}"
+        raise args.wrong_value(f"{file}: {need}")
     size, bos_id, eos_id = n_ranks + N_SPECIAL, n_ranks, n_ranks + 1
     content, encode_texts = content + pattern.encode(), partial(map, encode)
     return Tokenizer("tiktoken", size, bos_id, eos_id, content, encoding, encode_texts, decode)

@@ -242,6 +242,16 @@ def test_groups_and_tags_are_those_of_the_harness(ranks, run, task_dir, tmp_path
     assert [json.loads(line)["task"] for line in lines].count("both") == 1
 
 
+def test_a_task_may_have_a_slash_in_its_name(ranks, run, task_dir, tmp_path):
+    folder = shutil.copytree(task_dir, tmp_path / "tasks")
+    choice = (folder / "choice.yaml").read_text()
+    (folder / "part.yaml").write_text(choice.replace("task: choice", "task: suite/part"))
+    out = ours(ranks, run, folder, tmp_path / "out", "tasks=[choice,suite/part]")
+    assert samples_in(out, "suite%2Fpart") == samples_in(out, "choice")
+    results = results_in(out)["results"]
+    assert results["suite/part"]["acc,none"] == results["choice"]["acc,none"]
+
+
 def test_without_the_harness_the_message_names_the_package(ranks, run, tmp_path):
     argv = [f"ckpt={run}", "tasks=[arc_easy]", f"dump_dir={tmp_path / 'out'}"]
     for error, _ in ranks.run(2, eval_here, *argv, hidden="lm_eval"):

@@ -82,6 +82,8 @@ def test_results_come_in_the_order_of_the_prompts_the_same_on_every_topology(res
     assert [line["prompt"] for line in alone] == lines
     assert [line["tokens"] for line in alone] == [likeliest(line, 8) for line in lines]
     assert all(len(line["logprobs"]) == 8 and line["finish"] == "length" for line in alone)
+    prompts.write_text("\r\n".join(lines) + "\r\n", encoding="utf-8", newline="")
+    assert [line["prompt"] for line in results(prompts, "max_gen_tokens=1")] == lines
     drawn = results(prompts, "seed=5", "batch_size=2")
     assert [line["seed"] for line in drawn] == [5, 6, 7, 8]
     found = results(prompts, "seed=5", "batch_size=3", sizes=(1, 1, 3))

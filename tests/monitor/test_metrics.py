@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 
 from lingua.base.errors import UserError
 from lingua.data import IGNORE
@@ -20,7 +21,7 @@ from lingua.monitor.logger import init_logger, progress_line
 from lingua.monitor.means import mean_parts, means
 from lingua.monitor.metrics import Chain, append_line, cut_back, mfu, peak_mem_gib
 from lingua.monitor.peaks import peak_flops
-from lingua.monitor.wandb import start_wandb
+from lingua.monitor.wandb import WandbLog, start_wandb
 from tests.disk import full_disk
 from tests.mistakes import refused
 from tests.programs import python
@@ -228,6 +229,24 @@ def test_wandb_resumes_the_run_of_the_dump_dir(tmp_path, monkeypatch):
     assert ids[0] not in ("name", tmp_path.name)  # which other runs may have too
     monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks an absent package
     refused(lambda: start_wandb(WandbArgs(), "name", {}, tmp_path), "wandb, which is not installed")
+
+
+def test_a_run_goes_on_where_the_client_of_wandb_dies(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log = WandbLog(WandbArgs(mode="offline"), "name", {}, tmp_path)
+    log.log("metrics.jsonl", {"step": 1, "loss": 1.0})
+
+    def dead(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(type(log.run), "log", dead)  # as where its process was killed
+    log.log("metrics.jsonl", {"step": 2, "loss": 1.0})
+    log.samples(2, "one", [("a", "b")])
+    log.finish()
+    ours = [record for record in caplog.records if record.name.startswith("lingua")]
+    [warning] = [record.getMessage() for record in ours]
+    assert "logging.wandb: the client has failed (BrokenPipeError" in warning
+    wandb.finish()
 
 
 def test_the_mean_of_a_metric_leaves_out_padding_and_ignored_targets():

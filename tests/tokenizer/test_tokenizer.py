@@ -264,6 +264,7 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
         ("tiktoken", no_a, None, "0x41"),
         ("tiktoken", ranks, b"\xff", "pattern"),
         ("tiktoken", ranks, b""),  # Rust panics at a match of nothing
+        ("tiktoken", ranks, rb"\w+|\s+", "must match every character", "It's  12"),
     ):
         path = tmp_path / f"{name}.json"
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
@@ -271,6 +272,19 @@ def test_a_wrong_file_of_a_tokenizer_is_named_with_what_is_wrong_in_it(tmp_path,
             path.with_suffix(".pattern").write_bytes(pattern)
         use = lambda args: build_tokenizer(args).encode("x y")  # noqa: E731
         refused(partial(use, TokenizerArgs(name, str(path))), "data.tokenizer.", *named)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_end_is_no_part_of_the_expression_in_a_file(paths, tmp_path, end):
+    ranks, text = Path(paths["tiktoken"].path).read_bytes(), "the  cat sat on 12 mats"
+    tokenizers = []
+    for name, ending in (("without", ""), ("with", end)):
+        (path := tmp_path / f"{name}.tiktoken").write_bytes(ranks)
+        path.with_suffix(".pattern").write_text(rf"\w+|[^\w\s]+|\s+{ending}", newline="")
+        tokenizers.append(build_tokenizer(TokenizerArgs("tiktoken", str(path))))
+    plain, ended = tokenizers
+    assert ended.encode(text).tolist() == plain.encode(text).tolist()
+    assert ended.fingerprint() == plain.fingerprint()
 
 
 def test_the_absence_of_a_library_is_explained(paths, monkeypatch):

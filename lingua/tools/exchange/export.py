@@ -31,11 +31,18 @@ from lingua.config.load import to_yaml
 from lingua.config.values import parse_mapping, plain, read_file
 from lingua.run.records import Record, grouped
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
-from lingua.tools.exchange.hugging_face import INDEX, SINGLE, HFTensor, HuggingFace, form_of
+from lingua.tools.exchange.hugging_face import (
+    GENERATION,
+    INDEX,
+    SINGLE,
+    HFTensor,
+    HuggingFace,
+    form_of,
+)
 from lingua.tools.exchange.trained import read_trained
 
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 CARD, EOS = "README.md", "eos_token_id"
 TERMS = re.compile(r"(licen[cs]e|notice|copying|use_policy)\b.*", re.IGNORECASE)  # names of files
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack)(\.index\.json)?")

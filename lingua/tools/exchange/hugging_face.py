@@ -29,6 +29,7 @@ from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
 DTYPES = {  # names of the safetensors format
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -64,7 +65,8 @@ class HuggingFace:
     from_config: Callable[[Mapping[str, Any], str], tuple[Any, int]]
     # Every tensor by its name here, in the order in which they are written.
     tensors: Callable[[Any], dict[str, HFTensor]]
-    unused: Callable[[Any], tuple[str, ...]]  # endings of tensor names to ignore
+    # Endings of tensor names that are not read, with the tensor that one must be equal to, if any.
+    unused: Callable[[Any], dict[str, str | None]]
     # By key in `model`, all that matters for the same weights to compute the same.
     computes: Callable[[Any], dict[str, Any]]
 
@@ -112,11 +114,16 @@ def open_folder(form: HuggingFace, folder: Path) -> tuple[TensorSource, Any, int
     ours = {f"model.{name}": t for name, t in form.tensors(model).items()}
     stored = stored_tensors(folder)
     expected = {t.name: t.shape for t in ours.values()}
-    shapes = {
-        name: t.shape
-        for name, t in stored.items()
-        if name in expected or not name.endswith(form.unused(model))
-    }
+    unused = form.unused(model)
+    extra = [name for name in stored if name not in expected and name.endswith(tuple(unused))]
+    for name in extra:
+        copied = next(equal for end, equal in unused.items() if name.endswith(end))
+        if copied in stored and not _are_equal(stored[name], stored[copied]):
+            raise UserError(
+                f"{stored[name].file}: {name} is not {copied}, and {where} ties them: set "
+                "tie_word_embeddings = false there to read both, or remove the former"
+            )
+    shapes = {name: t.shape for name, t in stored.items() if name not in extra}
     check_fit(
         f"{folder}: its tensors do not fit", expected, shapes, f"in {HF_CONFIG}", "in the folder"
     )
@@ -189,6 +196,22 @@ class StoredTensor(NamedTuple):
         return begins, size
 
 
+def _are_equal(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors have the same bytes."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype not in DTYPES:
+        return False
+    left = math.prod(a.shape) * DTYPES[a.dtype].itemsize
+    with a.file.open("rb") as one, b.file.open("rb") as other:
+        one.seek(a.begin)
+        other.seek(b.begin)
+        while left > 0:
+            size = min(left, READ_BYTES)
+            if one.read(size) != other.read(size):
+                return False
+            left -= size
+    return True
+
+
 def _read_part(
     descriptor: int,
     stored: StoredTensor,
@@ -222,12 +245,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """A folder's tensors by their names in transformers. Raises UserError, which names the file
     that cannot be read."""
     index, files = folder / INDEX, [SINGLE]
-    if index.is_file():
+    if (folder / SINGLE).is_file():
+        pass  # transformers reads it where there are both
+    elif index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: must have a mapping weight_map of tensors to files")
         files = sorted(set(map(str, weight_map.values())))
-    elif not (folder / SINGLE).is_file():
+    else:
         raise UserError(f"{folder}: must have {SINGLE} or {INDEX}; only safetensors are read")
     tensors: dict[str, StoredTensor] = {}
     for name in files:
@@ -249,6 +274,19 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             at = begin + t["data_offsets"][0]
             tensors[tensor] = StoredTensor(file, at, t["dtype"], tuple(t["shape"]))
     return tensors
+
+
+def end_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The tokens with which transformers ends a text of a folder's model. Raises UserError."""
+    for file in (folder / GENERATION, folder / HF_CONFIG):
+        value = read_json(file).get("eos_token_id") if file.is_file() else None
+        if value is not None:
+            tokens = value if isinstance(value, list) else [value]
+            if all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+                return tuple(tokens)
+            need = f"must be a token or a list of tokens, numbers from 0 to {vocab_size - 1}"
+            raise UserError(f"{file}: eos_token_id = {json.dumps(value)}: {need}")
+    return ()
 
 
 def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:

@@ -28,7 +28,7 @@ from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.torch_private import non_persistent_buffers
 from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
-from lingua.tools.exchange.hugging_face import config_of_hf_folder
+from lingua.tools.exchange.hugging_face import config_of_hf_folder, end_tokens
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Trained:
             raise UserError(
                 f"{shown} is not the one that {path} was trained with: its tokens are others"
             )
-        return tokenizer
+        ends = end_tokens(path, size) if is_hf_folder(path) else ()
+        return replace(tokenizer, more_ends=ends)
 
     def build(self) -> tuple[nn.Module, ParallelPlan]:
         """The model on the meta device, and its layout, without the sizes of training rows: inputs

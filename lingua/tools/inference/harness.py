@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import torch.distributed as dist
@@ -288,7 +289,8 @@ def write_results(folder: Path, results: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for task, samples in results["samples"].items():
         text = "".join(map(dump, samples))
-        (folder / f"samples_{task}_{now}.jsonl").write_text(text, encoding="utf-8")
+        name = quote(task, safe=" ")  # a task may be `suite/part`
+        (folder / f"samples_{name}_{now}.jsonl").write_text(text, encoding="utf-8")
     text = dump({key: value for key, value in results.items() if key != "samples"}, indent=2)
     (folder / RESULTS.replace("*", now)).write_text(text, encoding="utf-8")
 

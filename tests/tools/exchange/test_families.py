@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from apps.main.config import ModelArgs
 from apps.main.hugging_face import from_config, llama
 from apps.main.transformer import build_transformer, parallel_plan
+from lingua.base.errors import UserError
 from lingua.checkpoint.tensors import local_parts, tensors_of
 from lingua.parallel.args import DistributedArgs
-from lingua.parallel.init import canonical_name, init_parameters
+from lingua.parallel.init import canonical_name, init_parameters, ties_kept
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.parallelize import parallelize_model
 from lingua.tools.exchange.hugging_face import INDEX, SINGLE, open_folder
@@ -144,6 +146,122 @@ def test_a_family_has_its_own_meaning_of_keys_that_a_config_json_lacks(tmp_path,
     assert (seq_len, args.norm_eps) == (there.max_position_embeddings, there.rms_norm_eps)
     assert args.rope_theta == there.rope_parameters["rope_theta"]
     assert args.weight_tying == there.tie_word_embeddings
+
+
+# Values that a key of config.json may have, where not another one of the same type.
+CHANGES: dict[str, list[Any]] = {
+    "hidden_act": ["gelu", "swish"],
+    "rms_norm_eps": [0.1],
+    "initializer_range": [0.5],
+    "rope_theta": [50.0],
+    "partial_rotary_factor": [0.5],
+    "attention_dropout": [0.1],
+    "sliding_window": [3, None],
+    "max_window_layers": [1, 2],
+    "num_key_value_heads": [4, None],
+    "head_dim": [20, None],
+    "layer_types": [["sliding_attention"] * 2, ["full_attention", "sliding_attention"]],
+    "rope_scaling": [
+        SCALED,
+        {"rope_type": "linear", "factor": 3.0},
+        {"type": "dynamic", "factor": 3.0},
+        {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16},
+        {"rope_theta": 50.0, "rope_type": "default"},
+        {},
+        None,
+    ],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "dtype": ["bfloat16"],
+}
+CHANGES["rope_parameters"] = [
+    *CHANGES["rope_scaling"],
+    {"rope_theta": 50.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+    {"full_attention": SCALED, "sliding_attention": SCALED},
+]
+# Their meaning needs other code than a forward: training, or where a model begins.
+NOT_IN_LOGITS = {"attention_dropout": "must be 0.0"}
+
+
+def changes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in dict.fromkeys([*config, *CHANGES]):
+        value = config.get(key)
+        if key in CHANGES:
+            others = CHANGES[key]
+        elif isinstance(value, bool):
+            others = [not value]
+        elif isinstance(value, int | float):
+            others = [2 * value + 1]
+        else:  # names of the model and of its classes
+            others = []
+        yield from ((key, other) for other in others if other != value or key not in config)
+
+
+def logits_here(folder: Path) -> Tensor:
+    source, args, _ = open_folder(llama, folder)
+    model = build_transformer(args)
+    with ties_kept(model):
+        model.to_empty(device="cpu")
+    whole = source.whole(source.tensors)
+    tensors = {name.removeprefix("model."): t.float() for name, t in whole.items()}
+    missing, unknown = model.load_state_dict(tensors, strict=False)
+    assert not unknown and missing == ["output.weight"] * args.weight_tying
+    with torch.no_grad():
+        return model(some_tokens()[:, :-1])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_key_of_a_config_json_is_read_as_transformers_reads_it_or_refused(tmp_path, name):
+    save_family(tmp_path, name)
+    original = json.loads((tmp_path / "config.json").read_text())
+    outcomes: dict[str, set[str]] = {}
+    for key, value in changes(original):
+        (tmp_path / "config.json").write_text(json.dumps(original | {key: value}))
+        try:
+            ours: Tensor | str = logits_here(tmp_path)
+        except UserError as error:
+            ours = str(error)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+            with torch.no_grad():
+                theirs = model(some_tokens()[:, :-1]).logits
+        except Exception:  # of any type: it takes no such value
+            theirs = None
+        if key in NOT_IN_LOGITS:
+            assert isinstance(ours, str) and f"{key} = {value}: {NOT_IN_LOGITS[key]}" in ours
+        elif isinstance(ours, str):
+            outcomes.setdefault("refused", set()).add(key)
+            assert ours.startswith(str(tmp_path)), ours
+        elif theirs is not None:  # else it is no model of theirs, and what it computes is open
+            outcomes.setdefault("read", set()).add(key)
+            same = (ours - theirs).abs().max() < 1e-5
+            assert same, f"{key} = {value}: {(ours - theirs).abs().max()} apart"
+    assert {"rms_norm_eps", "rope_scaling"} <= outcomes["read"]
+    assert {"hidden_act", "hidden_size", "rope_parameters"} <= outcomes["refused"]
+
+
+def test_a_head_that_a_flag_ties_is_read_where_it_is_a_copy_and_refused_where_not(tmp_path):
+    save_family(tmp_path, "Llama, tied")
+    weights = load_file(tmp_path / SINGLE)
+    expected, embeddings = logits_here(tmp_path), weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embeddings.clone()}, tmp_path / SINGLE)
+    assert torch.equal(logits_here(tmp_path), expected)
+    save_file(weights | {"lm_head.weight": embeddings.roll(1)}, tmp_path / SINGLE)
+    said = refused(lambda: open_folder(llama, tmp_path))
+    assert "lm_head.weight is not model.embed_tokens.weight" in said
+    assert "tie_word_embeddings = false" in said
+
+
+def test_of_a_single_file_and_an_index_the_file_is_read_as_by_transformers(tmp_path):
+    model = save_family(tmp_path, "Qwen2")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert (tmp_path / "shards" / INDEX).exists()
+    weights = load_file(tmp_path / SINGLE)
+    save_file({n: t + 0.01 for n, t in weights.items()}, tmp_path / "shards" / SINGLE)
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+    with torch.no_grad():
+        expected = there(some_tokens()[:, :-1]).logits
+    torch.testing.assert_close(logits_here(tmp_path / "shards"), expected, rtol=0, atol=1e-5)
+    assert (logits_here(tmp_path) - expected).abs().max() > 0.01
 
 
 def begin_here(folder: Path, args: ModelArgs, sizes: tuple[int, int, int]) -> Any:

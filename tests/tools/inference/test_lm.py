@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +82,34 @@ def test_a_model_computes_what_it_does_in_plain_pytorch_and_in_transformers(fold
         assert theirs["generated"] == found["generated"]
         file = used(folders["file"], TEXT)
         assert torch.equal(file["logits"], theirs["logits"]) and file["tokens"] == found["tokens"]
+
+
+def test_a_text_ends_where_transformers_ends_it(folders, tmp_path):
+    """At each of the tokens of generation_config.json, or else of config.json."""
+    folder = shutil.copytree(folders["theirs"], tmp_path / "theirs")
+    ids = torch.tensor([lingua.load(folder, device="cpu").encode(TEXT)])
+    settings = {"max_new_tokens": 6, "do_sample": False}
+
+    def generated(file: str, ends: Any) -> list[int]:
+        """The tokens there, whose text is that here."""
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(config | {"eos_token_id": ends}))
+        there = AutoModelForCausalLM.from_pretrained(folder).generate(ids, **settings)[0]
+        lm = lingua.load(folder, device="cpu")
+        new = there[ids.shape[1] :].tolist()
+        stopped = new[:-1] if new[-1] in lm.tokenizer.ends else new
+        text = lm.generate(TEXT, temperature=0, max_gen_tokens=6)
+        assert text == lm.tokenizer.decode(stopped)
+        return new
+
+    whole = generated("generation_config.json", 0)
+    assert len(whole) == 6
+    third = whole[2]
+    n = whole.index(third) + 1
+    assert len(generated("generation_config.json", [0, third])) == n < 6
+    (folder / "generation_config.json").unlink()
+    assert len(generated("config.json", [third, 0])) == n
+    refused(lambda: generated("config.json", [third, 400]), "eos_token_id", "from 0 to 399")
 
 
 def load_here(path: Path) -> tuple[int, dict[str, torch.Tensor]]:
