@@ -24,7 +24,7 @@ COMMANDS = {
     "eval": ("", "score a trained model on benchmarks or your own tasks"),
     "generate": ("", "continue a text, or chat"),
     "runs": ("lingua.tools.commands.runs", "print a table of runs"),
-    "report": ("lingua.tools.commands.report", "write a page with the curves of runs"),
+    "report": ("lingua.tools.runs.report.page", "write a page with the curves of runs"),
     "compare": ("lingua.tools.commands.compare", "test whether runs differ beyond chance"),
     "audit": ("lingua.tools.commands.audit", "check a run: compute steps again and compare"),
     "check": ("lingua.tools.commands.check", "measure a machine before a run"),

@@ -45,7 +45,6 @@ from lingua.tools.commands import (
     compare,
     data_prepare,
     data_show,
-    report,
     runs,
     tokenizer,
 )
@@ -56,6 +55,7 @@ from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.exchange import convert
 from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
+from lingua.tools.runs.report import page as report
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
 from tests.apps.tasks import TASKS, write_tasks

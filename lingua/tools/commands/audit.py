@@ -26,7 +26,7 @@ from lingua.base.format import printable
 from lingua.config.load import load
 from lingua.config.schema import Free, bounds
 from lingua.parallel.environment import detect_launch
-from lingua.tools.commands.arguments import split_folders
+from lingua.tools.arguments import split_folders
 
 
 @dataclass

@@ -21,7 +21,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.config.load import load
 from lingua.config.schema import MAX_STEPS, Free, bounds, require
-from lingua.tools.commands.arguments import split_folders
+from lingua.tools.arguments import split_folders
 
 USAGE = "usage: python -m lingua compare A... [--against B...] [key=value ...] [--json]"
 

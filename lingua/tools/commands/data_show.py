@@ -18,7 +18,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.config.schema import MAX_STEPS, Announced, Free, Guarded, bounds
 from lingua.data.args import DataArgs
-from lingua.tools.commands.arguments import load_data, split_run
+from lingua.tools.arguments import load_data, split_run
 
 
 @dataclass

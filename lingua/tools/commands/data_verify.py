@@ -17,7 +17,7 @@ from lingua.base.errors import UserError, all_of
 from lingua.base.format import counted, human_bytes
 from lingua.config.schema import Free
 from lingua.data.args import DataArgs, ValidationArgs
-from lingua.tools.commands.arguments import load_data, split_run
+from lingua.tools.arguments import load_data, split_run
 
 if TYPE_CHECKING:
     from lingua.tokenizer.interface import Tokenizer

@@ -29,7 +29,7 @@ from lingua.base.format import counted, printable
 from lingua.config.load import load
 from lingua.config.schema import Free, bounds
 from lingua.config.values import show
-from lingua.tools.commands.arguments import split_folders
+from lingua.tools.arguments import split_folders
 
 if TYPE_CHECKING:
     from lingua.run.records import Record

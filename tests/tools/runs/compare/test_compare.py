@@ -220,11 +220,12 @@ import sys
 from dataclasses import make_dataclass
 import lingua, lingua.stool, lingua.run.records
 from lingua.config.load import load
-from lingua.tools.commands import compare, report, runs
+from lingua.tools.commands import compare, runs
+from lingua.tools.runs.report import page
 lingua.load
 load(make_dataclass("Config", [("name", str)]), ["name=x"])
 runs.main(["."])
-report.main([".", "out=page.html"])
+page.main([".", "out=page.html"])
 compare.main(["a-0", "a-1", "--against", "b-0", "b-1"])
 sys.exit(str({"torch", "omegaconf"} & set(sys.modules) or ""))
 """
