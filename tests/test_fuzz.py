@@ -37,12 +37,12 @@ from lingua.run.start import check
 from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands import checkpoint
-from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.exchange import convert
 from lingua.tools.exchange.convert import ConvertArgs
 from lingua.tools.exchange.trained import open_trained
+from lingua.tools.slurm import command_line as stool_command
 from lingua.tools.slurm import launch
 from tests import mutation
 from tests.apps.tasks import write_tasks

@@ -49,13 +49,13 @@ from lingua.tools.commands import (
     tokenizer,
 )
 from lingua.tools.commands import check as check_command
-from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.exchange import convert
 from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.runs.report import page as report
+from lingua.tools.slurm import command_line as stool_command
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
 from tests.apps.tasks import TASKS, write_tasks

@@ -22,6 +22,7 @@ from lingua.parallel.environment import Launch
 from lingua.run.receipt import checkpoints_of
 from lingua.run.records import Record
 from lingua.tools.audit.again import Computed, Task, check_memory, compute, remove
+from lingua.tools.audit.args import AuditArgs
 from lingua.tools.audit.due import earlier_version
 from lingua.tools.audit.ranks import Ranks, bits, outliers
 from lingua.tools.audit.records import check_checkpoints, check_expected, check_lines
@@ -35,7 +36,6 @@ from lingua.tools.audit.verdict import (
     compare,
     worst,
 )
-from lingua.tools.commands.audit import AuditArgs
 
 MAX_WRONG = 3  # things that do not fit to name in a verdict
 

@@ -74,9 +74,9 @@ def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], CompareArgs, b
 
 def main(argv: Sequence[str]) -> None:
     if argv and argv[0] == "plan":
-        from lingua.tools.commands import compare_plan
+        from lingua.tools.runs.compare.pilot import main as plan
 
-        return compare_plan.main(argv[1:])
+        return plan(argv[1:])
     before, after, args, as_numbers = arguments(argv)
     # Imported here, since --help needs no numpy.
     from lingua.tools.runs.compare.arms import check_text, choose_arms, measure_runs, open_all

@@ -9,8 +9,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from lingua.base.dump_dir import LOGS
 from lingua.base.errors import UserError
 from lingua.base.format import counted, printable, short_time
@@ -47,6 +45,8 @@ def machine_shares(
 
 def visible_gpus() -> list[str]:
     """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    import torch  # here, since the status of runs needs none
+
     n = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return (named or [str(i) for i in range(n)])[:n]

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from lingua.tools.commands.stool import main
-from lingua.tools.slurm.command_line import split_values
+from lingua.tools.slurm.command_line import main, split_values
 from lingua.tools.slurm.jobs import environment_of_another
 from lingua.tools.slurm.launch import JobArgs, launch
 from lingua.tools.slurm.local import machine_shares, run_sweep
