@@ -26,6 +26,7 @@ from lingua.data.rows import CONTENT
 from lingua.parallel.alone import logging_restored, temporary_process_group, torch_restored
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.launch import leave
+from lingua.run.args import RunArgs
 from lingua.run.loop import load_loop
 from lingua.run.receipt import saved_state
 from lingua.run.records import Record
@@ -132,7 +133,7 @@ def recorded_lines(task: Task) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines if first <= line["step"] <= last}
 
 
-def linked_cache(args: Any, folder: Path) -> Path:
+def linked_cache(args: RunArgs, folder: Path) -> Path:
     """A folder with links to the shards in the cache of a run, which others may share: what is
     missing there, or not up to date, is made in this folder instead. By rank 0."""
     shared = Path(args.data.cache_dir or Path(args.data.root_dir, ".tokens")).absolute()

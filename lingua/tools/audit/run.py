@@ -27,15 +27,7 @@ from lingua.tools.audit.due import earlier_version
 from lingua.tools.audit.ranks import Ranks, bits, outliers
 from lingua.tools.audit.records import check_checkpoints, check_expected, check_lines
 from lingua.tools.audit.segments import Segment, choose, segments_of
-from lingua.tools.audit.verdict import (
-    CODES,
-    DIFFERS,
-    FITS,
-    NOT_COMPARED,
-    Verdict,
-    compare,
-    worst,
-)
+from lingua.tools.audit.verdict import CODES, DIFFERS, FITS, NOT_COMPARED, Verdict, compare, worst
 
 MAX_WRONG = 3  # things that do not fit to name in a verdict
 

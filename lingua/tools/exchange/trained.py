@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from lingua.parallel.init import init_parameters, ties_kept
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.torch_private import non_persistent_buffers
+from lingua.run.args import RunArgs
 from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tools.exchange.hugging_face import config_of_hf_folder, end_tokens
@@ -37,7 +38,7 @@ class Trained:
 
     source: TensorSource
     app: App
-    args: Any  # config, an instance of app.config
+    args: RunArgs
 
     def build_tokenizer(self, as_trained: bool = True) -> Tokenizer:
         """The model's tokenizer. Raises UserError where it has more tokens than the model, or,
@@ -135,7 +136,7 @@ def read_trained(source: TensorSource, app: App | None) -> Trained:
         raise UserError(f"{source.config_path}: must have the key {absent[0]}")
     app = app or find_app(flat.get("app"), source.config_path)
     try:
-        args: Any = load_saved(app.config, source.config_path, source.config)
+        args: RunArgs = load_saved(app.config, source.config_path, source.config)
     except UserError as error:
         raise UserError(
             f"{error}\n{source.path}: its model is not that of {app.path}; app=MODULE names "

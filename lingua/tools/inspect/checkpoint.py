@@ -20,6 +20,7 @@ from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.source import open_checkpoint
 from lingua.config.load import flatten, resume_classes, to_yaml
 from lingua.data.sources import TextData
+from lingua.run.args import RunArgs
 from lingua.tokenizer import build_tokenizer
 
 
@@ -76,7 +77,7 @@ def diff_command(folder: str, *arguments: str) -> None:
     """Print the table of a resume, then refuse what a resume would refuse."""
     argv = list(arguments)
     app = choose_app(argv)
-    args: Any
+    args: RunArgs
     args, _ = load_run(app, argv)
     classes = resume_classes(app.config)
     saved, tokenizer = read_saved(_newest(folder), classes), build_tokenizer(args.data.tokenizer)

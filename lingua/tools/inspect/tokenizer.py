@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lingua.base.errors import UserError
 from lingua.base.format import counted
@@ -15,11 +15,14 @@ from lingua.tokenizer.tiktoken import SPLIT
 from lingua.tools.prepare.records import SourceRecord, read_records, text_keys
 from lingua.tools.prepare.units import bad_record, hold_out_tail
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as LibraryTokenizer
+
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"  # tokens 0 and 1
 
 
-def train(texts: Iterator[str], vocab_size: int) -> Any:
-    """A tokenizers.Tokenizer: byte-level BPE (Radford et al., 2019), whose merges stay within the
+def train(texts: Iterator[str], vocab_size: int) -> "LibraryTokenizer":
+    """Byte-level BPE (Radford et al., 2019), whose merges stay within the
     words of Llama 3's expression."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
     from tokenizers import Tokenizer as LibraryTokenizer

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lingua.app import App, choose_app
 from lingua.base.errors import UserError, all_of
@@ -24,6 +24,7 @@ from lingua.config.schema import Free, bounds, require
 from lingua.parallel.args import mesh_sizes
 from lingua.parallel.float8 import check_float8
 from lingua.parallel.parallelize import check_layout
+from lingua.run.args import RunArgs
 from lingua.tools.plan.choice import choice_as_json, choice_lines, choices, estimate
 from lingua.tools.plan.device import Device, find_device, unknown_device
 from lingua.tools.plan.report import Plan, lines
@@ -131,7 +132,7 @@ def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
     return plan_words, [word for word in argv if word not in plan_words]
 
 
-def check_sizes(app: App, args: Any, sizes: tuple[int, int, int]) -> None:
+def check_sizes(app: App, args: RunArgs, sizes: tuple[int, int, int]) -> None:
     """Raise UserError where the model cannot be laid out on a mesh of these sizes."""
     built = build(app, args, sizes[0] * sizes[1])
     check_layout(built.module, built.plan, sizes[2])

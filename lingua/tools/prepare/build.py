@@ -17,8 +17,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
-from typing import Any
 
 from tqdm import tqdm
 
@@ -144,7 +144,7 @@ def _build_in_processes(units: list[Unit], spec: ShardSpec, processes: int, bar:
 _worker: dict[str, Callable[[Unit], None]] = {}  # `build` of a worker process
 
 
-def _start_worker(spec: ShardSpec, n_read: Any, cancelled: Event) -> None:
+def _start_worker(spec: ShardSpec, n_read: "Synchronized[int]", cancelled: Event) -> None:
     # Signals to all, such as Slurm's SIGTERM, are for the parent, which stops its workers.
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -3,7 +3,7 @@
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -259,13 +259,13 @@ def table(
     return printable("\n".join(align(lines, left=2 + len(keys) + len(runs))))
 
 
-def _short(keys: Sequence[str]) -> Any:
+def _short(keys: Sequence[str]) -> Callable[[str], str]:
     """Names of config keys without their group, where that is enough."""
     ends = [key.rpartition(".")[2] for key in keys]
     return lambda key: end if ends.count(end := key.rpartition(".")[2]) == 1 else key
 
 
-def _shown(value: float | None, form: Any) -> str:
+def _shown(value: float | None, form: Callable[[float], str]) -> str:
     return "-" if value is None else "nan" if math.isnan(value) else form(value)
 
 
