@@ -198,7 +198,7 @@ def reading(work: Path, repeats: int) -> dict[str, BySide]:
     np.random.default_rng(0).integers(0, VALUES, GATHERED_TOKENS, np.uint16).tofile(path)
     memory = np.memmap(path, np.uint16, "r").view(np.ndarray)
 
-    def read_from(source: Any) -> Side:
+    def read_from(source: Source | TokenSource) -> Side:
         return partial(read_rows, open_loader(source, 0), n_steps(source.n_tokens))
 
     shards = open_shards(path.parent, [GATHERED_TOKENS])

@@ -21,7 +21,7 @@ from lingua.checkpoint.run_config import load_run
 from lingua.config.values import plain
 from lingua.data.loader import MicroBatch
 from lingua.monitor.means import exact_sum
-from lingua.parallel.alone import logging_restored, temporary_process_group, torch_restored
+from lingua.parallel.alone import process_restored
 from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.parallelize import reshard
@@ -169,11 +169,7 @@ def _training_process(
     args, notices = load_run(chosen, words(config))
     for line in notices:
         print(line)
-    with (
-        logging_restored({chosen.path.partition(".")[0]}),
-        torch_restored(),
-        temporary_process_group(),
-    ):
+    with process_restored(chosen.path):
         yield loop, chosen, args
 
 

@@ -23,7 +23,7 @@ from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.source import TensorSource, open_checkpoint
 from lingua.config.load import resume_classes
 from lingua.data.rows import CONTENT
-from lingua.parallel.alone import logging_restored, temporary_process_group, torch_restored
+from lingua.parallel.alone import process_restored
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.launch import leave
 from lingua.run.args import RunArgs
@@ -93,9 +93,7 @@ def compute(task: Task, meet: Callable[[str], None] = lambda name: None) -> Comp
             open(output, "a") as file,
             redirect_stdout(file),
             redirect_stderr(file),
-            logging_restored({app.path.partition(".")[0]}),
-            torch_restored(),
-            temporary_process_group(),
+            process_restored(app.path),
         ):
             args, _ = load_run(app, argv)
             # What the run was allowed to change is computed as it was changed. Other data is
