@@ -4,7 +4,6 @@ is written into the run's, and its lock is not taken."""
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -193,8 +192,3 @@ def open_saved(path: Path) -> TensorSource:
     if checkpoint is None:
         raise UserError(f"{path} is not a whole checkpoint: {why}")
     return open_checkpoint(checkpoint)
-
-
-def remove(folder: Path) -> None:
-    """Remove the folder of a computed segment, and not what its checkpoint's link refers to."""
-    shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,7 @@
 """An audit from its plan to its verdict."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +22,7 @@ from lingua.parallel.alone import one_process
 from lingua.parallel.environment import Launch
 from lingua.run.receipt import checkpoints_of
 from lingua.run.records import Record
-from lingua.tools.audit.again import Computed, Task, check_memory, compute, remove
+from lingua.tools.audit.again import Computed, Task, check_memory, compute
 from lingua.tools.audit.args import AuditArgs
 from lingua.tools.audit.due import earlier_version
 from lingua.tools.audit.ranks import Ranks, bits, outliers
@@ -177,7 +178,7 @@ def _together(task: Task, ranks: Ranks) -> Verdict:
         return Verdict(NOT_COMPARED, str(error))
     finally:
         if ranks.rank == 0:
-            remove(task.folder)
+            shutil.rmtree(task.folder, ignore_errors=True)
 
 
 def _on_each(task: Task, ranks: Ranks) -> Verdict:
@@ -204,7 +205,7 @@ def _on_each(task: Task, ranks: Ranks) -> Verdict:
         return Verdict(DIFFERS, f"between ranks: {'; '.join(wrong)}")
     assert computed is not None  # no rank has an error
     verdict = compare(task, computed)
-    remove(task.folder)
+    shutil.rmtree(task.folder, ignore_errors=True)
     return replace(verdict, notes=[f"all {ranks.n} ranks compute equal bits", *verdict.notes])
 
 

@@ -161,24 +161,20 @@ _COMPARE = {
 def chosen(rows: Sequence[Row], conditions: str) -> list[Row]:
     """The rows that fulfil every one of the conditions, `state=running,optim.lr>=1e-3`. A row
     without a value fulfils `!=` alone. Raises UserError."""
-    kept = list(rows)
     for condition in conditions.split(","):
         match = re.fullmatch(r"\s*([\w.-]+?)\s*(<=|>=|!=|=|<|>)(.*)", condition)
         if match is None:
             raise UserError(f"filter = {conditions}: {condition!r} must be KEY=VALUE, <, <=, >, >=")
         key, sign, text = key_of(rows, match[1], "filter"), match[2], match[3].strip()
         wanted = plain(parse_argument(text))
+        rows = [row for row in rows if _fulfils(_value(row, key), sign, wanted)]
+    return list(rows)
 
-        def fulfils(row: Row, key: str = key, sign: str = sign, wanted: Any = wanted) -> bool:
-            value = _value(row, key)
-            if isinstance(value, int | float) and isinstance(wanted, int | float):
-                return _COMPARE[sign](value, wanted)
-            if sign in ("=", "!="):
-                return _COMPARE[sign](_text(value), _text(wanted))
-            return False
 
-        kept = [row for row in kept if fulfils(row)]
-    return kept
+def _fulfils(value: Any, sign: str, wanted: Any) -> bool:
+    if isinstance(value, int | float) and isinstance(wanted, int | float):
+        return bool(_COMPARE[sign](value, wanted))
+    return sign in ("=", "!=") and bool(_COMPARE[sign](_text(value), _text(wanted)))
 
 
 def ordered(rows: Sequence[Row], by: str) -> list[Row]:

@@ -23,8 +23,8 @@ from lingua.config.schema import bounds
 from lingua.config.values import parse_argument, plain
 from lingua.parallel.slurm import run_slurm
 from lingua.tools.slurm.freeze import freeze_code, move_away
-from lingua.tools.slurm.jobs import ENDED, environment_of_another, job_states
 from lingua.tools.slurm.local import Command, machine_shares, run_one, run_sweep, visible_gpus
+from lingua.tools.slurm.status import ENDED, environment_of_another, job_states
 
 _LEARNING = re.compile(r"seed=|optim\.(?!name=)")  # words of a sweep that leave its plan as it is
 MAX_SWEEP_RUNS = 1000  # Slurm's default limit of an array

@@ -19,7 +19,6 @@ from lingua.base.format import align, counted, printable, short_time
 from lingua.config.load import load
 from lingua.config.schema import MAX_STEPS, Free, bounds, require
 from lingua.run.records import Record
-from lingua.tools.runs.axes import Axes
 from lingua.tools.runs.compare.arms import (
     HeldOutLosses,
     choose_base,
@@ -27,6 +26,7 @@ from lingua.tools.runs.compare.arms import (
     measure_runs,
     open_all,
 )
+from lingua.tools.runs.compare.axis import Axes
 from lingua.tools.runs.compare.comparison import compare_all
 from lingua.tools.runs.compare.statistics import BOUND, MAX_PAIRS, POWER, deviation_bound, pairs_for
 from lingua.tools.runs.compare.text import UNITS, about, wrapped

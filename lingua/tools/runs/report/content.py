@@ -21,7 +21,7 @@ from lingua.run.records import (
     setting,
     smooth,
 )
-from lingua.tools.runs.axes import Axes
+from lingua.tools.runs.compare.axis import Axes
 from lingua.tools.runs.report.code import code_differences
 from lingua.tools.runs.report.verdict import arm_name, arms_to_draw, compare_for_page, has_results
 
