@@ -56,14 +56,8 @@ def _status(record: Record, job: str, state: str) -> RunStatus:
     failed = state in ENDED and state != "COMPLETED"
     if state == "gone":
         failed = not done and row.state != "running"
-    return RunStatus(
-        record=record,
-        row=row,
-        state=state if job else "-",
-        job_id=job or "-",
-        failed=failed,
-        errors=_errors(record.folder / LOGS, job) if failed else [],
-    )
+    errors = _errors(record.folder / LOGS, job) if failed else []
+    return RunStatus(record, row, state if job else "-", job or "-", failed, errors)
 
 
 def status_table(runs: list[RunStatus]) -> str:

@@ -266,6 +266,7 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
     runs = [_once(one, measured, notes) for one in (arm, base)]
     finite = [[r for r in some if math.isfinite(measured.losses[id(r)][-1])] for some in runs]
     labels = label(arm, base), label(base, arm)
+    named = [key for key in arm.values if arm.values[key] != base.values[key]]
     outcomes = [_outcome(*of) for of in zip(labels, runs, finite, strict=True)]
     seeds = [{_seed(r): r for r in those} for those in finite]
     pairs = [
@@ -299,18 +300,11 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
         unpaired=unpaired(list(last.values()), list(base_last.values()), level),
         along=along,
         outcomes=(outcomes[0], outcomes[1]),
-        unlike=[
-            *unlike(dict(zip(labels, runs, strict=True)), _named(arm, base)),
-            *unlike_rows(both),
-        ],
+        unlike=unlike(dict(zip(labels, runs, strict=True)), named) + unlike_rows(both),
         identical=[pair for pair in pairs if same_run(pair.arm, pair.base)],
         rounding=bool(pairs) and all(map(_is_rounding, pairs)),
         notes=notes + _cautions(arm, base, measured.by),
     )
-
-
-def _named(arm: Arm, base: Arm) -> list[str]:
-    return [key for key in arm.values if arm.values[key] != base.values[key]]
 
 
 def _outcome(name: str, runs: list[Record], finite: list[Record]) -> Outcome:
