@@ -27,6 +27,7 @@ from lingua.data.rows import HeldOut, document_starts
 from lingua.parallel.mesh import divide, dp_degree, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.parallel.tensors import to_device
+from lingua.run.args import RunArgs
 from lingua.run.run import Run
 from lingua.tools.exchange.trained import load_weights
 
@@ -213,10 +214,11 @@ class Reference:
             logger.warning(f"{self.path}: cannot be written ({error})")
 
 
-def open_reference(args: Any, verify: str) -> TensorSource:
+def open_reference(args: RunArgs, verify: str) -> TensorSource:
     """The model that a run with this configuration starts from. Every rank calls this. Raises
     UserError. `verify` is as checkpoint.verify: `size` is enough for a fingerprint."""
     start = args.checkpoint
+    assert start.init_from is not None  # validate() asks for it
     source = open_source(INIT_FROM, start.init_from, main_app, verify, logger.warning)
     if source.check_model is not None:
         source.check_model(args.model, start.allow_change)
