@@ -3,11 +3,12 @@ ranks that compute other bits than the majority."""
 
 import json
 import os
+import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from lingua.base.errors import UserError
 from lingua.monitor.metrics import NOT_CHAINED
 from lingua.parallel.environment import Launch, detect_launch
 from lingua.tools.audit.again import Computed
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(days=7)  # for ranks that compute
 # What makes a process one of several, besides what Slurm and torchrun set for their own use.
@@ -39,26 +42,29 @@ class Ranks:
             self.store = next(dist.rendezvous("env://", self.rank, self.n))[0]
             self.store.set_timeout(PATIENCE)
 
-    def share(self, name: str, work: Callable[[], Any]) -> Any:
-        """What `work` returns on rank 0, a value of JSON, on every rank. A UserError that it raises
-        is raised on every rank."""
+    def share(self, name: str, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, on every rank. A UserError that it raises is raised on
+        every rank."""
         if self.rank == 0:
             try:
-                self.store.set(name, json.dumps({"result": work()}))
+                self._set(name, work())
             except UserError as error:
-                self.store.set(name, json.dumps({"error": str(error)}))
-        shared = json.loads(self.store.get(name))
-        if "error" in shared:
+                self._set(name, error)
+        shared = pickle.loads(self.store.get(name))
+        if isinstance(shared, UserError):
             self.gather(f"{name}/known", None)  # before rank 0 ends, whose process has the store
-            raise UserError(shared["error"])
-        return shared["result"]
+            raise shared
+        return cast(T, shared)
 
-    def gather(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: T) -> list[T]:
         """The values of all ranks on rank 0, on others their own alone."""
-        self.store.set(f"{name}/{self.rank}", json.dumps(value))
+        self._set(f"{name}/{self.rank}", value)
         if self.rank:
             return [value]
-        return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.n)]
+        return [pickle.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.n)]
+
+    def _set(self, name: str, value: object) -> None:
+        self.store.set(name, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
 
     def meet_anew(self, name: str) -> None:
         """Have the next process group meet at a port of its own."""
@@ -85,7 +91,7 @@ class Ranks:
 def bits(computed: Computed) -> dict[str, Any]:
     """What must be equal on ranks that compute the same: each step's line, and the tensors."""
     lines = {
-        str(step): {k: v for k, v in line.items() if k not in NOT_CHAINED}
+        step: {k: v for k, v in line.items() if k not in NOT_CHAINED}
         for step, line in computed.lines.items()
     }
     return {"host": socket.gethostname(), "lines": lines, "tensors": computed.state["tensors"]}
@@ -105,7 +111,7 @@ def outliers(results: Sequence[dict[str, Any]], last: int) -> list[str]:
     lines = []
     for rank, (result, own) in enumerate(zip(results, texts, strict=True)):
         if own != text:
-            steps = [int(s) for s in right["lines"] if right["lines"][s] != result["lines"].get(s)]
+            steps = [s for s in right["lines"] if right["lines"][s] != result["lines"].get(s)]
             first = min(steps, default=last)
             what = "in what is logged" if steps else "in its tensors alone"
             lines.append(
