@@ -3,12 +3,11 @@ ranks that compute other bits than the majority."""
 
 import json
 import os
-import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,6 @@ from lingua.base.errors import UserError
 from lingua.monitor.metrics import NOT_CHAINED
 from lingua.parallel.environment import Launch, detect_launch
 from lingua.tools.audit.again import Computed
-
-T = TypeVar("T")
 
 PATIENCE = timedelta(days=7)  # for ranks that compute
 # What makes a process one of several, besides what Slurm and torchrun set for their own use.
@@ -42,29 +39,26 @@ class Ranks:
             self.store = next(dist.rendezvous("env://", self.rank, self.n))[0]
             self.store.set_timeout(PATIENCE)
 
-    def share(self, name: str, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, on every rank. A UserError that it raises is raised on
-        every rank."""
+    def share(self, name: str, work: Callable[[], Any]) -> Any:
+        """What `work` returns on rank 0, a value of JSON, on every rank. A UserError that it raises
+        is raised on every rank."""
         if self.rank == 0:
             try:
-                self._set(name, work())
+                self.store.set(name, json.dumps({"result": work()}))
             except UserError as error:
-                self._set(name, error)
-        shared = pickle.loads(self.store.get(name))
-        if isinstance(shared, UserError):
+                self.store.set(name, json.dumps({"error": str(error)}))
+        shared = json.loads(self.store.get(name))
+        if "error" in shared:
             self.gather(f"{name}/known", None)  # before rank 0 ends, whose process has the store
-            raise shared
-        return cast(T, shared)
+            raise UserError(shared["error"])
+        return shared["result"]
 
-    def gather(self, name: str, value: T) -> list[T]:
+    def gather(self, name: str, value: Any) -> list[Any]:
         """The values of all ranks on rank 0, on others their own alone."""
-        self._set(f"{name}/{self.rank}", value)
+        self.store.set(f"{name}/{self.rank}", json.dumps(value))
         if self.rank:
             return [value]
-        return [pickle.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.n)]
-
-    def _set(self, name: str, value: object) -> None:
-        self.store.set(name, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
+        return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.n)]
 
     def meet_anew(self, name: str) -> None:
         """Have the next process group meet at a port of its own."""
@@ -91,7 +85,7 @@ class Ranks:
 def bits(computed: Computed) -> dict[str, Any]:
     """What must be equal on ranks that compute the same: each step's line, and the tensors."""
     lines = {
-        step: {k: v for k, v in line.items() if k not in NOT_CHAINED}
+        str(step): {k: v for k, v in line.items() if k not in NOT_CHAINED}
         for step, line in computed.lines.items()
     }
     return {"host": socket.gethostname(), "lines": lines, "tensors": computed.state["tensors"]}
@@ -111,7 +105,7 @@ def outliers(results: Sequence[dict[str, Any]], last: int) -> list[str]:
     lines = []
     for rank, (result, own) in enumerate(zip(results, texts, strict=True)):
         if own != text:
-            steps = [s for s in right["lines"] if right["lines"][s] != result["lines"].get(s)]
+            steps = [int(s) for s in right["lines"] if right["lines"][s] != result["lines"].get(s)]
             first = min(steps, default=last)
             what = "in what is logged" if steps else "in its tensors alone"
             lines.append(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,15 +48,17 @@ def audit(folder: Path, args: AuditArgs, words: Sequence[str], say: Say) -> int:
     conditions = ranks.share("version", lambda: earlier_version(record))
     if args.run:
         seed = args.seed if args.seed is not None else datetime.now(UTC).date().isoformat()
-        chosen = partial(choose, record, args.steps, args.sample, seed)
-        segments = ranks.share("segments", chosen)
+        chosen = ranks.share(
+            "segments", lambda: [s.to_json() for s in choose(record, args.steps, args.sample, seed)]
+        )
+        segments = [Segment.from_json(values) for values in chosen]
         if args.steps is None:
             say(f"{counted(len(segments), 'segment')} drawn by seed={seed}")
         ranks.share("checks", lambda: check(record, args, segments, words, ranks.launch))
     if record.state == "running":
         say(f"{folder} is running: what it has recorded so far is checked")
     files = ranks.share("files", lambda: check_files(record, args, segments, say))
-    verdicts = [] if files is None else [files]
+    verdicts = [Verdict(**files)] if files else []
     verdicts += compute_all(record, args, segments, words, ranks, say)
     verdict = worst(verdicts)
     conditions += ranks.share("left out", lambda: left_out(record, args, segments))
@@ -98,7 +99,7 @@ def check(
 
 def check_files(
     record: Record, args: AuditArgs, segments: Sequence[Segment], say: Say
-) -> Verdict | None:
+) -> dict[str, Any] | None:
     """The verdict on the files, without the checkpoints that are in no segment if some are to be
     computed; None where that decides and nothing is wrong. By rank 0."""
     used = {str(path) for s in segments for path in (s.start, s.end)} if args.run else None
@@ -110,14 +111,14 @@ def check_files(
         say(text if fits is not False else f"does not fit: {text}")
     wrong = [f.text for f in findings if f.fits is False]
     if wrong:
-        return Verdict(DIFFERS, f"in its files: {'; '.join(wrong[:MAX_WRONG])}")
+        return vars(Verdict(DIFFERS, f"in its files: {'; '.join(wrong[:MAX_WRONG])}"))
     if expected and expected[0].fits is None:
-        return Verdict(NOT_COMPARED, expected[0].text)
+        return vars(Verdict(NOT_COMPARED, expected[0].text))
     if args.run:
         return None
     if not any(f.fits for f in findings):
-        return Verdict(NOT_COMPARED, "the run has recorded no hashes")
-    return Verdict(FITS)
+        return vars(Verdict(NOT_COMPARED, "the run has recorded no hashes"))
+    return vars(Verdict(FITS))
 
 
 def left_out(record: Record, args: AuditArgs, segments: Sequence[Segment]) -> list[str]:
@@ -169,7 +170,8 @@ def _together(task: Task, ranks: Ranks) -> Verdict:
     """The verdict on a segment that all ranks compute as one mesh."""
     try:
         computed = compute(task, ranks.meet_anew)
-        return ranks.share(f"verdict/{task.folder.name}", lambda: compare(task, computed))
+        name = f"verdict/{task.folder.name}"
+        return Verdict(**ranks.share(name, lambda: vars(compare(task, computed))))
     except UserError as error:
         return Verdict(NOT_COMPARED, str(error))
     finally:

@@ -3,10 +3,10 @@
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lingua.base.dump_dir import CONFIG, VALIDATION
 from lingua.base.errors import UserError
@@ -44,6 +44,14 @@ class Segment:
 
     def __str__(self) -> str:
         return f"steps {self.first} to {self.last}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        paths = {k: values[k] and Path(values[k]) for k in ("start", "end")}
+        return cls(**values | paths | {"parts": [Part(**part) for part in values["parts"]]})
 
 
 def segments_of(record: Record, checkpoints: Sequence[Checkpoint]) -> list[Segment]:
