@@ -127,7 +127,7 @@ def left_out(record: Record, args: AuditArgs, segments: Sequence[Segment]) -> li
         return []
     conditions = []
     n = sum(s.last - s.first + 1 for s in segments)
-    ends = segments_of(record, checkpoints_of(record))
+    ends = segments_of(record, checkpoints_of(record.folder, record.config))
     if n < (of := ends[-1].last - ends[0].first + 1):
         conditions.append(f"{n} of {counted(of, 'step')} computed again")
     if ends[-1].end is None and ends[-1].last == record.config.get("steps"):

@@ -31,7 +31,8 @@ from lingua.config.load import to_yaml
 from lingua.config.values import parse_mapping, plain, read_file
 from lingua.data.args import DataArgs
 from lingua.run.args import RunArgs
-from lingua.run.records import Record, grouped
+from lingua.run.files import grouped
+from lingua.run.records import Record
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tools.exchange.hugging_face import (
     GENERATION,

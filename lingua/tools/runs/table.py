@@ -14,8 +14,11 @@ import numpy as np
 from lingua.base.errors import UserError, nearest
 from lingua.base.format import align, printable, short_count, short_time
 from lingua.config.values import parse_argument, plain, show
-from lingua.run.records import NOT_GIVEN, Record, audited, heldout, setting, smooth
+from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import find_arms
+from lingua.tools.runs.held_out import heldout, smooth
+from lingua.tools.runs.records import audited
+from lingua.tools.runs.settings import NOT_GIVEN, setting
 
 TAIL_BYTES = 96 << 10  # metrics.jsonl is read from here before its end: enough to smooth
 MAX_KEYS = 8  # config keys that the table shows unless asked for more

@@ -13,7 +13,8 @@ from lingua.base.dump_dir import LOGS
 from lingua.base.errors import UserError
 from lingua.base.format import counted, printable, short_time
 from lingua.parallel.signals import StopRequest
-from lingua.run.records import differing, open_runs
+from lingua.tools.runs.records import open_runs
+from lingua.tools.runs.settings import differing
 from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, row_of, table
 from lingua.tools.slurm.status import status
 

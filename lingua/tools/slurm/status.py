@@ -10,7 +10,9 @@ from lingua.base.dump_dir import JOB_ID, LOGS, RESULTS
 from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.parallel.slurm import run_slurm
-from lingua.run.records import Record, differing, open_runs
+from lingua.run.records import Record
+from lingua.tools.runs.records import open_runs
+from lingua.tools.runs.settings import differing
 from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, Row, row_of, table
 
 LOG_TAIL_BYTES = 65536  # each log is read from this many bytes before its end

@@ -18,9 +18,9 @@ from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.base.lock import claimed
 from lingua.run.receipt import hash_of, write_receipt
-from lingua.run.records import open_runs
 from lingua.tools.audit.ranks import Ranks
 from lingua.tools.commands.runs import main as print_table
+from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.report.content import page_content
 from tests.apps.meshes import Sizes, mesh
 from tests.apps.runs import Outcome, Runs

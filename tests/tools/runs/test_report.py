@@ -18,8 +18,9 @@ import pytest
 from scipy import stats
 from selenium.webdriver.support.wait import WebDriverWait
 
-from lingua.run.records import Record, smooth
+from lingua.run.records import Record
 from lingua.tools.commands.compare import main as compare
+from lingua.tools.runs.held_out import smooth
 from lingua.tools.runs.report.page import main
 from tests.browser import Browser, browser
 from tests.run.test_records import a_run

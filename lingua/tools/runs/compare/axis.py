@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lingua.base.errors import UserError
-from lingua.run.records import Columns, Record, heldout
+from lingua.run.records import Columns, Record
 from lingua.tools.runs.compare.arms import By, HeldOutLosses
+from lingua.tools.runs.held_out import heldout
 
 POINTS = 8  # at which runs are compared along training, between the first and the last common one
 

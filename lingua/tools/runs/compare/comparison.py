@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lingua.base.dump_dir import BASE_CONFIG
-from lingua.run.records import Record, heldout
+from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import SEED, Arm, By, HeldOutLosses, label
 from lingua.tools.runs.compare.differences import only_rounding, same_run, unlike, unlike_rows
 from lingua.tools.runs.compare.statistics import (
@@ -28,6 +28,7 @@ from lingua.tools.runs.compare.statistics import (
     unpaired,
     welch_holds,
 )
+from lingua.tools.runs.held_out import heldout
 
 ROUNDING = 1e-4  # differences of losses that may be rounding, relative
 NO_SPREAD = 1e-12  # deviations that are none, relative to the loss

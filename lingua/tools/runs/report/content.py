@@ -10,20 +10,14 @@ import numpy as np
 
 from lingua.base.format import counted
 from lingua.base.version import __version__
-from lingua.run.records import (
-    NOT_GIVEN,
-    Columns,
-    Record,
-    audited,
-    differing,
-    grouped,
-    heldout,
-    setting,
-    smooth,
-)
+from lingua.run.files import grouped
+from lingua.run.records import Columns, Record
 from lingua.tools.runs.compare.axis import Axes
+from lingua.tools.runs.held_out import heldout, smooth
+from lingua.tools.runs.records import audited
 from lingua.tools.runs.report.code import code_differences
 from lingua.tools.runs.report.verdict import arm_name, arms_to_draw, compare_for_page, has_results
+from lingua.tools.runs.settings import NOT_GIVEN, differing, setting
 
 MAX_CHARTS = 60  # charts of one group, such as sources, tasks or the numbers of a probe
 MAX_SAMPLES = 200  # samples of a run

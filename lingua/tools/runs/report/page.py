@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 def _write(folders: list[str], args: ReportArgs) -> str:
     """Write the page, and return how much is in it."""
     # Imported here, since --help needs no numpy.
-    from lingua.run.records import open_runs
+    from lingua.tools.runs.records import open_runs
     from lingua.tools.runs.report.content import page_content
 
     records = open_runs(folders)

@@ -17,9 +17,11 @@ import pytest
 from apps.main.config import TrainArgs
 from lingua.config.load import resume_classes
 from lingua.run.args import kind_of
-from lingua.run.records import Record, heldout, open_runs
+from lingua.run.records import Record
 from lingua.tools.commands.compare import main
 from lingua.tools.runs.compare.arms import find_arms
+from lingua.tools.runs.held_out import heldout
+from lingua.tools.runs.records import open_runs
 from tests.mistakes import refused
 from tests.tools.runs.compare.pool import LOSSES, SEEDS, STEPS, write_pool, write_run
 
