@@ -28,12 +28,12 @@ from apps.mamba import TrainArgs as MambaArgs
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
 from lingua.base.errors import UserError
-from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.run_config import load_run
 from lingua.config.help import help_text
 from lingua.config.load import load, meta_lingua
 from lingua.config.saved import load_saved
 from lingua.data.args import ChatArgs
+from lingua.data.rows import TOKENIZER
 from lingua.model.attention import choose_attention
 from lingua.parallel.args import DistributedArgs, mesh_sizes
 from lingua.parallel.launch import detect_launch

@@ -30,12 +30,13 @@ from lingua.checkpoint.folder import (
     read_checkpoint,
     read_state,
 )
-from lingua.checkpoint.resume import ABSENT, TOKENIZER, Saved, flat_config, pick, read_saved
+from lingua.checkpoint.saved import ABSENT, Saved, flat_config, pick, read_saved
 from lingua.checkpoint.source import TensorSource, on_every_rank, open_checkpoint
 from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import resume_classes
 from lingua.config.values import LocatedValue, Values, plain, read_file
+from lingua.data.rows import TOKENIZER
 from lingua.tokenizer.interface import Tokenizer
 
 if TYPE_CHECKING:

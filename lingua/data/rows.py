@@ -12,6 +12,7 @@ from lingua.data.args import DataArgs
 from lingua.tokenizer.interface import Tokenizer
 
 CONTENT = "data.content."  # prefix of a source's name in the fingerprints
+TOKENIZER = "data.tokenizer.content"  # name of the tokenizer's
 
 # Positions int64 [n] -> which document of its row each token belongs to, counted from 0: int64 [n,
 # seq_len + n_views - 1].

@@ -25,8 +25,9 @@ from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.dcp import _ALLOWED, DCPFolder
 from lingua.checkpoint.folder import newest, read_checkpoint
 from lingua.checkpoint.origin import open_source
-from lingua.checkpoint.resume import find_start, read_saved
+from lingua.checkpoint.saved import read_saved
 from lingua.parallel.alone import one_process
+from lingua.run.start import find_start
 from lingua.tools.commands.checkpoint import main
 from lingua.tools.exchange import convert
 from lingua.tools.exchange.hugging_face import open_folder

@@ -25,7 +25,7 @@ from lingua.base.files import read_json
 from lingua.base.version import __version__
 from lingua.checkpoint.folder import read_state, temporary
 from lingua.checkpoint.origin import HF_CONFIG, INIT_FROM, is_hf_folder, locate
-from lingua.checkpoint.resume import pick
+from lingua.checkpoint.saved import pick
 from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.config.load import to_yaml
 from lingua.config.values import parse_mapping, plain, read_file

@@ -14,12 +14,13 @@ from lingua.app import App, find_app, named_app
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import read_state, verify
 from lingua.checkpoint.origin import is_hf_folder, open_source
-from lingua.checkpoint.resume import TOKENIZER, flat_config
+from lingua.checkpoint.saved import flat_config
 from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import to_yaml
 from lingua.config.saved import load_saved
 from lingua.config.schema import MAX_TOKENS, Free, bounds
+from lingua.data.rows import TOKENIZER
 from lingua.monitor.logger import init_logger
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters, ties_kept

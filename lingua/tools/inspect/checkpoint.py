@@ -14,11 +14,12 @@ from lingua.base.format import human_bytes, printable
 from lingua.checkpoint.changes import changes_table, check_changes, check_config, check_data
 from lingua.checkpoint.folder import Checkpoint, read_state
 from lingua.checkpoint.origin import locate
-from lingua.checkpoint.resume import TOKENIZER, read_saved
 from lingua.checkpoint.retention import BEST, mark, marks, unmark
 from lingua.checkpoint.run_config import load_run
+from lingua.checkpoint.saved import read_saved
 from lingua.checkpoint.source import open_checkpoint
 from lingua.config.load import flatten, resume_classes, to_yaml
+from lingua.data.rows import TOKENIZER
 from lingua.data.sources import TextData
 from lingua.run.args import RunArgs
 from lingua.tokenizer import build_tokenizer

@@ -1,0 +1,97 @@
+"""The checkpoint that a run resumes: its configuration, the flat mapping that config.yaml is, and
+its state, equal for all ranks, so that it resumes on any topology."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lingua.base.dump_dir import CONFIG
+from lingua.base.errors import UserError
+from lingua.checkpoint.folder import Checkpoint, read_state
+from lingua.checkpoint.state import Progress
+from lingua.config.schema import MAX_ROWS
+from lingua.config.values import parse_mapping, plain, read_file, show
+
+if TYPE_CHECKING:
+    from lingua.checkpoint.source import TensorSource
+
+ABSENT = "(absent)"  # in place of the value of a key that was not saved
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoint to resume from, with its configuration and state."""
+
+    checkpoint: Checkpoint
+    config: dict[str, Any]  # flat
+    progress: Progress
+    topology: tuple[int, ...]
+    data: dict[str, Any]  # fingerprints
+    versions: dict[str, Any] = field(default_factory=dict)  # earlier versions have fewer
+
+
+def flat_config(config: "Path | TensorSource", keys: Iterable[str]) -> dict[str, Any]:
+    """The values of those of `keys`, dotted names, that a written config file, or that of a source,
+    has. It is read as data, since it may be somebody else's: `${...}` stays text. Raises UserError.
+    """
+    if isinstance(config, Path):
+        where, tree = str(config), read_file(config, str(config))
+    else:
+        where, tree = config.config_path, parse_mapping(config.config, config.config_path)
+    flat = pick(plain(tree), keys)
+    for key, (need, holds) in COMPUTED_WITH.items():
+        if flat.get(key) is not None and not holds(flat[key]):
+            raise UserError(f"{key} = {show(flat[key])}: must be {need} ({where})")
+    return flat
+
+
+def _is_mixture(weights: Any) -> bool:
+    return isinstance(weights, dict) and all(
+        type(w) in (int, float) and isfinite(w) for w in weights.values()
+    )
+
+
+def _are_stages(stages: Any) -> bool:
+    return isinstance(stages, list) and all(
+        isinstance(stage, dict)
+        and type(stage.get("from_step")) is int
+        and _is_mixture(stage.get("sources"))
+        for stage in stages
+    )
+
+
+# Values that a resume computes with. Others are only compared.
+COMPUTED_WITH = {
+    "data.sources": ("a mapping of finite weights", _is_mixture),
+    "data.stages": ("a list of {from_step, sources}, with finite weights", _are_stages),
+    "data.global_batch_size": (
+        f"a whole number from 1 to {MAX_ROWS:,}",
+        lambda rows: type(rows) is int and 1 <= rows <= MAX_ROWS,
+    ),
+}
+
+
+def pick(tree: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The values of those of `keys`, dotted names, that nested mappings have."""
+    flat = {}
+    for key in keys:
+        value: Any = tree
+        for name in key.split("."):
+            value = value.get(name, ABSENT) if isinstance(value, dict) else ABSENT
+        if value != ABSENT:
+            flat[key] = value
+    return flat
+
+
+def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
+    """A checkpoint with its configuration and state. Raises UserError."""
+    state = read_state(checkpoint)
+    if state.progress is None:  # made by `convert`
+        advice = "with checkpoint.init_from, without continue_training_from_init"
+        what = "has only a model, and no run to resume; a new run starts from it"
+        raise UserError(f"{checkpoint.path} {what} {advice}")
+    config = flat_config(checkpoint.path / CONFIG, keys)
+    topology = tuple(state.topology)
+    return Saved(checkpoint, config, state.progress, topology, state.data, state.versions)
