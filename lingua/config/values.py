@@ -5,7 +5,7 @@ import errno
 import json
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -79,6 +79,13 @@ def parse_argument(text: str) -> LocatedValue:
         return LocatedValue(text, COMMAND_LINE, text)
     quoted = text[:1] in ("'", '"') and isinstance(given.value, str)
     return given if quoted else given._replace(text=text)
+
+
+def read_files(argv: Sequence[str]) -> list[Values]:
+    """The config files that a command line names, the deepest `base:` first. Raises UserError."""
+    named = [word for word in argv if word.startswith("config=") and is_text(word)]
+    path = str(parse_argument(named[-1].removeprefix("config=")).text) if named else ""
+    return read_layers(Path(path), f"config={path}") if named else []
 
 
 def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list[Values]:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from lingua.app import choose_app
 from lingua.base.format import printable
 from lingua.checkpoint.run_config import load_run
+from lingua.config.values import read_files
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.program import exit_stopped, run_program
 from lingua.run.args import RunArgs
@@ -26,9 +27,10 @@ def main(argv: list[str] | None = None, loop: str | None = None, doc: str | None
         doc: what `--help` begins with; None: the lines above.
     """
     argv = sys.argv[1:] if argv is None else argv
-    app = choose_app(argv)
+    files = read_files(argv)
+    app = choose_app(argv, files)
     args: RunArgs
-    args, notices = load_run(app, argv, program_doc=doc or __doc__)
+    args, notices = load_run(app, argv, program_doc=doc or __doc__, files=files)
     if detect_launch().rank == 0:
         for line in [*notices, f"{args.name}: an {app.path} run in {args.folder}"]:
             print(printable(line), flush=True)

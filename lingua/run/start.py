@@ -29,6 +29,7 @@ from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import flatten, resume_classes
+from lingua.config.values import read_files
 from lingua.data.args import n_grains
 from lingua.data.rows import TOKENIZER, Data, OpenData
 from lingua.data.sources import TextData
@@ -205,9 +206,10 @@ def check(argv: list[str], world_size: int) -> tuple[RunArgs, list[str]]:
     lingua stool asks for. Raises UserError where the run would refuse it."""
     from lingua.parallel.alone import one_process
 
-    app = choose_app(argv)
+    files = read_files(argv)
+    app = choose_app(argv, files)
     args: RunArgs
-    args, notices = load_run(app, argv)
+    args, notices = load_run(app, argv, files=files)
     resolved = deepcopy(args)
     resolved.checkpoint.verify = "size"  # the run itself compares checksums
     with one_process():
