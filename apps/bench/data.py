@@ -176,8 +176,10 @@ def prepare(
     """Build the shards of a source; its tokens, without the two that frame a document."""
     source = str(args.name)
     data = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=args)
-    building = {"processes": processes, "unit_bytes": unit_bytes}
-    total = prepare_source(source, data, tokenizer, lambda line: None, **building).manifest.total
+    prepared = prepare_source(
+        source, data, tokenizer, lambda line: None, processes=processes, unit_bytes=unit_bytes
+    )
+    total = prepared.manifest.total
     return sum(total(s, "tokens") - 2 * total(s, "documents") for s in ("train", "heldout"))
 
 

@@ -25,9 +25,9 @@ from tqdm import tqdm
 from lingua.base.errors import UserError
 from lingua.base.files import write_atomically
 from lingua.base.lock import exclusive
-from lingua.data.files import FilePart
+from lingua.data.cache import ShardSpec, current_manifest
+from lingua.data.files import IO_THREADS, FilePart
 from lingua.data.shards import SHARDS_MANIFEST, Manifest
-from lingua.data.sources import IO_THREADS, ShardSpec, current_manifest
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.signals import STOPPING
 from lingua.tokenizer import build_tokenizer
