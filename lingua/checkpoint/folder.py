@@ -9,7 +9,8 @@ import json
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Checkpoint:
     serial: int  # order of publication, which can differ from the order of steps
     files: dict[str, Entry]  # by name
     created_at: str = ""
+    # content of train_state.json and config.yaml, where this process has read them to verify them
+    texts: dict[str, bytes] = field(default_factory=dict, repr=False)
 
 
 def checksum_of(manifest: dict[str, Any]) -> str:
@@ -75,7 +78,8 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
 
 def read_state(checkpoint: Checkpoint) -> TrainState:
     """Read the fields of `train_state.json` that a resume needs. Raises UserError."""
-    content, known = read_json(checkpoint.path / STATE), TrainState.__dataclass_fields__
+    content = read_json(checkpoint.path / STATE, checkpoint.texts.get(STATE))
+    known = TrainState.__dataclass_fields__
     values = {key: value for key, value in content.items() if key in known}
     return from_values(TrainState(), values, str(checkpoint.path / STATE))
 
@@ -163,6 +167,11 @@ def first_undamaged(
     rank; with `verify: size` the sizes that were compared when it was found are enough."""
     why = ""
     for checkpoint in checkpoints:
+        texts = {}
+        for name in (STATE, CONFIG):
+            with suppress(OSError):  # who needs it names the error
+                texts[name] = read_bytes(checkpoint.path / name)
+        checkpoint = replace(checkpoint, texts=texts)
         why = damage(checkpoint) if verify == "full" else ""
         if not why:
             return checkpoint, ""
@@ -184,9 +193,13 @@ def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> st
     bad = []
     for name, entry in sorted(checkpoint.files.items())[rank::world]:
         try:
-            with (checkpoint.path / name).open("rb", buffering=0) as f:
-                if hashlib.file_digest(f, xxhash.xxh3_64).hexdigest() != entry["xxh3_64"]:
-                    bad.append(f"{name}: wrong checksum")
+            if (text := checkpoint.texts.get(name)) is not None:
+                checksum = xxhash.xxh3_64_hexdigest(text)
+            else:
+                with (checkpoint.path / name).open("rb", buffering=0) as f:
+                    checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
+            if checksum != entry["xxh3_64"]:
+                bad.append(f"{name}: wrong checksum")
         except OSError as error:
             bad.append(f"{name}: {error.strerror}")
     results: list[list[str]] = [[]] * world

@@ -32,12 +32,14 @@ class Saved:
     versions: dict[str, Any] = field(default_factory=dict)  # earlier versions have fewer
 
 
-def flat_config(config: "Path | TensorSource", keys: Iterable[str]) -> dict[str, Any]:
+def flat_config(config: "Path | Checkpoint | TensorSource", keys: Iterable[str]) -> dict[str, Any]:
     """The values of those of `keys`, dotted names, that a written config file, or that of a source,
     has. It is read as data, since it may be somebody else's: `${...}` stays text. Raises UserError.
     """
-    if isinstance(config, Path):
-        where, tree = str(config), read_file(config, str(config))
+    if isinstance(config, Path | Checkpoint):
+        known = None if isinstance(config, Path) else config.texts.get(CONFIG)
+        path = config if isinstance(config, Path) else config.path / CONFIG
+        where, tree = str(path), read_file(path, str(path), known)
     else:
         where, tree = config.config_path, parse_mapping(config.config, config.config_path)
     flat = pick(plain(tree), keys)
@@ -92,6 +94,5 @@ def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
         advice = "with checkpoint.init_from, without continue_training_from_init"
         what = "has only a model, and no run to resume; a new run starts from it"
         raise UserError(f"{checkpoint.path} {what} {advice}")
-    config = flat_config(checkpoint.path / CONFIG, keys)
-    topology = tuple(state.topology)
+    config, topology = flat_config(checkpoint, keys), tuple(state.topology)
     return Saved(checkpoint, config, state.progress, topology, state.data, state.versions)

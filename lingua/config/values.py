@@ -105,12 +105,13 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
     return [*read_layers(below, f"{base.where}: base = {show(str(below))}", above), layer]
 
 
-def read_file(path: Path, named_by: str) -> Values:
-    """The mapping that a file holds, read as data: `${...}` stays text, `base` is a key."""
+def read_file(path: Path, named_by: str, content: bytes | None = None) -> Values:
+    """The mapping that a file holds, whose `content` may be known, read as data: `${...}` stays
+    text, `base` is a key."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # another kind may never end
+        if content is None and not stat.S_ISREG(path.stat().st_mode):  # it may never end
             raise UserError(f"{named_by}: must be a file")
-        text = path.read_bytes().decode()
+        text = (path.read_bytes() if content is None else content).decode()
     except UnicodeDecodeError as e:
         raise UserError(f"{named_by}: is not UTF-8 text (byte {e.start})") from None
     except OSError as e:
