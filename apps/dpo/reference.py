@@ -22,8 +22,9 @@ from lingua.checkpoint.source import TensorSource, on_every_rank
 from lingua.checkpoint.tensors import Part
 from lingua.data import IGNORE
 from lingua.data.chat import ChatRows
+from lingua.data.documents import DocumentMarks
 from lingua.data.loader import MicroBatch
-from lingua.data.rows import HeldOut, document_starts
+from lingua.data.rows import HeldOut
 from lingua.parallel.mesh import divide, dp_degree, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.parallel.tensors import to_device
@@ -82,7 +83,7 @@ def ratios_of(run: Run, model: nn.Module, numbers: list[int], read: Read) -> lis
         # Every rank runs the same shapes, also one with fewer rows or none.
         local_rows = blocks[0] if blocks else []
         tokens, targets, documents = read(np.resize(local_rows or numbers[:1], rows))
-        batch = (tokens, targets[None], document_starts(documents))
+        batch = (tokens, targets[None], DocumentMarks.starts(documents))
         tensors = (to_device(torch.from_numpy(array), run.device) for array in batch)
         values, is_pair = (t.tolist() for t in log_ratios(model, *tensors))
         pairs = (zip(*row, strict=True) for row in zip(values, is_pair, strict=True))

@@ -9,8 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -142,48 +141,6 @@ def find_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
     """The checkpoints that `work` finds on rank 0. Called by every rank."""
     checkpoints = on_rank_0(lambda: [asdict(c) | {"path": str(c.path)} for c in work()])
     return [Checkpoint(**(values | {"path": Path(values["path"])})) for values in checkpoints]
-
-
-def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
-    """The last published checkpoint that verifies, None where there is none at all. Called by every
-    rank; rank 0 chooses.
-
-    Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
-    them would remove what may be whole (a disk that fails, a folder without permission).
-    """
-    checkpoint, _ = first_undamaged(find_on_rank_0(lambda: find(root, report)), verify, report)
-    if checkpoint is None and on_rank_0(
-        lambda: any(STEP_FOLDER.fullmatch(p.name) for p in root.glob("*"))
-    ):
-        advice = "move them away to start from scratch"
-        raise UserError(f"{root}: has checkpoints, but none that can be used; {advice}")
-    return checkpoint
-
-
-def first_undamaged(
-    checkpoints: list[Checkpoint], verify: str, report: Callable[[str], None]
-) -> tuple[Checkpoint | None, str]:
-    """The first checkpoint that verifies, or None and why the last one does not. Called by every
-    rank; with `verify: size` the sizes that were compared when it was found are enough."""
-    why = ""
-    for checkpoint in checkpoints:
-        texts = {}
-        for name in (STATE, CONFIG):
-            with suppress(OSError):  # who needs it names the error
-                texts[name] = read_bytes(checkpoint.path / name)
-        checkpoint = replace(checkpoint, texts=texts)
-        why = damage(checkpoint) if verify == "full" else ""
-        if not why:
-            return checkpoint, ""
-        if dist.get_rank() == 0:
-            report(f"{why}: skipped")
-    return None, why
-
-
-def verify(checkpoint: Checkpoint) -> None:
-    """Raises UserError where a file differs from the manifest. Called by every rank."""
-    if why := damage(checkpoint):
-        raise UserError(why)
 
 
 def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:

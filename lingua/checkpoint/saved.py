@@ -1,18 +1,23 @@
 """The checkpoint that a run resumes: its configuration, the flat mapping that config.yaml is, and
 its state, equal for all ranks, so that it resumes on any topology."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lingua.base.dump_dir import CONFIG
+import torch.distributed as dist
+
+from lingua.base.dump_dir import CONFIG, STATE, STEP_FOLDER
 from lingua.base.errors import UserError
-from lingua.checkpoint.folder import Checkpoint, read_state
+from lingua.base.files import read_bytes
+from lingua.checkpoint.folder import Checkpoint, damage, find, find_on_rank_0, read_state
 from lingua.checkpoint.state import Progress
 from lingua.config.schema import MAX_ROWS
 from lingua.config.values import parse_mapping, plain, read_file, show
+from lingua.parallel.mesh import on_rank_0
 
 if TYPE_CHECKING:
     from lingua.checkpoint.source import TensorSource
@@ -96,3 +101,48 @@ def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
         raise UserError(f"{checkpoint.path} {what} {advice}")
     config, topology = flat_config(checkpoint, keys), tuple(state.topology)
     return Saved(checkpoint, config, state.progress, topology, state.data, state.versions)
+
+
+# ---- which checkpoint
+
+
+def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
+    """The last published checkpoint that verifies, None where there is none at all. Called by every
+    rank; rank 0 chooses.
+
+    Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
+    them would remove what may be whole (a disk that fails, a folder without permission).
+    """
+    checkpoint, _ = first_undamaged(find_on_rank_0(lambda: find(root, report)), verify, report)
+    if checkpoint is None and on_rank_0(
+        lambda: any(STEP_FOLDER.fullmatch(p.name) for p in root.glob("*"))
+    ):
+        advice = "move them away to start from scratch"
+        raise UserError(f"{root}: has checkpoints, but none that can be used; {advice}")
+    return checkpoint
+
+
+def first_undamaged(
+    checkpoints: list[Checkpoint], verify: str, report: Callable[[str], None]
+) -> tuple[Checkpoint | None, str]:
+    """The first checkpoint that verifies, or None and why the last one does not. Called by every
+    rank; with `verify: size` the sizes that were compared when it was found are enough."""
+    why = ""
+    for checkpoint in checkpoints:
+        texts = {}
+        for name in (STATE, CONFIG):
+            with suppress(OSError):  # who needs it names the error
+                texts[name] = read_bytes(checkpoint.path / name)
+        checkpoint = replace(checkpoint, texts=texts)
+        why = damage(checkpoint) if verify == "full" else ""
+        if not why:
+            return checkpoint, ""
+        if dist.get_rank() == 0:
+            report(f"{why}: skipped")
+    return None, why
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raises UserError where a file differs from the manifest. Called by every rank."""
+    if why := damage(checkpoint):
+        raise UserError(why)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from lingua.base.errors import MAX_SHOWN, UserError, nearest
+from lingua.base.errors import MAX_SHOWN, nearest
 from lingua.config.report import Report
 from lingua.config.schema import Keys, choice_word, leaves, schema, split_optional, type_name
 from lingua.config.values import (
@@ -224,28 +224,11 @@ def _resolve(cls: type, given: Values, keys: Keys, report: Report) -> None:
     references = {p: v for p, v in given.items() if p in keys and "${" in str(plain(v))}
     for path in references:
         del given[path]
-    if not references:
-        return
-    from lingua.config.references import References  # imported for a config that has some
+    if references:
+        from lingua.config.references import resolve_all  # imported for a config that has some
 
-    tree = plain(build(cls, given, keys, Report()))
-    for path, value in references.items():
-        *groups, name = path.split(".")
-        group = tree
-        for key in groups:
-            if not isinstance(group.get(key), dict):  # an optional group is null
-                group[key] = {}
-            group = group[key]
-        group[name] = plain(value)
-    resolver = References(tree)
-    for path, value in references.items():
-        try:
-            resolved = resolver.resolve(plain(value), path)
-        except UserError as error:
-            report.add(path, value, str(error))
-            continue
-        for leaf, v in leaves({path: LocatedValue.of(resolved, value.where)}, keys).items():
-            given.setdefault(leaf, v)
+        tree = plain(build(cls, given, keys, Report()))
+        resolve_all(references, tree, given, keys, report)
 
 
 # ---- from the values of leaves to dataclasses

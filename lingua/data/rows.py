@@ -1,8 +1,8 @@
-"""The interfaces of a source of rows, and the documents that a row consists of."""
+"""The interfaces of a source of rows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -10,6 +10,9 @@ from lingua.base.errors import UserError, check_array
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.tokenizer.interface import Tokenizer
+
+if TYPE_CHECKING:
+    from lingua.data.documents import DocumentMarks
 
 CONTENT = "data.content."  # prefix of a source's name in the fingerprints
 TOKENIZER = "data.tokenizer.content"  # name of the tokenizer's
@@ -106,51 +109,11 @@ class Data(Protocol):
         """The data of a run whose `data.global_batch_size` is set. Called by every rank."""
 
 
-# ---- documents of a row
-
-
-@dataclass(frozen=True)
-class DocumentMarks:
-    """The token that begins every document, or else (`bos_id` None) the one that ends it."""
-
-    bos_id: int | None
-    eos_id: int | None
-    ignores_first: bool  # whether the first token of a document is no target
-
-    def index(self, tokens: np.ndarray) -> np.ndarray:
-        """int64, the shape of `tokens` [..., L]: which document of its row each token belongs to,
-        counted from 0."""
-        starts = np.zeros(tokens.shape, np.int64)
-        if self.bos_id is not None:
-            starts[..., 1:] = tokens[..., 1:] == self.bos_id
-        else:
-            starts[..., 1:] = tokens[..., :-1] == self.eos_id
-        return starts.cumsum(-1)
-
-    def drop_targets(self, targets: np.ndarray, documents: np.ndarray, view: int) -> None:
-        """Ignore, in place, the targets [..., S] outside their input's document, with
-        `ignores_first`. They are `view` tokens ahead; `documents` [..., L] is the index of the
-        whole row.
-        """
-        if self.ignores_first:
-            seq_len = targets.shape[-1]
-            crosses = documents[..., view : view + seq_len] != documents[..., :seq_len]
-            targets[crosses] = IGNORE
-
-
-def document_starts(index: np.ndarray) -> np.ndarray:
-    """int64 [n, K]: the positions at which the documents of each row begin, from their index
-    [n, S]. K is that of the row with the most; S stands for those that the others do not have."""
-    n_rows, seq_len = index.shape
-    row, position = np.diff(index, prepend=-1).nonzero()
-    starts = np.full((n_rows, index[:, -1].max(initial=0) + 1), seq_len)
-    starts[row, index[row, position]] = position
-    return starts
-
-
-def document_marks(args: DataArgs, tokenizer: Tokenizer) -> DocumentMarks | None:
+def document_marks(args: DataArgs, tokenizer: Tokenizer) -> "DocumentMarks | None":
     """The marks that `data.document_mask` needs; None for rows whose documents see each other."""
     if args.document_mask == "none":
         return None
+    from lingua.data.documents import DocumentMarks
+
     bos_id = tokenizer.bos_id if args.add_bos else None
     return DocumentMarks(bos_id, tokenizer.eos_id, args.document_mask == "ignore")

@@ -20,8 +20,9 @@ import numpy as np
 import xxhash
 
 from lingua.base.errors import UserError
+from lingua.data.documents import DocumentMarks
 from lingua.data.files import IO_THREADS
-from lingua.data.rows import DocumentMarks, Documents
+from lingua.data.rows import Documents
 from lingua.data.shards import (
     FORMAT_VERSION,
     SPLITS,

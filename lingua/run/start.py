@@ -23,7 +23,7 @@ from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
 from lingua.base.errors import UserError, check_array, tool_needed_by
 from lingua.base.format import counted
 from lingua.checkpoint.args import CheckpointArgs
-from lingua.checkpoint.folder import check_run_id, newest, write_run_id
+from lingua.checkpoint.folder import check_run_id, write_run_id
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress
@@ -275,13 +275,14 @@ def find_start(
         keys: of the config, dotted.
         app: that of the run; None: apps.main.
     """
-    resumed = newest(root, args.verify, logger.warning)
-    if resumed is not None:
-        if args.init_from is not None:
-            logger.info(f"{args.init_from} is not read: this run has checkpoints of its own")
-        from lingua.checkpoint.saved import read_saved  # imported for a run that resumes
+    if on_rank_0(lambda: any(path.is_dir() for path in root.glob("*"))):
+        from lingua.checkpoint.saved import newest, read_saved  # imported for a run that resumes
 
-        return read_saved(resumed, keys), None
+        resumed = newest(root, args.verify, logger.warning)
+        if resumed is not None and args.init_from is not None:
+            logger.info(f"{args.init_from} is not read: this run has checkpoints of its own")
+        if resumed is not None:
+            return read_saved(resumed, keys), None
     if args.init_from is None:
         return None, None
     from lingua.checkpoint.origin import find_origin  # imported for a run that has one
@@ -293,10 +294,8 @@ def resolve(args: RunArgs, degree: int, tokenizer: Tokenizer, saved: "Saved | No
     """Fill in what the config leaves open. It is decided once: a later start on another topology
     takes the global batch size from the checkpoint or the dump dir's config.yaml."""
     if args.data.global_batch_size is None:
-        key, previous = (
-            "data.global_batch_size",
-            on_rank_0(partial(previous_global_batch_size, args, saved)),
-        )
+        key = "data.global_batch_size"
+        previous = on_rank_0(partial(previous_global_batch_size, args, saved))
         rows = args.data.batch_size * degree * (args.grad_acc_steps or 1)
         args.data.global_batch_size = previous or rows
         if previous is None:

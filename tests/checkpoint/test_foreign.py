@@ -23,9 +23,9 @@ from apps.main.config import ModelArgs
 from apps.main.hugging_face import llama
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.dcp import _ALLOWED, DCPFolder
-from lingua.checkpoint.folder import newest, read_checkpoint
+from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.origin import open_source
-from lingua.checkpoint.saved import read_saved
+from lingua.checkpoint.saved import newest, read_saved
 from lingua.parallel.alone import one_process
 from lingua.run.start import find_start
 from lingua.tools.commands.checkpoint import main

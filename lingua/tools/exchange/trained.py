@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App, find_app, named_app
 from lingua.base.errors import UserError
-from lingua.checkpoint.folder import read_state, verify
+from lingua.checkpoint.folder import read_state
 from lingua.checkpoint.origin import is_hf_folder, open_source
-from lingua.checkpoint.saved import flat_config
+from lingua.checkpoint.saved import flat_config, verify
 from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import to_yaml

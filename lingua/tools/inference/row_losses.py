@@ -10,8 +10,9 @@ from torch import nn
 from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.folder import Checkpoint
 from lingua.data import IGNORE
+from lingua.data.documents import DocumentMarks
 from lingua.data.loader import Loader
-from lingua.data.rows import DocumentMarks, Documents, Rows
+from lingua.data.rows import Documents, Rows
 from lingua.model import Losses
 from lingua.run.args import RunArgs
 
