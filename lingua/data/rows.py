@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lingua.base.errors import UserError, check_array
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.tokenizer.interface import Tokenizer
@@ -49,16 +48,6 @@ class HeldOut:
     # the tokens that begin or end documents show it
     documents: np.ndarray | None = None
 
-    def check(self, name: str, seq_len: int) -> None:
-        """Raise UserError where the loss of these windows, of the source `name`, would."""
-        for key in ("tokens", "targets", "documents"):
-            array = getattr(self, key)
-            if array is None and key == "documents":
-                continue
-            check_array(f"held-out {key} of {name}", array, "int64", (len(self.tokens), seq_len))
-        if not self.have_text():
-            raise UserError(f"held-out text of {name}: must have at least one target and one byte")
-
     def have_text(self) -> bool:
         """Whether there is a loss, per target and, where bytes are known, per byte."""
         return (self.n_bytes is None or self.n_bytes > 0) and bool((self.targets != IGNORE).any())
@@ -75,23 +64,6 @@ class OpenData:
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)  # held-out text by source
     # what `data.document_mask` separates; None: the tokens that begin or end documents show it
     documents: Documents | None = None
-
-    def check(self, args: DataArgs) -> None:
-        """Raise UserError where the first rows, or what is held out, are not of the shapes and
-        dtypes that are read, or rows of other sizes than `args` has."""
-        first, name = np.arange(min(2, args.step_rows)), type(self.rows).__name__
-        for key in ("seq_len", "n_views"):
-            if getattr(self.rows, key) != getattr(args, key):
-                need = f"must be {getattr(self.rows, key)}, that of {name}"
-                raise UserError(f"data.{key} = {getattr(args, key)}: {need}")
-        shape = (len(first), args.row_tokens)
-        check_array(f"{name}.rows", self.rows.rows(first), "int", shape)
-        if (is_target := self.rows.is_target(first)) is not None:
-            check_array(f"{name}.is_target", is_target, "bool", shape)
-        if self.documents is not None:
-            check_array("OpenData.documents", self.documents(first), "int64", shape)
-        for source, windows in self.held_out.items():
-            windows.check(source, args.seq_len)
 
 
 class Data(Protocol):
