@@ -35,8 +35,8 @@ class TextData:
     In the process that checks and prepares a run, the files of a source are found once, and its
     manifest is read once."""
 
-    # (configuration, files that `check` found, sources that `prepare` has ready)
-    _known: tuple[Any, dict[str, list[FilePart]], dict[str, Source]] = None, {}, {}
+    # (configuration, files that `check` found for `prepare`, sources that `prepare` has ready)
+    _known: tuple[Any, dict[str, list[FilePart]] | None, dict[str, Source]] = None, None, {}
 
     def check(self, args: Any, tokenizer: Tokenizer) -> None:
         self._known = args, check_sources(args.data, tokenizer, args.validation.sources), {}
@@ -45,11 +45,13 @@ class TextData:
         files = self._known[1] if self._known[0] is args else None
         validation = args.validation.sources
         ready = prepare_sources(args.data, tokenizer, report, validation=validation, files=files)
-        self._known = args, {}, ready
+        self._known = args, None, ready
 
     def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
         ready = self._known[2] if self._known[0] is args else {}
-        sources = open_sources(args.data, tokenizer, ready=ready)
+        names = args.data.read_sources(args.validation.sources)
+        opened = open_sources(args.data, tokenizer, names, ready)
+        sources = {name: opened[name] for name in args.data.used_sources()}
         size = args.validation
         budget = (size.bytes, "bytes") if size.tokens is None else (size.tokens, "tokens")
         is_text = args.data.chat is None
@@ -59,11 +61,10 @@ class TextData:
             from lingua.data.chat import ChatRows, held_out_answers
 
             windows_of = held_out_answers
-        held_out = {n: windows_of(s, args.data.seq_len, budget) for n, s in sources.items()}
-        for name, source in open_sources(
-            args.data, tokenizer, args.validation.sources, ready
-        ).items():
-            held_out[name] = windows_of(source, args.data.seq_len, budget, SPLITS)
+        held_out = {}
+        for name, source in opened.items():
+            splits = ("heldout",) if name in sources else SPLITS
+            held_out[name] = windows_of(source, args.data.seq_len, budget, splits)
         for name in [name for name, windows in held_out.items() if not windows.have_text()]:
             del held_out[name]
             logger.info(
