@@ -34,6 +34,7 @@ from lingua.run.args import RunArgs
 from lingua.run.files import grouped
 from lingua.run.records import Record
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import load_config
 from lingua.tools.exchange.hugging_face import (
     GENERATION,
     INDEX,
@@ -236,7 +237,7 @@ def write_tokenizer(folder: Path, data: DataArgs, tokenizer: Tokenizer, max_posi
         shutil.copyfile(args.file, folder / f"tokenizer.{'json' if args.name == 'hf' else 'model'}")
     else:
         return f"transformers has no form of its {args.name} tokenizer: no file of it is there"
-    special, config = special_tokens(tokenizer), args.load_config()
+    special, config = special_tokens(tokenizer), load_config(args)
     if not config:
         config = special | {
             "model_max_length": max_positions,
