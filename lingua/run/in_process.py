@@ -27,7 +27,8 @@ from lingua.parallel.launch import detect_launch
 from lingua.parallel.parallelize import reshard
 from lingua.parallel.signals import Stopped, StopRequest
 from lingua.run.describe import finish
-from lingua.run.loop import Loop, load_loop
+from lingua.run.loop import Loop
+from lingua.run.program import load_loop
 from lingua.run.records import Record
 from lingua.run.run import Run
 from lingua.run.start import is_finished, start_run

@@ -26,7 +26,7 @@ from lingua.parallel.alone import process_restored
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.launch import leave
 from lingua.run.args import RunArgs
-from lingua.run.loop import load_loop
+from lingua.run.program import load_loop
 from lingua.run.receipt import saved_state
 from lingua.run.records import Record
 from lingua.tools.audit.segments import Part, Segment
