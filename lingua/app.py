@@ -20,7 +20,7 @@ from lingua.config.values import COMMAND_LINE, Values, parse_argument, read_file
 if TYPE_CHECKING:  # finding an app imports no torch
     from torch import nn
 
-    from lingua.parallel.parallelize import ParallelPlan
+    from lingua.parallel.plan import ParallelPlan
 
 APPS = Path(__file__).parents[1] / "apps"  # apps of this repository
 GROUP = "lingua.apps"  # entry points of installed packages: name = "package.module:app"

@@ -14,7 +14,8 @@ from torch import Tensor
 from apps.bench.launch import read_config
 from apps.bench.report import Report, largest_difference
 from apps.bench.turns import take_turns, times
-from lingua.model.attention import MIN_SEPARATED, Mask, attend, build_mask
+from lingua.model.attend import Mask, attend
+from lingua.model.attention import MIN_SEPARATED, build_mask
 from lingua.model.masks import SeparateDocuments
 
 TOKENS = 4096  # tokens of all rows together

@@ -14,7 +14,7 @@ from apps.bench.launch import read_config
 from apps.bench.report import Report, largest_difference
 from apps.bench.turns import take_turns, times
 from apps.mamba.model import ssd
-from lingua.model.attention import attend
+from lingua.model.attend import attend
 from lingua.model.scan import scan
 
 LENGTHS = (1024, 4096, 16384)  # tokens of the row

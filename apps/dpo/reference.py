@@ -26,7 +26,7 @@ from lingua.data.documents import DocumentMarks
 from lingua.data.loader import MicroBatch
 from lingua.data.rows import HeldOut
 from lingua.parallel.mesh import divide, dp_degree, on_rank_0
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 from lingua.parallel.tensors import to_device
 from lingua.run.args import RunArgs
 from lingua.run.run import Run

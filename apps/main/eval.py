@@ -29,7 +29,7 @@ from lingua.monitor.metrics import append_line
 from lingua.monitor.wandb import WandbLog
 from lingua.parallel.args import mesh_sizes
 from lingua.parallel.mesh import on_rank_0
-from lingua.parallel.parallelize import check_layout
+from lingua.parallel.plan import check_layout
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import take_signals
 from lingua.tools.exchange.trained import OpenArgs, open_model, open_trained

@@ -27,7 +27,7 @@ from lingua.model.transformer import (
     run_blocks,
     trunc_normal_,
 )
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 
 
 class Transformer(nn.Module):

@@ -17,7 +17,7 @@ from apps.main.transformer import parallel_plan as plain_plan
 from lingua.config.schema import Guarded
 from lingua.model import PerRow
 from lingua.model.transformer import Context, TransformerBlock, run_blocks
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 
 
 @dataclass

@@ -41,7 +41,7 @@ from lingua.model.transformer import (
     run_blocks,
     trunc_normal_,
 )
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 
 NONE = -1  # in the place of a token: there is none
 

@@ -1,21 +1,18 @@
 """Causal attention over the documents and the sliding window of each row: which implementation
-computes it (`model.attn_impl`), the mask in the form that this one takes, and the call.
+computes it (`model.attn_impl`), and the mask in the form that this one takes.
 
-Shapes in comments: B rows, S positions, L columns, H query heads, H' key and value heads, D
-features of a head.
+Shapes in comments: B rows, S positions, L columns, K documents of a row.
 """
 
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lingua.base.errors import UserError
 from lingua.model.args import AttnImpl
+from lingua.model.attend import HALF_DTYPES, Mask, dense_mask
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 MIN_SEPARATED = 512  # positions; shorter rows are faster with a mask, whatever their documents
 
 
@@ -70,18 +67,6 @@ def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dty
     return None
 
 
-# -------------------------------------------------------------------------------------- masks
-
-
-class Attends(Protocol):
-    """A mask in a form of its own, which computes attention with it."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-Mask = Tensor | Attends | None
-
-
 def build_mask(
     impl: AttnImpl,
     column: Tensor,
@@ -117,40 +102,3 @@ def build_mask(
 
         return SeparateDocuments(documents, first, window)
     return dense_mask(column, place, first)
-
-
-def dense_mask(column: Tensor, place: Tensor, first: Tensor) -> Tensor:
-    """bool S L or B 1 S L, from the first column that each position sees, int64 S or B S."""
-    mask = (column <= place[:, None]) & (column >= first[..., None])
-    return mask if first.dim() == 1 else mask[:, None]
-
-
-# ------------------------------------------------------------------------------------ attention
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Causal softmax attention.
-
-    q is B H S D; k and v are B H' L D with H' dividing H. A tensor as mask is bool S L or B 1 S L,
-    True where a query (row) sees a key (column); None: every query sees all keys up to its own,
-    where L is S, or S is 1 and the query the last of all. Returns B H S D.
-    """
-    if not (mask is None or isinstance(mask, Tensor)):
-        return mask.attend(q, k, v)
-    n_heads, n_kv_heads = q.shape[1], k.shape[1]
-    if q.shape[2] == 1:  # the heads that share keys as queries of one head, which reads them once
-        grouped = q.reshape(q.shape[0], n_kv_heads, -1, q.shape[3])  # B H' H/H' D
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
-    # On CUDA only the flash kernels, which take no mask, know grouped heads. Without one that does,
-    # torch would compute all scores in float32 and keep them.
-    flash = mask is None and q.dtype in HALF_DTYPES and q.shape[3] <= 256
-    if n_heads != n_kv_heads and q.is_cuda and not flash:
-        k, v = repeat_heads(k, v, n_heads, dim=1)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=n_heads != k.shape[1]
-    )
-
-
-def repeat_heads(k: Tensor, v: Tensor, n_heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    repeats = n_heads // k.shape[dim]
-    return k.repeat_interleave(repeats, dim), v.repeat_interleave(repeats, dim)

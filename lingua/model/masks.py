@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lingua.model.attention import attend, dense_mask, repeat_heads
+from lingua.model.attend import attend, dense_mask, repeat_heads
 
 
 class PackedRows:

@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from lingua.base.hashing import hash_bits, key_of
 from lingua.model import Cache, PerRow
 from lingua.model.args import AttnImpl, TransformerArgs
-from lingua.model.attention import Mask, attend, build_mask, choose_attention
+from lingua.model.attend import Mask, attend
+from lingua.model.attention import build_mask, choose_attention
 
 
 class Context:

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from lingua.base.errors import UserError, nearest
 from lingua.optim.args import OptimArgs
 from lingua.parallel.init import canonical_name
-from lingua.parallel.parallelize import within
+from lingua.parallel.plan import within
 from lingua.parallel.tensors import local
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.base.errors import UserError, import_optional
-from lingua.parallel.parallelize import ParallelPlan, blocks_of
+from lingua.parallel.plan import ParallelPlan, blocks_of
 
 KEY = "distributed.float8 = tensorwise"
 MULTIPLE = 16  # of the sizes of a product's matrices; those of kernels for float8

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lingua.base.errors import UserError
-from lingua.parallel.parallelize import find_modules
+from lingua.parallel.plan import find_modules
 from lingua.parallel.tensors import whole
 
 

@@ -26,7 +26,8 @@ from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
 from lingua.optim.schedule import lr_at
 from lingua.parallel.gradients import grad_norms
 from lingua.parallel.mesh import all_call
-from lingua.parallel.parallelize import find_modules, reshard
+from lingua.parallel.parallelize import reshard
+from lingua.parallel.plan import find_modules
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.tensors import to_device
 from lingua.tokenizer.interface import Tokenizer

@@ -40,7 +40,7 @@ from lingua.optim.optimizer import LoopOptimizer, build_optimizer
 from lingua.parallel.args import mesh_sizes
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import dp_degree, on_rank_0
-from lingua.parallel.parallelize import ParallelPlan, check_layout
+from lingua.parallel.plan import ParallelPlan, check_layout
 from lingua.parallel.signals import Stopped, StopRequest
 from lingua.run.args import RunArgs
 from lingua.run.receipt import is_written
@@ -176,7 +176,8 @@ def load_benchmarks(args: RunArgs) -> "Benchmarks | None":
     """The tasks of `eval` with their data, if the run has some. Raises UserError."""
     if args.eval is None:
         return None
-    from lingua.tools.inference.benchmarks import Benchmarks
+    with tool_needed_by("eval.tasks"):
+        from lingua.tools.inference.benchmarks import Benchmarks
 
     return Benchmarks(args)
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.plan import ParallelPlan
 
 Sizes = tuple[int, int, int]  # of dp_replicate, dp_shard, tp
 

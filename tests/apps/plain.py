@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from apps.main.config import TrainArgs
 from lingua.app import Built
 from lingua.data import IGNORE
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 
 
 class Block(nn.Module):

@@ -28,7 +28,8 @@ from lingua.parallel.args import DistributedArgs
 from lingua.parallel.exact import GradientSums, check_ranks, exact_norm
 from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.plan import ParallelPlan
 from lingua.parallel.tensors import local, whole
 from tests.apps.meshes import Sizes, name_of, on_meshes
 from tests.apps.runs import SMALL, Outcome, Twist, digests

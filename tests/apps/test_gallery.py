@@ -25,7 +25,7 @@ from lingua.model.args import TransformerArgs
 from lingua.model.scan import CHUNK, CausalConv, scan
 from lingua.model.transformer import Context
 from lingua.parallel.init import init_parameters
-from lingua.parallel.parallelize import check_layout
+from lingua.parallel.plan import check_layout
 from tests.apps.runs import arguments
 from tests.mistakes import refused
 

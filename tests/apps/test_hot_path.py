@@ -17,7 +17,7 @@ from apps.main.train import Objective, train
 from lingua.data.loader import MicroBatch
 from lingua.optim.adapter import on_shards
 from lingua.parallel import program
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 from lingua.parallel.tensors import local
 from lingua.run.run import Run
 from tests.apps.runs import arguments

@@ -23,7 +23,7 @@ from apps.mtp import app as mtp
 from apps.sft import app as sft
 from apps.speedrun import app as speedrun
 from lingua.app import App, Built
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 from lingua.run.run import Run
 from tests.apps.meshes import TOPOLOGIES, Sizes, name_of, on_its_own, on_meshes
 from tests.apps.plain import build_plain, build_split

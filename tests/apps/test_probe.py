@@ -13,7 +13,7 @@ from apps.main import app
 from apps.main.transformer import build_transformer
 from lingua.monitor.means import Means
 from lingua.parallel.init import init_parameters
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 from lingua.run.hidden import recorded
 from lingua.run.run import Run
 from tests.apps.meshes import Sizes, name_of, on_mesh

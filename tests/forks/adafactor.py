@@ -9,7 +9,7 @@ from torch import nn
 
 from apps.main import app as main_app
 from lingua.optim.whole import on_whole
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 
 
 def build_adafactor(

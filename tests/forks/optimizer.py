@@ -9,7 +9,7 @@ from torch import nn
 from apps.main import app as main_app
 from lingua.optim.adapter import on_shards
 from lingua.optim.optimizer import split_by_decay
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 
 
 def build_nadam(model: nn.Module, args: Any, plan: ParallelPlan | None) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apps.main import app as main_app
 from lingua.optim.optimizer import split_by_decay
 from lingua.optim.whole import on_whole
-from lingua.parallel.parallelize import ParallelPlan
+from lingua.parallel.plan import ParallelPlan
 
 
 class SOAP(torch.optim.Optimizer):

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lingua.model.args import AttnImpl, TransformerArgs
-from lingua.model.attention import MIN_SEPARATED, Mask, attend, build_mask, choose_attention
+from lingua.model.attend import Mask, attend
+from lingua.model.attention import MIN_SEPARATED, build_mask, choose_attention
 from lingua.model.masks import SeparateDocuments
 from lingua.model.transformer import Context, TransformerBlock
 from lingua.parallel.parallelize import _selective

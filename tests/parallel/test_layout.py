@@ -20,7 +20,8 @@ from apps.main.transformer import Transformer, parallel_plan
 from lingua.base.errors import UserError
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import detect_launch, start
-from lingua.parallel.parallelize import ParallelPlan, check_layout, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.plan import ParallelPlan, check_layout
 from tests.mistakes import refused
 
 

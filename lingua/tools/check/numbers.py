@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lingua.data import IGNORE
 from lingua.model.args import AttnImpl, TransformerArgs
-from lingua.model.attention import attend
+from lingua.model.attend import attend
 from lingua.model.head import Head
 from lingua.model.transformer import Context
 

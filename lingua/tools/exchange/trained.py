@@ -25,7 +25,8 @@ from lingua.monitor.logger import init_logger
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters, ties_kept
 from lingua.parallel.launch import detect_launch, pick_device, start
-from lingua.parallel.parallelize import ParallelPlan, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.plan import ParallelPlan
 from lingua.parallel.torch_private import non_persistent_buffers
 from lingua.run.args import RunArgs
 from lingua.tokenizer import build_tokenizer

@@ -24,7 +24,7 @@ from lingua.parallel.alone import one_process, temporary_process_group
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import Launch, pick_device
 from lingua.parallel.mesh import AXES
-from lingua.parallel.parallelize import blocks_of
+from lingua.parallel.plan import blocks_of
 from lingua.run.in_process import app_of
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.exchange.trained import open_trained

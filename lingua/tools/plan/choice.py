@@ -19,7 +19,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import align
 from lingua.model.head import CHUNK_BYTES
 from lingua.parallel.mesh import AXES
-from lingua.parallel.parallelize import check_layout
+from lingua.parallel.plan import check_layout
 from lingua.run.args import RunArgs
 from lingua.tools.plan.report import Plan, seconds_text
 from lingua.tools.plan.step import build

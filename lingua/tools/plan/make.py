@@ -23,7 +23,7 @@ from lingua.config.load import load
 from lingua.config.schema import Free, bounds, require
 from lingua.parallel.args import mesh_sizes
 from lingua.parallel.float8 import check_float8
-from lingua.parallel.parallelize import check_layout
+from lingua.parallel.plan import check_layout
 from lingua.run.args import RunArgs
 from lingua.tools.plan.choice import choice_as_json, choice_lines, choices, estimate
 from lingua.tools.plan.device import Device, find_device, unknown_device

@@ -21,7 +21,8 @@ from lingua.model.args import AttnImpl
 from lingua.model.attention import choose_attention
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
-from lingua.parallel.parallelize import ParallelPlan, blocks_of, parallelize_model
+from lingua.parallel.parallelize import parallelize_model
+from lingua.parallel.plan import ParallelPlan, blocks_of
 from lingua.parallel.tensors import as_shard, local
 from lingua.parallel.torch_private import OpOverload, is_traceable_wrapper_subclass_type, schema
 from lingua.run.args import RunArgs
