@@ -203,7 +203,7 @@ class Reporter:
         before = self._slow[1] if rank == self._slow[0] else 0
         self._slow = rank, before + steps if ratio > SLOW else 0
         if before < SLOW_STEPS <= self._slow[1] and dist.get_rank() == 0:
-            from lingua.parallel.late import host_of
+            from lingua.parallel.failure import host_of
 
             logger.warning(
                 f"rank {rank} on {host_of(rank)} has been slow for {SLOW_STEPS} steps: its work "

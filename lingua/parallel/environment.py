@@ -1,8 +1,11 @@
-"""The place of this process among those of the run, from the variables that its launcher sets. It
-needs no torch."""
+"""What a launcher says and hears: the place of this process among those of the run, from the
+variables that it sets, and torchrun's file for an error. It needs no torch."""
 
+import json
 import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from lingua.base.errors import UserError
 
@@ -49,3 +52,12 @@ def detect_launch(env: dict[str, str] | None = None) -> Launch:
             by="slurm",
         )
     return Launch()
+
+
+def show_in_torchrun(text: str, later: bool = False) -> None:
+    """Give torchrun the error of this rank, for the report of 25 lines with which it ends: it names
+    the earliest one, by seconds, as the cause; `later`: another rank failed before."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

@@ -1,5 +1,5 @@
-"""Where this rank is, which a thread writes to the store, on any device. By it lingua.parallel.late
-names the ranks that others wait for: one that is stopped writes nothing."""
+"""Where this rank is, which a thread writes to the store, on any device. By it
+lingua.parallel.failure names the ranks that others wait for: one that is stopped writes nothing."""
 
 import json
 import os
@@ -7,7 +7,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch.distributed as dist
 
@@ -29,8 +31,15 @@ class Heartbeat:
         self.stopped = threading.Event()
         self.stopped.set()
 
-    def start(self, store: dist.Store, rank: int, world_size: int) -> None:
-        """Write where this rank is from now on. Called by its main thread."""
+    def start(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        on_late: "Callable[[Heartbeat], object]",
+    ) -> None:
+        """Write where this rank is from now on. `on_late` is called, in a thread, where it has
+        stayed at a place for longer than a collective waits. Called by the main thread."""
         self.stopped.set()
         self.store, self.rank, self.main = store, rank, threading.get_ident()
         self.place = 0, 0, "start", time.monotonic()
@@ -39,7 +48,7 @@ class Heartbeat:
             self.stopped = threading.Event()
             self.keys = [f"lingua/heartbeat/{r}" for r in range(world_size)]
             self._write()
-            for work in (self._beat, self._watch):
+            for work in (self._beat, partial(self._watch, on_late)):
                 threading.Thread(target=work, args=(self.stopped,), daemon=True).start()
 
     def at(self, step: int, phase: str) -> None:
@@ -59,17 +68,15 @@ class Heartbeat:
                 self._write()
                 self.first_failure()
 
-    def _watch(self, stopped: threading.Event) -> None:
+    def _watch(self, on_late: "Callable[[Heartbeat], object]", stopped: threading.Event) -> None:
         """Apart from `_beat`, which waits for as long as the main thread waits for the store."""
         looked = -1
         look_s = LOOK_S + 2 * BEAT_S * (self.rank > 0)  # what rank 0 logs is in train.log
         while not stopped.wait(BEAT_S):
             place, *_, since = self.place
             if looked < place and time.monotonic() - since > self.patience_s + look_s:
-                from lingua.parallel.late import log_late
-
                 looked = place
-                threading.Thread(target=log_late, args=(self,), daemon=True).start()
+                threading.Thread(target=on_late, args=(self,), daemon=True).start()
 
     def _write(self) -> None:
         place, step, phase, _ = self.place

@@ -16,7 +16,7 @@ from lingua.base.errors import UserError
 from lingua.parallel.args import DistributedArgs, mesh_sizes
 from lingua.parallel.environment import Launch
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
-from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT
+from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT, Heartbeat
 from lingua.parallel.mesh import AXES, all_call, world_sum_
 from lingua.parallel.torch_private import set_group_timeout
 
@@ -100,10 +100,16 @@ def start(
         device_id=device if device.type == "cuda" else None,
     )
     world_sum_(torch.zeros(1))  # connects: the first wait for a rank that has left has no end
-    HEARTBEAT.start(store, launch.rank, launch.world_size)
+    HEARTBEAT.start(store, launch.rank, launch.world_size, _log_late)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     set_timeout(mesh, args.timeout_s)  # a mesh's groups do not inherit it
     return mesh
+
+
+def _log_late(heart: Heartbeat) -> None:
+    from lingua.parallel.failure import log_late  # imported where a rank is late
+
+    log_late(heart)
 
 
 def _set_cuda_defaults(dump_dir: Path | None) -> None:

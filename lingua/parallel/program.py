@@ -4,26 +4,22 @@ it does not import torch, which commands that only read files do without."""
 import errno
 import faulthandler
 import gc
-import json
 import os
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 from lingua.base.errors import UserError
 from lingua.base.format import printable
-from lingua.parallel.environment import detect_launch
+from lingua.parallel.environment import detect_launch, show_in_torchrun
 from lingua.parallel.signals import STOPPING
 
 COLLECT_EVERY = 100  # steps between garbage collections; every tenth is a full one, 0.1 s
-LEAVING = threading.Lock()
 RANK_0_S = 10.0  # seconds for rank 0 to report a mistake that all ranks find before they meet
 
 
@@ -45,8 +41,10 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
         code = 128 + signal.SIGPIPE
     except UserError as error:
-        if error.local:  # the others, which lose their connections, name this rank
-            _explain(error)
+        if error.local and _has_process_group():
+            from lingua.parallel.failure import explain
+
+            explain(error)  # the others, which lose their connections, name this rank
         _report(error)
         code, patience_s = 2, 0.0 if error.local else patience_s
     except KeyboardInterrupt:
@@ -58,9 +56,11 @@ def run_program(program: Callable[[], None]) -> NoReturn:
             _report(UserError(f"{error.filename}: {error.strerror}"))
             code = 2
         else:
-            if detect_launch().world_size > 1:
+            if detect_launch().world_size > 1 and _has_process_group():
+                from lingua.parallel.failure import fail
+
                 fail(error)
-            _show_in_torchrun(traceback.format_exc())
+            show_in_torchrun(traceback.format_exc())
             raise
     # Slurm may still send its early signal, which must not turn the end of a run into a failure.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -75,19 +75,6 @@ def run_program(program: Callable[[], None]) -> NoReturn:
     sys.exit(code)
 
 
-def fail(error: Exception) -> NoReturn:
-    """End this rank of several: the first that fails prints its traceback, others a line."""
-    LEAVING.acquire()  # never released: the thread that comes second waits for the end of both
-    later = _explain(error)
-    _show_in_torchrun("".join(traceback.format_exception(error)), later=later is not None)
-    if later is None:
-        sys.excepthook(type(error), error, error.__traceback__)  # torch's names the rank
-    else:
-        print(f"error: {printable(later)}", file=sys.stderr)
-    sys.stdout.flush()
-    os._exit(1)  # at the interpreter's end, a thread that waits for the store would abort
-
-
 def exit_stopped(name: str) -> NoReturn:
     """Exit as a run that the signal `name` stopped: with 128 + its number, or 0 where the launcher
     would start it again at once, as srun may, and torchrun with --max-restarts."""
@@ -97,7 +84,7 @@ def exit_stopped(name: str) -> NoReturn:
     restarts = launch.by == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts or launch.by == "slurm":
         sys.exit(0)
-    _show_in_torchrun(f"stopped by {name}")
+    show_in_torchrun(f"stopped by {name}")
     sys.exit(128 + signal.Signals[name])
 
 
@@ -108,7 +95,7 @@ def _report(error: UserError) -> None:
     (`UserError(..., local=True)`) is printed by the rank that raised it.
     """
     text = f"error: {printable(str(error))}"
-    _show_in_torchrun(text)
+    show_in_torchrun(text)
     first = error.local or detect_launch().rank == 0
     if not first and not _has_process_group():
         # A launcher ends all ranks when one exits: rank 0 exits first, unless it has no mistake.
@@ -119,31 +106,9 @@ def _report(error: UserError) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _explain(error: Exception) -> str | None:
-    """Name in notes of `error` the ranks that the others wait for. Returns one line in its place
-    where another rank failed before this one."""
-    if not _has_process_group():
-        return None
-    from lingua.parallel.late import explain
-
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:  # a launcher sends them as soon as one rank has left
-            signal.signal(number, signal.SIG_IGN)
-    return explain(error)
-
-
 def _has_process_group() -> bool:
     torch_distributed = sys.modules.get("torch.distributed")
     return torch_distributed is not None and torch_distributed.is_initialized()
-
-
-def _show_in_torchrun(text: str, later: bool = False) -> None:
-    """Give torchrun the error of this rank, for the report of 25 lines with which it ends: it names
-    the earliest one, by seconds, as the cause; `later`: another rank failed before."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _stdout_is_closed() -> bool:

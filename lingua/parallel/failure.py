@@ -1,28 +1,33 @@
-"""Which ranks the others wait for, by what each has last written to the store (its heartbeat).
-Imported where one is late, slow, or fails."""
+"""Which ranks the others wait for, by what each has last written to the store (its heartbeat), and
+the end of a rank that fails. Imported where one is late, slow, or fails."""
 
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from lingua.base.format import printable
+from lingua.parallel.environment import show_in_torchrun
 from lingua.parallel.heartbeat import BEAT_S, FIRST, HEARTBEAT, LOOK_S, Heartbeat
-from lingua.parallel.program import fail
+from lingua.parallel.signals import STOPPING
 
 T = TypeVar("T")
 
 SILENT_S = 3 * BEAT_S  # without a write, a rank is silent
 STORE_S = 5.0  # seconds for the store to answer
+LEAVING = threading.Lock()
 MAX_SHOWN = 16  # ranks, or groups of them, in one report
 # What errors contain when a connection was lost or a collective timed out.
 LOST = (
@@ -117,10 +122,27 @@ def late_ranks(heart: Heartbeat, same_place: bool = True) -> list[str]:
     return lines[:MAX_SHOWN] + [f"and {more} more"] * (more > 0)
 
 
+def fail(error: Exception) -> NoReturn:
+    """End this rank of several: the first that fails prints its traceback, others a line."""
+    LEAVING.acquire()  # never released: the thread that comes second waits for the end of both
+    later = explain(error)
+    text = "".join(traceback.format_exception(error))
+    show_in_torchrun(text, later=later is not None)
+    if later is None:
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's names the rank
+    else:
+        print(f"error: {printable(later)}", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(1)  # at the interpreter's end, a thread that waits for the store would abort
+
+
 def explain(error: Exception) -> str | None:
     """On the first rank that fails, name those that it waited for in notes of `error`, where that
     is a connection that was lost or a collective that timed out. Returns one line on the others,
     once that rank knows: torchrun ends all as soon as one has left."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:  # a launcher sends them as soon as one rank has left
+            signal.signal(number, signal.SIG_IGN)
     heart, text = HEARTBEAT, str(error)
     if heart.stopped.is_set():
         return None
