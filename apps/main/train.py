@@ -192,7 +192,7 @@ def train_step(
     """Gradients of this rank's micro-batches, clipping, the optimizer. `counts` is on the CPU, as
     in `Ahead`. `lingua plan` traces this function too."""
     args, step = run.args, run.progress.step + 1
-    run.report.numbers = Means()
+    run.numbers = Means()
     counts = run.to_device(counts)
     loss, rows_hash = objective.gradients(batch, counts)
     if run.app.probe is not None and args.probe_due(step):
@@ -206,7 +206,7 @@ def train_step(
     admitted, divisor = guard.admit(step, norm, counts), clip_divisor(norm, args.optim.clip)
     update(run.optimizer, lr, admitted, divisor)  # a gradient that is not finite changes nothing
     run.optimizer.zero_grad()
-    return StepResult(loss, rows_hash, norm, lr)
+    return StepResult(loss, rows_hash, norm, lr, run.numbers)
 
 
 class Objective:
@@ -265,7 +265,7 @@ class Objective:
             terms = [torch.where(is_row, t, 0).sum() for t in losses.per_row.values()]
             sum((term / args.data.step_rows for term in terms), part).backward()
             parts.append(part.detach())
-            run.report.numbers.add({**losses.per_row, **losses.metrics}, micro)
+            run.numbers.add({**losses.per_row, **losses.metrics}, micro)
             rows_hash += batch_hash(micro.row_ids, micro.tokens, micro.targets)
         return torch.stack(parts), rows_hash
 

@@ -45,6 +45,7 @@ class StepResult(NamedTuple):
     rows_hash: Tensor  # int64 scalar, sum of the hashes of the rows of this rank
     grad_norm: Tensor  # float32 scalar, of the global batch
     lr: float
+    numbers: Means  # of the step; a metrics line has their means
 
 
 class Measured(NamedTuple):
@@ -53,7 +54,7 @@ class Measured(NamedTuple):
     loss: float
     grad_norm: float
     batch_hash: str
-    numbers: dict[str, float]  # means of `Reporter.numbers`, by name
+    numbers: dict[str, float]  # means of `StepResult.numbers`, by name
     # by rank, since the last line: seconds of wait for data, and of CPU time where measured
     rank_s: list[float]
 
@@ -94,8 +95,6 @@ class Reporter:
         self.trained_s = (
             progress.trained_s
         )  # training time of the whole run, earlier processes included
-        # numbers of the current step, whose metrics line, if it has one, contains their means
-        self.numbers = Means()
         self._logged_step = progress.step
         # since the last line: training, waiting for data, other CPU time of this thread
         self._window_s = self._data_s = self._cpu_s = 0.0
@@ -151,7 +150,7 @@ class Reporter:
         # On CUDA the CPU time of a host that waits for its device cannot be told apart.
         host_s = self._data_s + (self._cpu_s if self.device.type == "cpu" else 0)
         host = gather(to_device(torch.tensor([host_s]), self.device), self.mesh, "tp").flatten()
-        pairs = [torch.stack(parts) for parts in self.numbers.parts.values()]  # [n, 2] each
+        pairs = [torch.stack(parts) for parts in step.numbers.parts.values()]  # [n, 2] each
         sizes = [step.loss.numel(), *(pair.numel() for pair in pairs), len(host)]
         flat = torch.cat([step.loss.flatten(), *(pair.flatten() for pair in pairs), host])
         parts = dp_gather(flat, self.mesh).split(sizes, dim=1)
@@ -159,7 +158,7 @@ class Reporter:
         norm, bits, counts, losses, *rest, hosts = to_host(step.grad_norm, rows_hash, guard, *parts)
         nats = exact_sum(chain(*losses))
         sums = [[exact_sum(chain(*(row[i::2] for row in rows))) for i in (0, 1)] for rows in rest]
-        numbers = means(self.numbers.parts, sums)
+        numbers = means(step.numbers.parts, sums)
         rank_s = list(chain(*hosts))
         return Measured(nats, norm, f"{bits % 2**64:016x}", numbers, rank_s), counts
 

@@ -38,7 +38,7 @@ class GradientSums:
     ) -> None:
         """
         Args:
-            model: from `parallelize_model` with `exact`; it refers to this from now on.
+            model: from `parallelize_model` with `exact`; its `gradient_sums` are to be these.
             n_grains: grains of a step; what a rank computes in place of others is not added.
             dtype: of the gradients of one grain, before FSDP makes them float32.
         """
@@ -57,7 +57,6 @@ class GradientSums:
                 module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]  # a private class
             else:  # FSDP has nothing to scatter
                 module.set_all_reduce_hook(unit.add)
-        model.gradient_sums = self  # type: ignore[assignment]  # not a module
 
     def start_micro_step(self, last: bool) -> None:
         """Called before the forward of each micro-step; the gradients of the `last` are the sums of

@@ -1,6 +1,7 @@
 """Gradients: when they are reduced over ranks, their global norm and clipping."""
 
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,16 +12,27 @@ from torch.distributed.tensor import DTensor
 
 from lingua.parallel.tensors import local
 
+if TYPE_CHECKING:
+    from lingua.parallel.exact import GradientSums
+
+
+class Sharded(FSDPModule):
+    """A model that `parallelize_model` has sharded. FSDP makes the class of a module one of its own
+    too, so that the module stays the same."""
+
+    stays_gathered: bool  # from its first forward of a step to its last backward
+    gradient_sums: "GradientSums | None"  # add gradients in FSDP's place: `deterministic: mesh`
+
 
 def set_gradient_sync(model: nn.Module, mode: str | None, last: bool) -> None:
     """Set, before a micro-step's forward, which reductions its backward runs, and whether it frees
-    the gathered parameters (`distributed.reshard`)."""
-    if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(last or not getattr(model, "stays_gathered", False))
+    the gathered parameters (`distributed.reshard`). A model that is not Sharded has none."""
+    if isinstance(model, Sharded):
+        model.set_reshard_after_backward(last or not model.stays_gathered)
         model.set_requires_gradient_sync(last or mode in ("replica_last", "every"))
         model.set_requires_all_reduce(last or mode == "every")
-    if (sums := getattr(model, "gradient_sums", None)) is not None:
-        sums.start_micro_step(last)
+        if model.gradient_sums is not None:
+            model.gradient_sums.start_micro_step(last)
 
 
 def grad_norm(parameters: list[nn.Parameter], exact: bool = False) -> Tensor:

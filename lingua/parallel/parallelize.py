@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from lingua.base.errors import UserError
 from lingua.parallel.args import DistributedArgs
+from lingua.parallel.gradients import Sharded
 from lingua.parallel.init import ties_kept
 from lingua.parallel.plan import (
     ParallelPlan,
@@ -47,8 +48,9 @@ def parallelize_model(
 
     The model may be, and for large ones should be, on the meta device: `init_parameters` gives it
     memory and values afterwards. Tied parameters stay tied. It returns the same module, which the
-    caller uses as before; its gradients are sums over the data-parallel ranks, never averages. With
-    `exact` they are added by a GradientSums, and FSDP adds none, nor knows of replicas.
+    caller uses as before, a Sharded now unless it is on one device in float32. Its gradients are
+    sums over the data-parallel ranks, never averages. With `exact` its `gradient_sums` are to be
+    set: FSDP adds no gradients, nor knows of replicas.
     Raises UserError where the plan does not fit, see `check_layout`.
     """
     plan = plan or ParallelPlan()
@@ -79,7 +81,9 @@ def parallelize_model(
         kept = unit is units[-1] or (shards == 1 and replicas > 1) or args.reshard == "step"
         shard(unit, reshard_after_forward=not kept)
     shard(model)
-    model.stays_gathered = args.reshard == "step"  # type: ignore[assignment]  # for set_gradient_sync
+    model.__class__ = type(f"Sharded{type(model).__name__}", (Sharded, type(model)), {})
+    assert isinstance(model, Sharded)
+    model.stays_gathered, model.gradient_sums = args.reshard == "step", None
     in_order = units[: len(units) - len(plan.units)] + units[-1:] * bool(plan.units)
     for (block, *_), (following, *_) in pairwise(in_order):  # gathered while the block computes
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # a method

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lingua.base.format import human_bytes
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.environment import detect_launch
+from lingua.parallel.gradients import Sharded
 from lingua.parallel.tensors import local
 
 
@@ -38,7 +39,9 @@ def grad_sync_note(
     whole_bytes = shard_bytes * shards
     reduces = shard_bytes if replicas > 1 and mode != "every" else 0
     kept = whole_bytes if mode == "last" else reduces
-    if hasattr(model, "gradient_sums"):  # of deterministic: mesh, in float64
+    if (
+        isinstance(model, Sharded) and model.gradient_sums is not None
+    ):  # of deterministic: mesh, in float64
         kept = 2 * whole_bytes // (replicas * shards)
     scatters = whole_bytes if shards > 1 and mode == "last" else 0
     yield (

@@ -21,6 +21,7 @@ from lingua.config.load import to_yaml
 from lingua.data.loader import Ahead, MicroBatch, agree
 from lingua.data.rows import OpenData
 from lingua.data.stream import RowStream
+from lingua.monitor.means import Means
 from lingua.monitor.reporter import Reporter
 from lingua.optim.optimizer import LoopOptimizer, NonFiniteGuard
 from lingua.optim.schedule import lr_at
@@ -56,6 +57,7 @@ class Run:
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
     batch: list[MicroBatch] = field(default_factory=list)  # this rank's rows of the newest step
+    numbers: Means = field(default_factory=Means)  # of the newest step: what its objective measures
     loss: Tensor = field(init=False)  # of the newest step: parts of this data-parallel rank's share
     signals: list[str] = field(default_factory=list)  # stop signals that ended it, by name
     checked: bool = False  # whether an app's functions were seen to return what they must

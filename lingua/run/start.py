@@ -38,6 +38,7 @@ from lingua.model.attention import choose_attention
 from lingua.monitor.logger import init_logger
 from lingua.optim.optimizer import LoopOptimizer, build_optimizer
 from lingua.parallel.args import mesh_sizes
+from lingua.parallel.gradients import Sharded
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.parallel.plan import ParallelPlan, check_layout
@@ -169,7 +170,9 @@ def add_in_order(model: nn.Module, args: RunArgs, mesh: DeviceMesh) -> None:
     from lingua.parallel.exact import GradientSums
 
     _, rows = args.micro_steps(dp_degree(mesh))
-    GradientSums(model, mesh, n_grains(args.data.step_rows, rows), args.distributed.dtype)
+    n = n_grains(args.data.step_rows, rows)
+    assert isinstance(model, Sharded)
+    model.gradient_sums = GradientSums(model, mesh, n, args.distributed.dtype)
 
 
 def load_benchmarks(args: RunArgs) -> "Benchmarks | None":

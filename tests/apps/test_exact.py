@@ -224,7 +224,7 @@ def sums_here(sizes: Sizes, grads: torch.Tensor) -> tuple[Any, ...]:
     model = nn.Linear(grads.shape[2], grads.shape[1], bias=False)
     parallelize_model(model, mesh, ParallelPlan(), args, exact=True)
     assert isinstance(model, FSDPModule)
-    GradientSums(model, mesh, len(grads), torch.float32)
+    model.gradient_sums = GradientSums(model, mesh, len(grads), torch.float32)
     steps = range(0, len(grads), launch.world_size)
     for first in steps:
         set_gradient_sync(model, "every", first == steps[-1])

@@ -53,7 +53,7 @@ class Counting(Objective):
         elif step == LAST:
             self.reads.__exit__(None, None, None)
             gc.callbacks.remove(self.collects)
-        self.run.report.numbers.add({"rows": torch.ones(len(batch[0].row_ids))}, batch[0])
+        self.run.numbers.add({"rows": torch.ones(len(batch[0].row_ids))}, batch[0])
         return super().gradients(batch, valid)
 
 

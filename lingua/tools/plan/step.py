@@ -2,7 +2,7 @@
 not have data or a tokenizer, and the loop's complete step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,6 @@ from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.state import Progress
 from lingua.data.args import DataArgs
 from lingua.data.loader import MicroBatch
-from lingua.monitor.means import Means
 from lingua.optim.optimizer import NonFiniteGuard
 from lingua.parallel.mesh import dp_degree
 from lingua.run.args import RunArgs
@@ -60,11 +59,8 @@ def build(app: App, args: RunArgs, degree: int) -> Built:
     return built
 
 
-@dataclass
-class _Numbers:
-    """Receives an objective's numbers in place of a Reporter."""
-
-    numbers: Means = field(default_factory=Means)
+class _NoLines:
+    """Receives an objective's events in place of a Reporter."""
 
     def event(self, event: str, step: int, **values: Any) -> None: ...
 
@@ -80,7 +76,7 @@ class Step:
         self.run = Run(
             app, args, mesh, model, make_optimizer(app, model, args, built.plan),
             build_tokenizer(TokenizerArgs()), cast(Any, None), {}, Progress(),
-            cast(Any, _Numbers()), cast(Any, None), iter(()),
+            cast(Any, _NoLines()), cast(Any, None), iter(()),
         )  # fmt: skip
         if args.exact:
             add_in_order(model, args, mesh)
