@@ -161,6 +161,18 @@ def test_the_floor_imports_a_tool_only_where_it_is_asked_for():
     assert set(found) == TOOLS_OF_THE_FLOOR.keys() and len(TOOLS_OF_THE_FLOOR) <= 8
 
 
+def test_ranks_agree_in_one_file():
+    """On objects and through the store. The store is also where ranks meet and are looked for."""
+    calls = r"\b(\w+_object|\w+_object_list|default_store)\b\("
+    found = {
+        str(file.relative_to(ROOT))
+        for file in FILES
+        if file.is_relative_to(ROOT / "lingua") and re.search(calls, file.read_text())
+    }
+    # Rank 0 of an evaluation hands out what the harness asks, which may be large.
+    assert found == {"lingua/parallel/mesh.py", "lingua/tools/inference/harness.py"}
+
+
 def required() -> set[str]:
     """The packages that pyproject.toml requires, by the names that they are imported by."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

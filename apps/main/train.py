@@ -130,7 +130,7 @@ def take_steps(run: Run, stop: StopRequest) -> Generator[int, None, None]:
         check_samples(run)  # so that a model that cannot generate is known before the first step
     stop.note = "saving after the next step"
     first = progress.step + 1
-    ahead = run.read_ahead(objective.count, stop)()
+    ahead = run.read_ahead(objective.count, stop).wait()
     stopping = ahead.stopping
     if stopping and progress.step:
         run.save(None, final=True)  # a run that branches has no checkpoint of its own yet
@@ -146,7 +146,7 @@ def take_steps(run: Run, stop: StopRequest) -> Generator[int, None, None]:
             progress.step, progress.position = step, progress.position + args.data.step_rows
             run.batch, run.loss = ahead.batch, done.loss
             if agreed is not None:  # the device still works
-                ahead = agreed()
+                ahead = agreed.wait()
                 stopping = ahead.stopping
             if step == first:  # blocks are compiled now
                 set_timeout(run.mesh, args.distributed.step_timeout_s)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.tensors import Part, local_parts
+from lingua.parallel.mesh import world_min_, world_sum_
 
 # Elements that are hashed at once. On the CPU they stay in its cache, and are too few for torch to
 # divide among threads, which wait for each other where the machine is busy.
@@ -28,7 +29,7 @@ def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
     total = torch.zeros((), dtype=torch.int64)
     for part in local_parts(once(tensors, group)):
         total += hash_part(part).cpu()
-    dist.all_reduce(total, group=group)
+    world_sum_(total, group)
     return digest_text(tensors, total)
 
 
@@ -61,7 +62,7 @@ def once(
     rank, none = dist.get_rank(), dist.get_world_size()
     # Where the tensor is on the meta device, another rank has it. Of others the first rank's.
     first = torch.tensor([none if tensors[name].is_meta else rank for name in plain])
-    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    world_min_(first, group)
     holders = dict(zip(plain, first.tolist(), strict=True))
     loads: dict[int, list[int]] = {}  # bytes of each copy, by the number of copies
     return {

@@ -21,7 +21,7 @@ from lingua.base.errors import UserError
 from lingua.base.files import file_size, load_json, read_bytes, read_json
 from lingua.checkpoint.state import TrainState
 from lingua.config.load import from_values
-from lingua.parallel.mesh import on_rank_0
+from lingua.parallel.mesh import gather_on_every_rank, on_rank_0
 
 Entry = dict[str, Any]  # a file in the manifest: {"size": bytes, "xxh3_64": hexadecimal}
 # A checkpoint's folder while it is written or removed
@@ -159,7 +159,5 @@ def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> st
                 bad.append(f"{name}: wrong checksum")
         except OSError as error:
             bad.append(f"{name}: {error.strerror}")
-    results: list[list[str]] = [[]] * world
-    dist.all_gather_object(results, bad, group)
-    lines = sorted(line for part in results for line in part)
+    lines = sorted(line for part in gather_on_every_rank(bad, group) for line in part)
     return f"{checkpoint.path} is damaged ({'; '.join(lines)})" if lines else ""

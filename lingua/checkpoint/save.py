@@ -38,7 +38,12 @@ from lingua.checkpoint.folder import (
     read_checkpoint,
     temporary,
 )
-from lingua.parallel.mesh import gather_on_rank_0, on_rank_0
+from lingua.parallel.mesh import (
+    gather_on_every_rank,
+    gather_on_rank_0,
+    on_rank_0,
+    world_sum_,
+)
 
 BLOCK = 1 << 20  # bytes of small writes that are collected
 
@@ -232,14 +237,12 @@ def _write_tensors(
         why = str(error) or type(error).__name__
     entry = file.entry or {"size": 0, "xxh3_64": "0"}
     checksum = (int(entry["xxh3_64"], 16) + 2**63) % 2**64 - 2**63  # the same bits, with a sign
-    news = torch.tensor([why != "", places != layout.places, entry["size"], checksum])
-    all_news = news.new_empty(dist.get_world_size(), len(news))
-    dist.all_gather(list(all_news), news, group)
-    failed, changed, sizes, checksums = all_news.T.tolist()
+    news = torch.zeros(4, dist.get_world_size(), dtype=torch.int64)
+    news[:, rank] = torch.tensor([why != "", places != layout.places, entry["size"], checksum])
+    failed, changed, sizes, checksums = world_sum_(news, group).tolist()
     if any(failed):
-        first, reasons = failed.index(True), [why]
-        dist.broadcast_object_list(reasons, first, group)
-        raise NotSaved(f"{reasons[0]} (rank {first})")
+        first = failed.index(True)
+        raise NotSaved(f"{gather_on_every_rank(why, group)[first]} (rank {first})")
     if any(changed):
         layout.places, layout.gathered = places, gather_on_rank_0((plan, places), group)
     return {

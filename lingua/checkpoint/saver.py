@@ -19,7 +19,7 @@ from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import prune
 from lingua.checkpoint.save import Layout, NotSaved, save
-from lingua.parallel.mesh import on_rank_0
+from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.tensors import device_threads
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Saver:
         if self.args.async_save:  # its collectives must not mix with those of training
             self._group = dist.new_group(backend="gloo")
             # Connections are made here: the first wait for a rank that has left has no end.
-            dist.all_reduce(torch.zeros(1), group=self._group)
+            world_sum_(torch.zeros(1), self._group)
             self._thread = self._open.enter_context(device_threads(1, "save"))
         return self
 

@@ -20,6 +20,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.folder import Checkpoint
 from lingua.checkpoint.tensors import Part, local_parts
 from lingua.config.values import show
+from lingua.parallel.mesh import gather_on_every_rank
 
 T = TypeVar("T")
 Shapes = dict[str, tuple[int, ...]]  # by name
@@ -118,10 +119,8 @@ def on_every_rank(path: Path, work: Callable[[], T], alone: bool = False) -> T:
         message = str(error)
     except Exception as error:  # a damaged file may raise anything
         message = f"{path} cannot be read: {_reason(error)}"
-    messages = [message]
-    if dist.is_initialized() and not alone:
-        messages *= dist.get_world_size()
-        dist.all_gather_object(messages, message)
+    together = dist.is_initialized() and not alone
+    messages = gather_on_every_rank(message) if together else [message]
     for message in filter(None, messages):
         raise UserError(message)
     return results[0]

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.data import IGNORE
 from lingua.data.rows import Documents, Rows
+from lingua.parallel.mesh import begin_world_sum_
 from lingua.parallel.tensors import device_threads, to_device
 
 if TYPE_CHECKING:
@@ -185,25 +186,33 @@ class Ahead(NamedTuple):
     save_overdue: bool  # whether a save is due by the clock of any rank
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """The next step, on which ranks have begun to agree."""
+
+    batch: list[MicroBatch]
+    total: Tensor  # int64 [K + 2] on the CPU: summed over the ranks
+    summing: dist.Work
+
+    def wait(self) -> Ahead:
+        """Wait for the other ranks."""
+        self.summing.wait()
+        *_, stopping, save_overdue = self.total.tolist()
+        return Ahead(self.batch, self.total[:-2], bool(stopping), bool(save_overdue))
+
+
 def agree(
     batch: list[MicroBatch],
     count: Callable[[MicroBatch], Tensor],
     mesh: DeviceMesh,
     stopping: bool,
     save_overdue: bool,
-) -> Callable[[], Ahead]:
-    """Begin to agree on the next step, the one message between hosts of a step; the result waits
-    for the ranks. Called by every rank, with its own micro-batches, `stopping` and `save_overdue`;
-    `count` is that of the objective."""
+) -> Agreement:
+    """Begin to agree on the next step, the one message between hosts of a step. Called by every
+    rank, with its own micro-batches, `stopping` and `save_overdue`; `count` is that of the
+    objective."""
     counts = torch.stack([count(micro) for micro in batch]).sum(0)
     if mesh.get_local_rank("tp"):  # tp ranks of a group hold the same rows: one of them counts
         counts = torch.zeros_like(counts)
     total = torch.cat((counts, torch.tensor([stopping, save_overdue])))
-    # Over gloo, past the device's queue: a ring of n ranks, 2 (n - 1) messages one after another.
-    summing = dist.all_reduce(total, async_op=True)
-
-    def wait() -> Ahead:
-        summing.wait()
-        return Ahead(batch, total[:-2], bool(total[-2]), bool(total[-1]))
-
-    return wait
+    return Agreement(batch, total, begin_world_sum_(total))

@@ -6,7 +6,6 @@ is run on the whole text for each token.
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from lingua.model import Cache
 from lingua.model.sampling import Sampler, SamplingArgs
 from lingua.parallel.mesh import divide, dp_degree, world_sum_
 from lingua.parallel.tensors import whole
+from lingua.parallel.torch_private import dynamo_is_imported
 from lingua.tokenizer.interface import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -229,8 +229,3 @@ class _Row:
         stops = self.request.settings.stop  # the text may end with the begin of one
         begun = (n for s in stops for n in range(1, len(s)) if text.endswith(s[:n]))
         return text[: len(text) - max(begun, default=0)]
-
-
-def dynamo_is_imported() -> bool:
-    """Whether anything may be compiled. Importing dynamo to ask takes a second."""
-    return "torch._dynamo" in sys.modules

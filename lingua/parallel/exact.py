@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lingua.base.errors import UserError
+from lingua.parallel.mesh import share
 from lingua.parallel.tensors import local
 
 CHUNK = 1 << 22  # elements whose squares are in memory at once
@@ -166,16 +167,18 @@ def exact_norm(parameters: list[nn.Parameter]) -> Tensor:
 def check_ranks(store: dist.Store, rank: int, n_ranks: int, **facts: object) -> None:
     """Raise UserError on every rank where ranks differ in one of these facts, such as the version
     of torch. Needs no process group."""
-    place, verdict = "lingua/facts", "lingua/facts/verdict"
+    place = "lingua/facts"
     store.set(f"{place}/{rank}", json.dumps({key: str(fact) for key, fact in facts.items()}))
-    if rank == 0:
+
+    def compare() -> None:
         ranks = [json.loads(store.get(f"{place}/{r}")) for r in range(n_ranks)]
         lines = []
         for name, value in ranks[0].items():
             others = {other[name]: r for r, other in reversed([*enumerate(ranks)])}
             shown = ", ".join(f"{v} on rank {r}" for v, r in sorted(others.items(), key=str))
             lines += [f"{name}: {shown}"] if others.keys() != {value} else []
-        store.set(verdict, "\n  ".join(lines))
-    if differing := store.get(verdict).decode():
-        need = "needs ranks that are alike, since others round otherwise; these differ:"
-        raise UserError(f"deterministic = mesh: {need}\n  {differing}")
+        if lines:
+            need = "needs ranks that are alike, since others round otherwise; these differ:"
+            raise UserError("\n  ".join([f"deterministic = mesh: {need}", *lines]))
+
+    share(compare, store, f"{place}/verdict", rank, n_ranks)

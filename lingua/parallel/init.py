@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lingua.base.errors import UserError
 from lingua.base.hashing import hash_bits, key_of
+from lingua.parallel.mesh import world_sum_
 from lingua.parallel.tensors import local
 from lingua.parallel.torch_private import (
     TorchDispatchMode,
@@ -150,7 +151,7 @@ def init_parameters(model: nn.Module, seed: int, device: torch.device) -> None:
     # A rank with an empty shard finds nothing missing: ranks compare before any of them raises.
     flags = torch.tensor(missing, dtype=torch.int32)
     if dist.is_initialized() and missing:
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        world_sum_(flags)
     names = [name for name, flag in zip(before, flags.tolist(), strict=True) if flag]
     if names:
         raise _not_filled(names)

@@ -1,4 +1,5 @@
-"""The DeviceMesh (dp_replicate, dp_shard, tp), ranks on it, and communication between ranks.
+"""The DeviceMesh (dp_replicate, dp_shard, tp), ranks on it, sums over them, and the five ways in
+which ranks agree (docs/architecture.md: when to use which).
 
 The mesh always has all three axes, each of any size, 1 included, so that no caller needs a special
 case.
@@ -65,11 +66,77 @@ def gather(t: Tensor, mesh: DeviceMesh, *axes: str) -> Tensor:
     return t
 
 
-def world_sum_(t: Tensor) -> Tensor:
-    """Sum a CPU tensor over all ranks, in place. It goes over gloo, past the device's queue."""
+def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh) -> list[R]:
+    """The results of `work`, an item each, which the data-parallel ranks divide among themselves.
+
+    Every rank calls it with the same items and has all results; the tp ranks of a group do the same
+    part. `work` is also called with no items: it may hold collectives.
+    """
+    parts = gather_on_every_rank(work(items[dp_rank(mesh) :: dp_degree(mesh)]))
+    by_dp_rank = parts[:: mesh["tp"].size()]  # a row of the mesh is a data-parallel rank
+    return [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(items))]
+
+
+# ---- what ranks agree on
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and share its result with every rank: a value that JSON has, with lists
+    for tuples. What `work` raises is raised on every rank: UserError as it is, another error as
+    RuntimeError on the others. They poll the store without a timeout, since tokenizing may take
+    hours. A process without a group is rank 0."""
+    if not dist.is_initialized():
+        return json.loads(json.dumps(work()))
+    store, rank = default_store(), dist.get_rank()
+    # The number of this rank's call, counted in the store: a process may outlive its group. Threads
+    # count apart, since the order between them may differ from rank to rank.
+    thread = f"lingua/on_rank_0/{threading.current_thread().name}"
+    key = f"{thread}/{store.add(f'{thread}/calls_of_{rank}', 1)}"
+    return share(work, store, key, rank, dist.get_world_size())
+
+
+def share(work: Callable[[], T], store: dist.Store, key: str, rank: int, n_ranks: int) -> T:
+    """`on_rank_0` by a store that ranks have before they have a group, and a `key` of this call. It
+    is JSON since whoever reaches the store can write to it."""
+    if rank == 0:
+        try:
+            text = json.dumps({"result": work()})
+        except Exception as error:
+            local = error.local if isinstance(error, UserError) else None
+            store.set(key, json.dumps({"error": str(error), "local": local}))
+            raise
+        store.set(key, text)
+        return json.loads(text)["result"]
+    pause_s, most_s = 0.001, max(0.5, n_ranks / 1000)  # 1,000 checks a second of all
+    while not store.check([key]):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, most_s)
+    shared = json.loads(store.get(key))
+    if "result" in shared:
+        return shared["result"]
+    local = shared["local"]
+    raise RuntimeError(shared["error"]) if local is None else UserError(shared["error"], local)
+
+
+def world_sum_(t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum a CPU tensor over all ranks, in place. It goes over gloo, past the device's queue. A
+    thread beside the main one needs a `group` of its own, which has all ranks."""
     if dist.get_world_size() > 1:
-        dist.all_reduce(t)
+        dist.all_reduce(t, group=group)
     return t
+
+
+def world_min_(t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The least value of all ranks, as `world_sum_`."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(t, dist.ReduceOp.MIN, group)
+    return t
+
+
+def begin_world_sum_(t: Tensor) -> dist.Work:
+    """`world_sum_` that is complete after `wait()`. In a ring of n ranks it is 2 (n - 1) messages,
+    one after another."""
+    return dist.all_reduce(t, async_op=True)
 
 
 def received_signals(name: str | None) -> list[str]:
@@ -80,16 +147,12 @@ def received_signals(name: str | None) -> list[str]:
     return [other for other, count in zip(names, counts.tolist(), strict=True) if count]
 
 
-def divide(work: Callable[[list[T]], list[R]], items: list[T], mesh: DeviceMesh) -> list[R]:
-    """The results of `work`, an item each, which the data-parallel ranks divide among themselves.
-
-    Every rank calls it with the same items and has all results; the tp ranks of a group do the same
-    part. `work` is also called with no items: it may hold collectives.
-    """
-    parts: list[list[R]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(parts, work(items[dp_rank(mesh) :: dp_degree(mesh)]))
-    by_dp_rank = parts[:: mesh["tp"].size()]  # a row of the mesh is a data-parallel rank
-    return [by_dp_rank[i % len(by_dp_rank)][i // len(by_dp_rank)] for i in range(len(items))]
+def gather_on_every_rank(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The items of all ranks, in their order, on each. Called by every rank of `group`, which has
+    all."""
+    items = [item] * dist.get_world_size()
+    dist.all_gather_object(items, item, group)
+    return items
 
 
 def gather_on_rank_0(item: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
@@ -106,39 +169,6 @@ def gather_on_rank_0(item: T, group: dist.ProcessGroup | None = None) -> list[T]
             items += received[0]
         step *= 2
     return items
-
-
-def on_rank_0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and share its result with every rank: a value that JSON has, with lists
-    for tuples. What `work` raises is raised on every rank: UserError as it is, another error as
-    RuntimeError on the others. They poll the store without a timeout, since tokenizing may take
-    hours. It is JSON since whoever reaches the store can write to it. A process without a group is
-    rank 0."""
-    if not dist.is_initialized():
-        return json.loads(json.dumps(work()))
-    store, rank = default_store(), dist.get_rank()
-    # The number of this rank's call, counted in the store: a process may outlive its group. Threads
-    # count apart, since the order between them may differ from rank to rank.
-    thread = f"lingua/on_rank_0/{threading.current_thread().name}"
-    key = f"{thread}/{store.add(f'{thread}/calls_of_{rank}', 1)}"
-    if rank == 0:
-        try:
-            text = json.dumps({"result": work()})
-        except Exception as error:
-            local = error.local if isinstance(error, UserError) else None
-            store.set(key, json.dumps({"error": str(error), "local": local}))
-            raise
-        store.set(key, text)
-        return json.loads(text)["result"]
-    pause_s, most_s = 0.001, max(0.5, dist.get_world_size() / 1000)  # 1,000 checks a second of all
-    while not store.check([key]):
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, most_s)
-    shared = json.loads(store.get(key))
-    if "result" in shared:
-        return shared["result"]
-    local = shared["local"]
-    raise RuntimeError(shared["error"]) if local is None else UserError(shared["error"], local)
 
 
 def all_call(key: str, patience_s: float) -> bool:

@@ -2,6 +2,7 @@
 torch is updated. No other file names one, but for lingua.tools.torch_private.
 """
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +50,11 @@ PRODUCTS: tuple[OpOverload, ...] = (torch.ops.aten.mm.default, torch.ops.aten._s
 def schema(func: OpOverload) -> Any:
     """The name and the arguments of an operator."""
     return func._schema
+
+
+def dynamo_is_imported() -> bool:
+    """Whether anything may be compiled. Importing dynamo to ask takes a second."""
+    return "torch._dynamo" in sys.modules
 
 
 # ---- process groups

@@ -39,9 +39,7 @@ def grad_sync_note(
     whole_bytes = shard_bytes * shards
     reduces = shard_bytes if replicas > 1 and mode != "every" else 0
     kept = whole_bytes if mode == "last" else reduces
-    if (
-        isinstance(model, Sharded) and model.gradient_sums is not None
-    ):  # of deterministic: mesh, in float64
+    if isinstance(model, Sharded) and model.gradient_sums is not None:  # sums are float64
         kept = 2 * whole_bytes // (replicas * shards)
     scatters = whole_bytes if shards > 1 and mode == "last" else 0
     yield (

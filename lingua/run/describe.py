@@ -25,7 +25,7 @@ from lingua.config.load import to_yaml
 from lingua.model.head import chunk_note
 from lingua.model.transformer import Attention
 from lingua.optim.schedule import schedule_warnings
-from lingua.parallel.mesh import AXES, dp_degree, on_rank_0
+from lingua.parallel.mesh import AXES, dp_degree, gather_on_every_rank, on_rank_0
 from lingua.run.args import RunArgs
 from lingua.run.receipt import write_receipt
 from lingua.run.run import Run
@@ -75,12 +75,10 @@ def machine(run: Run) -> dict[str, Any]:
     """Returns the machines, devices and code of a start, as values of JSON. Called by every
     rank."""
     main = [path for name, path in known_apps().items() if name == MAIN and path in sys.modules]
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
     return {
         "device": run.report.device_name,
         "flops_per_token": run.report.flops_per_token,
-        "hosts": list(dict.fromkeys(hosts)),
+        "hosts": list(dict.fromkeys(gather_on_every_rank(socket.gethostname()))),
         "commit": on_rank_0(partial(code_version, Path(__file__))),
         "code": on_rank_0(partial(code_hash, "lingua", *main, run.app.path)),
         **versions(),

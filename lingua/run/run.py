@@ -18,7 +18,7 @@ from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress, TrainState
 from lingua.checkpoint.tensors import settings_of, tensors_of
 from lingua.config.load import to_yaml
-from lingua.data.loader import Ahead, MicroBatch, agree
+from lingua.data.loader import Agreement, Ahead, MicroBatch, agree
 from lingua.data.rows import OpenData
 from lingua.data.stream import RowStream
 from lingua.monitor.means import Means
@@ -99,12 +99,9 @@ class Run:
         norms = grad_norms(groups, self.args.exact)
         return dict(zip(modules, norms.tolist(), strict=True))
 
-    def read_ahead(
-        self, count: Callable[[MicroBatch], Tensor], stop: StopRequest
-    ) -> Callable[[], Ahead]:
+    def read_ahead(self, count: Callable[[MicroBatch], Tensor], stop: StopRequest) -> Agreement:
         """Read the rows of the next step, and begin to agree on what its loss is divided by and on
-        whether ranks stop or save before it; the result waits for them. `count` is that of the
-        objective."""
+        whether ranks stop or save before it. `count` is that of the objective."""
         with self.report.waiting_for_data():
             batch = next(self.steps)
         if not self.checked:

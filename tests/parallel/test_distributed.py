@@ -179,8 +179,9 @@ def agree_with_a_late_rank() -> tuple[float, int, bool, bool]:
     late = dist.get_rank() == 1
     time.sleep(0.5 * late)
     began = time.monotonic()
-    wait = agree([MicroBatch(ids, ids, ids)], lambda m: m.row_ids.sum()[None], mesh, late, False)
-    seconds, ahead = time.monotonic() - began, wait()
+    batch = [MicroBatch(ids, ids, ids)]
+    agreement = agree(batch, lambda m: m.row_ids.sum()[None], mesh, late, False)
+    seconds, ahead = time.monotonic() - began, agreement.wait()
     return seconds, ahead.counts.item(), ahead.stopping, ahead.save_overdue
 
 
