@@ -197,8 +197,8 @@ class Agreement:
     def wait(self) -> Ahead:
         """Wait for the other ranks."""
         self.summing.wait()
-        *_, stopping, save_overdue = self.total.tolist()
-        return Ahead(self.batch, self.total[:-2], bool(stopping), bool(save_overdue))
+        counts, stopping, save_overdue = self.total[:-2], self.total[-2], self.total[-1]
+        return Ahead(self.batch, counts, bool(stopping), bool(save_overdue))
 
 
 def agree(
