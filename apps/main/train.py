@@ -106,7 +106,8 @@ def build_run(
     if args.exact:
         start.add_in_order(model, args, mesh)
     steps = open_parts.enter_context(closing(loader.steps(progress.position, args.data.workers)))
-    report = Reporter(args, mesh, progress, built.flops_per_token, started.saver.is_alone)
+    is_alone, heart = started.saver.is_alone, started.heart
+    report = Reporter(args, mesh, progress, built.flops_per_token, is_alone, heart)
     open_parts.enter_context(report)
     run = Run(
         app, args, mesh, model, optimizer, tokenizer, data, fingerprints, progress, report,
@@ -149,7 +150,7 @@ def take_steps(run: Run, stop: StopRequest) -> Generator[int, None, None]:
                 ahead = agreed.wait()
                 stopping = ahead.stopping
             if step == first:  # blocks are compiled now
-                set_timeout(run.mesh, args.distributed.step_timeout_s)
+                set_timeout(run.mesh, args.distributed.step_timeout_s, report.heart)
             collect_garbage(step)
 
             # Benchmarks in a job need the checkpoint; those in this process take time.

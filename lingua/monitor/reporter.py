@@ -26,7 +26,7 @@ from lingua.config.values import shorten
 from lingua.monitor.logger import progress_line
 from lingua.monitor.means import Means, exact_sum, means
 from lingua.monitor.metrics import Chain, append_line, cut_back, mfu, peak_mem_gib
-from lingua.parallel.heartbeat import HEARTBEAT
+from lingua.parallel.heartbeat import Heartbeat
 from lingua.parallel.mesh import dp_gather, dp_sum_, gather, on_rank_0
 from lingua.parallel.tensors import to_device, to_host
 
@@ -69,6 +69,7 @@ class Reporter:
         progress: Progress,
         flops_per_token: float,
         may_write: Callable[[], bool] = lambda: True,
+        heart: Heartbeat | None = None,
     ) -> None:
         """Open the files; lines of later steps than `progress`, which a killed process left, are
         removed.
@@ -77,10 +78,11 @@ class Reporter:
             args: the run's configuration.
             flops_per_token: of forward and backward, for the MFU.
             may_write: False once another run has the dump dir; asked on rank 0 for each line.
+            heart: is given where this rank is.
         """
         self.args, self.mesh, self.flops_per_token = args, mesh, flops_per_token
         self.progress = progress
-        self.may_write = may_write
+        self.may_write, self.heart = may_write, heart or Heartbeat()
         self.folder = Path(args.dump_dir)
         self.device = torch.device(mesh.device_type)
         self.device_name, self.peak = "cpu", None
@@ -113,9 +115,9 @@ class Reporter:
     def waiting_for_data(self) -> Iterator[None]:
         """Around the wait for the rows of the next step: training time, also logged separately."""
         start, cpu = time.perf_counter(), time.thread_time()
-        HEARTBEAT.at(self.progress.step + 1, "data")
+        self.heart.at(self.progress.step + 1, "data")
         yield
-        HEARTBEAT.at(self.progress.step + 1, "step")
+        self.heart.at(self.progress.step + 1, "step")
         self._data_s += time.perf_counter() - start
         self._cpu_since += time.thread_time() - cpu
 
@@ -125,11 +127,11 @@ class Reporter:
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # kernels that are still queued are training
         self._take_time()
-        HEARTBEAT.at(self.progress.step, phase)
+        self.heart.at(self.progress.step, phase)
         try:
             yield
         finally:
-            HEARTBEAT.at(self.progress.step + 1, "step")
+            self.heart.at(self.progress.step + 1, "step")
             self._since, self._cpu_since = time.perf_counter(), time.thread_time()
 
     def _take_time(self) -> None:
@@ -204,8 +206,9 @@ class Reporter:
         if before < SLOW_STEPS <= self._slow[1] and dist.get_rank() == 0:
             from lingua.parallel.failure import host_of
 
+            host = host_of(self.heart, rank)
             logger.warning(
-                f"rank {rank} on {host_of(rank)} has been slow for {SLOW_STEPS} steps: its work "
+                f"rank {rank} on {host} has been slow for {SLOW_STEPS} steps: its work "
                 f"takes {ratio:.2f} times the median rank's (slowest_ratio)"
             )
 

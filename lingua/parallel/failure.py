@@ -18,16 +18,17 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.parallel.environment import show_in_torchrun
-from lingua.parallel.heartbeat import BEAT_S, FIRST, HEARTBEAT, LOOK_S, Heartbeat
+from lingua.parallel.heartbeat import BEAT_S, FIRST, LOOK_S, Heartbeat
 from lingua.parallel.signals import STOPPING
 
 T = TypeVar("T")
 
 SILENT_S = 3 * BEAT_S  # without a write, a rank is silent
 STORE_S = 5.0  # seconds for the store to answer
-LEAVING = threading.Lock()
+LEAVING = threading.RLock()
 MAX_SHOWN = 16  # ranks, or groups of them, in one report
 # What errors contain when a connection was lost or a collective timed out.
 LOST = (
@@ -60,16 +61,16 @@ def log_late(heart: Heartbeat) -> None:
     """Log which ranks are late, from one of those that wait at the same place. End the run where a
     rank has been silent for as long again, or another has ended it: gloo waits without an end for a
     rank that is stopped before they first connect."""
-    (place, step, phase, since), stopped = heart.place, heart.stopped
+    place, step, phase, since = heart.place
     wait_s = max(heart.patience_s, LOOK_S)
     first = _is_first(heart, f"lingua/late/{place}")
     if first:
         for line in late_ranks(heart, same_place=phase == "step"):
             logger.error(f"step {step}, {phase}, takes {time.monotonic() - since:.0f} s: {line}")
     before, end = _read(heart) if first else [], time.monotonic() + wait_s
-    while heart.place[0] == place and not stopped.wait(BEAT_S):
+    while heart.place[0] == place and heart.wait():
         failed: str | bool | None = _within(6 * STORE_S, heart.first_failure)
-        if stopped.is_set():  # this rank has left the others, whose store may end
+        if not heart.is_beating():  # this rank has left the others, whose store may end
             return
         if failed is None:  # the main thread may wait for the store, which has no end
             line = f"error: {_who(heart)}: lost its connection after the store was lost"
@@ -123,28 +124,36 @@ def late_ranks(heart: Heartbeat, same_place: bool = True) -> list[str]:
 
 
 def fail(error: Exception) -> NoReturn:
-    """End this rank of several: the first that fails prints its traceback, others a line."""
-    LEAVING.acquire()  # never released: the thread that comes second waits for the end of both
-    later = explain(error)
-    text = "".join(traceback.format_exception(error))
-    show_in_torchrun(text, later=later is not None)
-    if later is None:
-        sys.excepthook(type(error), error, error.__traceback__)  # torch's names the rank
-    else:
-        print(f"error: {printable(later)}", file=sys.stderr)
+    """End this rank of several by an error, which its excepthook reports."""
+    sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
     os._exit(1)  # at the interpreter's end, a thread that waits for the store would abort
 
 
-def explain(error: Exception) -> str | None:
+def report(heart: Heartbeat, print_error: Callable[..., object], error: Exception) -> None:
+    """The excepthook of a rank of several: the first that fails prints its traceback by
+    `print_error`, the hook before, others a line. A UserError is for others to know alone."""
+    LEAVING.acquire()  # never released: the thread that comes second waits for the end of both
+    later = explain(heart, error)
+    if isinstance(error, UserError):
+        return
+    text = "".join(traceback.format_exception(error))
+    show_in_torchrun(text, later=later is not None)
+    if later is None:
+        print_error(type(error), error, error.__traceback__)  # torch's names the rank
+    else:
+        print(f"error: {printable(later)}", file=sys.stderr)
+
+
+def explain(heart: Heartbeat, error: Exception) -> str | None:
     """On the first rank that fails, name those that it waited for in notes of `error`, where that
     is a connection that was lost or a collective that timed out. Returns one line on the others,
     once that rank knows: torchrun ends all as soon as one has left."""
     if threading.current_thread() is threading.main_thread():
         for number in STOPPING:  # a launcher sends them as soon as one rank has left
             signal.signal(number, signal.SIG_IGN)
-    heart, text = HEARTBEAT, str(error)
-    if heart.stopped.is_set():
+    text = str(error)
+    if not heart.is_beating():
         return None
     heart.patience_s = float("inf")
     lost = isinstance(error, dist.DistError | TimeoutError) or any(words in text for words in LOST)
@@ -172,9 +181,9 @@ def _who(heart: Heartbeat) -> str:
     return f"rank {heart.rank} on {socket.gethostname()}"
 
 
-def host_of(rank: int) -> str:
+def host_of(heart: Heartbeat, rank: int) -> str:
     """The host of a rank, where the store answers."""
-    beats = [] if HEARTBEAT.stopped.is_set() else _read(HEARTBEAT)
+    beats = _read(heart) if heart.is_beating() else []
     return beats[rank].host if beats else "?"
 
 

@@ -21,15 +21,14 @@ FIRST = "lingua/first_failure"
 
 
 class Heartbeat:
-    """Of this process, which has one process group."""
+    """Of this process in one process group."""
 
     def __init__(self) -> None:
         self.patience_s = float("inf")  # seconds that a collective waits
         # calls of `at`, which all ranks make in the same order; the last one, and when it was
         self.place = 0, 0, "start", time.monotonic()
         self.keys: list[str] = []  # of each rank, in the store
-        self.stopped = threading.Event()
-        self.stopped.set()
+        self.group: dist.ProcessGroup | None = None  # while it beats
 
     def start(
         self,
@@ -40,16 +39,25 @@ class Heartbeat:
     ) -> None:
         """Write where this rank is from now on. `on_late` is called, in a thread, where it has
         stayed at a place for longer than a collective waits. Called by the main thread."""
-        self.stopped.set()
         self.store, self.rank, self.main = store, rank, threading.get_ident()
         self.place = 0, 0, "start", time.monotonic()
         self.failed = ""  # the rank that failed first, once this one knows it
         if world_size > 1:
-            self.stopped = threading.Event()
+            self.group = dist.group.WORLD
             self.keys = [f"lingua/heartbeat/{r}" for r in range(world_size)]
             self._write()
             for work in (self._beat, partial(self._watch, on_late)):
-                threading.Thread(target=work, args=(self.stopped,), daemon=True).start()
+                threading.Thread(target=work, daemon=True).start()
+
+    def is_beating(self) -> bool:
+        """Whether this rank is one of several, which it has not left."""
+        here = dist.group.WORLD if dist.is_initialized() else None
+        return self.group is not None and self.group is here
+
+    def wait(self) -> bool:
+        """Wait for the next write. Returns `is_beating`."""
+        time.sleep(BEAT_S)
+        return self.is_beating()
 
     def at(self, step: int, phase: str) -> None:
         """State where this rank is. Called by every rank, in the same order."""
@@ -62,17 +70,17 @@ class Heartbeat:
             self.failed = self.store.get(FIRST).decode()
         return self.failed
 
-    def _beat(self, stopped: threading.Event) -> None:
+    def _beat(self) -> None:
         with suppress(dist.DistError):  # the store has gone, and so does the run
-            while not stopped.wait(BEAT_S):
+            while self.wait():
                 self._write()
                 self.first_failure()
 
-    def _watch(self, on_late: "Callable[[Heartbeat], object]", stopped: threading.Event) -> None:
+    def _watch(self, on_late: "Callable[[Heartbeat], object]") -> None:
         """Apart from `_beat`, which waits for as long as the main thread waits for the store."""
         looked = -1
         look_s = LOOK_S + 2 * BEAT_S * (self.rank > 0)  # what rank 0 logs is in train.log
-        while not stopped.wait(BEAT_S):
+        while self.wait():
             place, *_, since = self.place
             if looked < place and time.monotonic() - since > self.patience_s + look_s:
                 looked = place
@@ -85,6 +93,3 @@ class Heartbeat:
         function = f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
         beat = time.time(), place, step, phase, function, socket.gethostname()
         self.store.set(self.keys[self.rank], json.dumps(beat))
-
-
-HEARTBEAT = Heartbeat()

@@ -3,10 +3,13 @@
 import os
 import resource
 import socket
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,10 +19,11 @@ from lingua.base.errors import UserError
 from lingua.parallel.args import DistributedArgs, mesh_sizes
 from lingua.parallel.environment import Launch
 from lingua.parallel.environment import detect_launch as detect_launch  # callers need it to start
-from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT, Heartbeat
+from lingua.parallel.heartbeat import ABORT_S, Heartbeat
 from lingua.parallel.mesh import AXES, all_call, world_sum_
 from lingua.parallel.torch_private import set_group_timeout
 
+ExceptHook = Callable[..., object]  # sys.excepthook
 FILES = 256  # open files and connections of a process beside one for each rank
 
 
@@ -47,11 +51,14 @@ def start(
     args: DistributedArgs,
     deterministic: bool | Literal["mesh"] = False,
     dump_dir: Path | None = None,
+    heart: Heartbeat | None = None,
 ) -> DeviceMesh:
     """Start the process group (gloo for CPU tensors, NCCL for CUDA ones) and build the mesh.
 
     A single process has a group of one, so that nothing else asks how it was launched. With a
-    `dump_dir`, an NCCL collective that times out leaves there what each rank's last ones were.
+    `dump_dir`, an NCCL collective that times out leaves there what each rank's last ones were. The
+    caller states by `heart` where this rank is. An error that ends this rank, one of several, is
+    reported by `lingua.parallel.failure`.
     `model_dtype`, `grad_sync` and `threads` that `args` leave open are filled in.
 
     Raises:
@@ -100,9 +107,12 @@ def start(
         device_id=device if device.type == "cuda" else None,
     )
     world_sum_(torch.zeros(1))  # connects: the first wait for a rank that has left has no end
-    HEARTBEAT.start(store, launch.rank, launch.world_size, _log_late)
+    heart = heart or Heartbeat()
+    heart.start(store, launch.rank, launch.world_size, _log_late)
+    if launch.world_size > 1:
+        sys.excepthook = partial(_report_failure, heart, sys.excepthook)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    set_timeout(mesh, args.timeout_s)  # a mesh's groups do not inherit it
+    set_timeout(mesh, args.timeout_s, heart)  # a mesh's groups do not inherit it
     return mesh
 
 
@@ -110,6 +120,12 @@ def _log_late(heart: Heartbeat) -> None:
     from lingua.parallel.failure import log_late  # imported where a rank is late
 
     log_late(heart)
+
+
+def _report_failure(heart: Heartbeat, print_error: ExceptHook, *error: Any) -> None:
+    from lingua.parallel.failure import report  # imported where a rank fails
+
+    report(heart, print_error, error[1])
 
 
 def _set_cuda_defaults(dump_dir: Path | None) -> None:
@@ -135,9 +151,9 @@ def _allow_files(n: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
+def set_timeout(mesh: DeviceMesh, seconds: float, heart: Heartbeat) -> None:
     """Set how long later collectives of the device wait for another rank."""
-    HEARTBEAT.patience_s = seconds
+    heart.patience_s = seconds
     abort_s = seconds + (ABORT_S if mesh.device_type == "cuda" else 0)
     for group in mesh.get_all_groups():
         set_group_timeout(group, mesh.device_type, timedelta(seconds=abort_s))
@@ -201,6 +217,5 @@ def _wait_for_rank_0(patience_s: float) -> None:
 def leave(patience_s: float) -> None:
     """End the process group. Rank 0 first waits up to `patience_s` seconds for the other ranks to
     call this: its process may hold the store, which they may still read."""
-    HEARTBEAT.stopped.set()
     all_call("left", 0.0 if dist.get_rank() else patience_s)
     dist.destroy_process_group()

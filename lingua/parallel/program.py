@@ -41,10 +41,8 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at exit
         code = 128 + signal.SIGPIPE
     except UserError as error:
-        if error.local and _has_process_group():
-            from lingua.parallel.failure import explain
-
-            explain(error)  # the others, which lose their connections, name this rank
+        if error.local and detect_launch().world_size > 1 and _has_process_group():
+            sys.excepthook(type(error), error, None)  # others, which lose it, name this rank
         _report(error)
         code, patience_s = 2, 0.0 if error.local else patience_s
     except KeyboardInterrupt:

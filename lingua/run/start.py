@@ -39,6 +39,7 @@ from lingua.monitor.logger import init_logger
 from lingua.optim.optimizer import LoopOptimizer, build_optimizer
 from lingua.parallel.args import mesh_sizes
 from lingua.parallel.gradients import Sharded
+from lingua.parallel.heartbeat import Heartbeat
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.parallel.plan import ParallelPlan, check_layout
@@ -77,6 +78,7 @@ class Started:
     device: torch.device  # device of this process
     saver: Saver
     checked: Checked
+    heart: Heartbeat  # is given where this rank is
 
 
 def start_run(app: App, args: RunArgs, stop: StopRequest, open_parts: ExitStack) -> Started:
@@ -85,14 +87,15 @@ def start_run(app: App, args: RunArgs, stop: StopRequest, open_parts: ExitStack)
     launch = detect_launch()
     init_logger(None, launch.rank, app.path)
     device = pick_device(args.device, launch)
-    mesh = start(device, launch, args.distributed, args.deterministic, args.folder)
+    heart = Heartbeat()
+    mesh = start(device, launch, args.distributed, args.deterministic, args.folder, heart)
     on_rank_0(partial(check_dump_dir, args.folder))
     init_logger(args.folder, dist.get_rank(), app.path)
     saver = open_parts.enter_context(Saver(args.checkpoint_folder, args.checkpoint))
     run_interruptibly(partial(saver.claim, args.folder), stop, "another run had its folder")
     checked = check_run(app, args, mesh.shape, device.type)
     on_rank_0(partial(write_run_id, args.checkpoint_folder, args.folder))
-    return Started(mesh, device, saver, checked)
+    return Started(mesh, device, saver, checked, heart)
 
 
 def is_finished(started: Started, args: RunArgs) -> bool:

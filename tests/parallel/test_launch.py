@@ -22,8 +22,9 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.saver import Saver
 from lingua.parallel import failure
+from lingua.parallel.alone import one_process
 from lingua.parallel.args import DistributedArgs
-from lingua.parallel.heartbeat import HEARTBEAT, LOOK_S
+from lingua.parallel.heartbeat import LOOK_S, Heartbeat
 from lingua.parallel.launch import detect_launch, start
 from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.program import run_program
@@ -78,10 +79,11 @@ def test_every_rank_leaves_with_its_code_and_one_tells_the_mistake(ranks, case, 
 def wait_for_late_ranks() -> list[str]:
     """What this rank logs while it waits in a collective, as a host does in one of NCCL: it raises
     no error. Rank 1 is stopped, rank 2 reads rows; rank 0 ends that once it has named two ranks."""
-    mesh = start(torch.device("cpu"), detect_launch(), DistributedArgs(dp_shard=3))
+    args, heart = DistributedArgs(dp_shard=3), Heartbeat()
+    mesh = start(torch.device("cpu"), detect_launch(), args, heart=heart)
     pids, logged = [0, 0, 0], []
     dist.all_gather_object(pids, os.getpid())
-    HEARTBEAT.patience_s = 1 - LOOK_S
+    heart.patience_s = 1 - LOOK_S
     rank, store = dist.get_rank(), default_store()
 
     class Log(logging.Handler):
@@ -99,10 +101,10 @@ def wait_for_late_ranks() -> list[str]:
     handler = Log()
     logging.getLogger("lingua").addHandler(handler)
     try:
-        HEARTBEAT.at(7, "data")
+        heart.at(7, "data")
         if rank == 2:
             read_rows()
-        HEARTBEAT.at(7, "step")
+        heart.at(7, "step")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(()), group=mesh.get_group("dp_shard"))
@@ -320,15 +322,14 @@ def test_a_signal_of_the_launcher_does_not_end_a_rank_that_has_failed_before_it_
 
 def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_since():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of rank 0
-    HEARTBEAT.start(dist.TCPStore("127.0.0.1", store.port), 1, 2, on_late=print)
-    try:
+    with one_process():
+        heart = Heartbeat()
+        heart.start(dist.TCPStore("127.0.0.1", store.port), 1, 2, on_late=print)
         store.set(failure.FIRST, "0")  # which does not wait for an answer
-        HEARTBEAT.store.wait([failure.FIRST])
-        assert HEARTBEAT.first_failure() == "0"
+        heart.store.wait([failure.FIRST])
+        assert heart.first_failure() == "0"
         del store
-        line = failure.explain(TimeoutError("a collective timed out"))
-    finally:
-        HEARTBEAT.stopped.set()
+        line = failure.explain(heart, TimeoutError("a collective timed out"))
     assert line is not None and line.endswith("lost its connection after rank 0 failed")
 
 

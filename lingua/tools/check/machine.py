@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lingua.base.format import align, counted, printable
 from lingua.parallel.args import DistributedArgs
-from lingua.parallel.heartbeat import ABORT_S, HEARTBEAT
+from lingua.parallel.heartbeat import ABORT_S, Heartbeat
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.mesh import gather_on_rank_0, on_rank_0, world_sum_
 from lingua.tools.check import numbers
@@ -85,19 +85,20 @@ def check(asked: str, gpu: str | None, folder: Path) -> int:
     said, launch = None if gpu is None else find_device(gpu), detect_launch()
     device = pick_device(asked, launch)
     # Ranks meet over gloo alone, so that one whose device fails can report it.
-    start(torch.device("cpu"), launch, DistributedArgs(timeout_s=PATIENCE_S))
+    heart, settings = Heartbeat(), DistributedArgs(timeout_s=PATIENCE_S)
+    start(torch.device("cpu"), launch, settings, heart=heart)
     on_cuda = device.type == "cuda"
     name = attempt(lambda: torch.cuda.get_device_name(device) if on_cuda else "cpu", folder)
     place = f"rank {launch.rank} on {socket.gethostname()} ({device})"
-    ranks = gather_on_rank_0((place, name, measure(device, folder)))
+    ranks = gather_on_rank_0((place, name, measure(device, folder, heart)))
     return on_rank_0(lambda: report(ranks or [], said, device, folder))
 
 
-def measure(device: torch.device, folder: Path) -> dict[str, Value]:
+def measure(device: torch.device, folder: Path, heart: Heartbeat) -> dict[str, Value]:
     """Called by every rank. Each part begins on all at once: they share power, memory and disks."""
     found: dict[str, Value] = {}
     for part in parts(device, None, folder):
-        HEARTBEAT.at(0, part.label)
+        heart.at(0, part.label)
         world_sum_(torch.zeros(1))
         found[part.label] = attempt(part.work, folder)
     return found
