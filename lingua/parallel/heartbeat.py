@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,7 +29,7 @@ class Heartbeat:
         # calls of `at`, which all ranks make in the same order; the last one, and when it was
         self.place = 0, 0, "start", time.monotonic()
         self.keys: list[str] = []  # of each rank, in the store
-        self.group: dist.ProcessGroup | None = None  # while it beats
+        self.group: Callable[[], object] = object  # that in which it beats, kept by torch alone
 
     def start(
         self,
@@ -43,7 +44,7 @@ class Heartbeat:
         self.place = 0, 0, "start", time.monotonic()
         self.failed = ""  # the rank that failed first, once this one knows it
         if world_size > 1:
-            self.group = dist.group.WORLD
+            self.group = weakref.ref(dist.group.WORLD)
             self.keys = [f"lingua/heartbeat/{r}" for r in range(world_size)]
             self._write()
             for work in (self._beat, partial(self._watch, on_late)):
@@ -51,8 +52,7 @@ class Heartbeat:
 
     def is_beating(self) -> bool:
         """Whether this rank is one of several, which it has not left."""
-        here = dist.group.WORLD if dist.is_initialized() else None
-        return self.group is not None and self.group is here
+        return dist.is_initialized() and self.group() is dist.group.WORLD
 
     def wait(self) -> bool:
         """Wait for the next write. Returns `is_beating`."""
