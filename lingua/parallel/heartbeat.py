@@ -38,17 +38,16 @@ class Heartbeat:
         world_size: int,
         on_late: "Callable[[Heartbeat], object]",
     ) -> None:
-        """Write where this rank is from now on. `on_late` is called, in a thread, where it has
-        stayed at a place for longer than a collective waits. Called by the main thread."""
+        """Write where this rank of several is from now on. `on_late` is called, in a thread, where
+        it stays at a place for longer than a collective waits. Called by the main thread."""
         self.store, self.rank, self.main = store, rank, threading.get_ident()
         self.place = 0, 0, "start", time.monotonic()
         self.failed = ""  # the rank that failed first, once this one knows it
-        if world_size > 1:
-            self.group = weakref.ref(dist.group.WORLD)
-            self.keys = [f"lingua/heartbeat/{r}" for r in range(world_size)]
-            self._write()
-            for work in (self._beat, partial(self._watch, on_late)):
-                threading.Thread(target=work, daemon=True).start()
+        self.group = weakref.ref(dist.group.WORLD)
+        self.keys = [f"lingua/heartbeat/{r}" for r in range(world_size)]
+        self._write()
+        for work in (self._beat, partial(self._watch, on_late)):
+            threading.Thread(target=work, daemon=True).start()
 
     def is_beating(self) -> bool:
         """Whether this rank is one of several, which it has not left."""

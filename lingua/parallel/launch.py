@@ -1,15 +1,9 @@
 """Processes: the device of this process and its process group."""
 
 import os
-import resource
-import socket
-import sys
-import time
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,9 +16,6 @@ from lingua.parallel.environment import detect_launch as detect_launch  # caller
 from lingua.parallel.heartbeat import ABORT_S, Heartbeat
 from lingua.parallel.mesh import AXES, all_call, world_sum_
 from lingua.parallel.torch_private import set_group_timeout
-
-ExceptHook = Callable[..., object]  # sys.excepthook
-FILES = 256  # open files and connections of a process beside one for each rank
 
 
 def pick_device(name: str, launch: Launch) -> torch.device:
@@ -68,28 +59,14 @@ def start(
     sizes = mesh_sizes(args, launch.world_size)
     args.model_dtype = args.model_dtype or ("bf16" if device.type == "cuda" else "fp32")
     args.resolve(deterministic == "mesh")
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    enabled = torch.are_deterministic_algorithms_enabled()
-    if bool(deterministic) != enabled:  # the call imports inductor
-        torch.use_deterministic_algorithms(bool(deterministic))
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    if device.type == "cuda":
-        _set_cuda_defaults(dump_dir)
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = args.matmul_allow_tf32
-    elif (
-        args.threads is None and "OMP_NUM_THREADS" not in os.environ and launch.local_world_size > 1
-    ):
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
-    timeout = timedelta(seconds=args.timeout_s)
-    single = launch.by == "python"
-    if not single:
-        _allow_files(FILES + launch.world_size)
+    _set_up_torch(device, launch, args, bool(deterministic), dump_dir)
     # Groups of gloo connect ranks that send to each other, neighbours in a ring, not all with all.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    store = dist.HashStore() if single else _meet(launch, args.rendezvous_s, timeout)
+    store: dist.Store = dist.HashStore()
+    if launch.by != "python":
+        from lingua.parallel.rendezvous import meet
+
+        store = meet(launch, args)
     if deterministic == "mesh":
         from lingua.parallel.exact import check_ranks
 
@@ -102,30 +79,43 @@ def start(
         store=store,
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=args.timeout_s),
         # With it communicators are made here, and not in the first step.
         device_id=device if device.type == "cuda" else None,
     )
     world_sum_(torch.zeros(1))  # connects: the first wait for a rank that has left has no end
     heart = heart or Heartbeat()
-    heart.start(store, launch.rank, launch.world_size, _log_late)
     if launch.world_size > 1:
-        sys.excepthook = partial(_report_failure, heart, sys.excepthook)
+        from lingua.parallel.rendezvous import watch
+
+        watch(heart, store, launch)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     set_timeout(mesh, args.timeout_s, heart)  # a mesh's groups do not inherit it
     return mesh
 
 
-def _log_late(heart: Heartbeat) -> None:
-    from lingua.parallel.failure import log_late  # imported where a rank is late
-
-    log_late(heart)
-
-
-def _report_failure(heart: Heartbeat, print_error: ExceptHook, *error: Any) -> None:
-    from lingua.parallel.failure import report  # imported where a rank fails
-
-    report(heart, print_error, error[1])
+def _set_up_torch(
+    device: torch.device,
+    launch: Launch,
+    args: DistributedArgs,
+    deterministic: bool,
+    dump_dir: Path | None,
+) -> None:
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    enabled = torch.are_deterministic_algorithms_enabled()
+    if deterministic != enabled:  # the call imports inductor
+        torch.use_deterministic_algorithms(deterministic)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if device.type == "cuda":
+        _set_cuda_defaults(dump_dir)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = args.matmul_allow_tf32
+    elif (
+        args.threads is None and "OMP_NUM_THREADS" not in os.environ and launch.local_world_size > 1
+    ):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
 
 
 def _set_cuda_defaults(dump_dir: Path | None) -> None:
@@ -138,80 +128,12 @@ def _set_cuda_defaults(dump_dir: Path | None) -> None:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{dump_dir.absolute()}/nccl_rank_")
 
 
-def _allow_files(n: int) -> None:
-    """Raise the limit of open files to the hard one. Raises UserError where that is below `n`."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < n:
-        raise UserError(
-            f"this process may open {hard} files and connections and needs up to {n}: raise the "
-            "hard limit (ulimit -Hn; LimitNOFILE of a systemd service; under Slurm that of slurmd, "
-            "with PropagateResourceLimitsExcept=NOFILE)",
-            local=True,
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def set_timeout(mesh: DeviceMesh, seconds: float, heart: Heartbeat) -> None:
     """Set how long later collectives of the device wait for another rank."""
     heart.patience_s = seconds
     abort_s = seconds + (ABORT_S if mesh.device_type == "cuda" else 0)
     for group in mesh.get_all_groups():
         set_group_timeout(group, mesh.device_type, timedelta(seconds=abort_s))
-
-
-def _meet(launch: Launch, patience_s: float, timeout: timedelta) -> dist.Store:
-    """The store of rank 0, with this timeout, once all processes have reached it. Raises UserError
-    if they do not."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by all starts of torchrun
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        raise UserError(
-            "torchrun --max-restarts on several machines needs the environment variable "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, a restart would find what the start "
-            "before has left in the store"
-        )
-    try:
-        if launch.by == "slurm":
-            from lingua.parallel.slurm import set_rendezvous
-
-            set_rendezvous(dict(os.environ))
-        if launch.rank:
-            _wait_for_rank_0(patience_s)
-        patience = timedelta(seconds=patience_s)
-        rendezvous = dist.rendezvous("env://", launch.rank, launch.world_size, timeout=patience)
-        store: dist.Store = next(rendezvous)[0]
-        if shared:  # what an earlier start wrote is still there
-            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    except (dist.DistError, UserError, OSError, ValueError, KeyError) as error:
-        place = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
-        reason = f"{str(error).splitlines()[0]} (distributed.rendezvous_s = {patience_s:g})"
-        if "EADDRINUSE" in reason:
-            reason = "another program uses this port; set MASTER_PORT to a free one"
-        elif isinstance(error, KeyError):
-            reason = f"the environment variable {error} is not set"
-        raise UserError(
-            f"rank {launch.rank} of {launch.world_size} cannot meet the others at MASTER_ADDR:"
-            f"MASTER_PORT = {place}: {reason}",
-            local=True,
-        ) from None
-    store.set_timeout(timeout)
-    return store
-
-
-def _wait_for_rank_0(patience_s: float) -> None:
-    """Wait until rank 0 listens: torch's own attempts fill the console with stack traces. Raises
-    the OSError of the last attempt."""
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline, pause_s = time.monotonic() + patience_s, 0.01
-    while True:
-        try:
-            socket.create_connection(address, timeout=patience_s).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.5)
 
 
 def leave(patience_s: float) -> None:
