@@ -1,12 +1,16 @@
 """How the processes of a run meet, and look after each other from then on. A single process does
 without."""
 
+import json
 import os
 import resource
 import socket
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,7 +20,7 @@ import torch.distributed as dist
 from lingua.base.errors import UserError
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.environment import Launch
-from lingua.parallel.heartbeat import Heartbeat
+from lingua.parallel.heartbeat import BEAT_S, LOOK_S, Heartbeat
 
 FILES = 256  # open files and connections of a process beside one for each rank
 
@@ -91,16 +95,44 @@ def _allow_files(n: int) -> None:
 
 
 def watch(heart: Heartbeat, store: dist.Store, launch: Launch) -> None:
-    """Write where this rank is from now on, name ranks that are late, and report an error that ends
-    this one to the others."""
-    heart.start(store, launch.rank, launch.world_size, _log_late)
+    """Write where this rank of several is from now on, name ranks that are late, and report an
+    error that ends this one to the others. Called by the main thread."""
+    heart.store, heart.rank, heart.main = store, launch.rank, threading.get_ident()
+    heart.keys = [f"lingua/heartbeat/{r}" for r in range(launch.world_size)]
+    heart.group = weakref.ref(dist.group.WORLD)
+    _write(heart)
+    for work in (_beat, _look):
+        threading.Thread(target=work, args=(heart,), daemon=True).start()
     sys.excepthook = partial(_report_failure, heart, sys.excepthook)
 
 
-def _log_late(heart: Heartbeat) -> None:
-    from lingua.parallel.failure import log_late  # imported where a rank is late
+def _beat(heart: Heartbeat) -> None:
+    with suppress(dist.DistError):  # the store has gone, and so does the run
+        while heart.wait():
+            _write(heart)
+            heart.first_failure()
 
-    log_late(heart)
+
+def _write(heart: Heartbeat) -> None:
+    place, step, phase, _ = heart.place
+    frame = sys._current_frames()[heart.main]
+    file = os.path.basename(frame.f_code.co_filename)
+    function = f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
+    beat = time.time(), place, step, phase, function, socket.gethostname()
+    heart.store.set(heart.keys[heart.rank], json.dumps(beat))
+
+
+def _look(heart: Heartbeat) -> None:
+    """Apart from `_beat`, which waits for as long as the main thread waits for the store."""
+    looked = -1
+    look_s = LOOK_S + 2 * BEAT_S * (heart.rank > 0)  # what rank 0 logs is in train.log
+    while heart.wait():
+        place, *_, since = heart.place
+        if looked < place and time.monotonic() - since > heart.patience_s + look_s:
+            from lingua.parallel.failure import log_late  # imported where a rank is late
+
+            looked = place
+            threading.Thread(target=log_late, args=(heart,), daemon=True).start()
 
 
 def _report_failure(heart: Heartbeat, print_error: Callable[..., object], *error: Any) -> None:

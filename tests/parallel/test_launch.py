@@ -25,9 +25,10 @@ from lingua.parallel import failure
 from lingua.parallel.alone import one_process
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.heartbeat import LOOK_S, Heartbeat
-from lingua.parallel.launch import detect_launch, start
+from lingua.parallel.launch import Launch, detect_launch, start
 from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.program import run_program
+from lingua.parallel.rendezvous import watch
 from lingua.parallel.signals import StopRequest
 from lingua.parallel.torch_private import default_store
 from tests.programs import python
@@ -298,6 +299,7 @@ FAILING = """
 import os
 import signal
 from lingua.parallel.program import run_program
+from lingua.parallel.rendezvous import watch
 from lingua.parallel.signals import StopRequest
 
 def program():
@@ -320,11 +322,12 @@ def test_a_signal_of_the_launcher_does_not_end_a_rank_that_has_failed_before_it_
     assert ("ValueError: the cause" in done.stderr) == (code == 1)
 
 
-def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_since():
+def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_since(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # is set back
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of rank 0
     with one_process():
         heart = Heartbeat()
-        heart.start(dist.TCPStore("127.0.0.1", store.port), 1, 2, on_late=print)
+        watch(heart, dist.TCPStore("127.0.0.1", store.port), Launch(rank=1, world_size=2))
         store.set(failure.FIRST, "0")  # which does not wait for an answer
         heart.store.wait([failure.FIRST])
         assert heart.first_failure() == "0"
