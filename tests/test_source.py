@@ -38,7 +38,6 @@ KNOWN_CIRCLES = [
     {f"lingua.data.{name}" for name in ("sources", "token_source", "verify")},
     {f"lingua.data.{name}" for name in ("files", "token_formats")},
     {f"lingua.checkpoint.{name}" for name in ("changes", "origin", "resume")},
-    {"lingua.tools.audit.run", "lingua.tools.commands.audit"},
     {"lingua.tokenizer"}
     | {f"lingua.tokenizer.{n}" for n in ("bytes", "hf", "sentencepiece", "tiktoken")},
 ]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,7 +78,7 @@ class Started:
     device: torch.device  # device of this process
     saver: Saver
     checked: Checked
-    heart: Heartbeat  # is given where this rank is
+    heart: Heartbeat = field(default_factory=Heartbeat)  # is given where this rank is
 
 
 def start_run(app: App, args: RunArgs, stop: StopRequest, open_parts: ExitStack) -> Started:
