@@ -35,9 +35,11 @@ class Heartbeat:
         return dist.is_initialized() and self.group() is dist.group.WORLD
 
     def wait(self) -> bool:
-        """Wait for the next write. Returns `is_beating`."""
-        time.sleep(BEAT_S)
-        return self.is_beating()
+        """Wait for the next write. Returns `is_beating`; ends early where this rank leaves."""
+        end = time.monotonic() + BEAT_S
+        while (beating := self.is_beating()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return beating
 
     def first_failure(self) -> str:
         """The rank that failed first; an empty string where none has. It may have the store, which
