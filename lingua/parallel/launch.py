@@ -77,7 +77,7 @@ def start(
     ):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
     timeout = timedelta(seconds=args.timeout_s)
-    single = launch.by == "python"
+    single = launch.world_size == 1 and launch.by != "torchrun"  # whose agent may have the store
     if not single:
         _allow_files(FILES + launch.world_size)
     # Groups of gloo connect ranks that send to each other, neighbours in a ring, not all with all.
