@@ -24,18 +24,18 @@ COMMANDS = {
     "eval": ("", "score a trained model on benchmarks or your own tasks"),
     "generate": ("", "continue a text, or chat"),
     "runs": ("lingua.tools.commands.runs", "print a table of runs"),
-    "report": ("lingua.tools.commands.report", "write a page with the curves of runs"),
+    "report": ("lingua.tools.runs.report.page", "write a page with the curves of runs"),
     "compare": ("lingua.tools.commands.compare", "test whether runs differ beyond chance"),
     "audit": ("lingua.tools.commands.audit", "check a run: compute steps again and compare"),
     "check": ("lingua.tools.commands.check", "measure a machine before a run"),
-    "plan": ("lingua.tools.commands.plan", "estimate memory, traffic and time of a run"),
+    "plan": ("lingua.tools.plan.make", "estimate memory, traffic and time of a run"),
     "tokenizer": ("lingua.tools.commands.tokenizer", "train a tokenizer, or show one"),
     "convert": ("lingua.tools.exchange.convert", "convert to and from other forms of a model"),
     "checkpoint": ("lingua.tools.commands.checkpoint", "show, compare, mark checkpoints"),
     "data prepare": ("lingua.tools.commands.data_prepare", "tokenize the text of a run"),
     "data show": ("lingua.tools.commands.data_show", "print rows of a run and their origin"),
     "data verify": ("lingua.tools.commands.data_verify", "compare token shards with their hashes"),
-    "stool": ("lingua.tools.commands.stool", "launch runs on Slurm or on this machine"),
+    "stool": ("lingua.tools.slurm.command_line", "launch runs on Slurm or on this machine"),
 }
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lingua.base.errors import UserError, nearest
-from lingua.config.values import COMMAND_LINE, parse_argument, read_layers
+from lingua.config.values import COMMAND_LINE, Values, parse_argument, read_files
 
 if TYPE_CHECKING:  # finding an app imports no torch
     from torch import nn
@@ -53,21 +53,20 @@ class App:
     hugging_face: Callable[[], Any] | None = None
 
 
-def choose_app(argv: list[str]) -> App:
+def choose_app(argv: list[str], files: list[Values] | None = None) -> App:
     """The app that a command line asks for, apps/main where it asks for none. Raises UserError."""
-    return named_app(argv) or find_app(None, "")
+    return named_app(argv, files) or find_app(None, "")
 
 
-def named_app(argv: list[str]) -> App | None:
-    """The app that a command line names: `app=MODULE`, else `app:` in its `config=FILE`. Raises
-    UserError: it cannot be imported, or a file names one that find_app does not trust."""
+def named_app(argv: list[str], files: list[Values] | None = None) -> App | None:
+    """The app that a command line names: `app=MODULE`, else `app:` in its `config=FILE`, whose
+    `files` a caller may have read. Raises UserError: it cannot be imported, or a file names one
+    that find_app does not trust."""
     named = [word.removeprefix("app=") for word in argv if word.startswith("app=")]
     if named:
         path = parse_argument(named[-1]).value
         return find_app(None, "") if path is None else import_app(str(path), COMMAND_LINE)
-    files = [word.removeprefix("config=") for word in argv if word.startswith("config=")]
-    layers = read_layers(Path(files[-1]), f"config={files[-1]}") if files else []
-    for layer in reversed(layers):
+    for layer in reversed(read_files(argv) if files is None else files):
         if "app" in layer and layer["app"].value is not None:
             return find_app(str(layer["app"].value), layer["app"].where)
     return None

@@ -5,6 +5,6 @@ import sys
 from lingua.parallel.program import run_program
 
 if __name__ == "__main__":
-    from lingua.tools.commands.stool import main
+    from lingua.tools.slurm.command_line import main
 
     run_program(lambda: main(sys.argv[1:]))

@@ -10,13 +10,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from apps.main import app, samples
+from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.train import train
 from lingua.app import Built
 from lingua.config.load import load
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.program import run_program
+from lingua.run import samples
 from lingua.run.start import check as check  # what lingua stool calls
 
 samples.SAMPLE_TOKENS = 8  # of the text a finished run shows: it takes longer than the training

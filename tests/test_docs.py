@@ -33,19 +33,19 @@ from lingua.app import choose_app
 from lingua.base.errors import UserError
 from lingua.config.load import draft, load, meta_lingua
 from lingua.config.values import LocatedValue
-from lingua.tools.commands.arguments import split_folders
+from lingua.tools.arguments import split_folders
 from lingua.tools.commands.audit import arguments as arguments_of_audit
 from lingua.tools.commands.check import CheckArgs
 from lingua.tools.commands.compare import arguments as arguments_of_compare
-from lingua.tools.commands.compare_plan import PilotArgs
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.commands.data_verify import VerifyArgs
-from lingua.tools.commands.report import ReportArgs
 from lingua.tools.commands.runs import arguments as arguments_of_runs
 from lingua.tools.commands.tokenizer import TokenizerTrainArgs
 from lingua.tools.exchange.convert import ConvertArgs
 from lingua.tools.plan.make import PlanArgs, split_words
+from lingua.tools.runs.compare.pilot import PilotArgs
+from lingua.tools.runs.report.page import ReportArgs
 from lingua.tools.slurm.command_line import split_arguments
 from tests.programs import python
 

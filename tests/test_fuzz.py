@@ -26,23 +26,22 @@ from lingua.app import find_app
 from lingua.base.errors import UserError
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.origin import open_source
-from lingua.checkpoint.resume import find_start
 from lingua.config.load import load, meta_lingua
 from lingua.config.schema import schema
 from lingua.data.shards import Source
 from lingua.data.sources import held_out_windows
 from lingua.model.sampling import SamplingArgs
 from lingua.parallel.alone import one_process
-from lingua.run.start import check
+from lingua.run.start import check, find_start
 from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands import checkpoint
-from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.exchange import convert
 from lingua.tools.exchange.convert import ConvertArgs
 from lingua.tools.exchange.trained import open_trained
+from lingua.tools.slurm import command_line as stool_command
 from lingua.tools.slurm import launch
 from tests import mutation
 from tests.apps.tasks import write_tasks

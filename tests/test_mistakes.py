@@ -28,12 +28,12 @@ from apps.mamba import TrainArgs as MambaArgs
 from apps.sft import TrainArgs as SFTArgs
 from lingua.app import choose_app
 from lingua.base.errors import UserError
-from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.run_config import load_run
 from lingua.config.help import help_text
 from lingua.config.load import load, meta_lingua
 from lingua.config.saved import load_saved
 from lingua.data.args import ChatArgs
+from lingua.data.rows import TOKENIZER
 from lingua.model.attention import choose_attention
 from lingua.parallel.args import DistributedArgs, mesh_sizes
 from lingua.parallel.launch import detect_launch
@@ -45,17 +45,17 @@ from lingua.tools.commands import (
     compare,
     data_prepare,
     data_show,
-    report,
     runs,
     tokenizer,
 )
 from lingua.tools.commands import check as check_command
-from lingua.tools.commands import stool as stool_command
 from lingua.tools.commands.data_prepare import PrepareArgs
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.exchange import convert
 from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
+from lingua.tools.runs.report import page as report
+from lingua.tools.slurm import command_line as stool_command
 from lingua.tools.slurm.launch import JobArgs
 from tests.apps.runs import SMALL, write_sources
 from tests.apps.tasks import TASKS, write_tasks

@@ -27,8 +27,8 @@ from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.base.dump_dir import step_folder
 from lingua.checkpoint.digest import digest
-from lingua.checkpoint.folder import newest
 from lingua.checkpoint.save import save
+from lingua.checkpoint.saved import newest
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
 from lingua.optim.optimizer import build_optimizer

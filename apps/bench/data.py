@@ -176,8 +176,10 @@ def prepare(
     """Build the shards of a source; its tokens, without the two that frame a document."""
     source = str(args.name)
     data = DataArgs(root_dir=str(work), sources={source: 1.0}, tokenizer=args)
-    building = {"processes": processes, "unit_bytes": unit_bytes}
-    total = prepare_source(source, data, tokenizer, lambda line: None, **building).manifest.total
+    prepared = prepare_source(
+        source, data, tokenizer, lambda line: None, processes=processes, unit_bytes=unit_bytes
+    )
+    total = prepared.manifest.total
     return sum(total(s, "tokens") - 2 * total(s, "documents") for s in ("train", "heldout"))
 
 
@@ -198,7 +200,7 @@ def reading(work: Path, repeats: int) -> dict[str, BySide]:
     np.random.default_rng(0).integers(0, VALUES, GATHERED_TOKENS, np.uint16).tofile(path)
     memory = np.memmap(path, np.uint16, "r").view(np.ndarray)
 
-    def read_from(source: Any) -> Side:
+    def read_from(source: Source | TokenSource) -> Side:
         return partial(read_rows, open_loader(source, 0), n_steps(source.n_tokens))
 
     shards = open_shards(path.parent, [GATHERED_TOKENS])

@@ -24,6 +24,7 @@ from lingua.base.errors import UserError
 from lingua.config.load import load, meta_lingua
 from lingua.parallel.program import run_program
 from lingua.parallel.signals import StopRequest
+from lingua.run.args import RunArgs
 from lingua.run.run import Run
 from lingua.run.start import start_run
 from lingua.tokenizer import build_tokenizer
@@ -80,7 +81,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *words: str) -> Any:
 
 
 @contextmanager
-def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[int]]]:
+def training(app: App, args: RunArgs, n_steps: int) -> Iterator[tuple[Run, Iterator[int]]]:
     """A run of the training program before its first step, and its first steps: an iterator that
     yields each once it is complete. The run measures nothing held out, saves nothing and prints
     nothing. The iterator raises KeyboardInterrupt where a signal stops the run."""
@@ -102,9 +103,9 @@ def training(app: App, args: Any, n_steps: int) -> Iterator[tuple[Run, Iterator[
         yield run, steps()
 
 
-def logged_losses(args: Any) -> dict[int, float]:
+def logged_losses(args: RunArgs) -> dict[int, float]:
     """The losses that a run has logged, by step."""
-    return {line["step"]: line["loss"] for line in read_lines(Path(args.dump_dir, METRICS))}
+    return {line["step"]: line["loss"] for line in read_lines(args.folder / METRICS)}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ tuning to plain training.
 import sys
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +50,8 @@ class Reference:
     def run(self, batches: Sequence[Batch]) -> np.ndarray:
         """Take a step on each of the batches; returns the time it took, as `clock` does."""
         batches = [[micro.to(self.device) for micro in batch] for batch in batches]
-        valid = [sum((m.targets != IGNORE).sum((1, 2)) for m in batch) for batch in batches]
+        masks = [torch.cat([m.targets != IGNORE for m in batch], dim=1) for batch in batches]
+        valid = [mask.sum((1, 2)) for mask in masks]  # targets of each view
         start = clock(self.device)
         for batch, counts in zip(batches, valid, strict=True):
             for group in self.optimizer.param_groups:
@@ -59,7 +59,7 @@ class Reference:
             self.losses.append(self._step(batch, counts))
         return clock(self.device) - start
 
-    def _step(self, batch: Batch, valid: Any) -> Tensor:
+    def _step(self, batch: Batch, valid: Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
         dtype, kind = self.args.distributed.dtype, self.device.type
         for micro in batch:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lingua.base.errors import UserError
+from lingua.run.args import RunArgs
 
 Step = Callable[[], object]
 
@@ -31,7 +32,9 @@ PROJECTS = {
 }
 
 
-def project_step(project: str, folder: Path, args: Any, mesh: DeviceMesh, compiled: bool) -> Step:
+def project_step(
+    project: str, folder: Path, args: RunArgs, mesh: DeviceMesh, compiled: bool
+) -> Step:
     """A step of a model of the size of `args`, on tokens that stay the same. `folder` has the files
     of the project. Raises UserError where it has not."""
     rows, device, is_nanogpt = _rows(args), torch.device(mesh.device_type), project == "nanogpt"
@@ -52,7 +55,7 @@ def project_step(project: str, folder: Path, args: Any, mesh: DeviceMesh, compil
     return step
 
 
-def nanogpt(folder: Path, args: Any, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
+def nanogpt(folder: Path, args: RunArgs, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
     """github.com/karpathy/nanoGPT."""
     m, module = args.model, load_file(folder, "model.py", "nanogpt_model")
     sizes = {"n_layer": m.n_layers, "n_head": m.n_heads, "n_embd": m.dim, "bias": False}
@@ -61,7 +64,7 @@ def nanogpt(folder: Path, args: Any, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
     return model, model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), mesh.device_type)
 
 
-def meta_lingua(folder: Path, args: Any, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
+def meta_lingua(folder: Path, args: RunArgs, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
     """github.com/facebookresearch/lingua: FSDP2 in bf16."""
     for name in ("xformers", "xformers.ops", "meta_lingua"):  # xformers is unused with sdpa
         sys.modules.setdefault(name, ModuleType(name))
@@ -95,5 +98,5 @@ def load_file(folder: Path, file: str, name: str) -> Any:
     return module
 
 
-def _rows(args: Any) -> tuple[int, int]:
+def _rows(args: RunArgs) -> tuple[int, int]:
     return args.data.step_rows, args.data.seq_len

@@ -23,7 +23,7 @@ from lingua.checkpoint.folder import find
 from lingua.checkpoint.source import open_checkpoint
 from lingua.monitor.metrics import Chain
 from lingua.parallel.mesh import AXES
-from lingua.run.receipt import digest_of_files
+from lingua.tools.audit.records import digest_of_files
 
 # The starts of the run that is stopped: (dp_replicate, dp_shard, tp), and rows of a micro-batch.
 STARTS = (

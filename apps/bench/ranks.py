@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -81,7 +82,7 @@ def run_ranks(n: int, keys: list[str]) -> dict[str, float]:
     }
 
 
-def rank_here(rank: int, n: int, port: int, folder: Path, keys: list[str], ready: Any) -> None:
+def rank_here(rank: int, n: int, port: int, folder: Path, keys: list[str], ready: Barrier) -> None:
     """One rank, in a process of its own, which writes its numbers to `folder`."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "RANK": f"{rank}"}
     os.environ |= {"WORLD_SIZE": f"{n}", "LOCAL_RANK": f"{rank % NODE}"}
@@ -94,7 +95,7 @@ def rank_here(rank: int, n: int, port: int, folder: Path, keys: list[str], ready
     leave(60)
 
 
-def numbers_of_rank(n: int, folder: Path, keys: list[str], ready: Any) -> dict[str, Any]:
+def numbers_of_rank(n: int, folder: Path, keys: list[str], ready: Barrier) -> dict[str, Any]:
     args = read_config(keys)
     files, launch = len(os.listdir("/proc/self/fd")), detect_launch()
     ready.wait()

@@ -6,17 +6,18 @@ python -m apps.bench.startup_probe stamps.json config=... key=value ...
 import json
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-# What a part ends with: the return of a function, by its name in a module that calls it.
+# What a part ends with: the return of a function, by its name in lingua.run.start, which calls it.
 ENDS = {
-    "config": ("apps.main.train", "load_run"),
-    "process group and mesh": ("lingua.run.start", "start"),
-    "checks, which build the model on the meta device": ("lingua.run.start", "check_run"),
-    "data: shards, held-out rows": ("lingua.run.start", "open_data"),
+    "process group and mesh": "start",
+    "checks, which build the model on the meta device": "check_run",
+    "data: shards, held-out rows": "open_data",
 }
 
 
@@ -27,30 +28,34 @@ def main() -> None:
     def stamp(part: str) -> None:
         stamps.setdefault(part, time.time())
 
-    def stamp_after(module: Any, name: str, part: str) -> None:
+    def call_after(module: ModuleType, name: str, then: Callable[[], object]) -> None:
         function = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            stamp(part)
+            then()
             return result
 
         setattr(module, name, call)
 
-    torch = import_module("torch")  # measured, so not at the top
-    stamp("Python and import torch")
-    train = import_module("apps.main.train")
-    stamp("the other imports")
-    for part, (module, name) in ENDS.items():
-        stamp_after(import_module(module), name, part)
-    first_forward = partial(stamp, "model, optimizer, first rows")
-    torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: first_forward())
+    def after_config() -> None:
+        stamp("Python and config")
+        torch = import_module("torch")
+        stamp("import torch")
+        import_module("apps.main.train")
+        stamp("the other imports")
+        for part, name in ENDS.items():
+            call_after(import_module("lingua.run.start"), name, partial(stamp, part))
+        first_forward = partial(stamp, "model, optimizer, first rows")
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: first_forward())
 
     def run() -> None:
-        train.main(keys)
+        program.main(keys)
         Path(path).write_text(json.dumps(stamps), encoding="utf-8")
 
-    train.run_program(run)
+    program = import_module("lingua.run.program")
+    call_after(program, "load_run", after_config)
+    program.run_program(run)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Pairs are rows of conversations (`data.chat.pairs`); the model is that of apps.m
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from apps.dpo.objective import Preferences
 from apps.dpo.reference import fingerprint, open_reference
@@ -18,6 +17,7 @@ from lingua.config.schema import Guarded
 from lingua.data.args import ChatArgs, DataArgs
 from lingua.data.rows import OpenData
 from lingua.data.sources import TextData
+from lingua.run.args import RunArgs
 from lingua.tokenizer.interface import Tokenizer
 
 
@@ -55,7 +55,7 @@ class TrainArgs(MainArgs):
 
 
 class PairData(TextData):
-    def open(self, args: Any, tokenizer: Tokenizer) -> OpenData:
+    def open(self, args: RunArgs, tokenizer: Tokenizer) -> OpenData:
         opened = super().open(args, tokenizer)
         reference = {"data.reference": fingerprint(open_reference(args, "size"))}
         return replace(opened, fingerprints={**opened.fingerprints, **reference})

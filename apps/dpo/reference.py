@@ -22,11 +22,13 @@ from lingua.checkpoint.source import TensorSource, on_every_rank
 from lingua.checkpoint.tensors import Part
 from lingua.data import IGNORE
 from lingua.data.chat import ChatRows
+from lingua.data.documents import DocumentMarks
 from lingua.data.loader import MicroBatch
-from lingua.data.rows import HeldOut, document_starts
+from lingua.data.rows import HeldOut
 from lingua.parallel.mesh import divide, dp_degree, on_rank_0
 from lingua.parallel.parallelize import ParallelPlan
 from lingua.parallel.tensors import to_device
+from lingua.run.args import RunArgs
 from lingua.run.run import Run
 from lingua.tools.exchange.trained import load_weights
 
@@ -81,7 +83,7 @@ def ratios_of(run: Run, model: nn.Module, numbers: list[int], read: Read) -> lis
         # Every rank runs the same shapes, also one with fewer rows or none.
         local_rows = blocks[0] if blocks else []
         tokens, targets, documents = read(np.resize(local_rows or numbers[:1], rows))
-        batch = (tokens, targets[None], document_starts(documents))
+        batch = (tokens, targets[None], DocumentMarks.starts(documents))
         tensors = (to_device(torch.from_numpy(array), run.device) for array in batch)
         values, is_pair = (t.tolist() for t in log_ratios(model, *tensors))
         pairs = (zip(*row, strict=True) for row in zip(values, is_pair, strict=True))
@@ -213,10 +215,11 @@ class Reference:
             logger.warning(f"{self.path}: cannot be written ({error})")
 
 
-def open_reference(args: Any, verify: str) -> TensorSource:
+def open_reference(args: RunArgs, verify: str) -> TensorSource:
     """The model that a run with this configuration starts from. Every rank calls this. Raises
     UserError. `verify` is as checkpoint.verify: `size` is enough for a fingerprint."""
     start = args.checkpoint
+    assert start.init_from is not None  # validate() asks for it
     source = open_source(INIT_FROM, start.init_from, main_app, verify, logger.warning)
     if source.check_model is not None:
         source.check_model(args.model, start.allow_change)

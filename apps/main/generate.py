@@ -239,7 +239,8 @@ def read_json_prompt(line: str, args: PromptArgs, where: str) -> Prompt:
 def open_chat_of(opened: Opened) -> Chat:
     """The chat template of a model: that of its training data, or else its tokenizer's."""
     data = opened.trained.args.data
-    return open_chat(data.tokenizer, opened.tokenizer, data.chat and data.chat.template)
+    template = data.chat.template if data.chat is not None else None
+    return open_chat(data.tokenizer, opened.tokenizer, template)
 
 
 def chat_tokens(prompt: Prompt, chat: Chat) -> list[int]:

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # mistakes are printed before the seconds in which t
 
 from collections.abc import Generator
 from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,10 +42,12 @@ from lingua.parallel.signals import Stopped, StopRequest
 from lingua.run import start
 from lingua.run.args import RunArgs
 from lingua.run.describe import announce, finish
-from lingua.run.loop import ObjectiveLike
 from lingua.run.program import main as main
 from lingua.run.run import Run
 from lingua.run.start import check, check_fields, check_losses  # noqa: F401 (stool calls check)
+
+if TYPE_CHECKING:
+    from lingua.run.loop import ObjectiveLike
 
 
 def train(app: App, args: RunArgs) -> str | None:
@@ -181,7 +184,7 @@ def take_steps(run: Run, stop: StopRequest) -> Generator[int, None, None]:
 
 def train_step(
     run: Run,
-    objective: ObjectiveLike,
+    objective: "ObjectiveLike",
     guard: NonFiniteGuard,
     batch: list[MicroBatch],
     counts: Tensor,

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from apps.main.config import ModelArgs
+from apps.main.config import ModelArgs, TrainArgs
 from lingua.app import Built
 from lingua.data import IGNORE
 from lingua.model import Cache, Losses, PerRow
@@ -168,7 +168,7 @@ def build_transformer(
         return kind(args, **parts)
 
 
-def build(args: Any, kind: type[Transformer] = Transformer, **parts: Any) -> Built:
+def build(args: TrainArgs, kind: type[Transformer] = Transformer, **parts: Any) -> Built:
     """The model of a configuration; of a fork, with other parts or of a derived class."""
     model, seq_len = args.model, args.data.seq_len
     flops = flops_per_token(model, model.vocab_size, seq_len)

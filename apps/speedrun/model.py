@@ -30,6 +30,7 @@ from lingua.app import Built
 from lingua.base.hashing import hash_bits
 from lingua.config.schema import Guarded, bounds, require
 from lingua.model import PerRow
+from lingua.model.args import TransformerArgs
 from lingua.model.head import Head
 from lingua.model.transformer import (
     Attention,
@@ -108,7 +109,7 @@ class Scale(nn.Module):
 class ValueAttention(Attention):
     """Attention whose values have a further embedding of the token added."""
 
-    def __init__(self, args: Any, out_factor: float) -> None:
+    def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__(args, out_factor)
         self.value_embedding = nn.Embedding(args.vocab_size, self.wv.out_features)
 
@@ -123,7 +124,7 @@ class ValueAttention(Attention):
 class SquaredReLU(nn.Module):
     """w2(relu(w1 x)^2) (So et al., 2021), with as many weights as SwiGLU has."""
 
-    def __init__(self, args: Any, out_factor: float) -> None:
+    def __init__(self, args: TransformerArgs, out_factor: float) -> None:
         super().__init__()
         self.std, self.out_factor = args.init_base_std, out_factor
         hidden = 3 * args.hidden_dim() // 2

@@ -108,11 +108,12 @@ def read_into(descriptor: int, memory: memoryview, at: int) -> int:
     return done
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; numbers that are not finite are None. Raises OSError or
-    ValueError."""
+def load_json(path: Path, text: bytes | None = None) -> dict[str, Any]:
+    """The JSON object in a file, whose `text` may be known; numbers that are not finite are None.
+    Raises OSError or ValueError."""
     try:
-        content = json.loads(read_bytes(path), parse_constant=lambda name: None)
+        text = read_bytes(path) if text is None else text
+        content = json.loads(text, parse_constant=lambda name: None)
         json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no character
     except RecursionError:
         raise ValueError("it has too many levels") from None
@@ -121,9 +122,9 @@ def load_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, text: bytes | None = None) -> dict[str, Any]:
     """Read a JSON object, as `load_json` does. Raises UserError, which names the file."""
     try:
-        return load_json(path)
+        return load_json(path, text)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None

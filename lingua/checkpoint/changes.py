@@ -8,7 +8,7 @@ from typing import Any
 
 from lingua.base.errors import UserError
 from lingua.base.format import align
-from lingua.checkpoint.resume import ABSENT, Saved
+from lingua.checkpoint.saved import ABSENT, Saved
 from lingua.checkpoint.state import versions
 from lingua.data.rows import CONTENT
 from lingua.data.stream import shares

@@ -9,7 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Checkpoint:
     serial: int  # order of publication, which can differ from the order of steps
     files: dict[str, Entry]  # by name
     created_at: str = ""
+    # content of train_state.json and config.yaml, where this process has read them to verify them
+    texts: dict[str, bytes] = field(default_factory=dict, repr=False)
 
 
 def checksum_of(manifest: dict[str, Any]) -> str:
@@ -75,7 +77,8 @@ def read_checkpoint(path: Path) -> tuple[Checkpoint | None, str]:
 
 def read_state(checkpoint: Checkpoint) -> TrainState:
     """Read the fields of `train_state.json` that a resume needs. Raises UserError."""
-    content, known = read_json(checkpoint.path / STATE), TrainState.__dataclass_fields__
+    content = read_json(checkpoint.path / STATE, checkpoint.texts.get(STATE))
+    known = TrainState.__dataclass_fields__
     values = {key: value for key, value in content.items() if key in known}
     return from_values(TrainState(), values, str(checkpoint.path / STATE))
 
@@ -140,43 +143,6 @@ def find_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
     return [Checkpoint(**(values | {"path": Path(values["path"])})) for values in checkpoints]
 
 
-def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
-    """The last published checkpoint that verifies, None where there is none at all. Called by every
-    rank; rank 0 chooses.
-
-    Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
-    them would remove what may be whole (a disk that fails, a folder without permission).
-    """
-    checkpoint, _ = first_undamaged(find_on_rank_0(lambda: find(root, report)), verify, report)
-    if checkpoint is None and on_rank_0(
-        lambda: any(STEP_FOLDER.fullmatch(p.name) for p in root.glob("*"))
-    ):
-        advice = "move them away to start from scratch"
-        raise UserError(f"{root}: has checkpoints, but none that can be used; {advice}")
-    return checkpoint
-
-
-def first_undamaged(
-    checkpoints: list[Checkpoint], verify: str, report: Callable[[str], None]
-) -> tuple[Checkpoint | None, str]:
-    """The first checkpoint that verifies, or None and why the last one does not. Called by every
-    rank; with `verify: size` the sizes that were compared when it was found are enough."""
-    why = ""
-    for checkpoint in checkpoints:
-        why = damage(checkpoint) if verify == "full" else ""
-        if not why:
-            return checkpoint, ""
-        if dist.get_rank() == 0:
-            report(f"{why}: skipped")
-    return None, why
-
-
-def verify(checkpoint: Checkpoint) -> None:
-    """Raises UserError where a file differs from the manifest. Called by every rank."""
-    if why := damage(checkpoint):
-        raise UserError(why)
-
-
 def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:
     """Describe the files that differ from the manifest; an empty string where none does. Called by
     every rank: each file is read by one, and the results are shared."""
@@ -184,9 +150,13 @@ def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> st
     bad = []
     for name, entry in sorted(checkpoint.files.items())[rank::world]:
         try:
-            with (checkpoint.path / name).open("rb", buffering=0) as f:
-                if hashlib.file_digest(f, xxhash.xxh3_64).hexdigest() != entry["xxh3_64"]:
-                    bad.append(f"{name}: wrong checksum")
+            if (text := checkpoint.texts.get(name)) is not None:
+                checksum = xxhash.xxh3_64_hexdigest(text)
+            else:
+                with (checkpoint.path / name).open("rb", buffering=0) as f:
+                    checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
+            if checksum != entry["xxh3_64"]:
+                bad.append(f"{name}: wrong checksum")
         except OSError as error:
             bad.append(f"{name}: {error.strerror}")
     results: list[list[str]] = [[]] * world

@@ -22,20 +22,14 @@ from lingua.base.errors import UserError, tool_needed_by
 from lingua.base.files import read_bytes
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.changes import Change, Classes, changes, changes_table, check_changes
-from lingua.checkpoint.folder import (
-    Checkpoint,
-    find,
-    find_on_rank_0,
-    first_undamaged,
-    read_checkpoint,
-    read_state,
-)
-from lingua.checkpoint.resume import ABSENT, TOKENIZER, Saved, flat_config, pick, read_saved
+from lingua.checkpoint.folder import Checkpoint, find, find_on_rank_0, read_checkpoint, read_state
+from lingua.checkpoint.saved import ABSENT, Saved, first_undamaged, flat_config, pick, read_saved
 from lingua.checkpoint.source import TensorSource, on_every_rank, open_checkpoint
 from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import resume_classes
 from lingua.config.values import LocatedValue, Values, plain, read_file
+from lingua.data.rows import TOKENIZER
 from lingua.tokenizer.interface import Tokenizer
 
 if TYPE_CHECKING:

@@ -8,13 +8,7 @@ from pathlib import Path
 from lingua.base.dump_dir import CONFIG, MANIFEST, METADATA, STATE, STEP_FOLDER
 from lingua.base.errors import UserError
 from lingua.checkpoint.args import CheckpointArgs
-from lingua.checkpoint.folder import (
-    LEFTOVER,
-    Checkpoint,
-    find,
-    read_state,
-    temporary,
-)
+from lingua.checkpoint.folder import LEFTOVER, Checkpoint, find, read_state, temporary
 
 BEST = "best"  # the mark of the checkpoint with the lowest held-out loss
 MARK = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -79,6 +73,7 @@ def _to_keep(checkpoints: list[Checkpoint], args: CheckpointArgs) -> list[Checkp
 def best(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """The one with the lowest held-out loss, the first published of equals; none where no step was
     measured when it was saved."""
+
     measured = []
     for checkpoint in checkpoints:
         with suppress(UserError):  # damaged: it is none to keep

@@ -8,19 +8,24 @@ from typing import Any
 from lingua.app import App
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.config.load import draft, load, meta_lingua
-from lingua.config.values import Values
+from lingua.config.values import Values, read_files
 
 
 def load_run(
-    app: App, argv: list[str], part: Any = None, program_doc: str | None = None
+    app: App,
+    argv: list[str],
+    part: Any = None,
+    program_doc: str | None = None,
+    files: list[Values] | None = None,
 ) -> tuple[Any, list[str]]:
     """Load, as lingua.config.load.load does, an app's configuration, or a `part` of it, for which
     `argv` may have the app's other keys."""
     cls = app.config if part is None else type(part)
     if {"-h", "--help"} & set(argv):
         return load(cls, argv, program_doc=program_doc)
+    files = read_files(argv) if files is None else files
     args: Any
-    args, given = draft(app.config, argv, meta_lingua)
+    args, given = draft(app.config, argv, meta_lingua, files)
     below: Values = {}
     # What is not of the class is a mistake, which `load` reports.
     if isinstance(args.checkpoint, CheckpointArgs) and args.checkpoint.init_from is not None:
@@ -28,7 +33,7 @@ def load_run(
 
         below = config_of_init_checkpoint(app, args, given)
     if part is None:
-        return load(cls, argv, meta_lingua, below=below, program_doc=program_doc)
+        return load(cls, argv, meta_lingua, below=below, program_doc=program_doc, files=files)
     others = {f.name for f in fields(app.config)} - {f.name for f in fields(part)}
     argv = [word for word in argv if re.split(r"[.=]", word)[0] not in others]
-    return load(cls, argv, meta_lingua, True, below, defaults=part, program_doc=program_doc)
+    return load(cls, argv, meta_lingua, True, below, part, program_doc, files)

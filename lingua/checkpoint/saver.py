@@ -3,18 +3,14 @@ other run writes into the same folders."""
 
 import logging
 import os
-import weakref
-from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
-from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lingua.base.dump_dir import LOCK
 from lingua.base.errors import UserError
@@ -24,8 +20,7 @@ from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import prune
 from lingua.checkpoint.save import Layout, NotSaved, save
 from lingua.parallel.mesh import on_rank_0
-from lingua.parallel.tensors import device_threads, local
-from lingua.parallel.torch_private import on_host
+from lingua.parallel.tensors import device_threads
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +103,9 @@ class Saver:
             if self._thread is None:
                 self._save(step, tensors, state, config, final)
             else:
-                copied = self._copied(tensors)
+                from lingua.checkpoint.host_copies import copy_to_host
+
+                copied = copy_to_host(tensors, self._copies)
                 self._writing = self._thread.submit(self._save, step, copied, state, config, final)
                 if final:
                     self.wait()
@@ -145,29 +142,3 @@ class Saver:
     def _prune(self) -> None:
         self._check_locks()
         prune(self.root, self.args)
-
-    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are now, in host memory that is used again at every save."""
-        parts = {name: local(t) for name, t in tensors.items() if not t.is_meta}
-        if not parts.keys() <= self._copies.keys():
-            self._copies = dict(zip(parts, host_memory(list(parts.values())), strict=True))
-        copied = dict(tensors)  # those on the meta device are another rank's
-        for name, part in parts.items():
-            t, copy = tensors[name], self._copies[name].copy_(part, non_blocking=True)
-            copied[name] = on_host(copy, t) if isinstance(t, DTensor) else copy
-        if any(t.is_cuda for t in parts.values()):
-            torch.cuda.synchronize()
-        return copied
-
-
-def host_memory(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Memory of the host for tensors, each with a storage of its own, in one block. It is pinned
-    for those of CUDA, here: torch rounds the size of pinned memory up to a power of two."""
-    sizes = [-(-t.nbytes // 64) * 64 for t in tensors]  # so that each is aligned
-    block = torch.empty(sum(sizes), dtype=torch.uint8).numpy()
-    if any(t.is_cuda for t in tensors):
-        cuda, begin = torch.cuda.cudart(), block.ctypes.data
-        torch.cuda.check_error(int(cuda.cudaHostRegister(begin, block.nbytes, 0)))
-        weakref.finalize(block, cuda.cudaHostUnregister, begin)  # each copy keeps the block
-    for t, begin in zip(tensors, accumulate(sizes, initial=0), strict=False):
-        yield torch.from_numpy(block[begin : begin + t.nbytes]).view(t.dtype).view(t.shape)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lingua.config.load import Report
+from lingua.config.report import Report
 from lingua.config.schema import Keys
 from lingua.config.values import LocatedValue, Values, plain, show
 

@@ -10,11 +10,11 @@ yields (key in it, what is required). All mistakes found are raised together, as
 import difflib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from lingua.base.errors import MAX_SHOWN, UserError, all_of, nearest
+from lingua.base.errors import MAX_SHOWN, nearest
+from lingua.config.report import Report
 from lingua.config.schema import Keys, choice_word, leaves, schema, split_optional, type_name
 from lingua.config.values import (
     COMMAND_LINE,
@@ -25,9 +25,8 @@ from lingua.config.values import (
     is_text,
     parse_argument,
     plain,
-    read_layers,
+    read_files,
     shorten,
-    show,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ def load(
     below: Values | None = None,
     defaults: C | None = None,
     program_doc: str | None = None,
+    files: list[Values] | None = None,
 ) -> tuple[C, list[str]]:
     """The configuration, and one line for every given key that was accepted without effect.
 
@@ -58,6 +58,7 @@ def load(
     below: values, by path, that come before the defaults.
     defaults: in place of those of the class.
     program_doc: docstring of the program, for `--help` and for the example of an empty command.
+    files: the config files that `argv` names, where the caller has read them.
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
@@ -66,7 +67,7 @@ def load(
         print_help_if_asked(cls, argv, program_doc)
     keys = schema(cls if defaults is None else defaults)
     report = Report(program_doc="" if argv else program_doc or "")
-    *files, arguments = _read_layers(argv, keys, report)
+    *files, arguments = _layers(argv, files, keys, report)
     layers = [leaves(below or {}, keys), *files]
     if partial:
         layers = [{k: v for k, v in layer.items() if k.split(".")[0] in keys} for layer in layers]
@@ -84,11 +85,16 @@ def meta_lingua() -> "Foreign":
     return META_LINGUA
 
 
-def draft(cls: type[C], argv: list[str], foreign: "Callable[[], Foreign]") -> tuple[C, set[str]]:
+def draft(
+    cls: type[C],
+    argv: list[str],
+    foreign: "Callable[[], Foreign]",
+    files: list[Values] | None = None,
+) -> tuple[C, set[str]]:
     """Load with defaults in place of wrong values. Returns the configuration and the keys that are
     given. Raises UserError for a file that cannot be read."""
     keys, unused = schema(cls), Report()
-    given = _merge(_read_layers(argv, keys, unused), foreign, keys, unused)
+    given = _merge(_layers(argv, files, keys, unused), foreign, keys, unused)
     names = set(given)
     _resolve(cls, given, keys, unused)
     return build(cls, given, keys, unused), names
@@ -137,45 +143,16 @@ def resume_classes(cls: type) -> dict[str, str | None]:
     return {k: key.resume for k, key in schema(cls).items() if key.group is None or key.optional}
 
 
-@dataclass
-class Report:
-    """The mistakes and notices of one configuration."""
-
-    saved: str = ""  # path of the file, where it was written by a run
-    program_doc: str = ""  # docstring whose first example is shown, for an empty command line
-    mistakes: list[str] = field(default_factory=list)
-    wrong: set[str] = field(default_factory=set)  # keys without a usable value
-    notices: dict[str, str] = field(default_factory=dict)  # about keys without effect, by key
-    located: Values = field(default_factory=dict)  # every value by path, also of list elements
-
-    def add(self, path: str, given: LocatedValue, need: str, usable: bool = False) -> None:
-        """A mistake: the key, its value, what is required and the place."""
-        written = str(given.text) if type(given.value) in (int, float) else show(given)
-        value = "" if given.value == MISSING else f" = {written}"
-        where = given.where or self.saved
-        self.mistakes.append(f"{shorten(path)}{value}: {need}{f' ({where})' if where else ''}")
-        if not usable:
-            self.wrong.add(path)
-
-    def check(self) -> None:
-        """Raises UserError with every mistake."""
-        if self.mistakes:
-            example = ""
-            if self.program_doc:
-                from lingua.config.help import first_example
-
-                example = f"\nAn example: {first_example(self.program_doc)}"
-            raise UserError(f"{all_of(self.mistakes)}{example}")
-
-
 # ---- the layers
 
 
-def _read_layers(argv: list[str], keys: Keys, report: Report) -> list[Values]:
-    """Returns the values of each layer: config files, the deepest first, then the command line."""
+def _layers(
+    argv: list[str], files: list[Values] | None, keys: Keys, report: Report
+) -> list[Values]:
+    """The values of each layer: config files, the deepest first, then the command line."""
     arguments = _read_arguments(argv, keys, report)
-    config = arguments.pop("config", None)
-    files = read_layers(Path(str(config.text)), f"config={config.text}") if config else []
+    arguments.pop("config", None)
+    files = read_files(argv) if files is None else files
     return [*(leaves(file, keys) for file in files), arguments]
 
 
@@ -247,28 +224,11 @@ def _resolve(cls: type, given: Values, keys: Keys, report: Report) -> None:
     references = {p: v for p, v in given.items() if p in keys and "${" in str(plain(v))}
     for path in references:
         del given[path]
-    if not references:
-        return
-    from lingua.config.references import References  # imported for a config that has some
+    if references:
+        from lingua.config.references import resolve_all  # imported for a config that has some
 
-    tree = plain(build(cls, given, keys, Report()))
-    for path, value in references.items():
-        *groups, name = path.split(".")
-        group = tree
-        for key in groups:
-            if not isinstance(group.get(key), dict):  # an optional group is null
-                group[key] = {}
-            group = group[key]
-        group[name] = plain(value)
-    resolver = References(tree)
-    for path, value in references.items():
-        try:
-            resolved = resolver.resolve(plain(value), path)
-        except UserError as error:
-            report.add(path, value, str(error))
-            continue
-        for leaf, v in leaves({path: LocatedValue.of(resolved, value.where)}, keys).items():
-            given.setdefault(leaf, v)
+        tree = plain(build(cls, given, keys, Report()))
+        resolve_all(references, tree, given, keys, report)
 
 
 # ---- from the values of leaves to dataclasses

@@ -7,10 +7,36 @@ import re
 from typing import Any
 
 from lingua.base.errors import UserError
-from lingua.config.values import parse_argument
+from lingua.config.report import Report
+from lingua.config.schema import Keys, leaves
+from lingua.config.values import LocatedValue, Values, parse_argument, plain
 
 _REFERENCE = re.compile(r"(?<!\\)\$\{([^${}]*)\}")
 _SECRET = re.compile(r"(token|secrets?|passw(or)?d|passphrase|key|credentials?)(_|$)", re.I)
+
+
+def resolve_all(
+    references: Values, tree: dict[str, Any], given: Values, keys: Keys, report: Report
+) -> None:
+    """Add what the `references`, by path, stand for to the values that are given. `tree` is the
+    configuration without them."""
+    for path, value in references.items():
+        *groups, name = path.split(".")
+        group = tree
+        for key in groups:
+            if not isinstance(group.get(key), dict):  # an optional group is null
+                group[key] = {}
+            group = group[key]
+        group[name] = plain(value)
+    resolver = References(tree)
+    for path, value in references.items():
+        try:
+            resolved = resolver.resolve(plain(value), path)
+        except UserError as error:
+            report.add(path, value, str(error))
+            continue
+        for leaf, v in leaves({path: LocatedValue.of(resolved, value.where)}, keys).items():
+            given.setdefault(leaf, v)
 
 
 class References:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from lingua.config.load import C, Report, build
+from lingua.config.load import C, build
+from lingua.config.report import Report
 from lingua.config.schema import leaves, schema
 from lingua.config.values import parse_mapping, read_file
 

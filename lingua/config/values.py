@@ -5,7 +5,7 @@ import errno
 import json
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -81,6 +81,13 @@ def parse_argument(text: str) -> LocatedValue:
     return given if quoted else given._replace(text=text)
 
 
+def read_files(argv: Sequence[str]) -> list[Values]:
+    """The config files that a command line names, the deepest `base:` first. Raises UserError."""
+    named = [word for word in argv if word.startswith("config=") and is_text(word)]
+    path = str(parse_argument(named[-1].removeprefix("config=")).text) if named else ""
+    return read_layers(Path(path), f"config={path}") if named else []
+
+
 def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list[Values]:
     """A config file and the files below it, the deepest `base:` first. `named_by` begins the
     message about a file that cannot be read; `above` are the files that led to this one."""
@@ -98,12 +105,13 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
     return [*read_layers(below, f"{base.where}: base = {show(str(below))}", above), layer]
 
 
-def read_file(path: Path, named_by: str) -> Values:
-    """The mapping that a file holds, read as data: `${...}` stays text, `base` is a key."""
+def read_file(path: Path, named_by: str, content: bytes | None = None) -> Values:
+    """The mapping that a file holds, whose `content` may be known, read as data: `${...}` stays
+    text, `base` is a key."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # another kind may never end
+        if content is None and not stat.S_ISREG(path.stat().st_mode):  # it may never end
             raise UserError(f"{named_by}: must be a file")
-        text = path.read_bytes().decode()
+        text = (path.read_bytes() if content is None else content).decode()
     except UnicodeDecodeError as e:
         raise UserError(f"{named_by}: is not UTF-8 text (byte {e.start})") from None
     except OSError as e:

@@ -20,6 +20,7 @@ from lingua.data.rows import HeldOut
 from lingua.data.shards import N_KINDS, Source
 from lingua.data.stream import RowStream
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import load_config
 
 # Kinds of tokens: the first of an example or of the padding behind the examples of a row, which is
 # no target; one that is read only; one of an answer, which is a target.
@@ -136,7 +137,7 @@ def find_template(args: TokenizerArgs, template: str | None = None) -> tuple[str
     if args.name != "hf":
         need = "conversations need hf, a tokenizer.json, whose folder has a chat template"
         raise UserError(f"data.tokenizer.name = {args.name}: {need}")
-    config = args.load_config()
+    config = load_config(args)
     file = args.file.with_name("chat_template.jinja")
     if template is not None or file.is_file():
         file = file if template is None else Path(template)
@@ -159,7 +160,7 @@ def find_template(args: TokenizerArgs, template: str | None = None) -> tuple[str
 
 def special_names(args: TokenizerArgs, tokenizer: Tokenizer) -> dict[str, str]:
     """The special tokens that a template may use, by their names in it, such as eos_token."""
-    config, names = args.load_config(), {}
+    config, names = load_config(args), {}
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
     for special in SPECIAL_NAMES:
         value = config.get(f"{special}_token")

@@ -25,6 +25,7 @@ STDLIB = "stdlib"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt", ".bin", ".ds")
 TOKEN_FILES = (".bin", ".ds", ".arrow")  # may be files of tokens
 READ_BYTES = 2**22  # bytes of one read
+IO_THREADS = 8  # threads that wait for the file system
 _NOT_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _NOT_READ = {".bz2", ".xz", ".zip", ".7z", ".tar", ".tgz", ".idx", ".npy", ".npz"}
 _DESCRIPTION = r"(readme|licen[cs]e|dataset_?card)(\.(md|txt|rst))?|dataset_infos?\.json"
@@ -58,8 +59,6 @@ def find_files(
         if not files:
             raise UserError(f"{key}: {place} has no files")
     if any(file.path.endswith(TOKEN_FILES) for file in files):
-        from lingua.data.token_formats import without_companions
-
         files = without_companions(files)
     for file in files:
         if Path(file.path).suffix.lower() in _NOT_READ:
@@ -68,6 +67,22 @@ def find_files(
                 ".arrow, tokens or text, all but .parquet, .arrow and tokens also as .gz or .zst"
             )
     return sorted(files, key=lambda file: os.fsencode(file.path))
+
+
+def without_companions(files: list[FilePart]) -> list[FilePart]:
+    """Without the files that describe token files beside them, and are read with those."""
+    names = {file.full for file in files}
+    is_arrow = any(name.endswith(".arrow") for name in names)
+
+    def is_companion(path: str) -> bool:
+        stem, _, suffix = path.rpartition(".")
+        return (
+            (suffix in ("index", "metadata") and stem in names and stem.endswith(".ds"))
+            or (suffix == "idx" and f"{stem}.bin" in names)
+            or (is_arrow and Path(path).name in ("state.json", "dataset_dict.json"))
+        )
+
+    return [file for file in files if not is_companion(file.full)]
 
 
 def is_description(path: Path | str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.data import IGNORE
-from lingua.data.rows import DocumentMarks, Documents, Rows, document_starts
+from lingua.data.rows import Documents, Rows
 from lingua.parallel.tensors import device_threads, to_device
+
+if TYPE_CHECKING:
+    from lingua.data.documents import DocumentMarks
 
 STEPS_AHEAD = 8  # steps each thread reads ahead
 
@@ -70,7 +73,7 @@ class Loader:
     rows: int  # rows per micro-batch, padding included
     device: torch.device | str = "cpu"  # tensors are pinned for a CUDA device
     # with marks, batches have `documents`, and targets that the document mask ignores are IGNORE
-    marks: DocumentMarks | None = None
+    marks: "DocumentMarks | None" = None
     documents: Documents | None = None  # used in place of the marks where it is given
     grains: bool = False  # each micro-batch is one of the grains of `deterministic: mesh`
 
@@ -140,7 +143,9 @@ class Loader:
             view[:n], view[n:] = labels[:, v : v + seq_len], IGNORE
             if self.marks is not None and index is not None:
                 self.marks.drop_targets(view[:n], index, v)
-        starts = None if index is None else document_starts(index[:, :seq_len])
+        starts = None
+        if self.marks is not None and index is not None:
+            starts = self.marks.starts(index[:, :seq_len])
         return MicroBatch(
             row_ids=self._padded(ids, -1, block),
             tokens=self._padded(rows[:, :seq_len], 0, block),  # goes through the model: valid

@@ -1,17 +1,20 @@
-"""The interfaces of a source of rows, and the documents that a row consists of."""
+"""The interfaces of a source of rows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lingua.base.errors import UserError, check_array
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.tokenizer.interface import Tokenizer
 
+if TYPE_CHECKING:
+    from lingua.data.documents import DocumentMarks
+
 CONTENT = "data.content."  # prefix of a source's name in the fingerprints
+TOKENIZER = "data.tokenizer.content"  # name of the tokenizer's
 
 # Positions int64 [n] -> which document of its row each token belongs to, counted from 0: int64 [n,
 # seq_len + n_views - 1].
@@ -45,16 +48,6 @@ class HeldOut:
     # the tokens that begin or end documents show it
     documents: np.ndarray | None = None
 
-    def check(self, name: str, seq_len: int) -> None:
-        """Raise UserError where the loss of these windows, of the source `name`, would."""
-        for key in ("tokens", "targets", "documents"):
-            array = getattr(self, key)
-            if array is None and key == "documents":
-                continue
-            check_array(f"held-out {key} of {name}", array, "int64", (len(self.tokens), seq_len))
-        if not self.have_text():
-            raise UserError(f"held-out text of {name}: must have at least one target and one byte")
-
     def have_text(self) -> bool:
         """Whether there is a loss, per target and, where bytes are known, per byte."""
         return (self.n_bytes is None or self.n_bytes > 0) and bool((self.targets != IGNORE).any())
@@ -72,23 +65,6 @@ class OpenData:
     # what `data.document_mask` separates; None: the tokens that begin or end documents show it
     documents: Documents | None = None
 
-    def check(self, args: DataArgs) -> None:
-        """Raise UserError where the first rows, or what is held out, are not of the shapes and
-        dtypes that are read, or rows of other sizes than `args` has."""
-        first, name = np.arange(min(2, args.step_rows)), type(self.rows).__name__
-        for key in ("seq_len", "n_views"):
-            if getattr(self.rows, key) != getattr(args, key):
-                need = f"must be {getattr(self.rows, key)}, that of {name}"
-                raise UserError(f"data.{key} = {getattr(args, key)}: {need}")
-        shape = (len(first), args.row_tokens)
-        check_array(f"{name}.rows", self.rows.rows(first), "int", shape)
-        if (is_target := self.rows.is_target(first)) is not None:
-            check_array(f"{name}.is_target", is_target, "bool", shape)
-        if self.documents is not None:
-            check_array("OpenData.documents", self.documents(first), "int64", shape)
-        for source, windows in self.held_out.items():
-            windows.check(source, args.seq_len)
-
 
 class Data(Protocol):
     """A source of rows. `args` is the app's configuration."""
@@ -105,51 +81,11 @@ class Data(Protocol):
         """The data of a run whose `data.global_batch_size` is set. Called by every rank."""
 
 
-# ---- documents of a row
-
-
-@dataclass(frozen=True)
-class DocumentMarks:
-    """The token that begins every document, or else (`bos_id` None) the one that ends it."""
-
-    bos_id: int | None
-    eos_id: int | None
-    ignores_first: bool  # whether the first token of a document is no target
-
-    def index(self, tokens: np.ndarray) -> np.ndarray:
-        """int64, the shape of `tokens` [..., L]: which document of its row each token belongs to,
-        counted from 0."""
-        starts = np.zeros(tokens.shape, np.int64)
-        if self.bos_id is not None:
-            starts[..., 1:] = tokens[..., 1:] == self.bos_id
-        else:
-            starts[..., 1:] = tokens[..., :-1] == self.eos_id
-        return starts.cumsum(-1)
-
-    def drop_targets(self, targets: np.ndarray, documents: np.ndarray, view: int) -> None:
-        """Ignore, in place, the targets [..., S] outside their input's document, with
-        `ignores_first`. They are `view` tokens ahead; `documents` [..., L] is the index of the
-        whole row.
-        """
-        if self.ignores_first:
-            seq_len = targets.shape[-1]
-            crosses = documents[..., view : view + seq_len] != documents[..., :seq_len]
-            targets[crosses] = IGNORE
-
-
-def document_starts(index: np.ndarray) -> np.ndarray:
-    """int64 [n, K]: the positions at which the documents of each row begin, from their index
-    [n, S]. K is that of the row with the most; S stands for those that the others do not have."""
-    n_rows, seq_len = index.shape
-    row, position = np.diff(index, prepend=-1).nonzero()
-    starts = np.full((n_rows, index[:, -1].max(initial=0) + 1), seq_len)
-    starts[row, index[row, position]] = position
-    return starts
-
-
-def document_marks(args: DataArgs, tokenizer: Tokenizer) -> DocumentMarks | None:
+def document_marks(args: DataArgs, tokenizer: Tokenizer) -> "DocumentMarks | None":
     """The marks that `data.document_mask` needs; None for rows whose documents see each other."""
     if args.document_mask == "none":
         return None
+    from lingua.data.documents import DocumentMarks
+
     bos_id = tokenizer.bos_id if args.add_bos else None
     return DocumentMarks(bos_id, tokenizer.eos_id, args.document_mask == "ignore")

@@ -14,12 +14,12 @@ from lingua.base.errors import UserError
 from lingua.base.files import load_json, write_atomically
 from lingua.base.format import counted, human_bytes
 from lingua.data.args import DataArgs
-from lingua.data.files import FilePart, hash_part
+from lingua.data.cache import TOKEN_RECORD, shard_folder
+from lingua.data.files import IO_THREADS, FilePart, hash_part
 from lingua.data.shards import (
     SHARDS_MANIFEST,
     SPLITS,
 )
-from lingua.data.sources import IO_THREADS, TOKEN_RECORD, shard_folder
 from lingua.data.token_formats import find_form, open_file
 from lingua.data.token_source import TokenSource
 from lingua.tokenizer.interface import Tokenizer

@@ -41,22 +41,6 @@ class TokenFile:
         return int(self.pieces[:, 1].sum())
 
 
-def without_companions(files: list[FilePart]) -> list[FilePart]:
-    """Without the files that describe token files beside them, and are read with those."""
-    names = {file.full for file in files}
-    is_arrow = any(name.endswith(".arrow") for name in names)
-
-    def is_companion(path: str) -> bool:
-        stem, _, suffix = path.rpartition(".")
-        return (
-            (suffix in ("index", "metadata") and stem in names and stem.endswith(".ds"))
-            or (suffix == "idx" and f"{stem}.bin" in names)
-            or (is_arrow and Path(path).name in ("state.json", "dataset_dict.json"))
-        )
-
-    return [file for file in files if not is_companion(file.full)]
-
-
 def find_form(name: str, args: DataArgs, files: list[FilePart]) -> str | None:
     """The form of a source's files; None where they are text. Raises UserError where they are of
     several."""

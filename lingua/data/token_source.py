@@ -20,7 +20,9 @@ import numpy as np
 import xxhash
 
 from lingua.base.errors import UserError
-from lingua.data.rows import DocumentMarks, Documents
+from lingua.data.documents import DocumentMarks
+from lingua.data.files import IO_THREADS
+from lingua.data.rows import Documents
 from lingua.data.shards import (
     FORMAT_VERSION,
     SPLITS,
@@ -29,7 +31,6 @@ from lingua.data.shards import (
     Source,
     Split,
 )
-from lingua.data.sources import IO_THREADS
 from lingua.data.stream import RowStream, mix
 from lingua.data.token_formats import TokenFile
 from lingua.tokenizer.interface import Tokenizer

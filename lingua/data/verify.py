@@ -13,8 +13,8 @@ import xxhash
 
 from lingua.base.errors import UserError
 from lingua.base.files import load_json, write_atomically
+from lingua.data.files import IO_THREADS
 from lingua.data.shards import SHARDS_MANIFEST, SPLITS, Manifest, Source
-from lingua.data.sources import IO_THREADS
 
 READ_BYTES = 2**22  # bytes of one read
 REPORTED_BYTES = 2**30  # reading more than this takes long enough to report

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,11 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.data import IGNORE
 from lingua.data.loader import MicroBatch
-from lingua.data.rows import DocumentMarks, HeldOut, document_starts
+from lingua.data.rows import HeldOut
 from lingua.model import Losses
 from lingua.monitor.means import dp_sums, mean_parts, means
 from lingua.monitor.reporter import Reporter
 from lingua.parallel.mesh import dp_degree, dp_rank
+
+if TYPE_CHECKING:
+    from lingua.data.documents import DocumentMarks
 
 Loss = Callable[[MicroBatch], Losses]
 
@@ -35,7 +39,7 @@ def measure_sources(
     batch_size: int,
     n_targets: int,
     mesh: DeviceMesh,
-    marks: DocumentMarks | None,
+    marks: "DocumentMarks | None",
     report: Reporter,
     step: int,
 ) -> float | None:
@@ -63,7 +67,7 @@ def validate(
     batch_size: int,
     n_targets: int,
     mesh: DeviceMesh,
-    marks: DocumentMarks | None = None,
+    marks: "DocumentMarks | None" = None,
 ) -> dict[str, float]:
     """Loss over every target of the windows. Called by every rank.
 
@@ -107,7 +111,7 @@ def validate(
                 index = marks.index(torch.cat((tokens, targets[0, :, -1:]), dim=1).numpy())
                 if marks.bos_id is not None:
                     marks.drop_targets(targets[0].numpy(), index, view=1)
-            starts = torch.from_numpy(document_starts(index[:, :seq_len]))
+            starts = torch.from_numpy(marks.starts(index[:, :seq_len]))
         row_ids = torch.arange(start, start + rows)
         row_ids[rows - padding :] = -1
         micro = MicroBatch(row_ids, tokens, targets, starts).to(device)

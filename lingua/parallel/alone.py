@@ -14,36 +14,30 @@ from lingua.base.errors import UserError
 
 
 @contextmanager
-def logging_restored(packages: set[str]) -> Iterator[None]:
-    """A context that undoes what lingua.monitor.logger.init_logger does inside."""
-    root = logging.getLogger()
-    loggers = [root, *map(logging.getLogger, {"lingua", "apps", "__main__", *packages})]
+def process_restored(app_path: str) -> Iterator[None]:
+    """A `temporary_process_group` in which a run of an app may be trained: at its end the process
+    is as it was before lingua.monitor.logger.init_logger and lingua.parallel.launch.start."""
+    root, package = logging.getLogger(), app_path.partition(".")[0]
+    loggers = [root, *map(logging.getLogger, {"lingua", "apps", "__main__", package})]
     levels, handlers = [logger.level for logger in loggers], root.handlers[:]
-    root.handlers[:] = []  # it closes those that it finds
-    try:
-        yield
-    finally:
-        for handler in root.handlers:
-            handler.close()
-        root.handlers[:] = handlers
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def torch_restored() -> Iterator[None]:
-    """A context that undoes what lingua.parallel.launch.start sets for the whole process."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     tf32, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
+    root.handlers[:] = []  # init_logger closes those that it finds
     try:
-        yield
+        with temporary_process_group():
+            yield
     finally:
         if deterministic != torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.backends.cuda.matmul.allow_tf32 = tf32
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
+        for handler in root.handlers:
+            handler.close()
+        root.handlers[:] = handlers
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager

@@ -21,13 +21,14 @@ from lingua.checkpoint.run_config import load_run
 from lingua.config.values import plain
 from lingua.data.loader import MicroBatch
 from lingua.monitor.means import exact_sum
-from lingua.parallel.alone import logging_restored, temporary_process_group, torch_restored
+from lingua.parallel.alone import process_restored
 from lingua.parallel.gradients import set_gradient_sync
 from lingua.parallel.launch import detect_launch
 from lingua.parallel.parallelize import reshard
 from lingua.parallel.signals import Stopped, StopRequest
 from lingua.run.describe import finish
-from lingua.run.loop import Loop, load_loop
+from lingua.run.loop import Loop
+from lingua.run.program import load_loop
 from lingua.run.records import Record
 from lingua.run.run import Run
 from lingua.run.start import is_finished, start_run
@@ -169,11 +170,7 @@ def _training_process(
     args, notices = load_run(chosen, words(config))
     for line in notices:
         print(line)
-    with (
-        logging_restored({chosen.path.partition(".")[0]}),
-        torch_restored(),
-        temporary_process_group(),
-    ):
+    with process_restored(chosen.path):
         yield loop, chosen, args
 
 

@@ -1,13 +1,12 @@
-"""The loop of a run, apps/main/train.py, for the library: its type, and how it is imported."""
+"""The type of the loop of a run, apps/main/train.py, for the library and the type checker."""
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from lingua.app import App, main_program
+from lingua.app import App
 from lingua.data.loader import MicroBatch
 from lingua.model import Losses
 from lingua.monitor.reporter import StepResult
@@ -44,9 +43,3 @@ class Loop(Protocol):
         batch: list[MicroBatch],
         counts: Tensor,
     ) -> StepResult: ...
-
-
-def load_loop(name: str | None = None) -> Loop:
-    """Import the loop of a module, or that of apps.main. Raises UserError where this installation
-    has none."""
-    return cast(Loop, import_module(name or main_program()))

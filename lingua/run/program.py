@@ -8,14 +8,19 @@ Mistakes of the configuration are printed before the seconds in which torch is i
 
 import gc
 import sys
-from typing import NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn, cast
 
-from lingua.app import choose_app
+from lingua.app import choose_app, main_program
 from lingua.base.format import printable
 from lingua.checkpoint.run_config import load_run
+from lingua.config.values import read_files
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.program import exit_stopped, run_program
 from lingua.run.args import RunArgs
+
+if TYPE_CHECKING:
+    from lingua.run.loop import Loop
 
 
 def main(argv: list[str] | None = None, loop: str | None = None, doc: str | None = None) -> None:
@@ -26,18 +31,23 @@ def main(argv: list[str] | None = None, loop: str | None = None, doc: str | None
         doc: what `--help` begins with; None: the lines above.
     """
     argv = sys.argv[1:] if argv is None else argv
-    app = choose_app(argv)
+    files = read_files(argv)
+    app = choose_app(argv, files)
     args: RunArgs
-    args, notices = load_run(app, argv, program_doc=doc or __doc__)
+    args, notices = load_run(app, argv, program_doc=doc or __doc__, files=files)
     if detect_launch().rank == 0:
         for line in [*notices, f"{args.name}: an {app.path} run in {args.folder}"]:
             print(printable(line), flush=True)
-    from lingua.run.loop import load_loop
-
     program = load_loop(loop)
     gc.freeze()  # what is imported stays: run_program froze only what came before
     if stopped_by := program.train(app, args):
         exit_stopped(stopped_by)
+
+
+def load_loop(name: str | None = None) -> "Loop":
+    """Import the loop of a module, or that of apps.main. Raises UserError where this installation
+    has none."""
+    return cast("Loop", import_module(name or main_program()))
 
 
 def run_loop(loop: str, doc: str | None) -> NoReturn:

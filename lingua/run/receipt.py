@@ -8,22 +8,19 @@ It shows damage and mistakes. It is no signature: who changes the files can writ
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 
 from lingua.base.dump_dir import CHECKPOINTS, METRICS, RECEIPT, STATE, VALIDATION
 from lingua.base.errors import UserError
 from lingua.base.files import load_json, write_atomically
-from lingua.checkpoint.digest import digest_text, hash_part
 from lingua.checkpoint.folder import Checkpoint, find
-from lingua.checkpoint.source import TensorSource
-from lingua.checkpoint.tensors import local_parts
 from lingua.monitor.metrics import LINKED_EVENTS, NOT_CHAINED
 from lingua.run.args import kind_of
-from lingua.run.records import Record, grouped
+from lingua.run.files import grouped, read_config, read_lines
 
 FORMAT = 2  # 1: the tensors of kept checkpoints are in `run`, and events have no chain
 
@@ -31,7 +28,7 @@ FORMAT = 2  # 1: the tensors of kept checkpoints are in `run`, and events have n
 def write_receipt(folder: Path) -> None:
     """Write the receipt of the run in a dump dir. Raises UserError where the disk is full."""
     try:
-        write_atomically(folder / RECEIPT, json.dumps(receipt_of(Record(folder)), indent=1))
+        write_atomically(folder / RECEIPT, json.dumps(receipt_of(folder), indent=1))
     except OSError as error:
         raise UserError(f"{folder / RECEIPT}: cannot be written: {error}") from None
 
@@ -44,58 +41,42 @@ def is_written(folder: Path, step: int, steps: int) -> bool:
         return False
 
 
-def receipt_of(record: Record) -> dict[str, Any]:
+def receipt_of(folder: Path) -> dict[str, Any]:
     """The receipt that the files of a run give now, as values of JSON."""
-    states = {c.step: saved_state(c.path) for c in checkpoints_of(record)}
+    config, _ = read_config(folder)
+    lines = {file: read_lines(folder / file)[0] for file in (METRICS, VALIDATION)}
+    states = {c.step: saved_state(c.path) for c in checkpoints_of(folder, config)}
     newest = states[max(states)] if states else {}
     tensors = {str(step): state.get("tensors", "") for step, state in states.items()}
-    last = str(record.config.get("steps"))
+    last = str(config.get("steps"))
     run = {
-        "config": reproduced_config(record.config),
+        "config": reproduced_config(config),
         "data": newest.get("data", {}),
-        "chains": {file: chain_of(record, file) for file in (METRICS, VALIDATION)},
+        "chains": {file: chain_of(lines[file]) for file in lines},
         "tensors": {step: text for step, text in tensors.items() if step == last},
         "held_out": {
-            source: {k: v for k, v in lines[-1].items() if k not in NOT_CHAINED}
-            for source, lines in sorted(grouped(record.lines(VALIDATION), "source").items())
+            source: {k: v for k, v in measured[-1].items() if k not in NOT_CHAINED}
+            for source, measured in sorted(grouped(lines[VALIDATION], "source").items())
         },
     }
-    starts = [event for event in record.events if event["event"] == "start"]
+    starts = [line for line in lines[METRICS] if line.get("event") == "start"]
     receipt = {
         "format": FORMAT,
         "run": run,
         "run_hash": hash_of(run),
         "checkpoints": {step: text for step, text in tensors.items() if step != last},
-        "events": chain_of(record, METRICS, of_events=True),
+        "events": chain_of(lines[METRICS], LINKED_EVENTS),
         "starts": [{k: v for k, v in start.items() if k != "config"} for start in starts],
     }
     return json.loads(orjson.dumps(receipt | {"hash": hash_of(receipt)}))
 
 
-def tensors_of(receipt: dict[str, Any]) -> dict[str, str]:
-    """The hashes of tensors that a receipt has, by step; empty where there is no receipt."""
-    return receipt.get("checkpoints", {}) | receipt["run"]["tensors"] if receipt else {}
-
-
-def digest_of_files(source: TensorSource) -> str:
-    """The `digest` of tensors that are stored, read by this process alone. What a damaged file
-    raises is raised."""
-    total = torch.zeros((), dtype=torch.int64)
-    for name, t in source.tensors.items():  # one in memory at a time
-        for part in local_parts({name: torch.empty_like(t, device="cpu")}):
-            source.read_parts([part])
-            total += hash_part(part)
-    return digest_text(source.tensors, total)
-
-
-def chain_of(record: Record, file: str, of_events: bool = False) -> dict[str, Any]:
-    """The number of lines of a file that have a link, and the last link: of lines about steps, or
-    of events."""
-    links = [
-        line["chain"]
-        for line in record.lines(file)
-        if line.get("chain") and line.get("event") in (LINKED_EVENTS if of_events else (None,))
-    ]
+def chain_of(
+    lines: list[dict[str, Any]], events: Collection[str | None] = (None,)
+) -> dict[str, Any]:
+    """The number of lines that have a link, and the last link: of lines about steps, or of those
+    about `events`."""
+    links = [line["chain"] for line in lines if line.get("chain") and line.get("event") in events]
     return {"lines": len(links), "chain": links[-1] if links else ""}
 
 
@@ -104,13 +85,13 @@ def reproduced_config(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if kind_of(key) is None}
 
 
-def checkpoints_of(record: Record) -> list[Checkpoint]:
-    """The whole checkpoints of a run, by step."""
-    return sorted(find(checkpoint_folder(record)), key=lambda c: c.step)
+def checkpoints_of(folder: Path, config: dict[str, Any]) -> list[Checkpoint]:
+    """The whole checkpoints of the run in a dump dir, by step."""
+    return sorted(find(checkpoint_folder(folder, config)), key=lambda c: c.step)
 
 
-def checkpoint_folder(record: Record) -> Path:
-    return Path(record.config.get("checkpoint.path") or record.folder / CHECKPOINTS)
+def checkpoint_folder(folder: Path, config: dict[str, Any]) -> Path:
+    return Path(config.get("checkpoint.path") or folder / CHECKPOINTS)
 
 
 def saved_state(checkpoint: Path) -> dict[str, Any]:

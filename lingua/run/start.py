@@ -5,7 +5,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,15 +22,16 @@ from lingua.app import App, Built, choose_app
 from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
 from lingua.base.errors import UserError, check_array, tool_needed_by
 from lingua.base.format import counted
+from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.folder import check_run_id, write_run_id
-from lingua.checkpoint.resume import TOKENIZER, Saved, find_start, flat_config
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import flatten, resume_classes
+from lingua.config.values import read_files
 from lingua.data.args import n_grains
-from lingua.data.rows import Data, OpenData
+from lingua.data.rows import TOKENIZER, Data, OpenData
 from lingua.data.sources import TextData
 from lingua.model import Losses
 from lingua.model.attention import choose_attention
@@ -49,6 +50,7 @@ from lingua.tokenizer.interface import Tokenizer
 if TYPE_CHECKING:
     from lingua.checkpoint.changes import Change
     from lingua.checkpoint.origin import Origin
+    from lingua.checkpoint.saved import Saved
     from lingua.tools.inference.benchmarks import Benchmarks
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class Checked:
     data: Data
     tokenizer: Tokenizer
     built: Built
-    saved: Saved | None  # checkpoint to resume, if there is one
+    saved: "Saved | None"  # checkpoint to resume, if there is one
     origin: "Origin | None"  # otherwise the tensors that a new run starts from, if it names some
     changes: "list[Change]"  # keys that differ from the checkpoint's
 
@@ -132,7 +134,10 @@ def open_data(
     prepare = partial(data.prepare, args, tokenizer, logger.info)
     run_interruptibly(prepare, stop, "the text was prepared")
     opened = data.open(args, tokenizer)
-    opened.check(args.data)
+    if type(data) is not TextData:
+        from lingua.data.contract import check_opened  # imported for rows of an app
+
+        check_opened(opened, args.data)
     fingerprints = {**opened.fingerprints, TOKENIZER: tokenizer.fingerprint()}
     changes = checked.changes
     if checked.saved is not None:
@@ -204,9 +209,10 @@ def check(argv: list[str], world_size: int) -> tuple[RunArgs, list[str]]:
     lingua stool asks for. Raises UserError where the run would refuse it."""
     from lingua.parallel.alone import one_process
 
-    app = choose_app(argv)
+    files = read_files(argv)
+    app = choose_app(argv, files)
     args: RunArgs
-    args, notices = load_run(app, argv)
+    args, notices = load_run(app, argv, files=files)
     resolved = deepcopy(args)
     resolved.checkpoint.verify = "size"  # the run itself compares checksums
     with one_process():
@@ -261,14 +267,38 @@ def check_run(app: App, args: RunArgs, sizes: tuple[int, ...], device: str) -> C
     return Checked(data, tokenizer, built, saved, origin, changes)
 
 
-def resolve(args: RunArgs, degree: int, tokenizer: Tokenizer, saved: Saved | None) -> None:
+def find_start(
+    root: Path, args: CheckpointArgs, keys: Iterable[str], app: App | None = None
+) -> "tuple[Saved | None, Origin | None]":
+    """The checkpoint to resume, or else what to start from, if anything. Called by every rank.
+    Raises UserError where checkpoint.init_from names nothing to start from.
+
+    Args:
+        root: folder of this run's own checkpoints.
+        keys: of the config, dotted.
+        app: that of the run; None: apps.main.
+    """
+    if on_rank_0(lambda: any(path.is_dir() for path in root.glob("*"))):
+        from lingua.checkpoint.saved import newest, read_saved  # imported for a run that resumes
+
+        resumed = newest(root, args.verify, logger.warning)
+        if resumed is not None and args.init_from is not None:
+            logger.info(f"{args.init_from} is not read: this run has checkpoints of its own")
+        if resumed is not None:
+            return read_saved(resumed, keys), None
+    if args.init_from is None:
+        return None, None
+    from lingua.checkpoint.origin import find_origin  # imported for a run that has one
+
+    return find_origin(args, keys, app)
+
+
+def resolve(args: RunArgs, degree: int, tokenizer: Tokenizer, saved: "Saved | None") -> None:
     """Fill in what the config leaves open. It is decided once: a later start on another topology
     takes the global batch size from the checkpoint or the dump dir's config.yaml."""
     if args.data.global_batch_size is None:
-        key, previous = (
-            "data.global_batch_size",
-            on_rank_0(partial(previous_global_batch_size, args, saved)),
-        )
+        key = "data.global_batch_size"
+        previous = on_rank_0(partial(previous_global_batch_size, args, saved))
         rows = args.data.batch_size * degree * (args.grad_acc_steps or 1)
         args.data.global_batch_size = previous or rows
         if previous is None:
@@ -294,12 +324,16 @@ def resolve(args: RunArgs, degree: int, tokenizer: Tokenizer, saved: Saved | Non
         )
 
 
-def previous_global_batch_size(args: RunArgs, saved: Saved | None) -> int | None:
+def previous_global_batch_size(args: RunArgs, saved: "Saved | None") -> int | None:
     """The global batch size that an earlier start of the run decided. Raises UserError."""
     key, config_file = "data.global_batch_size", args.folder / CONFIG
     if saved is not None:
         return saved.config[key]
-    return flat_config(config_file, [key]).get(key) if config_file.exists() else None
+    if not config_file.exists():
+        return None
+    from lingua.checkpoint.saved import flat_config  # imported for a run that has started before
+
+    return flat_config(config_file, [key]).get(key)
 
 
 def resolve_attention(args: RunArgs, device: str) -> tuple[str, str]:

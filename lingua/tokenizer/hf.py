@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
+from lingua.tokenizer.library import import_library, load_config, special_ids, wrong_file
 
 # The usual names of the first and last token, for a tokenizer without tokenizer_config.json.
 BOS_NAMES: Sequence[str] = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
@@ -12,20 +13,20 @@ EOS_NAMES: Sequence[str] = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>",
 
 
 def build_hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
-    library = args.import_library("tokenizers")
+    library = import_library(args, "tokenizers")
     try:
         _check_prefix(content)
         tokenizer = library.Tokenizer.from_buffer(content)
     except BaseException as e:
         if not is_library_error(e):
             raise
-        raise args.wrong_file(f": {e}") from None
+        raise wrong_file(args, f": {e}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # their names in a text are text
     ids = tokenizer.get_vocab(with_added_tokens=True)
     size = max(ids.values(), default=-1) + 1
-    config = args.load_config()
+    config = load_config(args)
     names = {"bos": BOS_NAMES, "eos": EOS_NAMES}
     for special in names:
         if (key := f"{special}_token") in config:
@@ -34,7 +35,7 @@ def build_hugging_face(args: TokenizerArgs, content: bytes) -> Tokenizer:
                 where = args.file.with_name("tokenizer_config.json")
                 raise args.wrong_value(f"{where} beside it has a {key} that is not text")
             names[special] = [] if token is None else [token]
-    bos_id, eos_id = args.special_ids(names, ids)
+    bos_id, eos_id = special_ids(args, names, ids)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lingua.base.errors import UserError, import_optional, nearest
-from lingua.base.files import load_json
+from lingua.base.errors import UserError
 from lingua.config.schema import Guarded
 
 if TYPE_CHECKING:  # --help, which lists the keys of TokenizerArgs, needs no numpy
@@ -49,39 +48,9 @@ class TokenizerArgs:
         path = Path(self.path or "")
         return path / "tokenizer.json" if self.name == "hf" and os.path.isdir(path) else path
 
-    def load_config(self) -> dict[str, Any]:
-        """The tokenizer_config.json beside the file, empty where there is none. Raises
-        UserError."""
-        path = self.file.with_name("tokenizer_config.json")
-        if not path.is_file():
-            return {}
-        try:
-            return load_json(path)
-        except (OSError, ValueError) as e:
-            raise self.wrong_value(f"{path} beside it cannot be read: {e}") from None
-
-    def import_library(self, module: str) -> Any:
-        return import_optional(module, f'data.tokenizer.name = "{self.name}":')
-
     def wrong_value(self, need: str, key: str = "path") -> UserError:
         value = json.dumps(getattr(self, key), ensure_ascii=False)
         return UserError(f"data.tokenizer.{key} = {value}: {need}")
-
-    def wrong_file(self, reason: str = "") -> UserError:
-        return self.wrong_value(f"must be {FILE_KINDS[self.name]}; this file is not{reason}")
-
-    def special_ids(
-        self, names: Mapping[str, Sequence[str]], ids: Mapping[str, int]
-    ) -> Iterator[int | None]:
-        """The ids of bos and eos: those of the configured tokens, or else of the first of `names`
-        that exist. Raises UserError."""
-        for key, usual in names.items():
-            name = getattr(self, key)
-            if name is not None and name not in ids:
-                hint = nearest(name, [token for token in ids if token[:1] in ("<", "[")])
-                raise self.wrong_value(f"must be a token of {self.path}{hint}", key)
-            wanted = usual if name is None else [name]
-            yield next((ids[token] for token in wanted if token in ids), None)
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import import_library, special_ids, wrong_file
 
 
 def build_sentencepiece(args: TokenizerArgs, content: bytes) -> Tokenizer:
-    model = args.import_library("sentencepiece").SentencePieceProcessor()
+    model = import_library(args, "sentencepiece").SentencePieceProcessor()
     try:
         model.load_from_serialized_proto(content)
         size = model.vocab_size()
         ids = {piece: i for i, piece in enumerate(model.id_to_piece(list(range(size))))}
     except (RuntimeError, ValueError):  # pieces that are not UTF-8 among them
-        raise args.wrong_file() from None
+        raise wrong_file(args) from None
     special = {"bos": model.bos_id(), "eos": model.eos_id()}  # -1: it has none
     names = {key: [model.id_to_piece(i)] if i >= 0 else [] for key, i in special.items()}
-    bos_id, eos_id = args.special_ids(names, ids)
+    bos_id, eos_id = special_ids(args, names, ids)
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         # one thread: preparing data runs a tokenizer in each of several processes

@@ -10,6 +10,7 @@ import numpy as np
 
 from lingua.base.files import read_bytes
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
+from lingua.tokenizer.library import import_library, wrong_file
 
 # How Llama 3 splits text before merging: contractions, words with the character before them, up to
 # three digits, punctuation, line ends; then spaces.
@@ -38,7 +39,7 @@ def build_tiktoken(args: TokenizerArgs, content: bytes) -> Tokenizer:
     file = args.file.with_suffix(".pattern")
     try:
         pattern = read_bytes(file).decode().rstrip("\r\n") if file.is_file() else SPLIT
-        encoding = args.import_library("tiktoken").Encoding(
+        encoding = import_library(args, "tiktoken").Encoding(
             "lingua",
             pat_str=_SPLIT_FAST if pattern == SPLIT else pattern,
             mergeable_ranks=ranks,
@@ -84,10 +85,10 @@ def _read_ranks(args: TokenizerArgs, content: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             reason = f': line {number} is not "<token in base64> <rank>"'
-            raise args.wrong_file(reason) from None
+            raise wrong_file(args, reason) from None
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise args.wrong_file(": its ranks are not the numbers from 0, each once")
+        raise wrong_file(args, ": its ranks are not the numbers from 0, each once")
     for byte in range(256):
         if bytes([byte]) not in ranks:
-            raise args.wrong_file(f": it has no token for the byte {byte:#04x}")
+            raise wrong_file(args, f": it has no token for the byte {byte:#04x}")
     return ranks

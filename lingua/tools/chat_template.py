@@ -9,7 +9,7 @@ names and filters that transformers gives it (transformers.utils.chat_template_u
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -57,9 +57,7 @@ class Chat:
         UserError, which begins with `where`, for a template that is not valid."""
         self.source = template
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         # As transformers' filter: Jinja's own writes HTML.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
@@ -82,7 +80,9 @@ class Chat:
         follows. Raises ChatError."""
         return re.sub(f"[{BEGIN}{END}]", "", self._render(messages, add_generation_prompt, tools))
 
-    def _render(self, messages: Sequence[Message], prompt: bool, tools: Any) -> str:
+    def _render(
+        self, messages: Sequence[Message], prompt: bool, tools: Sequence[Any] | None
+    ) -> str:
         for number, message in enumerate(messages, 1):
             text = json.dumps(message, ensure_ascii=False, default=str)
             if match := self._any_special.search(text):
@@ -230,12 +230,12 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares it so
 
-    def parse(self, parser: Any) -> nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _mark(self, caller: Any) -> str:
+    def _mark(self, caller: Callable[[], str]) -> str:
         return f"{BEGIN}{caller()}{END}"
 
 

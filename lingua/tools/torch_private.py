@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -37,12 +36,12 @@ class OperatorMode(TorchDispatchMode):
 
 
 @contextmanager
-def resizes_observed(observe: Callable[[Any], None]) -> Iterator[None]:
+def resizes_observed(observe: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Call `observe(storage)` once Python has changed the size of a storage, which no mode sees:
     FSDP allocates and frees gathered parameters so."""
     resize = torch.UntypedStorage.resize_
 
-    def change(storage: Any, size: int) -> Any:
+    def change(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result = resize(storage, size)
         observe(storage)
         return result

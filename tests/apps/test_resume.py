@@ -20,7 +20,7 @@ from apps.main import app as main
 from apps.main import train as program
 from lingua.base.dump_dir import METRICS
 from lingua.base.lock import claimed
-from lingua.data.sources import shard_folder
+from lingua.data.cache import shard_folder
 from lingua.run.records import Record
 from lingua.tokenizer import build_tokenizer
 from tests.apps.meshes import mesh, on_meshes

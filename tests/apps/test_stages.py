@@ -8,7 +8,7 @@ import pytest
 from apps.main.config import TrainArgs
 from lingua.base.errors import UserError
 from lingua.checkpoint.changes import Change, check_config, check_data
-from lingua.checkpoint.resume import Saved
+from lingua.checkpoint.saved import Saved
 from lingua.checkpoint.state import Progress
 from lingua.config.load import flatten, resume_classes
 from lingua.data.args import Stage

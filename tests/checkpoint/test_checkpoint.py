@@ -15,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lingua.checkpoint.args import CheckpointArgs
-from lingua.checkpoint.folder import find, newest, read_checkpoint, read_state
+from lingua.checkpoint.folder import find, read_checkpoint, read_state
 from lingua.checkpoint.retention import prune
 from lingua.checkpoint.save import Layout, save
+from lingua.checkpoint.saved import newest
 from lingua.checkpoint.tensors import tensors_of
 from lingua.optim.args import OptimArgs
 from lingua.optim.optimizer import build_optimizer

@@ -17,9 +17,10 @@ from torch import Tensor
 from lingua.base.errors import UserError
 from lingua.checkpoint.args import CheckpointArgs, SaveEvery
 from lingua.checkpoint.folder import find, read_checkpoint
+from lingua.checkpoint.host_copies import host_memory
 from lingua.checkpoint.retention import mark, marks, prune
 from lingua.checkpoint.save import save
-from lingua.checkpoint.saver import Saver, host_memory
+from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
 from lingua.parallel.mesh import on_rank_0
 from lingua.parallel.tensors import local

@@ -14,7 +14,7 @@ from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import local_parts
 from lingua.parallel.alone import one_process
-from lingua.run.receipt import digest_of_files
+from lingua.tools.audit.records import digest_of_files
 from tests.apps.meshes import Sizes, on_meshes
 from tests.checkpoints import save_here, whole_values
 

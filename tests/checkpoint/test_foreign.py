@@ -23,10 +23,11 @@ from apps.main.config import ModelArgs
 from apps.main.hugging_face import llama
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.dcp import _ALLOWED, DCPFolder
-from lingua.checkpoint.folder import newest, read_checkpoint
+from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.origin import open_source
-from lingua.checkpoint.resume import find_start, read_saved
+from lingua.checkpoint.saved import newest, read_saved
 from lingua.parallel.alone import one_process
+from lingua.run.start import find_start
 from lingua.tools.commands.checkpoint import main
 from lingua.tools.exchange import convert
 from lingua.tools.exchange.hugging_face import open_folder

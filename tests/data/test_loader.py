@@ -11,8 +11,8 @@ import torch
 from lingua.base.errors import UserError
 from lingua.data import IGNORE
 from lingua.data.args import micro_steps
+from lingua.data.documents import DocumentMarks
 from lingua.data.loader import STEPS_AHEAD, Loader
-from lingua.data.rows import DocumentMarks
 from lingua.data.stream import RowStream
 from tests.data.sources import make_source
 from tests.mistakes import refused

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import lingua.base.lock
-from lingua.data.sources import shard_folder, source_files
+from lingua.data.cache import shard_folder
+from lingua.data.sources import source_files
 from lingua.tokenizer import build_tokenizer
 from lingua.tools.commands import data_prepare
 from lingua.tools.prepare.units import UNIT_BYTES, plan_units

@@ -11,16 +11,10 @@ import pytest
 
 from lingua.data import IGNORE
 from lingua.data.args import ChatArgs, SourceFiles
-from lingua.data.rows import DocumentMarks
+from lingua.data.cache import TOKEN_RECORD, shard_folder
+from lingua.data.documents import DocumentMarks
 from lingua.data.shards import SPLITS
-from lingua.data.sources import (
-    TOKEN_RECORD,
-    held_out_windows,
-    open_sources,
-    prepare_sources,
-    shard_folder,
-    source_files,
-)
+from lingua.data.sources import held_out_windows, open_sources, prepare_sources, source_files
 from lingua.data.stream import RowStream
 from lingua.data.token_files import open_files
 from lingua.data.token_source import TokenSource, documents_of

@@ -7,7 +7,8 @@ import pytest
 from lingua.config.load import load
 from lingua.data import IGNORE
 from lingua.data.args import DataArgs
-from lingua.data.rows import DocumentMarks, document_marks
+from lingua.data.documents import DocumentMarks
+from lingua.data.rows import document_marks
 from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 

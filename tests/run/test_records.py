@@ -23,8 +23,10 @@ import pytest
 from apps.main.config import TrainArgs
 from lingua.config.load import to_yaml
 from lingua.config.values import plain, read_file
-from lingua.run.records import Record, find_runs, heldout, open_runs
+from lingua.run.records import Record
 from lingua.tools.commands.runs import main
+from lingua.tools.runs.held_out import heldout
+from lingua.tools.runs.records import find_runs, open_runs
 from lingua.tools.runs.table import TAIL_BYTES
 from lingua.tools.slurm.freeze import move_away
 from tests.locks import ELSEWHERE, hold_lock

@@ -1,6 +1,7 @@
 """Numbers of a device and what they cost: attention, the loss and recurrences against float64, runs
 against themselves and the CPU."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any, get_args
@@ -89,7 +90,7 @@ def loss(s: Setting) -> str:
     return f"errors over those of a plain path, time for F.cross_entropy's: {'; '.join(texts)}"
 
 
-def alone(work: Any, s: Setting) -> dict[str, float | None]:
+def alone(work: Callable[[], object], s: Setting) -> dict[str, float | None]:
     """Milliseconds of a call, and GiB at its peak beyond what is allocated before."""
     ms = 1000 * median_s(work, s.device, 3 if s.small else 8)
     if s.device.type == "cpu":

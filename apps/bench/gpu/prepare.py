@@ -15,9 +15,11 @@ import torch
 
 from apps.bench.launch import run
 from apps.bench.projects import PROJECTS
+from apps.main.config import TrainArgs
 from lingua.base.dump_dir import METRICS
 from lingua.base.errors import UserError
 from lingua.base.format import human_bytes
+from lingua.config.load import load
 from lingua.tools.plan.device import find_device
 from lingua.tools.plan.make import make_plan
 
@@ -74,6 +76,9 @@ class Setting:
         own = [f"device={self.device.type}", "logging.freq=1000000", f"dump_dir={self.work}/{name}"]
         sizes = SMALL if self.small else []
         return [*SHAPES[name], *text_keys(self.prepared), *own, *eager, *more, *sizes]
+
+    def config(self, name: str, *more: str) -> TrainArgs:
+        return load(TrainArgs, self.shape(name, *more))[0]
 
     def device_name(self) -> str:
         return torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"

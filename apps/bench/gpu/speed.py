@@ -23,7 +23,6 @@ from apps.bench.turns import clock, take_turns
 from apps.main import app
 from lingua.base.dump_dir import CHECKPOINTS
 from lingua.checkpoint.tensors import tensors_of
-from lingua.config.load import load
 from lingua.monitor.metrics import mfu
 from lingua.monitor.peaks import peak_flops
 from lingua.parallel.alone import temporary_process_group
@@ -48,7 +47,7 @@ def machine(s: Setting) -> str:
 
 def train(s: Setting, name: str) -> str:
     """Tokens per second, MFU, memory, launches and waits of a config, beside its plan."""
-    args: Any = load(app.config, s.shape(name))[0]
+    args = s.config(name)
     marks, on_gpu = list[float](), s.device.type == "cuda"
     n, tokens = WARM_UP + TIMES * STEPS, args.data.step_rows * args.data.seq_len
     with training(app, args, n + 1 + TRACED) as (run, steps):
@@ -118,8 +117,7 @@ def saving(s: Setting) -> str:
     texts = []
     for name, background in (("save", "false"), ("save in the background", "true")):
         keys = ["model.n_layers=4", "model.vocab_size=32768", f"dump_dir={s.work}/{name}"]
-        words = s.shape("1B-eager", *keys, f"checkpoint.async_save={background}")
-        args: Any = load(app.config, words)[0]
+        args = s.config("1B-eager", *keys, f"checkpoint.async_save={background}")
         with temporary_process_group(), training(app, args, 12) as (run, steps):
             step: Step = partial(next, steps)
             quiet_s = spread([seconds(step, s) for _ in range(6)][3:]).median
@@ -154,9 +152,7 @@ def generation(s: Setting) -> str:
 def beside(s: Setting, project: str) -> str:
     """The training program's own loop, with its data, in turns with another project's model, which
     has neither data nor logs."""
-    args: Any = load(app.config, s.shape(*PROJECTS[project].sizes, f"dump_dir={s.work}/{project}"))[
-        0
-    ]
+    args = s.config(*PROJECTS[project].sizes, f"dump_dir={s.work}/{project}")
     rounds, n = (1, 1) if s.small else (4, 10)
     with training(app, args, (rounds + 1) * n + 12) as (run, steps):
         both: dict[str, Step] = {"lingua": partial(next, steps)}

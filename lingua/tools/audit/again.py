@@ -4,7 +4,6 @@ is written into the run's, and its lock is not taken."""
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.source import TensorSource, open_checkpoint
 from lingua.config.load import resume_classes
 from lingua.data.rows import CONTENT
-from lingua.parallel.alone import logging_restored, temporary_process_group, torch_restored
+from lingua.parallel.alone import process_restored
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.launch import leave
-from lingua.run.loop import load_loop
+from lingua.run.args import RunArgs
+from lingua.run.program import load_loop
 from lingua.run.receipt import saved_state
 from lingua.run.records import Record
 from lingua.tools.audit.segments import Part, Segment
@@ -92,9 +92,7 @@ def compute(task: Task, meet: Callable[[str], None] = lambda name: None) -> Comp
             open(output, "a") as file,
             redirect_stdout(file),
             redirect_stderr(file),
-            logging_restored({app.path.partition(".")[0]}),
-            torch_restored(),
-            temporary_process_group(),
+            process_restored(app.path),
         ):
             args, _ = load_run(app, argv)
             # What the run was allowed to change is computed as it was changed. Other data is
@@ -132,7 +130,7 @@ def recorded_lines(task: Task) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines if first <= line["step"] <= last}
 
 
-def linked_cache(args: Any, folder: Path) -> Path:
+def linked_cache(args: RunArgs, folder: Path) -> Path:
     """A folder with links to the shards in the cache of a run, which others may share: what is
     missing there, or not up to date, is made in this folder instead. By rank 0."""
     shared = Path(args.data.cache_dir or Path(args.data.root_dir, ".tokens")).absolute()
@@ -194,8 +192,3 @@ def open_saved(path: Path) -> TensorSource:
     if checkpoint is None:
         raise UserError(f"{path} is not a whole checkpoint: {why}")
     return open_checkpoint(checkpoint)
-
-
-def remove(folder: Path) -> None:
-    """Remove the folder of a computed segment, and not what its checkpoint's link refers to."""
-    shutil.rmtree(folder, ignore_errors=True)

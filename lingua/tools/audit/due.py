@@ -9,8 +9,9 @@ from typing import Any
 from lingua.base.dump_dir import CONFIG, METRICS, VALIDATION
 from lingua.config.values import parse_mapping, plain
 from lingua.monitor.metrics import LINKED_EVENTS
+from lingua.run.files import flat
 from lingua.run.receipt import checkpoints_of
-from lingua.run.records import Record, flat
+from lingua.run.records import Record
 
 Config = dict[str, Any]  # flat; empty where it is not known
 EARLIER = "recorded by an earlier version: "
@@ -51,7 +52,9 @@ def earlier_version(record: Record) -> list[str]:
 def wrong_lines(record: Record) -> Iterator[str]:
     """The first line of metrics.jsonl, or the first missing one, that is not as the config of the
     start before it makes it due. Raises UserError."""
-    newest = max((c.step for c in checkpoints_of(record)), default=0)  # before the lines grow
+    newest = max(
+        (c.step for c in checkpoints_of(record.folder, record.config)), default=0
+    )  # before the lines grow
     configs = iter(starts_with_configs(record))
     path, config, last = record.folder / METRICS, Config(), 0
     has_started, has_stopped = False, False
@@ -134,7 +137,7 @@ def wrong_held_out(record: Record) -> Iterator[str]:
     starts = starts_with_configs(record) if keys else []
     failed = {e["step"] for e in record.events if e.get("reason") == "error"}
     own = [e["step"] for e in record.events if e["event"] in LINKED_EVENTS]
-    made = max([0, *(c.step for c in checkpoints_of(record)), *own])
+    made = max([0, *(c.step for c in checkpoints_of(record.folder, record.config)), *own])
     newest = max([made, *(step for step, _ in keys)])
     ends = [*(step for step, _ in starts[1:]), newest]
     sources: dict[str, set[str]] = {}  # that lines name, of starts with the same text
@@ -185,7 +188,7 @@ def wrong_configs(record: Record) -> Iterator[str]:
         e for e in record.events if e["event"] == "start" and isinstance(e.get("config"), str)
     ]
     places: list[tuple[Path, int | None]] = [(record.folder / CONFIG, None)]
-    places += [(c.path / CONFIG, c.step) for c in checkpoints_of(record)]
+    places += [(c.path / CONFIG, c.step) for c in checkpoints_of(record.folder, record.config)]
     for path, step in places:
         before = [s for s in starts if step is None or s["step"] < step]
         try:

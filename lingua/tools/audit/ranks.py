@@ -6,12 +6,12 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from lingua.base.errors import UserError
 from lingua.monitor.metrics import NOT_CHAINED
@@ -64,7 +64,7 @@ class Ranks:
         """Have the next process group meet at a port of its own."""
         if self.n == 1:
             return
-        os.environ["MASTER_PORT"] = str(self.share(f"port/{name}", _free_port))
+        os.environ["MASTER_PORT"] = str(self.share(f"port/{name}", get_free_port))
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
     def separate(self) -> None:
@@ -77,12 +77,6 @@ class Ranks:
             count = torch.cuda.device_count()
             names = visible if len(visible) == count else [str(i) for i in range(count)]
             os.environ["CUDA_VISIBLE_DEVICES"] = names[self.launch.local_rank % count]
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
 
 
 # ---- ranks that compute the same

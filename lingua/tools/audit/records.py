@@ -6,24 +6,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+import torch
 
 from lingua.base.dump_dir import CONFIG, METRICS, RECEIPT, STEP_FOLDER, VALIDATION
 from lingua.base.errors import UserError
 from lingua.base.files import load_json, read_bytes
 from lingua.base.format import counted
+from lingua.checkpoint.digest import digest_text, hash_part
 from lingua.checkpoint.folder import Checkpoint, damage, find
-from lingua.checkpoint.resume import flat_config
-from lingua.checkpoint.source import open_checkpoint
+from lingua.checkpoint.saved import flat_config
+from lingua.checkpoint.source import TensorSource, open_checkpoint
+from lingua.checkpoint.tensors import local_parts
 from lingua.monitor.metrics import Chain
 from lingua.run.receipt import (
     checkpoint_folder,
     checkpoints_of,
-    digest_of_files,
     hash_of,
     receipt_of,
     reproduced_config,
     saved_state,
-    tensors_of,
 )
 from lingua.run.records import Record
 from lingua.tools.audit.due import wrong_configs, wrong_held_out, wrong_lines
@@ -46,7 +47,7 @@ def check_lines(record: Record) -> list[Finding]:
         except UserError as error:
             findings.append(Finding(str(error), False))
     if receipt:
-        findings += _differences(receipt, receipt_of(record))
+        findings += _differences(receipt, receipt_of(record.folder))
     return findings
 
 
@@ -60,8 +61,8 @@ def check_checkpoints(record: Record, chosen: Collection[str] | None = None) -> 
         if STEP_FOLDER.fullmatch(Path(line.split(" is not")[0]).name):
             skipped.append(Finding(line.removesuffix(": skipped"), False))
 
-    find(checkpoint_folder(record), report)
-    checkpoints = checkpoints_of(record)
+    find(checkpoint_folder(record.folder, record.config), report)
+    checkpoints = checkpoints_of(record.folder, record.config)
     if chosen is not None:
         checkpoints = [c for c in checkpoints if str(c.path) in chosen]
     return skipped + [check_checkpoint(c, record, receipt) for c in checkpoints]
@@ -169,6 +170,22 @@ def check_checkpoint(checkpoint: Checkpoint, record: Record, receipt: dict[str, 
         return Finding(f"{where}: files and tensors fit; {why}", not is_other)
     known = " and ".join(place for place, expected in recorded.items() if expected)
     return Finding(f"{where}: files fit; tensors {found}" + (f", as in {known}" if known else ""))
+
+
+def digest_of_files(source: TensorSource) -> str:
+    """The `digest` of tensors that are stored, read by this process alone. What a damaged file
+    raises is raised."""
+    total = torch.zeros((), dtype=torch.int64)
+    for name, t in source.tensors.items():  # one in memory at a time
+        for part in local_parts({name: torch.empty_like(t, device="cpu")}):
+            source.read_parts([part])
+            total += hash_part(part)
+    return digest_text(source.tensors, total)
+
+
+def tensors_of(receipt: dict[str, Any]) -> dict[str, str]:
+    """The hashes of tensors that a receipt has, by step; empty where there is no receipt."""
+    return receipt.get("checkpoints", {}) | receipt["run"]["tensors"] if receipt else {}
 
 
 def _differences(receipt: dict[str, Any], now: dict[str, Any]) -> Iterator[Finding]:

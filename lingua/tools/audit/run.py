@@ -1,6 +1,7 @@
 """An audit from its plan to its verdict."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,21 +22,13 @@ from lingua.parallel.alone import one_process
 from lingua.parallel.environment import Launch
 from lingua.run.receipt import checkpoints_of
 from lingua.run.records import Record
-from lingua.tools.audit.again import Computed, Task, check_memory, compute, remove
+from lingua.tools.audit.again import Computed, Task, check_memory, compute
+from lingua.tools.audit.args import AuditArgs
 from lingua.tools.audit.due import earlier_version
 from lingua.tools.audit.ranks import Ranks, bits, outliers
 from lingua.tools.audit.records import check_checkpoints, check_expected, check_lines
 from lingua.tools.audit.segments import Segment, choose, segments_of
-from lingua.tools.audit.verdict import (
-    CODES,
-    DIFFERS,
-    FITS,
-    NOT_COMPARED,
-    Verdict,
-    compare,
-    worst,
-)
-from lingua.tools.commands.audit import AuditArgs
+from lingua.tools.audit.verdict import CODES, DIFFERS, FITS, NOT_COMPARED, Verdict, compare, worst
 
 MAX_WRONG = 3  # things that do not fit to name in a verdict
 
@@ -133,10 +126,8 @@ def left_out(record: Record, args: AuditArgs, segments: Sequence[Segment]) -> li
     if not args.run:
         return []
     conditions = []
-    n, ends = (
-        sum(s.last - s.first + 1 for s in segments),
-        segments_of(record, checkpoints_of(record)),
-    )
+    n = sum(s.last - s.first + 1 for s in segments)
+    ends = segments_of(record, checkpoints_of(record.folder, record.config))
     if n < (of := ends[-1].last - ends[0].first + 1):
         conditions.append(f"{n} of {counted(of, 'step')} computed again")
     if ends[-1].end is None and ends[-1].last == record.config.get("steps"):
@@ -185,7 +176,7 @@ def _together(task: Task, ranks: Ranks) -> Verdict:
         return Verdict(NOT_COMPARED, str(error))
     finally:
         if ranks.rank == 0:
-            remove(task.folder)
+            shutil.rmtree(task.folder, ignore_errors=True)
 
 
 def _on_each(task: Task, ranks: Ranks) -> Verdict:
@@ -212,7 +203,7 @@ def _on_each(task: Task, ranks: Ranks) -> Verdict:
         return Verdict(DIFFERS, f"between ranks: {'; '.join(wrong)}")
     assert computed is not None  # no rank has an error
     verdict = compare(task, computed)
-    remove(task.folder)
+    shutil.rmtree(task.folder, ignore_errors=True)
     return replace(verdict, notes=[f"all {ranks.n} ranks compute equal bits", *verdict.notes])
 
 

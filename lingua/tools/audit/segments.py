@@ -12,8 +12,9 @@ from lingua.base.dump_dir import CONFIG, VALIDATION
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import Checkpoint
 from lingua.config.values import parse_mapping, plain
+from lingua.run.files import flat
 from lingua.run.receipt import checkpoints_of
-from lingua.run.records import Record, flat
+from lingua.run.records import Record
 from lingua.tools.audit.due import Config, held_out_steps
 
 
@@ -108,7 +109,7 @@ def choose(record: Record, steps: str | None, sample: int, seed: int | str) -> l
     """The segments to compute: those with the `steps` "A..B", the last one up to B; else a `sample`
     drawn by the seed. The first one, from the run's start, is drawn only where it is no longer than
     others that end with a checkpoint. Raises UserError."""
-    segments = segments_of(record, checkpoints_of(record))
+    segments = segments_of(record, checkpoints_of(record.folder, record.config))
     if steps is not None:
         match = re.fullmatch(r"(\d{1,10})(?:\.\.(\d{1,10}))?", steps)
         low, high = segments[0].first, segments[-1].last

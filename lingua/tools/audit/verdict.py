@@ -13,8 +13,9 @@ from lingua.base.dump_dir import VALIDATION
 from lingua.base.errors import UserError
 from lingua.monitor.metrics import NOT_CHAINED
 from lingua.run.args import kind_of
-from lingua.run.receipt import digest_of_files, saved_state
+from lingua.run.receipt import saved_state
 from lingua.tools.audit.again import Computed, Task, open_saved, recorded_lines
+from lingua.tools.audit.records import digest_of_files
 from lingua.tools.audit.segments import Segment, starts_of
 
 # The kinds, the worst last, and the exit code of each.

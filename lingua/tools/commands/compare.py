@@ -21,7 +21,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.config.load import load
 from lingua.config.schema import MAX_STEPS, Free, bounds, require
-from lingua.tools.commands.arguments import split_folders
+from lingua.tools.arguments import split_folders
 
 USAGE = "usage: python -m lingua compare A... [--against B...] [key=value ...] [--json]"
 
@@ -74,9 +74,9 @@ def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], CompareArgs, b
 
 def main(argv: Sequence[str]) -> None:
     if argv and argv[0] == "plan":
-        from lingua.tools.commands import compare_plan
+        from lingua.tools.runs.compare.pilot import main as plan
 
-        return compare_plan.main(argv[1:])
+        return plan(argv[1:])
     before, after, args, as_numbers = arguments(argv)
     # Imported here, since --help needs no numpy.
     from lingua.tools.runs.compare.arms import check_text, choose_arms, measure_runs, open_all

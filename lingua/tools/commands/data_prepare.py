@@ -13,7 +13,7 @@ from functools import partial
 
 from lingua.config.schema import Free, bounds
 from lingua.data.args import DataArgs, ValidationArgs
-from lingua.tools.commands.arguments import load_data
+from lingua.tools.arguments import load_data
 
 
 @dataclass

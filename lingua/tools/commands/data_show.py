@@ -18,7 +18,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.config.schema import MAX_STEPS, Announced, Free, Guarded, bounds
 from lingua.data.args import DataArgs
-from lingua.tools.commands.arguments import load_data, split_run
+from lingua.tools.arguments import load_data, split_run
 
 
 @dataclass
@@ -68,10 +68,11 @@ def main(argv: list[str]) -> None:
         rows = prepare_rows(args.data, args.seed, tokenizer)
         lines = describe_rows(args.data, rows, tokenizer, *shown)
     else:
-        config, opened = open_run(run, app, args, tokenizer)
+        config, opened = open_run(run, app, args.data, args.seed, args.steps, tokenizer)
         if args.worst is None:
             lines = describe_rows(args.data, opened.rows, tokenizer, *shown)
         else:
+            assert args.step is not None  # it is given together with worst
             lines = describe_worst(run, app, config, opened, args.step, args.worst, args.device)
     for line in lines:
         print(printable(line))

@@ -17,7 +17,7 @@ from lingua.base.errors import UserError, all_of
 from lingua.base.format import counted, human_bytes
 from lingua.config.schema import Free
 from lingua.data.args import DataArgs, ValidationArgs
-from lingua.tools.commands.arguments import load_data, split_run
+from lingua.tools.arguments import load_data, split_run
 
 if TYPE_CHECKING:
     from lingua.tokenizer.interface import Tokenizer
@@ -50,16 +50,19 @@ def main(argv: list[str]) -> None:
 def verify_source(name: str, args: DataArgs, tokenizer: "Tokenizer") -> str:
     """Returns a summary of the shards of a source. Raises UserError where they are missing,
     damaged, or those of another text."""
+    from lingua.data.cache import shard_spec, why_stale
     from lingua.data.shards import SPLITS, Manifest, Source
-    from lingua.data.sources import shard_spec, source_files, token_files, why_stale
+    from lingua.data.sources import has_tokens, source_files
     from lingua.data.verify import damaged_shards
 
     spec = shard_spec(name, args, tokenizer)
     where = f"{spec.key}: {spec.folder}"
     try:
         files = source_files(name, args)
-        if (tokens := token_files(name, args, files)) is not None:
-            return tokens.verify(name, args, tokenizer, files)
+        if has_tokens(name, args, files):
+            from lingua.data.token_files import verify
+
+            return verify(name, args, tokenizer, files)
         manifest = Manifest.load(spec.folder)
         if manifest is None:
             raise UserError(

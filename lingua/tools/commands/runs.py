@@ -29,7 +29,7 @@ from lingua.base.format import counted, printable
 from lingua.config.load import load
 from lingua.config.schema import Free, bounds
 from lingua.config.values import show
-from lingua.tools.commands.arguments import split_folders
+from lingua.tools.arguments import split_folders
 
 if TYPE_CHECKING:
     from lingua.run.records import Record
@@ -99,8 +99,9 @@ def print_in_place(text: str) -> None:
 def print_runs(folders: Sequence[str], args: RunsArgs, form: str) -> None:
     """The table, or with a `form` all of it for programs."""
     # Imported here, since --help needs no numpy.
-    from lingua.run.records import differing, open_runs
     from lingua.tools.runs import table
+    from lingua.tools.runs.records import open_runs
+    from lingua.tools.runs.settings import differing
 
     records = open_runs(folders, table.TAIL_BYTES)
     rows = [table.row_of(record) for record in records]

@@ -23,7 +23,7 @@ from lingua.config.schema import Free, bounds
 from lingua.config.values import MISSING
 from lingua.data.args import DataArgs
 from lingua.tokenizer.interface import TokenizerArgs
-from lingua.tools.commands.arguments import load_data
+from lingua.tools.arguments import load_data
 
 MIN_VOCAB_SIZE = 256 + 2  # every byte is a token, so that all text can be encoded
 

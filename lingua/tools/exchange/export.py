@@ -25,12 +25,16 @@ from lingua.base.files import read_json
 from lingua.base.version import __version__
 from lingua.checkpoint.folder import read_state, temporary
 from lingua.checkpoint.origin import HF_CONFIG, INIT_FROM, is_hf_folder, locate
-from lingua.checkpoint.resume import pick
+from lingua.checkpoint.saved import pick
 from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.config.load import to_yaml
 from lingua.config.values import parse_mapping, plain, read_file
-from lingua.run.records import Record, grouped
+from lingua.data.args import DataArgs
+from lingua.run.args import RunArgs
+from lingua.run.files import grouped
+from lingua.run.records import Record
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import load_config
 from lingua.tools.exchange.hugging_face import (
     GENERATION,
     INDEX,
@@ -129,7 +133,7 @@ def export(
 
 
 def open_base(
-    form: HuggingFace, source: TensorSource, args: Any, report: Callable[[str], None]
+    form: HuggingFace, source: TensorSource, args: RunArgs, report: Callable[[str], None]
 ) -> Base | None:
     """The base of a model, also through checkpoints that were trained from it in turn; None where
     it has none, or what it was trained from exists no more."""
@@ -211,12 +215,9 @@ def write_weights(
 # ---- tokenizer
 
 
-def end_tokens(data: Any, tokenizer: Tokenizer, base_ends: Any) -> int | list[int] | None:
+def end_tokens(data: DataArgs, tokenizer: Tokenizer, base_ends: Any) -> int | list[int] | None:
     """The tokens that end a text: the training's, of a document and of an answer in conversations,
-    and those of the base (a list, one, or None). One by itself is no list.
-
-    data: the `data` group of the model's configuration.
-    """
+    and those of the base (a list, one, or None). One by itself is no list."""
     ends: list[Any] = [tokenizer.eos_id]
     if data.chat is not None:
         from lingua.tools.chat_template import ChatError, open_chat
@@ -228,18 +229,15 @@ def end_tokens(data: Any, tokenizer: Tokenizer, base_ends: Any) -> int | list[in
     return ids if len(ids) > 1 else ids[0] if ids else None
 
 
-def write_tokenizer(folder: Path, data: Any, tokenizer: Tokenizer, max_positions: int) -> str:
+def write_tokenizer(folder: Path, data: DataArgs, tokenizer: Tokenizer, max_positions: int) -> str:
     """The tokenizer's files where it has transformers' form, with the chat template that the model
-    was trained with, or else the tokenizer's; returns a note for the user.
-
-    data: as `end_tokens`.
-    """
+    was trained with, or else the tokenizer's; returns a note for the user."""
     args: TokenizerArgs = data.tokenizer
     if args.name == "hf" or (args.name == "sp" and is_llama_tokenizer(tokenizer)):
         shutil.copyfile(args.file, folder / f"tokenizer.{'json' if args.name == 'hf' else 'model'}")
     else:
         return f"transformers has no form of its {args.name} tokenizer: no file of it is there"
-    special, config = special_tokens(tokenizer), args.load_config()
+    special, config = special_tokens(tokenizer), load_config(args)
     if not config:
         config = special | {
             "model_max_length": max_positions,

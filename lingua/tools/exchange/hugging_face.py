@@ -27,6 +27,7 @@ from lingua.checkpoint.tensors import Part
 from lingua.config.values import plain
 from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import load_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
@@ -296,5 +297,5 @@ def adds_bos(args: TokenizerArgs, tokenizer: Tokenizer) -> bool:
         return True
     if args.name == "hf" and tokenizer.library.encode("").ids[:1] == [tokenizer.bos_id]:
         return True
-    asked = args.load_config().get("add_bos_token", args.name != "hf")
+    asked = load_config(args).get("add_bos_token", args.name != "hf")
     return tokenizer.bos_id is not None and bool(asked)

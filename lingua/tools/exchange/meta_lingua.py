@@ -18,7 +18,7 @@ from lingua.base.files import file_size, open_synced, read_json, sync_folder
 from lingua.checkpoint.dcp import DCPFolder, check_size
 from lingua.checkpoint.folder import temporary
 from lingua.checkpoint.origin import CONSOLIDATED, PARAMS
-from lingua.checkpoint.resume import flat_config
+from lingua.checkpoint.saved import flat_config
 from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import Part
 from lingua.config.load import to_yaml

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,20 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lingua.app import App, find_app, named_app
 from lingua.base.errors import UserError
-from lingua.checkpoint.folder import read_state, verify
+from lingua.checkpoint.folder import read_state
 from lingua.checkpoint.origin import is_hf_folder, open_source
-from lingua.checkpoint.resume import TOKENIZER, flat_config
+from lingua.checkpoint.saved import flat_config, verify
 from lingua.checkpoint.source import TensorSource
 from lingua.checkpoint.tensors import tensors_of
 from lingua.config.load import to_yaml
 from lingua.config.saved import load_saved
 from lingua.config.schema import MAX_TOKENS, Free, bounds
+from lingua.data.rows import TOKENIZER
 from lingua.monitor.logger import init_logger
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters, ties_kept
 from lingua.parallel.launch import detect_launch, pick_device, start
 from lingua.parallel.parallelize import ParallelPlan, parallelize_model
 from lingua.parallel.torch_private import non_persistent_buffers
+from lingua.run.args import RunArgs
 from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tools.exchange.hugging_face import config_of_hf_folder, end_tokens
@@ -37,7 +39,7 @@ class Trained:
 
     source: TensorSource
     app: App
-    args: Any  # config, an instance of app.config
+    args: RunArgs
 
     def build_tokenizer(self, as_trained: bool = True) -> Tokenizer:
         """The model's tokenizer. Raises UserError where it has more tokens than the model, or,
@@ -135,7 +137,7 @@ def read_trained(source: TensorSource, app: App | None) -> Trained:
         raise UserError(f"{source.config_path}: must have the key {absent[0]}")
     app = app or find_app(flat.get("app"), source.config_path)
     try:
-        args: Any = load_saved(app.config, source.config_path, source.config)
+        args: RunArgs = load_saved(app.config, source.config_path, source.config)
     except UserError as error:
         raise UserError(
             f"{error}\n{source.path}: its model is not that of {app.path}; app=MODULE names "

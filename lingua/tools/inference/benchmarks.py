@@ -23,9 +23,8 @@ from lingua.run.args import RunArgs
 from lingua.run.run import Run
 from lingua.tools.inference.harness import Evaluator, find_tasks, load_tasks
 from lingua.tools.slurm.command_line import split_arguments
-from lingua.tools.slurm.jobs import environment_of_another
 from lingua.tools.slurm.launch import check_launch
-from lingua.tools.slurm.status import status
+from lingua.tools.slurm.status import environment_of_another, status
 
 LAUNCH_S = 600.0  # Slurm's commands wait for minutes for a controller that does not answer
 

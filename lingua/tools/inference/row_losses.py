@@ -1,7 +1,7 @@
 """The loss of each row of a step, under a checkpoint of its run: which rows made the loss jump."""
 
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,9 +10,11 @@ from torch import nn
 from lingua.base.hashing import hash_bits, key_of
 from lingua.checkpoint.folder import Checkpoint
 from lingua.data import IGNORE
+from lingua.data.documents import DocumentMarks
 from lingua.data.loader import Loader
-from lingua.data.rows import DocumentMarks, Documents, Rows
+from lingua.data.rows import Documents, Rows
 from lingua.model import Losses
+from lingua.run.args import RunArgs
 
 
 class RowLosses(NamedTuple):
@@ -40,7 +42,7 @@ def nearest_checkpoint(checkpoints: list[Checkpoint], step: int) -> Checkpoint:
 @torch.no_grad()
 def row_losses(
     model: nn.Module,
-    args: Any,
+    args: RunArgs,
     rows: Rows,
     marks: DocumentMarks | None,
     step: int,

@@ -14,12 +14,14 @@ from lingua.base.format import human_bytes, printable
 from lingua.checkpoint.changes import changes_table, check_changes, check_config, check_data
 from lingua.checkpoint.folder import Checkpoint, read_state
 from lingua.checkpoint.origin import locate
-from lingua.checkpoint.resume import TOKENIZER, read_saved
 from lingua.checkpoint.retention import BEST, mark, marks, unmark
 from lingua.checkpoint.run_config import load_run
+from lingua.checkpoint.saved import read_saved
 from lingua.checkpoint.source import open_checkpoint
 from lingua.config.load import flatten, resume_classes, to_yaml
+from lingua.data.rows import TOKENIZER
 from lingua.data.sources import TextData
+from lingua.run.args import RunArgs
 from lingua.tokenizer import build_tokenizer
 
 
@@ -76,7 +78,7 @@ def diff_command(folder: str, *arguments: str) -> None:
     """Print the table of a resume, then refuse what a resume would refuse."""
     argv = list(arguments)
     app = choose_app(argv)
-    args: Any
+    args: RunArgs
     args, _ = load_run(app, argv)
     classes = resume_classes(app.config)
     saved, tokenizer = read_saved(_newest(folder), classes), build_tokenizer(args.data.tokenizer)

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from lingua.data.rows import OpenData, Rows, document_marks
 from lingua.data.sources import TextData, prepare_sources
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import Launch, pick_device, start
+from lingua.run.args import RunArgs
 from lingua.run.records import Record
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.exchange.trained import open_trained
@@ -35,11 +35,13 @@ def prepare_rows(data: DataArgs, seed: int, tokenizer: Tokenizer) -> Rows:
     return ChatRows(stream, data.seq_len, data.n_views, tokenizer.vocab_size)
 
 
-def open_run(run: Path, app: App, args: Any, tokenizer: Tokenizer) -> tuple[Any, OpenData]:
-    """(configuration, data) of the run in a dump dir, of any app, with the `data`, `seed` and
-    `steps` of `args`. Nothing is tokenized. Raises UserError."""
-    config: Any = load_saved(app.config, run / CONFIG)
-    config.data, config.seed, config.steps = args.data, args.seed, args.steps
+def open_run(
+    run: Path, app: App, data: DataArgs, seed: int, steps: int, tokenizer: Tokenizer
+) -> tuple[RunArgs, OpenData]:
+    """(configuration, data) of the run in a dump dir, of any app, with other `data`,
+    `seed` and `steps`. Nothing is tokenized. Raises UserError."""
+    config: RunArgs = load_saved(app.config, run / CONFIG)
+    config.data, config.seed, config.steps = data, seed, steps
     return config, (app.data or TextData()).open(config, tokenizer)
 
 
@@ -57,7 +59,7 @@ def describe_rows(
 
 
 def describe_worst(
-    run: Path, app: App, config: Any, data: OpenData, step: int, worst: int, device: str
+    run: Path, app: App, config: RunArgs, data: OpenData, step: int, worst: int, device: str
 ) -> Iterator[str]:
     """The `worst` rows of a step, the highest loss first, under the checkpoint nearest to it.
     `run` is a dump dir; `config` and `data` are what open_run returns. Raises UserError."""

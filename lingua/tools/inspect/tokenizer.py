@@ -2,24 +2,27 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lingua.base.errors import UserError
 from lingua.base.format import counted
 from lingua.data.args import DataArgs
 from lingua.data.files import FilePart
-from lingua.data.sources import source_files, token_files
+from lingua.data.sources import has_tokens, source_files
 from lingua.data.stream import shares
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tokenizer.tiktoken import SPLIT
 from lingua.tools.prepare.records import SourceRecord, read_records, text_keys
 from lingua.tools.prepare.units import bad_record, hold_out_tail
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as LibraryTokenizer
+
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"  # tokens 0 and 1
 
 
-def train(texts: Iterator[str], vocab_size: int) -> Any:
-    """A tokenizers.Tokenizer: byte-level BPE (Radford et al., 2019), whose merges stay within the
+def train(texts: Iterator[str], vocab_size: int) -> "LibraryTokenizer":
+    """Byte-level BPE (Radford et al., 2019), whose merges stay within the
     words of Llama 3's expression."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
     from tokenizers import Tokenizer as LibraryTokenizer
@@ -50,7 +53,7 @@ def mixture_texts(args: DataArgs, max_bytes: int) -> Iterator[str]:
     weights = {name: float(share) for name, share in shares(args.sources).items()}
     files = {name: source_files(name, args) for name in weights}
     for name, source_parts in files.items():
-        if token_files(name, args, source_parts) is not None:
+        if has_tokens(name, args, source_parts):
             raise UserError(f"{args.source_key(name)}: has files of tokens; must be text")
     sizes = {name: sum(file.size for file in source_parts) for name, source_parts in files.items()}
     once = max(sizes[name] / weight for name, weight in weights.items())

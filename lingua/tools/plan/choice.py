@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lingua.app import App
 from lingua.base.errors import UserError
@@ -20,13 +20,14 @@ from lingua.base.format import align
 from lingua.model.head import CHUNK_BYTES
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import check_layout
+from lingua.run.args import RunArgs
 from lingua.tools.plan.report import Plan, seconds_text
 from lingua.tools.plan.step import build
 from lingua.tools.plan.trace import StepPart, Trace, trace
 from lingua.tools.plan.work import Kernel
 
 Sizes = tuple[int, int, int]
-MODES = ("none", "selective", "full")
+MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 TRACED_LAYERS = 3, 4  # the formula extrapolates from traces of models this deep
 REPLICAS, SHARDS, ROWS = 2, 8, 2
 SCALED_BY_ROWS = ("activations", "backward")  # kinds of memory in proportion to the rows
@@ -91,7 +92,7 @@ def by_formula(app: App, plan: Plan, device: str) -> Iterator[Choice]:
                     yield Choice(replace(plan, args=scaled_args, trace=scaled), False)
 
 
-def meshes(app: App, args: Any, ranks: int, node: int) -> Iterator[tuple[int, list[Sizes]]]:
+def meshes(app: App, args: RunArgs, ranks: int, node: int) -> Iterator[tuple[int, list[Sizes]]]:
     """Returns, for each tp within a node that the model allows, the meshes of this many ranks that
     have it; none on which a rank would have no rows."""
     for tp in [1] if args.exact else _divisors(node):
@@ -109,13 +110,13 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def estimate(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
+def estimate(app: App, args: RunArgs, sizes: Sizes, device: str) -> Trace:
     """Estimate by the formula what `trace` returns. Raises UserError."""
     args.distributed.resolve(args.exact)
     return scaled_trace(small_trace(app, args, sizes[2], device), args, sizes)
 
 
-def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
+def small_trace(app: App, args: RunArgs, tp: int, device: str) -> Trace:
     """Trace two micro-batches on few ranks."""
     args_of_trace = deepcopy(args)
     args_of_trace.grad_acc_steps, args_of_trace.data.batch_size = None, ROWS
@@ -123,7 +124,7 @@ def small_trace(app: App, args: Any, tp: int, device: str) -> Trace:
     return few_layers(app, args_of_trace, (REPLICAS, SHARDS, tp), device)
 
 
-def few_layers(app: App, args: Any, sizes: Sizes, device: str) -> Trace:
+def few_layers(app: App, args: RunArgs, sizes: Sizes, device: str) -> Trace:
     """Compute what `trace` returns from traces of fewer layers. Raises UserError."""
     layers: int = args.model.n_layers
     traces = []
@@ -154,7 +155,7 @@ def extrapolated(first: Trace, second: Trace, n: float) -> Trace:
     return replace(first, **{name: line(name) for name in names})
 
 
-def scaled_trace(first: Trace, args: Any, sizes: Sizes) -> Trace:
+def scaled_trace(first: Trace, args: RunArgs, sizes: Sizes) -> Trace:
     """Returns the trace on a mesh of these sizes with the micro-batch of `args`, from
     `small_trace`."""
     n_micro, rows = args.micro_steps(sizes[0] * sizes[1])
@@ -227,7 +228,7 @@ def choice_lines(ranked: list[Choice]) -> Iterator[str]:
     shown = [c for c in ranked if c.traced]
     shown += [c for c in fit if not c.traced][:n] + [c for c in without if not c.traced][:n]
     head = ("replicate", "shard", "tp", "rows", "checkpointing", "GiB", "step", "")
-    table = [head]
+    table: list[tuple[str, ...]] = [head]
     for c in shown:
         _, step_s, _ = c.order
         mode = c.plan.args.distributed.activation_checkpointing

@@ -1,22 +1,33 @@
-"""The plan of a command line: its keys, and those of the run that it is about."""
+"""What a run will take, before it is launched: memory, traffic, time and checkpoints.
 
+    python -m lingua plan config=apps/main/configs/llama_7B.yaml nodes=2 ngpu=8 gpu=h100
+    python -m lingua plan config=my.yaml ngpu=64 gpu=my_gpu.yaml tokens=100e9 model.vocab_size=32000
+
+It takes one step of the run's own model and layout on tensors without memory, as rank 0 of ranks
+that do not exist. It needs no device and no data, and no tokenizer where model.vocab_size is given.
+Keys that are not listed here are those of the run.
+"""
+
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from lingua.app import App
+from lingua.app import App, choose_app
 from lingua.base.errors import UserError, all_of
+from lingua.config.help import print_help_if_asked
 from lingua.config.load import load
 from lingua.config.schema import Free, bounds, require
 from lingua.parallel.args import mesh_sizes
 from lingua.parallel.float8 import check_float8
 from lingua.parallel.parallelize import check_layout
-from lingua.tools.plan.choice import estimate
+from lingua.run.args import RunArgs
+from lingua.tools.plan.choice import choice_as_json, choice_lines, choices, estimate
 from lingua.tools.plan.device import Device, find_device, unknown_device
-from lingua.tools.plan.report import Plan
+from lingua.tools.plan.report import Plan, lines
 from lingua.tools.plan.step import build, read_config
 from lingua.tools.plan.trace import trace
 
@@ -51,6 +62,21 @@ class PlanArgs:
             yield "json", "must be in a folder that exists"
         positive = ("tokens", "failure_hours", "storage_gb_per_s")
         yield from require(self, "above 0 and finite", lambda v: 0 < v < math.inf, *positive)
+
+
+def main(argv: list[str]) -> None:
+    print_help_if_asked(PlanArgs, argv, __doc__)
+    made, options = make_plan(argv)
+    others = choices(choose_app(split_words(argv)[1]), made, options.choices)
+    numbers = made.as_json() | {"choices": [choice_as_json(c) for c in others]}
+    if options.json is not None:
+        try:
+            Path(options.json).write_text(json.dumps(numbers, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"json = {options.json}: cannot be written: {error}") from None
+    print("\n".join(lines(made)))
+    if others:
+        print("\n".join(["", *choice_lines(others)]))
 
 
 def make_plan(argv: list[str], quick: bool = False) -> tuple[Plan, PlanArgs]:
@@ -106,7 +132,7 @@ def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
     return plan_words, [word for word in argv if word not in plan_words]
 
 
-def check_sizes(app: App, args: Any, sizes: tuple[int, int, int]) -> None:
+def check_sizes(app: App, args: RunArgs, sizes: tuple[int, int, int]) -> None:
     """Raise UserError where the model cannot be laid out on a mesh of these sizes."""
     built = build(app, args, sizes[0] * sizes[1])
     check_layout(built.module, built.plan, sizes[2])

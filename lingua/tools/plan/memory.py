@@ -6,20 +6,18 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lingua.model.head import Head
 from lingua.parallel.tensors import local
-from lingua.parallel.torch_private import graph_task_id
+from lingua.parallel.torch_private import OpOverload, graph_task_id
 from lingua.tools.plan.work import Place, tensors_in
 from lingua.tools.torch_private import resizes_observed
 
 BLOCK_BYTES = 512  # CUDA's caching allocator rounds an allocation up to a multiple
 # What FSDP is doing, by the name that it gives the profiler.
-_FSDP = {
-    "FSDP::all_gather": "gathered parameters",
-    "FSDP::post_backward": "gradients",
-}
+_FSDP = {"FSDP::all_gather": "gathered parameters", "FSDP::post_backward": "gradients"}
 
 
 class LiveMemory:
@@ -44,7 +42,7 @@ class LiveMemory:
         self.peak: Counter[str] = Counter()
         self._total = self._max_total = 0
         self._sizes: dict[int, tuple[str, int]] = {}  # kind and bytes by storage
-        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.kept: list[int] = []  # bytes of gradients as each forward of the model begins
         self._fsdp: list[str] = []  # names of nested regions
         self._forward: list[str] = []
@@ -81,7 +79,7 @@ class LiveMemory:
         """Inside it, changes of a storage's size are seen."""
         return resizes_observed(self._resized)
 
-    def see(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def see(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Follow what an operator has made."""
         if func.namespace == "profiler":
             self._region(func, args)
@@ -102,7 +100,7 @@ class LiveMemory:
     def _enter_float8(self, n: int) -> None:
         self._n_float8 += n
 
-    def _leave_float8(self, out: Any) -> None:
+    def _leave_float8(self, out: Tensor) -> None:
         """The forward pass of a product ends; find its backward pass."""
         self._enter_float8(-1)
         node = out.grad_fn
@@ -121,7 +119,7 @@ class LiveMemory:
                 self._move(key, "gradients")
         self.kept.append(self.now["gradients"])
 
-    def _region(self, func: Any, args: tuple) -> None:
+    def _region(self, func: OpOverload, args: tuple) -> None:
         if "enter" in str(func):
             self._fsdp.append(args[0])
         elif self._fsdp:
@@ -136,7 +134,7 @@ class LiveMemory:
             return "backward"
         return self._forward[-1] if self._forward else "other"
 
-    def _follow(self, storage: Any, kind: str, again: bool = False) -> None:
+    def _follow(self, storage: torch.UntypedStorage, kind: str, again: bool = False) -> None:
         key = id(storage)
         if key in self._sizes:
             if again:
@@ -153,7 +151,7 @@ class LiveMemory:
         self.now[before] -= size
         self.now[kind] += size
 
-    def _resized(self, storage: Any) -> None:
+    def _resized(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key in self._sizes:
             kind, before = self._sizes[key]

@@ -4,13 +4,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lingua.base.format import align, counted, human_bytes, short_count, short_time
 from lingua.monitor.collectives import collectives_table
 from lingua.parallel.mesh import AXES
+from lingua.run.args import RunArgs
 from lingua.tools.plan.device import Device, Times, step_times
 from lingua.tools.plan.trace import Trace
+
+if TYPE_CHECKING:
+    from lingua.tools.plan.make import PlanArgs
 
 DAY_S = 86400
 
@@ -19,10 +23,10 @@ DAY_S = 86400
 class Plan:
     """A trace, and what follows of it for a device."""
 
-    args: Any  # configuration of the run
+    args: RunArgs
     trace: Trace
     device: Device | None
-    options: Any  # PlanArgs
+    options: "PlanArgs"
     compiled: bool  # whether the run compiles its blocks
 
     @property

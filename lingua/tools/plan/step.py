@@ -19,7 +19,7 @@ from lingua.monitor.means import Means
 from lingua.optim.optimizer import NonFiniteGuard
 from lingua.parallel.mesh import dp_degree
 from lingua.run.args import RunArgs
-from lingua.run.loop import load_loop
+from lingua.run.program import load_loop
 from lingua.run.run import Run
 from lingua.run.start import add_in_order, check_forward, make_optimizer
 from lingua.tokenizer import build_tokenizer

@@ -2,7 +2,7 @@
 of memory, and what it sends."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,12 +17,14 @@ from torch.distributed.tensor import DTensor, Partial
 
 from lingua.app import App
 from lingua.model import transformer
+from lingua.model.args import AttnImpl
 from lingua.model.attention import choose_attention
 from lingua.monitor.collectives import CollectiveCounter
 from lingua.parallel.mesh import AXES
 from lingua.parallel.parallelize import ParallelPlan, blocks_of, parallelize_model
 from lingua.parallel.tensors import as_shard, local
-from lingua.parallel.torch_private import is_traceable_wrapper_subclass_type, schema
+from lingua.parallel.torch_private import OpOverload, is_traceable_wrapper_subclass_type, schema
+from lingua.run.args import RunArgs
 from lingua.tools.plan.memory import BLOCK_BYTES, LiveMemory
 from lingua.tools.plan.step import Step, build
 from lingua.tools.plan.work import Kernel, KernelCounter
@@ -127,7 +129,9 @@ def _kernels_of(device: str) -> Iterator[None]:
             return attend(q, k, v, attn_mask, *args, **kwargs)
         return flash_attention(q, k, v, 0.0, causal)[0]
 
-    def choose(asked: Any, head_dim: int, _: Any, dtype: Any, masked: bool) -> tuple[Any, str]:
+    def choose(
+        asked: AttnImpl, head_dim: int, _: torch.device, dtype: torch.dtype, masked: bool
+    ) -> tuple[AttnImpl, str]:
         if device == "cuda" and asked != "sdpa" and (masked or asked != "auto"):
             return "varlen", "the other kernels that skip what is hidden keep the same tensors"
         return choose_attention(asked, head_dim, torch.device(device), dtype, masked)
@@ -155,7 +159,7 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def trace(app: App, args: Any, sizes: tuple[int, int, int], device: str) -> Trace:
+def trace(app: App, args: RunArgs, sizes: tuple[int, int, int], device: str) -> Trace:
     """Trace a step of a config of `app` on a mesh of these sizes. `device` is the type of the real
     devices. Compiled blocks are taken as they are without the compiler. Raises UserError."""
     replicas, shards, tp = sizes
@@ -198,7 +202,7 @@ class _Operators(OperatorMode):
         self.kernels, self.collectives = KernelCounter(), CollectiveCounter(mesh)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented
@@ -224,7 +228,7 @@ class _Operators(OperatorMode):
         self.kernels, self.collectives = KernelCounter(), CollectiveCounter(self.mesh)
         return part
 
-    def parts_of(self, step: Any, n: int) -> tuple[StepPart, StepPart]:
+    def parts_of(self, step: Step, n: int) -> tuple[StepPart, StepPart]:
         """A step of n micro-steps: their part, and what follows."""
         self.part()
         micro: list[StepPart] = []
@@ -233,5 +237,5 @@ class _Operators(OperatorMode):
 
 
 @cache
-def _takes_device(func: Any) -> bool:
+def _takes_device(func: OpOverload) -> bool:
     return any(argument.name == "device" for argument in schema(func).arguments)

@@ -37,7 +37,7 @@ class KernelCounter:
         self.kernels: Counter[Kernel] = Counter()
 
     def count(
-        self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any, place: Place
+        self, func: OpOverload, args: tuple, kwargs: dict[str, Any], result: Any, place: Place
     ) -> None:
         if not _is_kernel(func):
             return

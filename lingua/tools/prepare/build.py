@@ -17,17 +17,17 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
-from typing import Any
 
 from tqdm import tqdm
 
 from lingua.base.errors import UserError
 from lingua.base.files import write_atomically
 from lingua.base.lock import exclusive
-from lingua.data.files import FilePart
+from lingua.data.cache import ShardSpec, current_manifest
+from lingua.data.files import IO_THREADS, FilePart
 from lingua.data.shards import SHARDS_MANIFEST, Manifest
-from lingua.data.sources import IO_THREADS, ShardSpec, current_manifest
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.signals import STOPPING
 from lingua.tokenizer import build_tokenizer
@@ -144,7 +144,7 @@ def _build_in_processes(units: list[Unit], spec: ShardSpec, processes: int, bar:
 _worker: dict[str, Callable[[Unit], None]] = {}  # `build` of a worker process
 
 
-def _start_worker(spec: ShardSpec, n_read: Any, cancelled: Event) -> None:
+def _start_worker(spec: ShardSpec, n_read: "Synchronized[int]", cancelled: Event) -> None:
     # Signals to all, such as Slurm's SIGTERM, are for the parent, which stops its workers.
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

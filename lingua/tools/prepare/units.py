@@ -24,9 +24,9 @@ import xxhash
 from lingua.base.errors import UserError
 from lingua.base.files import load_json, open_synced, temporary_suffix, write_atomically
 from lingua.data.args import DataArgs
-from lingua.data.files import FilePart, hash_part
+from lingua.data.cache import ShardSpec, why_stale
+from lingua.data.files import IO_THREADS, FilePart, hash_part
 from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
-from lingua.data.sources import IO_THREADS, ShardSpec, why_stale
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.prepare.conversations import open_conversations, packed
 from lingua.tools.prepare.pieces import PIECE, Pieces

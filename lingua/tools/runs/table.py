@@ -3,7 +3,7 @@
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,8 +14,11 @@ import numpy as np
 from lingua.base.errors import UserError, nearest
 from lingua.base.format import align, printable, short_count, short_time
 from lingua.config.values import parse_argument, plain, show
-from lingua.run.records import NOT_GIVEN, Record, audited, heldout, setting, smooth
+from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import find_arms
+from lingua.tools.runs.held_out import heldout, smooth
+from lingua.tools.runs.records import audited
+from lingua.tools.runs.settings import NOT_GIVEN, setting
 
 TAIL_BYTES = 96 << 10  # metrics.jsonl is read from here before its end: enough to smooth
 MAX_KEYS = 8  # config keys that the table shows unless asked for more
@@ -161,24 +164,20 @@ _COMPARE = {
 def chosen(rows: Sequence[Row], conditions: str) -> list[Row]:
     """The rows that fulfil every one of the conditions, `state=running,optim.lr>=1e-3`. A row
     without a value fulfils `!=` alone. Raises UserError."""
-    kept = list(rows)
     for condition in conditions.split(","):
         match = re.fullmatch(r"\s*([\w.-]+?)\s*(<=|>=|!=|=|<|>)(.*)", condition)
         if match is None:
             raise UserError(f"filter = {conditions}: {condition!r} must be KEY=VALUE, <, <=, >, >=")
         key, sign, text = key_of(rows, match[1], "filter"), match[2], match[3].strip()
         wanted = plain(parse_argument(text))
+        rows = [row for row in rows if _fulfils(_value(row, key), sign, wanted)]
+    return list(rows)
 
-        def fulfils(row: Row, key: str = key, sign: str = sign, wanted: Any = wanted) -> bool:
-            value = _value(row, key)
-            if isinstance(value, int | float) and isinstance(wanted, int | float):
-                return _COMPARE[sign](value, wanted)
-            if sign in ("=", "!="):
-                return _COMPARE[sign](_text(value), _text(wanted))
-            return False
 
-        kept = [row for row in kept if fulfils(row)]
-    return kept
+def _fulfils(value: Any, sign: str, wanted: Any) -> bool:
+    if isinstance(value, int | float) and isinstance(wanted, int | float):
+        return bool(_COMPARE[sign](value, wanted))
+    return sign in ("=", "!=") and bool(_COMPARE[sign](_text(value), _text(wanted)))
 
 
 def ordered(rows: Sequence[Row], by: str) -> list[Row]:
@@ -259,13 +258,13 @@ def table(
     return printable("\n".join(align(lines, left=2 + len(keys) + len(runs))))
 
 
-def _short(keys: Sequence[str]) -> Any:
+def _short(keys: Sequence[str]) -> Callable[[str], str]:
     """Names of config keys without their group, where that is enough."""
     ends = [key.rpartition(".")[2] for key in keys]
     return lambda key: end if ends.count(end := key.rpartition(".")[2]) == 1 else key
 
 
-def _shown(value: float | None, form: Any) -> str:
+def _shown(value: float | None, form: Callable[[float], str]) -> str:
     return "-" if value is None else "nan" if math.isnan(value) else form(value)
 
 

@@ -1,4 +1,13 @@
-"""The command line of `lingua stool`: keys of the job, of the run and of a sweep."""
+"""Launch runs on Slurm or on this machine, one or a sweep, and show their status:
+
+    python -m lingua stool config=apps/main/configs/debug.yaml launcher=local ngpu=2
+    python -m lingua stool config=my.yaml nodes=2 ngpu=8 time=1-0 optim.lr=1e-3
+    python -m lingua stool config=my.yaml sweep.optim.lr=1e-3,3e-4 at_once=2
+    python -m lingua stool status runs/my
+
+A launch validates the whole config, copies it and the code to the dump dir, and submits a job that
+runs from there. Keys that are not listed here are those of the run.
+"""
 
 import shlex
 import sys
@@ -8,9 +17,23 @@ import yaml
 
 from lingua.base.dump_dir import TRAIN_LOG
 from lingua.base.errors import UserError
-from lingua.config.help import print_help_if_asked
+from lingua.config.help import asks_help, first_example, print_help_if_asked
 from lingua.config.load import load
 from lingua.tools.slurm.launch import JobArgs, import_script, launch
+from lingua.tools.slurm.status import status, status_table
+
+
+def main(argv: list[str]) -> None:
+    if not argv:
+        raise UserError(f"no run is given; an example: {first_example(__doc__)}")
+    if asks_help(argv):
+        show_help(argv)
+    if argv[0] != "status":
+        launch_command(argv)
+    elif len(argv) == 2:
+        print(status_table(status(argv[1])))
+    else:
+        raise UserError("usage: python -m lingua stool status DIR")
 
 
 def split_values(key: str, text: str) -> list[str]:
@@ -43,11 +66,11 @@ def split_arguments(argv: list[str]) -> tuple[JobArgs, list[str], dict[str, list
     return load(JobArgs, job_words)[0], run_words, sweep
 
 
-def show_help(argv: list[str], program_doc: str) -> None:
+def show_help(argv: list[str]) -> None:
     """Help about the keys of a job; `--help GROUP` also about those of its run. Exits."""
     groups = [word for word in argv if "=" not in word and not word.startswith("-")]
     if {group.partition(".")[0] for group in groups} <= {f.name for f in fields(JobArgs)}:
-        print_help_if_asked(JobArgs, argv, program_doc)
+        print_help_if_asked(JobArgs, argv, __doc__)
     job, _, _ = split_arguments([word for word in argv if "=" in word])
     import_script(job).check(argv, 1)
 

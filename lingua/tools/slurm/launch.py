@@ -12,18 +12,10 @@ from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 from lingua.app import import_named, main_program
-from lingua.base.dump_dir import (
-    BASE_CONFIG,
-    CODE,
-    JOB_ID,
-    LOGS,
-    PLAN,
-    SUBMIT_SCRIPT,
-)
+from lingua.base.dump_dir import BASE_CONFIG, CODE, JOB_ID, LOGS, PLAN, SUBMIT_SCRIPT
 from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.config.load import to_yaml
@@ -31,8 +23,8 @@ from lingua.config.schema import bounds
 from lingua.config.values import parse_argument, plain
 from lingua.parallel.slurm import run_slurm
 from lingua.tools.slurm.freeze import freeze_code, move_away
-from lingua.tools.slurm.jobs import ENDED, environment_of_another, job_states
 from lingua.tools.slurm.local import Command, machine_shares, run_one, run_sweep, visible_gpus
+from lingua.tools.slurm.status import ENDED, environment_of_another, job_states
 
 _LEARNING = re.compile(r"seed=|optim\.(?!name=)")  # words of a sweep that leave its plan as it is
 MAX_SWEEP_RUNS = 1000  # Slurm's default limit of an array
@@ -130,6 +122,22 @@ class JobArgs:
             yield "signal_s", f"must be below time = {minutes}, in seconds"
 
 
+class RunConfig(Protocol):
+    """The configuration of a run: of training, or of another program."""
+
+    name: str
+    dump_dir: str  # absolute once it is checked
+
+
+class Script(Protocol):
+    """The module that a job runs as its program."""
+
+    __name__: str
+    __file__: str | None
+
+    def check(self, argv: list[str], world_size: int) -> tuple[RunConfig, list[str]]: ...
+
+
 @dataclass(frozen=True)
 class Launched:
     """A run that was submitted, or that ran on this machine."""
@@ -184,7 +192,7 @@ def check_launch(job: JobArgs, arguments: list[str]) -> None:
 
 def _check_job(
     job: JobArgs, arguments: list[str], sweep: dict[str, list[str]]
-) -> tuple[ModuleType, Any, list[str]]:
+) -> tuple[Script, RunConfig, list[str]]:
     """The script, the config of the first run of a sweep, and lines about it. Raises UserError."""
     for key, need in job.validate():
         raise UserError(f"{key} = {getattr(job, key.partition('[')[0])}: {need}")
@@ -193,16 +201,16 @@ def _check_job(
     return module, *_check(job, module, [*arguments, *first])
 
 
-def import_script(job: JobArgs) -> ModuleType:
+def import_script(job: JobArgs) -> Script:
     name = main_program() if job.script is None else job.script
     module = import_named(name, f"script = {name}")
     if not hasattr(module, "check"):
         need = "must have a function check(arguments, world_size) that validates its config"
         raise UserError(f"script = {name}: {need}")
-    return module
+    return cast(Script, module)
 
 
-def _check(job: JobArgs, module: ModuleType, arguments: list[str]) -> tuple[Any, list[str]]:
+def _check(job: JobArgs, module: Script, arguments: list[str]) -> tuple[RunConfig, list[str]]:
     """The config of a run, as its program accepts it, and the program's notices."""
     try:
         args, notices = module.check(arguments, job.nodes * job.ngpu)
@@ -220,8 +228,12 @@ def _check(job: JobArgs, module: ModuleType, arguments: list[str]) -> tuple[Any,
 
 
 def _check_sweep(
-    job: JobArgs, module: ModuleType, arguments: list[str], sweep: dict[str, list[str]], whole: Any
-) -> list[Any]:
+    job: JobArgs,
+    module: Script,
+    arguments: list[str],
+    sweep: dict[str, list[str]],
+    whole: RunConfig,
+) -> list[RunConfig]:
     """The config of each combination of values, with a name and a dump dir of its own."""
     for key, texts in sweep.items():
         if key in ("name", "dump_dir"):
@@ -317,10 +329,10 @@ def _plans(
 
 def _write_inputs(
     job: JobArgs,
-    module: ModuleType,
+    module: Script,
     arguments: list[str],
     root: Path,
-    configs: list[Any],
+    configs: list[RunConfig],
     plans: list[dict[str, Any] | None],
     batch_script: str | None = None,
 ) -> None:
@@ -361,7 +373,7 @@ def _setup(job: JobArgs, root: Path) -> list[str]:
 
 
 def _batch_script(
-    job: JobArgs, root: Path, name: str, configs: list[Any], program: list[str]
+    job: JobArgs, root: Path, name: str, configs: list[RunConfig], program: list[str]
 ) -> str:
     """A batch script that starts the run in each of its tasks; of a sweep, an array of jobs."""
     n = len(configs)
@@ -403,13 +415,13 @@ def _batch_script(
     )
 
 
-def _check_words(job: JobArgs, config: Any) -> list[str]:
+def _check_words(job: JobArgs, config: RunConfig) -> list[str]:
     """Arguments of Python for a check of what a run will use."""
     keys = {"device": getattr(config, "device", None), "gpu": job.gpu}
     return ["-m", "lingua", "check", *(f"{k}={v}" for k, v in keys.items() if v is not None)]
 
 
-def _submit(root: Path, configs: list[Any]) -> list[Launched]:
+def _submit(root: Path, configs: list[RunConfig]) -> list[Launched]:
     try:
         # One may launch from within a job, whose variables srun would take for options.
         sbatch = ("sbatch", "--parsable", str(root / SUBMIT_SCRIPT))
@@ -428,7 +440,7 @@ def _submit(root: Path, configs: list[Any]) -> list[Launched]:
 
 
 def _run_here(
-    job: JobArgs, root: Path, configs: list[Any], program: list[str], swept: bool
+    job: JobArgs, root: Path, configs: list[RunConfig], program: list[str], swept: bool
 ) -> list[Launched]:
     """Run them on this machine by torchrun: one whose output is shown, or a sweep."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -453,7 +465,7 @@ def _run_here(
     return [Launched(d, None, code) for (d, _), code in zip(commands, codes, strict=True)]
 
 
-def _shares(job: JobArgs, configs: list[Any]) -> list[dict[str, str]]:
+def _shares(job: JobArgs, configs: list[RunConfig]) -> list[dict[str, str]]:
     """Returns the share of this machine for each of the runs that a sweep runs at once."""
     on_cpu = job.gpus == "none" or getattr(configs[0], "device", "auto") == "cpu"
     at_once = min(job.at_once or 1, len(configs))

@@ -9,13 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from lingua.base.dump_dir import LOGS
 from lingua.base.errors import UserError
 from lingua.base.format import counted, printable, short_time
 from lingua.parallel.signals import StopRequest
-from lingua.run.records import differing, open_runs
+from lingua.tools.runs.records import open_runs
+from lingua.tools.runs.settings import differing
 from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, row_of, table
 from lingua.tools.slurm.status import status
 
@@ -47,6 +46,8 @@ def machine_shares(
 
 def visible_gpus() -> list[str]:
     """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    import torch  # here, since the status of runs needs none
+
     n = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return (named or [str(i) for i in range(n)])[:n]

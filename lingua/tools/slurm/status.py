@@ -1,19 +1,34 @@
 """The status of launched runs: the table of `lingua runs`, their jobs' states from Slurm, and the
 errors of those that failed."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from lingua.base.dump_dir import JOB_ID, LOGS, RESULTS
+from lingua.base.errors import UserError
 from lingua.base.format import printable
-from lingua.run.records import Record, differing, open_runs
+from lingua.parallel.slurm import run_slurm
+from lingua.run.records import Record
+from lingua.tools.runs.records import open_runs
+from lingua.tools.runs.settings import differing
 from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, Row, row_of, table
-from lingua.tools.slurm.jobs import ENDED, job_states
 
 LOG_TAIL_BYTES = 65536  # each log is read from this many bytes before its end
 # The last line of a Python traceback, which torch prefixes with the rank, or of a UserError.
 ERROR = re.compile(r"(\[rank\d+\]: ?)?(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*|error: .*")
+
+# States of a job that Slurm does not start again by itself.
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
+ENDED |= {"OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+
+# Variables of Slurm, MPI, torchrun and torch for the place of a process in its job, and of wandb
+# for the address of its own process.
+PLACE = re.compile(
+    r"(SLURM|SLURMD|SRUN|PMI|PMIX|TORCHELASTIC|MASTER|GROUP|ROLE)_.*|(LOCAL_)?(RANK|WORLD_SIZE)"
+    r"|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|WANDB_SERVICE"
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +58,8 @@ def _status(record: Record, job: str, state: str) -> RunStatus:
     failed = state in ENDED and state != "COMPLETED"
     if state == "gone":
         failed = not done and row.state != "running"
-    return RunStatus(
-        record=record,
-        row=row,
-        state=state if job else "-",
-        job_id=job or "-",
-        failed=failed,
-        errors=_errors(record.folder / LOGS, job) if failed else [],
-    )
+    errors = _errors(record.folder / LOGS, job) if failed else []
+    return RunStatus(record, row, state if job else "-", job or "-", failed, errors)
 
 
 def status_table(runs: list[RunStatus]) -> str:
@@ -81,3 +90,33 @@ def _tail(path: Path) -> list[str]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()
+
+
+# ---- jobs
+
+
+def environment_of_another() -> dict[str, str]:
+    """This process's environment, for a command that launches another job."""
+    return {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not PLACE.fullmatch(k)}
+
+
+def job_states(ids: list[str]) -> dict[str, str]:
+    """{job id: PENDING, RUNNING, FAILED, ...} of the jobs that Slurm still knows.
+
+    The controller forgets ended jobs after minutes; accounting, where a cluster has it, does not.
+    """
+    states: dict[str, str] = {}
+    if not ids:
+        return states
+    for command in (
+        ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"],
+        ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T"],
+    ):
+        try:
+            shown = run_slurm(*command, f"--jobs={','.join(ids)}")
+        except UserError:  # no accounting, or the controller knows none of the jobs
+            continue
+        for line in shown.splitlines():
+            job, _, state = line.partition("|")
+            states[job] = state.split()[0]  # "CANCELLED by 1000"
+    return states

@@ -18,11 +18,10 @@ from lingua.app import App
 from lingua.base.errors import UserError
 from lingua.base.lock import claimed
 from lingua.run.receipt import hash_of, write_receipt
-from lingua.run.records import open_runs
 from lingua.tools.audit.ranks import Ranks
 from lingua.tools.commands.runs import main as print_table
+from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.report.content import page_content
-from lingua.tools.runs.report.page import Arrays
 from tests.apps.meshes import Sizes, mesh
 from tests.apps.runs import Outcome, Runs
 from tests.checkpoints import resign
@@ -153,7 +152,7 @@ def test_an_audit_is_shown_where_it_is_recorded(
     print_table([str(copy)])
     shown = f"{entry['date'][:10]}, files: the files fit"
     assert shown in capsys.readouterr().out
-    header, row = page_content(open_runs([copy]), Arrays())["overview"]
+    header, row = page_content(open_runs([copy]))["overview"]
     assert row[header.index("audited")] == shown
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lingua.parallel.alone import one_process
-from lingua.run.receipt import digest_of_files
 from lingua.tools.audit.again import open_saved
+from lingua.tools.audit.records import digest_of_files
 from lingua.tools.audit.segments import Part, Segment
 from lingua.tools.audit.verdict import limit_of
 from tests.apps.runs import Runs

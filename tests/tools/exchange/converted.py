@@ -13,10 +13,10 @@ from torch import Tensor
 from apps.main.config import ModelArgs
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import read_checkpoint
-from lingua.checkpoint.resume import TOKENIZER
 from lingua.checkpoint.save import save
 from lingua.checkpoint.source import open_checkpoint
 from lingua.checkpoint.tensors import tensors_of
+from lingua.data.rows import TOKENIZER
 from lingua.model.args import RopeScaling
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import detect_launch, start

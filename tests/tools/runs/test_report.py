@@ -18,9 +18,10 @@ import pytest
 from scipy import stats
 from selenium.webdriver.support.wait import WebDriverWait
 
-from lingua.run.records import Record, smooth
+from lingua.run.records import Record
 from lingua.tools.commands.compare import main as compare
-from lingua.tools.commands.report import main
+from lingua.tools.runs.held_out import smooth
+from lingua.tools.runs.report.page import main
 from tests.browser import Browser, browser
 from tests.run.test_records import a_run
 
@@ -316,10 +317,9 @@ def test_runs_with_nothing_to_show_are_listed_and_what_cannot_be_read_is_reporte
 
 
 def payload_of(page: Path) -> dict[str, Any]:
-    """What the page shows, without the numbers of its curves."""
+    """What the page shows."""
     (payload,) = re.findall(r'id="payload">([^<]+)<', page.read_text())
-    data = gzip.decompress(base64.b64decode(payload))
-    return json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])
+    return json.loads(gzip.decompress(base64.b64decode(payload)))
 
 
 def test_scores_stops_samples_and_differences_of_the_code_are_those_of_the_runs(tmp_path):

@@ -65,7 +65,7 @@ def test_the_hash_of_the_code_is_of_what_trains_in_every_checkout(tmp_path):
         return hash_of(other)
 
     # `here` has files that Python has compiled.
-    tools = "lingua/run/records.py", "lingua/tools/new.py"
+    tools = "lingua/tools/runs/table.py", "lingua/tools/new.py"
     assert {change(name) for name in (*tools, "app/config.yaml", "unused.py")} == {first}
     for name in ("lingua/data/new.py", "lingua/app.py", "app/kernel.cu", "single.py", "beside.py"):
         before, first = first, change(name)

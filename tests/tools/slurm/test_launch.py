@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from lingua.tools.commands.stool import main
-from lingua.tools.slurm.command_line import split_values
-from lingua.tools.slurm.jobs import environment_of_another
+from lingua.tools.slurm.command_line import main, split_values
 from lingua.tools.slurm.launch import JobArgs, launch
 from lingua.tools.slurm.local import machine_shares, run_sweep
-from lingua.tools.slurm.status import status, status_table
+from lingua.tools.slurm.status import environment_of_another, status, status_table
 from tests.apps.runs import SMALL, write_sources
 from tests.mistakes import refused
 from tests.programs import OF_OTHERS, python

@@ -16,16 +16,10 @@ import numpy as np
 from lingua.base.errors import UserError
 from lingua.base.format import counted
 from lingua.run.args import kind_of
-from lingua.run.records import (
-    CODE_HASH,
-    NOT_GIVEN,
-    Record,
-    differing,
-    heldout,
-    heldout_texts,
-    open_runs,
-    settings_of,
-)
+from lingua.run.records import CODE_HASH, Record
+from lingua.tools.runs.held_out import heldout, heldout_texts
+from lingua.tools.runs.records import open_runs
+from lingua.tools.runs.settings import NOT_GIVEN, differing, settings_of
 
 SEED = "seed"
 MAX_LABEL = 60  # characters of an arm's label

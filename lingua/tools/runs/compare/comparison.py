@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lingua.base.dump_dir import BASE_CONFIG
-from lingua.run.records import Record, heldout
+from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import SEED, Arm, By, HeldOutLosses, label
 from lingua.tools.runs.compare.differences import only_rounding, same_run, unlike, unlike_rows
 from lingua.tools.runs.compare.statistics import (
@@ -28,6 +28,7 @@ from lingua.tools.runs.compare.statistics import (
     unpaired,
     welch_holds,
 )
+from lingua.tools.runs.held_out import heldout
 
 ROUNDING = 1e-4  # differences of losses that may be rounding, relative
 NO_SPREAD = 1e-12  # deviations that are none, relative to the loss
@@ -266,6 +267,7 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
     runs = [_once(one, measured, notes) for one in (arm, base)]
     finite = [[r for r in some if math.isfinite(measured.losses[id(r)][-1])] for some in runs]
     labels = label(arm, base), label(base, arm)
+    named = [key for key in arm.values if arm.values[key] != base.values[key]]
     outcomes = [_outcome(*of) for of in zip(labels, runs, finite, strict=True)]
     seeds = [{_seed(r): r for r in those} for those in finite]
     pairs = [
@@ -299,18 +301,11 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
         unpaired=unpaired(list(last.values()), list(base_last.values()), level),
         along=along,
         outcomes=(outcomes[0], outcomes[1]),
-        unlike=[
-            *unlike(dict(zip(labels, runs, strict=True)), _named(arm, base)),
-            *unlike_rows(both),
-        ],
+        unlike=unlike(dict(zip(labels, runs, strict=True)), named) + unlike_rows(both),
         identical=[pair for pair in pairs if same_run(pair.arm, pair.base)],
         rounding=bool(pairs) and all(map(_is_rounding, pairs)),
         notes=notes + _cautions(arm, base, measured.by),
     )
-
-
-def _named(arm: Arm, base: Arm) -> list[str]:
-    return [key for key in arm.values if arm.values[key] != base.values[key]]
 
 
 def _outcome(name: str, runs: list[Record], finite: list[Record]) -> Outcome:

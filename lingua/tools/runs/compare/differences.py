@@ -15,16 +15,10 @@ from lingua.base.dump_dir import CHECKPOINTS, MANIFEST, STATE, STEP_FOLDER
 from lingua.base.files import load_json
 from lingua.base.format import counted
 from lingua.run.args import kind_of
-from lingua.run.records import (
-    CODE_HASH,
-    Columns,
-    Record,
-    differing,
-    heldout,
-    heldout_texts,
-    setting,
-)
+from lingua.run.records import CODE_HASH, Columns, Record
+from lingua.tools.runs.held_out import heldout, heldout_texts
 from lingua.tools.runs.report.code import changed_files, code_place
+from lingua.tools.runs.settings import differing, setting
 
 MAX_FILES = 5  # changed files to name
 VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "cpu_capability", "topology")

@@ -10,25 +10,19 @@ import numpy as np
 
 from lingua.base.format import counted
 from lingua.base.version import __version__
-from lingua.run.records import (
-    NOT_GIVEN,
-    Columns,
-    Record,
-    audited,
-    differing,
-    grouped,
-    heldout,
-    setting,
-    smooth,
-)
-from lingua.tools.runs.axes import Axes
+from lingua.run.files import grouped
+from lingua.run.records import Columns, Record
+from lingua.tools.runs.compare.axis import Axes
+from lingua.tools.runs.held_out import heldout, smooth
+from lingua.tools.runs.records import audited
 from lingua.tools.runs.report.code import code_differences
-from lingua.tools.runs.report.page import Arrays
 from lingua.tools.runs.report.verdict import arm_name, arms_to_draw, compare_for_page, has_results
+from lingua.tools.runs.settings import NOT_GIVEN, differing, setting
 
 MAX_CHARTS = 60  # charts of one group, such as sources, tasks or the numbers of a probe
 MAX_SAMPLES = 200  # samples of a run
 MAX_TEXT = 200  # characters of a config's value
+DIGITS = 6  # significant ones of a number
 # Columns of metrics.jsonl: title, unit, and whether it is noisy. Other columns follow.
 METRIC_TITLES = {
     "loss": ("Training loss", "nats per token", True),
@@ -50,7 +44,8 @@ EVENTS = ("start", "stop", "topology")
 
 @dataclass
 class Chart:
-    """One picture. A line has its `run`, its three `x` (see Axes) and its `raw` numbers."""
+    """One picture. A line has its `run`, and by their index its three `x` (see Axes) and its `raw`
+    numbers."""
 
     title: str
     unit: str = ""
@@ -59,16 +54,14 @@ class Chart:
     lines: list[dict[str, Any]] = field(default_factory=list)
 
 
-def page_content(
-    records: Sequence[Record], arrays: Arrays, refresh_s: int | None = None
-) -> dict[str, Any]:
-    """Returns the values that the page shows of `records`; columns of numbers are added to
-    `arrays`. With `refresh_s` the page loads its file again after so many seconds."""
+def page_content(records: Sequence[Record], refresh_s: int | None = None) -> dict[str, Any]:
+    """Returns the values that the page shows of `records`. With `refresh_s` the page loads its file
+    again after so many seconds."""
     arms = arms_to_draw(records)
     ids = {id(run) for arm in arms for run in arm.runs}
     drawn = [record for record in records if id(record) in ids]
     index = {id(record): i for i, record in enumerate(drawn)}
-    charts = _Charts(arrays)
+    charts = _Charts()
     for i, record in enumerate(drawn):
         charts.add_run(i, record)
     content = {
@@ -81,6 +74,7 @@ def page_content(
         "arms": [{"name": arm_name(a), "runs": [index[id(r)] for r in a.runs]} for a in arms],
         "verdict": compare_for_page(records),
         "charts": [vars(chart) for chart in charts.sorted()],
+        "arrays": list(charts.arrays),
         "missing": [t for key, (t, *_) in METRIC_TITLES.items() if key not in charts.columns],
         "marks": [mark for i, record in enumerate(drawn) for mark in _marks(i, record)],
         "overview": _overview(records, drawn),
@@ -105,8 +99,8 @@ def page_content(
 
 
 class _Charts:
-    def __init__(self, arrays: Arrays) -> None:
-        self.arrays = arrays
+    def __init__(self) -> None:
+        self.arrays: dict[tuple[float | None, ...], int] = {}  # index of each: equal ones are one
         self.charts: dict[tuple[str, ...], Chart] = {}
         self.columns: set[str] = set()  # columns of metrics.jsonl
         self.notes: list[str] = []
@@ -173,10 +167,16 @@ class _Charts:
             if note not in self.notes:
                 self.notes.append(note)
             return
-        # Whole steps and tokens, and milliseconds.
-        places = [self.arrays.add(a, exponent) for a, exponent in zip(x, (0, 0, -3), strict=True)]
-        line = {"run": run, "x": places, "raw": self.arrays.add(values)}
+        axes = zip(x, (0, 0, 3), strict=True)  # whole steps and tokens, and milliseconds
+        places = [self._index(axis.round(digits)) for axis, digits in axes]
+        rounded = np.array([float(f"{value:.{DIGITS}g}") for value in values.tolist()])
+        line = {"run": run, "x": places, "raw": self._index(rounded)}
         self.charts.setdefault(place, chart).lines.append(line)
+
+    def _index(self, values: np.ndarray) -> int:
+        """The place of these numbers in `arrays`, where None stands for one that is not finite."""
+        numbers = tuple(value if math.isfinite(value) else None for value in values.tolist())
+        return self.arrays.setdefault(numbers, len(self.arrays))
 
     def sorted(self) -> list[Chart]:
         """Training loss, held-out losses, the other metrics, then groups."""

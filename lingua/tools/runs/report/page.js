@@ -10,44 +10,13 @@ async function unpack() {
   const packed = Uint8Array.from(atob(find("payload").textContent), c => c.charCodeAt(0));
   find("payload").remove();
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
-  const length = new DataView(bytes.buffer).getUint32(0, true);
-  return [JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + length))), bytes.subarray(4 + length)];
-}
-
-// As Arrays in page.py packs them: first the first byte of every number, then the second, ...
-function numbers(bytes, {at, n, type, exponent}) {
-  const width = type === "f8" ? 8 : 4, whole = new Uint8Array(n * width);
-  for (let byte = 0; byte < width; byte++)
-    for (let i = 0; i < n; i++) whole[i * width + byte] = bytes[at + byte * n + i];
-  const found = new Array(n), view = new DataView(whole.buffer), half = new DataView(new ArrayBuffer(8));
-  let multiple = 0;
-  for (let i = 0; i < n; i++) {
-    let value;
-    if (type === "i4") {
-      const step = view.getInt32(4 * i, true);
-      if (step !== -(2 ** 31)) multiple += step;
-      value = step === -(2 ** 31) ? NaN : exponent < 0 ? multiple / 10 ** -exponent : multiple * 10 ** exponent;
-    } else if (type === "u4") {
-      half.setUint32(0, view.getUint32(4 * i, true));
-      value = half.getFloat64(0);
-    } else value = view.getFloat64(8 * i, true);
-    found[i] = Number.isNaN(value) ? null : value;
-  }
-  return found;
-}
-
-function unpackLines(content, bytes) {
-  const known = new Map(); // equal arrays are stored once
-  const array = place => {
-    if (!known.has(place.at)) known.set(place.at, numbers(bytes, place));
-    return known.get(place.at);
-  };
-  for (const chart of content.charts)
-    for (const line of chart.lines) {
-      line.x = line.x.map(place => { const x = array(place); return x.includes(null) ? null : x; });
-      line.raw = array(line.raw);
+  const content = await new Response(stream).json();
+  for (const {lines} of content.charts)
+    for (const line of lines) {
+      line.x = line.x.map(i => content.arrays[i].includes(null) ? null : content.arrays[i]);
+      line.raw = content.arrays[line.raw];
     }
+  return content;
 }
 
 function section(title, ...children) {
@@ -305,8 +274,7 @@ function refresh(seconds) {
 }
 
 async function main() {
-  const [content, bytes] = await unpack();
-  unpackLines(content, bytes);
+  const content = await unpack();
   Object.assign(state, {names: content.names, longest: content.longest, arms: content.arms});
   content.arms.forEach(({runs}, arm) => runs.forEach(run => { state.armOf[run] = arm; }));
   chooseSmoothing();

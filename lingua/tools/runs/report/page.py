@@ -1,88 +1,94 @@
-"""The page as one file: a template, its style and scripts, and the content, compressed.
+"""One page that shows runs, as a file that needs no network:
 
-No text of a run is ever parsed as HTML or as a script: it lies in base64, and the script of the
-page inserts it as text. The page's own policy forbids it to load anything.
+    python -m lingua report runs/debug
+    python -m lingua report runs/rates runs/other out=rates.html
+    python -m lingua report runs/rates watch=30
+
+A folder is a run, or is searched for runs. The page has the curves of all of them, their events,
+held-out losses, benchmark scores, samples, and what differs in their configs and code. With watch
+it is written again and again until Ctrl-C, and an open page follows. --help lists the keys.
 """
 
 import base64
 import gzip
 import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-DIGITS = 6  # significant ones
-MISSING_CODE = -(2**31)
-MAX_EXACT = 22  # up to this power of ten, float64 has them exactly, and so is a quotient by one
-
-
-class Arrays:
-    """Columns of numbers, packed for the page; equal ones are stored once."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self._places: dict[tuple[Any, ...], dict[str, Any]] = {}
-
-    def add(self, values: np.ndarray, exponent: int | None = None) -> dict[str, Any]:
-        """Store `values`, float64, and return where the page finds them: {at, n, type, exponent}.
-        They are rounded to six significant digits, with an `exponent` to multiples of its power of
-        ten. NaN and infinity are what is missing.
-
-        Type i4 is differences between neighbours, int32, of multiples of 10**exponent. Where they
-        are too large: f8, and without a given exponent the upper halves of float64, "u4". Their 21
-        significant bits are the fewest that keep six digits (2**20 > 10**6).
-        """
-        values = np.where(np.isfinite(values), values, np.nan)
-        given = exponent is not None
-        if exponent is None:
-            values = _rounded(values)
-            sizes = np.abs(values[(values != 0) & ~np.isnan(values)])
-            exponent = int(np.floor(np.log10(sizes.min()))) + 1 - DIGITS if len(sizes) else 0
-        known = ~np.isnan(values)
-        with np.errstate(over="ignore", invalid="ignore"):
-            scale = 10.0 ** min(-exponent, MAX_EXACT)
-            steps = np.diff(np.round(values[known] * scale), prepend=0.0)
-        if -exponent <= MAX_EXACT and np.abs(steps).max(initial=0) < -MISSING_CODE:
-            packed = np.full(len(values), MISSING_CODE, "<i4")
-            packed[known] = steps
-        elif given:
-            packed = values.astype("<f8")
-        else:
-            bits = values.astype("<f8").view("<u8")
-            packed = ((bits + np.uint64(1 << 31)) >> np.uint64(32)).astype("<u4")
-        return self._store(packed, exponent)
-
-    def _store(self, packed: np.ndarray, exponent: int) -> dict[str, Any]:
-        # First the first byte of all numbers, then the second ...: neighbours are alike.
-        data = packed.view(np.uint8).reshape(len(packed), -1).T.tobytes()
-        kind = packed.dtype.str[1:]
-        key = kind, exponent, data
-        if key not in self._places:
-            place = {"at": len(self.data), "n": len(packed), "type": kind, "exponent": exponent}
-            self._places[key] = place
-            self.data += data
-        return self._places[key]
+from lingua.base.errors import UserError
+from lingua.base.files import write_atomically
+from lingua.base.format import counted, human_bytes, printable
+from lingua.config.load import load
+from lingua.config.schema import Free, bounds
+from lingua.tools.arguments import split_folders
 
 
-def _rounded(values: np.ndarray) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(np.abs(values))))
-        rounded = np.round(values * scale) / scale
-    return np.where(np.isfinite(rounded), rounded, values)  # 0 and the smallest as they are
+@dataclass
+class ReportArgs:
+    out: Free[str] = "report.html"  # the file that is written
+    watch: Free[int | None] = None  # seconds after which it is written again; null: once
+
+    def validate(self) -> Iterator[tuple[str, str]]:
+        if not self.out.endswith(".html"):
+            yield "out", "must end with .html"
+        yield from bounds(self, 1, "watch", maximum=86_400)
 
 
-def build_page(content: dict[str, Any], arrays: Arrays) -> str:
-    """The HTML of the page. `content` is plain values, of finite numbers."""
-    described = json.dumps(content, allow_nan=False).encode()
-    payload = len(described).to_bytes(4, "little") + described + bytes(arrays.data)
+def main(argv: list[str]) -> None:
+    folders, words = split_folders(argv)
+    args, _ = load(ReportArgs, words, program_doc=__doc__)
+    if not folders:
+        raise UserError("no folder is given; `python -m lingua report runs` shows all runs in runs")
+    reported = _write(folders, args)
+    runs = f"{args.out} shows {reported}"
+    if args.watch is None:
+        print(printable(f"{runs}; open it in a browser"))
+        return
+    print(printable(f"{runs}, again every {args.watch} s; open it in a browser, Ctrl-C ends"))
+    try:
+        while True:
+            time.sleep(args.watch)
+            _write(folders, args)
+    except KeyboardInterrupt:
+        _write(folders, replace(args, watch=None))  # the last page does not wait for another
+
+
+def _write(folders: list[str], args: ReportArgs) -> str:
+    """Write the page, and return how much is in it."""
+    # Imported here, since --help needs no numpy.
+    from lingua.tools.runs.records import open_runs
+    from lingua.tools.runs.report.content import page_content
+
+    records = open_runs(folders)
+    content = page_content(records, args.watch)
+    page, out = build_page(content), Path(args.out)
+    try:
+        write_atomically(out, page)
+    except OSError as error:
+        raise UserError(f"out = {out}: cannot be written: {error.strerror}") from None
+    for problem in content["problems"]:
+        print(printable(f"warning: {problem}"), file=sys.stderr)
+    return f"{counted(len(records), 'run')} ({human_bytes(len(page))})"
+
+
+def build_page(content: dict[str, Any]) -> str:
+    """The HTML of the page, one file: a template, its style and scripts, and the content, plain
+    values of finite numbers. No text of a run is ever parsed as HTML or as a script: it lies in
+    base64, and the script of the page inserts it as text. The page's own policy forbids it to load
+    anything."""
+    payload = gzip.compress(json.dumps(content, allow_nan=False).encode(), 6, mtime=0)
     parts = {
         "uplot.css": _read("uplot/uPlot.min.css"),
         "page.css": _read("page.css"),
         "uplot.js": _read("uplot/uPlot.iife.min.js"),
         "charts.js": _read("charts.js"),
         "page.js": _read("page.js"),
-        "payload": base64.b64encode(gzip.compress(payload, 6, mtime=0)).decode(),
+        "payload": base64.b64encode(payload).decode(),
     }
     page = _read("page.html")
     for name, text in parts.items():

@@ -10,14 +10,7 @@ import numpy as np
 
 from lingua.base.errors import UserError
 from lingua.run.records import Record
-from lingua.tools.runs.compare.arms import (
-    SEED,
-    Arm,
-    choose_arms,
-    find_arms,
-    label,
-    measure_runs,
-)
+from lingua.tools.runs.compare.arms import SEED, Arm, choose_arms, find_arms, label, measure_runs
 from lingua.tools.runs.compare.comparison import Comparison, compare_all
 from lingua.tools.runs.compare.text import UNITS, heading, rule, verdict
 

@@ -17,9 +17,11 @@ import pytest
 from apps.main.config import TrainArgs
 from lingua.config.load import resume_classes
 from lingua.run.args import kind_of
-from lingua.run.records import Record, heldout, open_runs
+from lingua.run.records import Record
 from lingua.tools.commands.compare import main
 from lingua.tools.runs.compare.arms import find_arms
+from lingua.tools.runs.held_out import heldout
+from lingua.tools.runs.records import open_runs
 from tests.mistakes import refused
 from tests.tools.runs.compare.pool import LOSSES, SEEDS, STEPS, write_pool, write_run
 
@@ -220,11 +222,12 @@ import sys
 from dataclasses import make_dataclass
 import lingua, lingua.stool, lingua.run.records
 from lingua.config.load import load
-from lingua.tools.commands import compare, report, runs
+from lingua.tools.commands import compare, runs
+from lingua.tools.runs.report import page
 lingua.load
 load(make_dataclass("Config", [("name", str)]), ["name=x"])
 runs.main(["."])
-report.main([".", "out=page.html"])
+page.main([".", "out=page.html"])
 compare.main(["a-0", "a-1", "--against", "b-0", "b-1"])
 sys.exit(str({"torch", "omegaconf"} & set(sys.modules) or ""))
 """

@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from lingua.base.dump_dir import CONFIG
 from lingua.base.errors import UserError
@@ -12,6 +12,8 @@ from lingua.config.help import asks_help, print_help_if_asked
 
 if TYPE_CHECKING:
     from lingua.app import App
+
+C = TypeVar("C")
 
 
 def split_folders(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -42,7 +44,7 @@ def split_run(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     return run, [f"config={config}", *words]
 
 
-def load_data(cls: type, words: list[str], program_doc: str | None) -> "tuple[App, Any]":
+def load_data(cls: type[C], words: list[str], program_doc: str | None) -> "tuple[App, C]":
     """(app, the part `cls` of its configuration) of a command line; `cls` has the group `data`.
     Where help is asked for it is printed, without importing an app. Notices go to stderr. Raises
     UserError."""
@@ -51,7 +53,7 @@ def load_data(cls: type, words: list[str], program_doc: str | None) -> "tuple[Ap
     from lingua.checkpoint.run_config import load_run
 
     app = choose_app(words)
-    args, notices = load_run(app, words, cls(data=app.config().data), program_doc)
+    args, notices = load_run(app, words, cls(**{"data": app.config().data}), program_doc)
     for line in notices:
         print(line, file=sys.stderr, flush=True)
     return app, args

@@ -1,0 +1,148 @@
+"""The checkpoint that a run resumes: its configuration, the flat mapping that config.yaml is, and
+its state, equal for all ranks, so that it resumes on any topology."""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lingua.base.dump_dir import CONFIG, STATE, STEP_FOLDER
+from lingua.base.errors import UserError
+from lingua.base.files import read_bytes
+from lingua.checkpoint.folder import Checkpoint, damage, find, find_on_rank_0, read_state
+from lingua.checkpoint.state import Progress
+from lingua.config.schema import MAX_ROWS
+from lingua.config.values import parse_mapping, plain, read_file, show
+from lingua.parallel.mesh import on_rank_0
+
+if TYPE_CHECKING:
+    from lingua.checkpoint.source import TensorSource
+
+ABSENT = "(absent)"  # in place of the value of a key that was not saved
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoint to resume from, with its configuration and state."""
+
+    checkpoint: Checkpoint
+    config: dict[str, Any]  # flat
+    progress: Progress
+    topology: tuple[int, ...]
+    data: dict[str, Any]  # fingerprints
+    versions: dict[str, Any] = field(default_factory=dict)  # earlier versions have fewer
+
+
+def flat_config(config: "Path | Checkpoint | TensorSource", keys: Iterable[str]) -> dict[str, Any]:
+    """The values of those of `keys`, dotted names, that a written config file, or that of a source,
+    has. It is read as data, since it may be somebody else's: `${...}` stays text. Raises UserError.
+    """
+    if isinstance(config, Path | Checkpoint):
+        known = None if isinstance(config, Path) else config.texts.get(CONFIG)
+        path = config if isinstance(config, Path) else config.path / CONFIG
+        where, tree = str(path), read_file(path, str(path), known)
+    else:
+        where, tree = config.config_path, parse_mapping(config.config, config.config_path)
+    flat = pick(plain(tree), keys)
+    for key, (need, holds) in COMPUTED_WITH.items():
+        if flat.get(key) is not None and not holds(flat[key]):
+            raise UserError(f"{key} = {show(flat[key])}: must be {need} ({where})")
+    return flat
+
+
+def _is_mixture(weights: Any) -> bool:
+    return isinstance(weights, dict) and all(
+        type(w) in (int, float) and isfinite(w) for w in weights.values()
+    )
+
+
+def _are_stages(stages: Any) -> bool:
+    return isinstance(stages, list) and all(
+        isinstance(stage, dict)
+        and type(stage.get("from_step")) is int
+        and _is_mixture(stage.get("sources"))
+        for stage in stages
+    )
+
+
+# Values that a resume computes with. Others are only compared.
+COMPUTED_WITH = {
+    "data.sources": ("a mapping of finite weights", _is_mixture),
+    "data.stages": ("a list of {from_step, sources}, with finite weights", _are_stages),
+    "data.global_batch_size": (
+        f"a whole number from 1 to {MAX_ROWS:,}",
+        lambda rows: type(rows) is int and 1 <= rows <= MAX_ROWS,
+    ),
+}
+
+
+def pick(tree: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The values of those of `keys`, dotted names, that nested mappings have."""
+    flat = {}
+    for key in keys:
+        value: Any = tree
+        for name in key.split("."):
+            value = value.get(name, ABSENT) if isinstance(value, dict) else ABSENT
+        if value != ABSENT:
+            flat[key] = value
+    return flat
+
+
+def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
+    """A checkpoint with its configuration and state. Raises UserError."""
+    state = read_state(checkpoint)
+    if state.progress is None:  # made by `convert`
+        advice = "with checkpoint.init_from, without continue_training_from_init"
+        what = "has only a model, and no run to resume; a new run starts from it"
+        raise UserError(f"{checkpoint.path} {what} {advice}")
+    config, topology = flat_config(checkpoint, keys), tuple(state.topology)
+    return Saved(checkpoint, config, state.progress, topology, state.data, state.versions)
+
+
+# ---- which checkpoint
+
+
+def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
+    """The last published checkpoint that verifies, None where there is none at all. Called by every
+    rank; rank 0 chooses.
+
+    Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
+    them would remove what may be whole (a disk that fails, a folder without permission).
+    """
+    checkpoint, _ = first_undamaged(find_on_rank_0(lambda: find(root, report)), verify, report)
+    if checkpoint is None and on_rank_0(
+        lambda: any(STEP_FOLDER.fullmatch(p.name) for p in root.glob("*"))
+    ):
+        advice = "move them away to start from scratch"
+        raise UserError(f"{root}: has checkpoints, but none that can be used; {advice}")
+    return checkpoint
+
+
+def first_undamaged(
+    checkpoints: list[Checkpoint], verify: str, report: Callable[[str], None]
+) -> tuple[Checkpoint | None, str]:
+    """The first checkpoint that verifies, or None and why the last one does not. Called by every
+    rank; with `verify: size` the sizes that were compared when it was found are enough."""
+    why = ""
+    for checkpoint in checkpoints:
+        texts = {}
+        for name in (STATE, CONFIG):
+            with suppress(OSError):  # who needs it names the error
+                texts[name] = read_bytes(checkpoint.path / name)
+        checkpoint = replace(checkpoint, texts=texts)
+        why = damage(checkpoint) if verify == "full" else ""
+        if not why:
+            return checkpoint, ""
+        if dist.get_rank() == 0:
+            report(f"{why}: skipped")
+    return None, why
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raises UserError where a file differs from the manifest. Called by every rank."""
+    if why := damage(checkpoint):
+        raise UserError(why)

@@ -1,0 +1,80 @@
+"""Held-out losses of runs, all sources together, and curves without noise."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lingua.run.records import Columns, Record
+
+
+def heldout(record: Record, measure: str = "nats_per_byte") -> tuple[np.ndarray, np.ndarray]:
+    """(steps, int64 [n]; values, float64 [n]): the held-out loss of all sources together, as the
+    console shows it and as the best checkpoint is chosen: the mean weighted with the bytes of each
+    source (with its tokens for a measure per token; equally where a file has neither).
+
+    The steps are those at which every source was measured that the last two measurements had, so
+    that one cut off by a kill does not count. A loss that is not finite is NaN.
+    """
+    parts, common = _measured(record, measure)
+    size = "tokens" if measure.endswith("_per_token") else "bytes"
+    if not common:
+        return np.zeros(0, np.int64), np.zeros(0)
+    values = np.array([c.numbers(measure)[np.searchsorted(c.step, common)] for c in parts])
+    weights = np.array([c.numbers(size)[np.searchsorted(c.step, common)] for c in parts])
+    if not (weights > 0).all():  # NaN included
+        weights = np.ones_like(values)
+    return np.array(common, np.int64), (values * weights).sum(0) / weights.sum(0)
+
+
+def _measured(record: Record, measure: str) -> tuple[list[Columns], list[int]]:
+    """(the sources that count, the steps at which all of them were measured), see heldout."""
+    parts = [c for c in record.validation.values() if c.has(measure)]
+    at = {id(c): set(c.step.tolist()) for c in parts}
+    steps = sorted(set().union(*at.values()))
+    parts = [c for c in parts if not at[id(c)].isdisjoint(steps[-2:])]
+    return parts, sorted(set(steps).intersection(*(at[id(c)] for c in parts)))
+
+
+def heldout_texts(records: Sequence[Record], measure: str = "nats_per_byte") -> list[str]:
+    """The text of each run's newest held-out loss: equal for the same text. It is known by its
+    hashes where all runs have recorded them, else by its bytes; empty where neither is known."""
+    texts = []
+    for record in records:
+        parts, common = _measured(record, measure)
+        at = [(c, c.step.tolist().index(common[-1])) for c in parts if common]
+        texts.append(sorted((c.numbers("bytes")[i], c.text("text")[i] or "") for c, i in at))
+    hashed = all(text for parts in texts for _, text in parts)
+    return [
+        " and ".join(
+            f"{size:,.0f} bytes{f' {text}' * hashed}" for size, text in parts if size == size
+        )
+        for parts in texts
+    ]
+
+
+def smooth(values: np.ndarray, step: np.ndarray, half_life: float | None = None) -> np.ndarray:
+    """Exponential moving average over the steps: a value counts half as much as one that is
+    `half_life` steps later. NaN does not count, and stays NaN.
+
+    Args:
+        values: float64 [lines].
+        step: int64 [lines], increasing.
+        half_life: in steps; None: a twentieth of the lines, at least one and at most ten, times
+            the median number of steps between two of them.
+
+    Returns:
+        float64 [lines]: at line i the sum of w_j * values[j] over j <= i, divided by that of w_j,
+        with w_j = 0.5 ** ((step[i] - step[j]) / half_life).
+    """
+    gaps = np.diff(step, prepend=step[:1])
+    if half_life is None:
+        between = float(np.median(gaps[1:])) if len(gaps) > 1 else 1.0
+        half_life = min(10.0, max(1.0, len(values) / 20)) * between
+    total = weight = 0.0
+    smoothed = []
+    for value, decay in zip(values.tolist(), (0.5 ** (gaps / half_life)).tolist(), strict=True):
+        total, weight = total * decay, weight * decay
+        if value == value:
+            total, weight = total + value, weight + 1.0
+        smoothed.append(total / weight if value == value else np.nan)
+    return np.array(smoothed)
