@@ -23,6 +23,7 @@ from lingua.base.errors import UserError, nearest
 STDLIB = "stdlib"
 # Names may leave them out.
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt", ".bin", ".ds")
+HUB_CACHE = {"blobs", "refs", "snapshots"}  # folders of a data set in the cache of a hub
 TOKEN_FILES = (".bin", ".ds", ".arrow")  # may be files of tokens
 READ_BYTES = 2**22  # bytes of one read
 IO_THREADS = 8  # threads that wait for the file system
@@ -158,6 +159,8 @@ def _files_at(place: Path, path: Path, without: Iterable[str] = ()) -> list[File
             folders.clear()
             continue
         visited.add(real)
+        if {*folders} >= HUB_CACHE:  # its snapshots are links to the others
+            folders[:] = ["snapshots"]
         folders[:] = [f for f in folders if f[0] != "." and f not in ("__pycache__", *without)]
         inside = [Path(parent, n) for n in names if n[0] != "." and not is_description(n)]
         files += [_whole_file(full, path / full.relative_to(place)) for full in inside]

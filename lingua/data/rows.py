@@ -88,4 +88,5 @@ def document_marks(args: DataArgs, tokenizer: Tokenizer) -> "DocumentMarks | Non
     from lingua.data.documents import DocumentMarks
 
     bos_id = tokenizer.bos_id if args.add_bos else None
-    return DocumentMarks(bos_id, tokenizer.eos_id, args.document_mask == "ignore")
+    eos_id = tokenizer.eos_id if args.add_eos else None
+    return DocumentMarks(bos_id, eos_id, args.document_mask == "ignore")

@@ -63,7 +63,7 @@ def start(
     # Groups of gloo connect ranks that send to each other, neighbours in a ring, not all with all.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store: dist.Store = dist.HashStore()
-    if launch.by != "python":
+    if launch.world_size > 1 or launch.by == "torchrun":  # whose agent may have the store
         from lingua.parallel.rendezvous import meet
 
         store = meet(launch, args)

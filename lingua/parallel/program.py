@@ -4,6 +4,7 @@ it does not import torch, which commands that only read files do without."""
 import errno
 import faulthandler
 import gc
+import io
 import os
 import select
 import signal
@@ -24,7 +25,12 @@ RANK_0_S = 10.0  # seconds for rank 0 to report a mistake that all ranks find be
 
 
 def run_program(program: Callable[[], None]) -> NoReturn:
-    """Run `program` and exit with its exit code."""
+    """Run `program` and exit with its exit code. Of a terminal that is not UTF-8, a character that
+    it lacks is escaped, and arguments are read as UTF-8 where they are."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    sys.argv = [_in_utf8(word) for word in sys.argv]
     faulthandler.enable(2)  # stacks of all threads where torch aborts, as its NCCL watchdog does
     gc.freeze()  # imported objects stay: collecting over them takes a sixth of a second
     code: int | str | None = 0
@@ -71,6 +77,13 @@ def run_program(program: Callable[[], None]) -> NoReturn:
         # 179291).
         time.sleep(0.1)
     sys.exit(code)
+
+
+def _in_utf8(word: str) -> str:
+    try:
+        return os.fsencode(word).decode()
+    except UnicodeError:  # it is in the encoding of the locale
+        return word
 
 
 def exit_stopped(name: str) -> NoReturn:

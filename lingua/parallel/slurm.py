@@ -37,7 +37,9 @@ def run_slurm(*command: str, stdin: str | None = None, env: dict[str, str] | Non
 
 def set_rendezvous(env: dict[str, str]) -> None:
     """Set the rendezvous address to the first host of the step, and a port that differs from job to
-    job and is below the ephemeral ports."""
+    job and is below the ephemeral ports; where both are given, Slurm is not asked."""
+    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        return
     names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
     first = run_slurm("scontrol", "show", "hostnames", names).split()[0]
     node = run_slurm("scontrol", "show", "node", "--oneliner", first)

@@ -9,7 +9,7 @@ names and filters that transformers gives it (transformers.utils.chat_template_u
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -83,12 +83,13 @@ class Chat:
     def _render(
         self, messages: Sequence[Message], prompt: bool, tools: Sequence[Any] | None
     ) -> str:
-        for number, message in enumerate(messages, 1):
-            text = json.dumps(message, ensure_ascii=False, default=str)
-            if match := self._any_special.search(text):
-                raise ChatError(f"message {number} has the special token {match[0]} in its text")
-            if BEGIN in text or END in text:
-                raise ChatError(f"message {number} has a noncharacter of Unicode, U+FDD0 or U+FDD1")
+        places: dict[str, Any] = {f"message {i}": m for i, m in enumerate(messages, 1)}
+        for place, value in (places | {"tools": tools}).items():
+            for text in _texts(value):
+                if match := self._any_special.search(text):
+                    raise ChatError(f"{place} has the special token {match[0]} in its text")
+                if BEGIN in text or END in text:
+                    raise ChatError(f"{place} has a noncharacter of Unicode, U+FDD0 or U+FDD1")
         plain = [{k: v for k, v in m.items() if v is not None} for m in messages]
         try:
             text = self._template.render(
@@ -147,11 +148,15 @@ class Chat:
         """(ids int64 [n], whether they carry loss bool [n]): a token does that has a character of
         an answer. Raises ChatError."""
         encoded = self._encode(example.text)
+        ids = np.array(encoded.ids, np.int64)
         begins, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
         is_answer = np.zeros(len(begins), bool)
+        is_special = np.isin(ids, list(self._special.values()))
         for begin, end in example.spans:
-            is_answer |= (ends > begin) & (begins < end)
-        return np.array(encoded.ids, np.int64), is_answer
+            # The special token before an answer may take in white space of it.
+            is_header = is_special & (begins < begin)
+            is_answer |= (ends > begin) & (begins < end) & ~is_header
+        return ids, is_answer
 
     @cached_property
     def turn_end(self) -> tuple[int | None, str]:
@@ -163,6 +168,24 @@ class Chat:
         end = text.rpartition(content)[2]
         first = next(iter(self.encode(end).tolist()), None)
         return (first, "") if first in self._special.values() else (None, end)
+
+    @cached_property
+    def unlearned_end(self) -> int | None:
+        """The special token that ends an answer, where the template marks answers without it."""
+        ask = [{"role": "user", "content": "zoo"}, {"role": "assistant", "content": "zebra"}]
+        ids, is_answer = self.encode_example(self.examples(ask)[-1])
+        end, _ = self.turn_end
+        return end if end in ids and end not in ids[is_answer] else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value of JSON, keys among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for part in pair for text in _texts(part))
+    elif isinstance(value, list | tuple):
+        yield from (text for item in value for text in _texts(item))
 
 
 def _compile(

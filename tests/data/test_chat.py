@@ -136,6 +136,28 @@ def test_forms_of_records_give_the_same_shards(tmp_path):
     assert prepared(other)[0].fingerprint != source.fingerprint
 
 
+TOOLS = """{% for m in messages %}<|im_start|>{{ m.role + '\n' + (m.content or '') }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}
+{%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_what_arrow_fills_in_for_calls_of_other_arguments_is_no_part_of_a_text(tmp_path):
+    def call(name: str, **arguments: Any) -> dict[str, Any]:
+        function = {"arguments": arguments, "name": name}
+        return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+    records = []
+    for i in range(20):
+        asked = {"role": "user", "content": f"question {i}"}
+        records.append({"messages": [asked, call("weather", city=f"Paris {i}")]})
+        records.append({"messages": [asked, call("add", a=i, b=[1, 2])]})
+    args, source = same_source(tmp_path, {"lines": records, "parquet": records}, template=TOOLS)
+    decode = build_tokenizer(args.tokenizer).decode
+    text = decode(rows_of(args, source).rows(np.arange(3)).ravel())
+    assert 'add {"a": ' in text and "null" not in text
+
+
 def test_the_mask_the_template_and_the_row_are_part_of_the_shards(tmp_path):
     records = [{"messages": c} for c in CONVERSATIONS]
     args = make_args(tmp_path, records)

@@ -84,6 +84,36 @@ def test_every_form_gives_the_same_documents(tmp_path, form, unit_bytes):
     assert (len(source.manifest.shards) > 5) == is_cut
 
 
+@pytest.mark.parametrize("suffix", ["ndjson", "jsonlines", "ldjson", "ndjson.gz"])
+def test_lines_of_json_have_other_names_too(tmp_path, suffix):
+    write_form(tmp_path / "a", suffix, TEXTS)
+    check(Prepared(make_args(tmp_path)).source, TEXTS)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.bak", "x.jsonl~", "0a1b", "x.txt.gz"])
+def test_records_in_a_file_of_text_are_refused_by_its_name(tmp_path, name):
+    (tmp_path / "a").mkdir()
+    text = gzip.compress(json_lines(TEXTS)) if name.endswith(".gz") else json_lines(TEXTS)
+    (tmp_path / "a" / name).write_bytes(text)
+    said = error_of(make_args(tmp_path))
+    assert f"{tmp_path}/a/{name}:1: JSON lines in a file of text (line 1 has the key text" in said
+    assert "name the file .jsonl" in said
+    text = '{"text": is no record}\n'
+    (tmp_path / "a" / name).write_bytes(
+        gzip.compress(text.encode()) if ".gz" in name else text.encode()
+    )
+    check(Prepared(make_args(tmp_path)).source, [text])
+
+
+def test_in_the_cache_of_a_hub_each_file_is_read_once(tmp_path):
+    for place, content in (("blobs/0a1b", json_lines(TEXTS)), ("refs/main", b"1")):
+        (tmp_path / "a" / place).parent.mkdir(parents=True)
+        (tmp_path / "a" / place).write_bytes(content)
+    (tmp_path / "a/snapshots/1").mkdir(parents=True)
+    os.symlink("../../blobs/0a1b", tmp_path / "a/snapshots/1/train.jsonl")
+    check(Prepared(make_args(tmp_path)).source, TEXTS)
+
+
 @pytest.mark.parametrize("codec", ["", ".gz", ".zst"])
 def test_other_files_are_one_document_as_it_is(tmp_path, codec):
     text = "zwei\r\nZeilen \u00fc\n" * 1000

@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lingua.data import IGNORE
@@ -285,6 +287,18 @@ def test_records_of_tokens_and_arrow_files_of_text_become_the_shards_of_their_te
     made = {name: Prepared(make_args(tmp_path), name).source for name in names}
     assert len({source.fingerprint for source in made.values()}) == 1
     assert len({held_out_windows(s, 100, (9**9, "bytes")).text for s in made.values()}) == 1
+    text = made["text"].fingerprint
+    for kind in (
+        pa.large_list(pa.int64()),
+        pa.list_view(pa.int32()),
+        pa.large_list_view(pa.uint16()),
+    ):
+        pq.write_table(pa.table({"input_ids": pa.array(ids, kind)}), tmp_path / "ids.parquet")
+        assert Prepared(make_args(tmp_path), "ids").source.fingerprint == text
+    floats = pa.array([[1.0]], pa.list_(pa.float32()))
+    pq.write_table(pa.table({"input_ids": floats}), tmp_path / "floats.parquet")
+    wrong = "floats.parquet:1: tokens are not whole numbers (column input_ids is list<"
+    assert "text_key" not in refused(lambda: Prepared(make_args(tmp_path), "floats"), wrong)
     Dataset.from_dict({"input_ids": [[1], [258]]}).to_parquet(str(tmp_path / "b.parquet"))
     wrong = "b.parquet:2: token outside the vocabulary"
     refused(lambda: Prepared(make_args(tmp_path), "b"), wrong)

@@ -27,6 +27,26 @@ def test_documents_are_recognised_by_their_first_or_last_token(bos):
     assert marks.index(row).tolist() == [expected]
 
 
+def test_documents_whose_first_and_last_token_are_one_are_told_apart_wherever_a_row_is_cut():
+    marks = DocumentMarks(EOS, EOS, ignores_first=True)
+    documents = [[EOS, 7, 8, EOS], [EOS, 1, EOS], [EOS, EOS], [EOS, 2, 3, EOS], [EOS, 4, EOS]]
+    stream = [token for document in documents for token in document]
+    index = [i for i, document in enumerate(documents) for _ in document]
+    for length in range(2, len(stream)):
+        for first in range(len(stream) - length + 1):
+            row = np.array(stream[first : first + length])
+            if (row == EOS).all():  # it cannot be seen
+                continue
+            expected = np.array(index[first : first + length])
+            assert (marks.index(row) == expected - expected[0]).all(), (first, length)
+    targets, documents_of_row = (
+        np.array([[8, EOS, EOS, 1]]),
+        marks.index(np.array([[7, 8, EOS, EOS, 1]])),
+    )
+    marks.drop_targets(targets, documents_of_row, 1)
+    assert targets.tolist() == [[8, EOS, IGNORE, 1]]  # an end is a target, a begin is none
+
+
 def test_targets_across_a_document_start_are_ignored_at_every_distance():
     documents = np.array([[0, 0, 0, 1, 1, 2, 2, 2]])
     for view in (1, 2):

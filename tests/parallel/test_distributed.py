@@ -71,6 +71,21 @@ def test_slurm_tasks_meet_at_their_first_host_on_a_port_of_their_step(tmp_path, 
         assert os.environ["MASTER_ADDR"] == "10.0.0.7"
         ports.add(int(os.environ["MASTER_PORT"]))
     assert len(ports) == 2 and all(1024 < port < 2**16 for port in ports)
+    given = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}
+    monkeypatch.setenv("PATH", "")  # without Slurm's commands
+    set_rendezvous(SLURM | given)  # which the caller has set
+
+
+def test_a_task_of_slurm_alone_needs_no_command_of_slurm(ranks, monkeypatch):
+    assert ranks.run(1, start_alone) == [1]
+
+
+def start_alone() -> int:
+    launch = Launch(by="slurm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        patch.delenv("MASTER_ADDR")
+        return start(CPU, launch, DistributedArgs()).size()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test asks for")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lingua.tokenizer import build_tokenizer
@@ -25,6 +26,21 @@ TURNS = [
 def chat_of(folder: Path, template: str | None = CHATML, **config) -> Chat:
     args = TokenizerArgs(name="hf", path=str(write_tokenizer(folder, template, **config)))
     return open_chat(args, build_tokenizer(args))
+
+
+def with_special(folder: Path, template: str, token: str, **options) -> Chat:
+    """A template whose tokenizer has one more special token."""
+    file = write_tokenizer(folder, template) / "tokenizer.json"
+    made = Tokenizer.from_file(str(file))
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False, **options)])
+    made.save(str(file))
+    args = TokenizerArgs(name="hf", path=str(folder))
+    return open_chat(args, build_tokenizer(args))
+
+
+HEADERS = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
 
 
 def answers_of(chat: Chat, messages: list) -> list[list[str]]:
@@ -136,3 +152,38 @@ def test_a_message_cannot_write_special_tokens_or_make_the_library_panic(tmp_pat
     chat = open_chat(args, build_tokenizer(args))
     with pytest.raises(ChatError, match="the tokenizer's library fails"):
         chat.encode_example(chat.examples(TURNS)[0])
+
+
+@pytest.mark.parametrize("special", ['<|"|>', "\n\n\n", "<|x|>"])
+def test_the_name_of_a_special_token_is_refused_wherever_a_conversation_has_it(tmp_path, special):
+    chat = with_special(tmp_path, CHATML, special)
+    said = {"role": "user", "content": f"say {special} now"}
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", special: 1}}]}
+    for messages, tools, place in (
+        ([said], None, "message 1"),
+        ([{"role": "user", "content": "hi"}, called], None, "message 2"),
+        ([{"role": "user", "content": "hi"}], [{"description": special}], "tools"),
+    ):
+        with pytest.raises(ChatError, match=rf"^{place} has the special token "):
+            chat.render(messages, tools=tools)
+
+
+def test_a_special_token_before_an_answer_that_takes_in_its_white_space_carries_no_loss(tmp_path):
+    chat = with_special(tmp_path, HEADERS, "<|assistant|>", rstrip=True)
+    ask = [{"role": "user", "content": "zoo"}, {"role": "assistant", "content": " zebra"}]
+    ids, is_answer = chat.encode_example(chat.examples(ask)[-1])
+    names = [chat._library.id_to_token(i) for i in ids]
+    header = names.index("<|assistant|>")
+    assert not is_answer[: header + 1].any() and is_answer[header + 1 :].all()
+    assert chat.unlearned_end is None
+
+
+def test_a_template_that_leaves_the_end_of_an_answer_without_loss_is_known(tmp_path):
+    inside = TEMPLATES["marked"]
+    outside = inside.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    assert outside != inside
+    for template, name in ((inside, None), (outside, "<|im_end|>"), (CHATML, None)):
+        chat = chat_of(tmp_path, template)
+        end = chat.unlearned_end
+        assert (end is None) == (name is None)
+        assert end is None or chat._library.id_to_token(end) == name

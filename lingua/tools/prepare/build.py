@@ -32,6 +32,7 @@ from lingua.parallel.environment import detect_launch
 from lingua.parallel.signals import STOPPING
 from lingua.tokenizer import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer
+from lingua.tools.prepare.conversations import unlearned_end
 from lingua.tools.prepare.units import (
     UNIT_BYTES,
     Unit,
@@ -80,6 +81,8 @@ def build_source(
             f"{spec.key}: tokenizing {total / 1e6:,.1f} MB into {spec.folder} "
             f"({why}; parts to build: {len(todo):,} of {len(units):,})"
         )
+        if (note := unlearned_end(spec.args, tokenizer)) is not None:
+            report(f"{spec.key}: {note}")
         often = {"mininterval": 0.2 if sys.stderr.isatty() else 30}  # a log file: now and then
         name = f"tokenizing {spec.manifest.source}"
         with tqdm(total=total, desc=name, unit="B", unit_scale=True, **often) as bar:

@@ -43,6 +43,24 @@ def open_conversations(args: DataArgs, tokenizer: Tokenizer, source: str) -> Exa
     return made.pair if args.chat.pairs else made.examples
 
 
+def unlearned_end(args: DataArgs, tokenizer: Tokenizer) -> str | None:
+    """A line about a template that leaves the end of an answer without loss; None where it does
+    not, or sources are text. Raises UserError."""
+    if args.chat is None:
+        return None
+    try:
+        token = open_chat(args.tokenizer, tokenizer, args.chat.template).unlearned_end
+    except ChatError:  # it needs other messages
+        return None
+    if token is None:
+        return None
+    name = tokenizer.library.id_to_token(token)
+    return (
+        f"no end of an answer carries loss, since the template has {name} outside of its tag "
+        "`generation`: the model does not learn to end its answers"
+    )
+
+
 @dataclass(frozen=True)
 class _Conversations:
     chat: Chat

@@ -1,10 +1,10 @@
 """The documents in a file, whatever its form.
 
-JSON lines (.jsonl) give a document per line, .parquet, .arrow, .csv and .tsv files one per row; of
-.parquet it may be tokens, the column input_ids, where there is no text. A .json file is a list of
-records, one record, or JSON lines, as C4 and Dolma name them. Every other file is one document. .gz
-and .zst are decompressed. A large .jsonl or .parquet file is read in parts: byte ranges that begin
-where a line or row group does.
+JSON lines (.jsonl, .ndjson, .jsonlines, .ldjson) give a document per line, .parquet, .arrow, .csv
+and .tsv files one per row; of .parquet it may be tokens, the column input_ids, where there is no
+text. A .json file is a list of records, one record, or JSON lines, as C4 and Dolma name them. Every
+other file is one document. .gz and .zst are decompressed. A large .jsonl or .parquet file is read
+in parts: byte ranges that begin where a line or row group does.
 
 Documents are UTF-8 and taken as they are, carriage returns included; only a byte order mark, at the
 start of a file, is left out. One document is in memory at a time, or one list of records.
@@ -33,13 +33,22 @@ from lingua.data.token_formats import arrow_batches
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.prepare.pieces import WORD_OR_LINE
 
+NOT_TEXT = "name the file .jsonl, or leave it out by data.source_files.NAME.files"
 READ_BYTES = 2**18  # bytes read at once
 MAX_ROWS = 1024  # parquet rows read at once
 MAX_LIST_BYTES = 2**30  # largest .json file that is one list, largest value in a table
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_FORMS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # a file of another is one text
+_FORMS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")  # a file of another is one text
+_SAME_FORMS = {"ndjson": "jsonl", "jsonlines": "jsonl", "ldjson": "jsonl"}
 _TABLES = ("parquet", "arrow")  # with columns, read by pyarrow
 _TOKENS = "input_ids"  # column of tokens
+_LISTS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
 _BOM = b"\xef\xbb\xbf"
 HELD_OUT = 50  # one document in 50 is held out; of a source of one document, its last 50th
 HELD_OUT_BELOW = 2**64 // HELD_OUT  # documents with a lower 64-bit hash are held out
@@ -77,11 +86,12 @@ Examples = Callable[[int, dict[str, Any]], list[SourceRecord]]
 
 
 def _form(file: FilePart) -> tuple[str, str | None]:
-    """(one of _FORMS without its dot, else "text"; codec) of a file by its name."""
+    """(one of _FORMS, else "text"; codec) of a file by its name."""
     name = Path(file.path.lower())
     codec = _CODECS.get(name.suffix)
-    suffix = name.with_suffix("").suffix if codec else name.suffix
-    form = suffix[1:] if suffix in _FORMS else "text"
+    suffix = (name.with_suffix("").suffix if codec else name.suffix).removeprefix(".")
+    suffix = _SAME_FORMS.get(suffix, suffix)
+    form = suffix if suffix in _FORMS else "text"
     return ("text" if codec and form in _TABLES else form), codec
 
 
@@ -273,6 +283,8 @@ def _records(
             text = value.decode("utf-8-sig" if form == "text" else "utf-8")
             if form == "text" and "\0" in text:
                 raise Wrong("binary file", f"byte {value.index(0) + 1} is NUL, which no text has")
+            if form == "text" and (key := _key_of_json_line(text, keys)) is not None:
+                raise Wrong("JSON lines in a file of text", f"line 1 has the key {key}; {NOT_TEXT}")
         else:
             text = _text_of(value, keys)
         if text:
@@ -290,6 +302,16 @@ def _records(
     except (ValueError, RecursionError) as error:
         wrong = Wrong("not JSON", str(error))
     return [SourceRecord(number, wrong=wrong)]
+
+
+def _key_of_json_line(text: str, keys: tuple[str, ...]) -> str | None:
+    """Which key of a record's text the first line of a text has, if it is a record."""
+    if not text.startswith("{"):
+        return None
+    with suppress(ValueError):
+        record = orjson.loads(text.partition("\n")[0])
+        return next((key for key in keys if key in record), None)
+    return None
 
 
 def _parse_json(line: bytes) -> Any:
@@ -379,9 +401,20 @@ def _rows(part: FilePart, form: str) -> Iterator[Wrong | dict[str, Any]]:
         for batch in read(MAX_ROWS):
             for i in range(batch.num_rows):
                 try:
-                    yield batch.slice(i, 1).to_pylist()[0]
+                    yield _without_nulls(batch.slice(i, 1).to_pylist()[0])
                 except UnicodeDecodeError as error:
                     yield Wrong("not UTF-8", str(error))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys that Arrow gives a record because others have them, with null. A
+    message keeps its content."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if v is not None or k == "content"}
+        return {key: _without_nulls(v) for key, v in kept.items()}
+    return value
 
 
 def _column(
@@ -402,8 +435,12 @@ def _column(
             return
         kind = schema.field(key).type
         stored = kind.value_type if pa.types.is_dictionary(kind) else kind
-        is_list = pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)
-        is_tokens = key == _TOKENS and is_list
+        is_list = any(is_kind(kind) for is_kind in _LISTS)
+        is_tokens = key == _TOKENS and is_list and pa.types.is_integer(kind.value_type)
+        if key == _TOKENS and is_list and not is_tokens:
+            fault = Wrong("tokens are not whole numbers", f"column {key} is {kind}")
+            yield from repeat(fault, n_rows)
+            return
         if not is_tokens and stored not in (pa.string(), pa.large_string(), pa.string_view()):
             fault = Wrong("text is not a string", f"column {key} is {kind}", lacks_key=True)
             yield from repeat(fault, n_rows)
