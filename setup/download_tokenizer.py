@@ -15,7 +15,7 @@ from typing import Literal
 from hub import fetch, retry, run_script
 
 from lingua.base.errors import UserError, nearest
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 
 Kind = Literal["sp", "tiktoken"]

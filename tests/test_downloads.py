@@ -15,7 +15,7 @@ import tiktoken
 
 from lingua.data.args import DataArgs
 from lingua.data.sources import prepare_source
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from tests.hub_server import TOKEN, Hub
 from tests.programs import python

@@ -33,7 +33,7 @@ from lingua.data.sources import held_out_windows
 from lingua.model.sampling import SamplingArgs
 from lingua.parallel.alone import one_process
 from lingua.run.start import check, find_start
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands import checkpoint
 from lingua.tools.commands.data_prepare import PrepareArgs

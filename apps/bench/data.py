@@ -35,7 +35,7 @@ from lingua.data.sources import prepare_source
 from lingua.data.stream import RowStream
 from lingua.data.token_formats import MEGATRON_HEAD, open_file
 from lingua.data.token_source import TokenSource
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tokenizer.tiktoken import SPLIT
 from lingua.tools.inspect.tokenizer import BOS, EOS, train

@@ -24,7 +24,7 @@ from lingua.model.generate import Request, generate
 from lingua.model.sampling import SamplingArgs
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, pick_device, start
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.exchange.convert import ConvertArgs, convert
 
 BATCHES, PROMPT_TOKENS = (1, 32), 64

@@ -27,7 +27,7 @@ from lingua.parallel.signals import StopRequest
 from lingua.run.args import RunArgs
 from lingua.run.run import Run
 from lingua.run.start import start_run
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 
 
 def with_defaults(defaults: Sequence[str], keys: Sequence[str]) -> list[str]:

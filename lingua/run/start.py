@@ -46,7 +46,7 @@ from lingua.parallel.plan import ParallelPlan, check_layout
 from lingua.parallel.signals import Stopped, StopRequest
 from lingua.run.args import RunArgs
 from lingua.run.receipt import is_written
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from apps.dpo import app as dpo
 from apps.sft import app as sft
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from tests.apps.runs import Outcome, Runs, arguments, prepare, write_sources
 from tests.chats import CHATML, write_tokenizer
 from tests.data.prepared import EOS

@@ -48,7 +48,7 @@ from lingua.parallel.tensors import as_shard, local, whole
 from lingua.run import samples
 from lingua.run.run import Run
 from lingua.run.start import start_run
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer
 from tests.apps.meshes import Sizes, mesh
 from tests.ranks import Ranks

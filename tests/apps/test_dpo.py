@@ -17,7 +17,7 @@ from apps.dpo import PairData, TrainArgs, app
 from lingua.config.saved import load_saved
 from lingua.data.rows import OpenData
 from lingua.optim.schedule import lr_at
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.chat_template import open_chat
 from tests.apps.runs import Outcome, Runs
 

@@ -38,7 +38,7 @@ from lingua.monitor.args import WAITING
 from lingua.parallel import launch
 from lingua.parallel.args import DistributedArgs
 from lingua.run.start import check
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.exchange import convert
 from lingua.tools.slurm.status import status, status_table

@@ -22,7 +22,7 @@ from lingua.base.dump_dir import METRICS
 from lingua.base.lock import claimed
 from lingua.data.cache import shard_folder
 from lingua.run.records import Record
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from tests.apps.meshes import mesh, on_meshes
 from tests.apps.runs import (
     SMALL,

@@ -22,7 +22,7 @@ from lingua.data.rows import document_marks
 from lingua.data.sources import TextData
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import Launch, start
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.commands.data_show import main
 from lingua.tools.exchange.trained import open_trained
 from lingua.tools.inference.row_losses import RowLosses, row_losses

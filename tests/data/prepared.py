@@ -10,7 +10,7 @@ import xxhash
 from lingua.data.args import DataArgs
 from lingua.data.shards import Source
 from lingua.data.sources import prepare_source
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from tests.mistakes import refused
 
 BOS, EOS = 256, 257

@@ -18,7 +18,7 @@ from lingua.data.chat import ChatRows
 from lingua.data.loader import Loader
 from lingua.data.rows import document_marks
 from lingua.data.sources import check_sources, prepare_source
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.chat_template import open_chat
 from lingua.tools.inspect.describe import describe_mixture, describe_row

@@ -13,7 +13,7 @@ from tokenizers import models
 from lingua.data import IGNORE
 from lingua.data.args import ValidationArgs
 from lingua.data.sources import TextData, held_out_windows
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.prepare import records
 from tests.data.prepared import (

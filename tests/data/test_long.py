@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.prepare.pieces import CONTEXT, TRIES, Pieces
 from tests.data.prepared import Prepared, check, error_of, make_args
 from tests.data.test_forms import write_form

@@ -19,7 +19,7 @@ from tokenizers import models
 from lingua.base.errors import UserError
 from lingua.data.shards import Source
 from lingua.data.sources import prepare_source, prepare_sources
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from tests.data.prepared import (
     BOS,

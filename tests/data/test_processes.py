@@ -12,7 +12,7 @@ import pytest
 import lingua.base.lock
 from lingua.data.cache import shard_folder
 from lingua.data.sources import source_files
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.commands import data_prepare
 from lingua.tools.prepare.units import UNIT_BYTES, plan_units
 from tests.data.prepared import (
@@ -33,7 +33,7 @@ BUILD = """
 import sys
 from lingua.data.args import DataArgs
 from lingua.data.sources import prepare_source
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 
 if __name__ == "__main__":
     root, processes = sys.argv[1], int(sys.argv[2])

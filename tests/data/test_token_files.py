@@ -20,7 +20,7 @@ from lingua.data.sources import held_out_windows, open_sources, prepare_sources,
 from lingua.data.stream import RowStream
 from lingua.data.token_files import open_files
 from lingua.data.token_source import TokenSource, documents_of
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands.data_verify import verify_source
 from lingua.tools.inspect.tokenizer import mixture_texts

@@ -9,7 +9,7 @@ from lingua.data import IGNORE
 from lingua.data.args import DataArgs
 from lingua.data.documents import DocumentMarks
 from lingua.data.rows import document_marks
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 
 pytestmark = pytest.mark.quick

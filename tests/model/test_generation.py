@@ -19,7 +19,7 @@ from lingua.model.sampling import SamplingArgs
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.init import init_parameters
 from lingua.parallel.launch import detect_launch, start
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.inference.score import score
 from tests.apps.meshes import on_mesh

@@ -17,7 +17,7 @@ from lingua.monitor.reporter import Reporter
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.launch import detect_launch, start
 from lingua.run.records import Record
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.runs.held_out import heldout
 from tests.apps.runs import Runs, arguments
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.chat_template import Chat, ChatError, open_chat
 from tests.chats import CHATML, TEMPLATES, write_tokenizer

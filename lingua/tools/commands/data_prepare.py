@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     _, args = load_data(PrepareArgs, argv, __doc__)
     # Imported here, since --help needs no numpy.
     from lingua.data.sources import prepare_sources
-    from lingua.tokenizer import build_tokenizer
+    from lingua.tokenizer.build import build_tokenizer
 
     tokenizer, report = build_tokenizer(args.data.tokenizer), partial(print, flush=True)
     prepare_sources(args.data, tokenizer, report, args.processes, args.validation.sources)

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
             "config, such as python -m lingua data show runs/debug step=100 worst=5"
         )
     # Imported here, since --help needs neither torch nor numpy.
-    from lingua.tokenizer import build_tokenizer
+    from lingua.tokenizer.build import build_tokenizer
     from lingua.tools.inspect.show import describe_rows, describe_worst, open_run, prepare_rows
 
     tokenizer = build_tokenizer(args.data.tokenizer)

@@ -33,7 +33,7 @@ class VerifyArgs:
 def main(argv: list[str]) -> None:
     _, words = split_run(argv)
     _, args = load_data(VerifyArgs, words, __doc__)
-    from lingua.tokenizer import build_tokenizer  # here, since --help needs no numpy
+    from lingua.tokenizer.build import build_tokenizer
 
     tokenizer = build_tokenizer(args.data.tokenizer)
     wrong = []

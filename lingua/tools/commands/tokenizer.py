@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
 def train_command(words: list[str]) -> None:
     args, _ = load(TokenizerTrainArgs, words, meta_lingua, partial=True, program_doc=__doc__)
     # Imported here, since --help needs no numpy.
-    from lingua.tokenizer import build_tokenizer
+    from lingua.tokenizer.build import build_tokenizer
     from lingua.tools.inspect.tokenizer import BOS, EOS, mixture_texts, train
 
     folder = Path(args.out)
@@ -110,7 +110,7 @@ def show_command(argv: list[str]) -> None:
             raise UserError(
                 f"path = {chosen.path}: needs name=hf, sp or tiktoken; bytes has no file"
             )
-    from lingua.tokenizer import build_tokenizer
+    from lingua.tokenizer.build import build_tokenizer
     from lingua.tools.inspect.tokenizer import describe_tokens
 
     for line in describe_tokens(build_tokenizer(chosen), argv[0]):

@@ -25,7 +25,7 @@ from lingua.checkpoint.origin import HF_CONFIG
 from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import Part
 from lingua.config.values import plain
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tokenizer.library import load_config
 

@@ -29,7 +29,7 @@ from lingua.parallel.parallelize import parallelize_model
 from lingua.parallel.plan import ParallelPlan
 from lingua.parallel.torch_private import non_persistent_buffers
 from lingua.run.args import RunArgs
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tools.exchange.hugging_face import config_of_hf_folder, end_tokens
 

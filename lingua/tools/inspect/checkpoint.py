@@ -22,7 +22,7 @@ from lingua.config.load import flatten, resume_classes, to_yaml
 from lingua.data.rows import TOKENIZER
 from lingua.data.sources import TextData
 from lingua.run.args import RunArgs
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 
 
 def _newest(folder: str) -> Checkpoint:

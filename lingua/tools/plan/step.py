@@ -21,7 +21,7 @@ from lingua.run.args import RunArgs
 from lingua.run.program import load_loop
 from lingua.run.run import Run
 from lingua.run.start import add_in_order, check_forward, make_optimizer
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 
 BYTES = "data.tokenizer={name: bytes, path: null, bos: null, eos: null}"

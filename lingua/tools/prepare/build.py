@@ -30,7 +30,7 @@ from lingua.data.files import IO_THREADS, FilePart
 from lingua.data.shards import SHARDS_MANIFEST, Manifest
 from lingua.parallel.environment import detect_launch
 from lingua.parallel.signals import STOPPING
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.prepare.conversations import unlearned_end
 from lingua.tools.prepare.units import (

@@ -21,7 +21,7 @@ from apps.mtp import app as mtp_app
 from lingua.checkpoint.folder import read_checkpoint
 from lingua.checkpoint.origin import open_source
 from lingua.model.args import TransformerArgs
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.exchange.hugging_face import HFTensor
 from lingua.tools.inspect.checkpoint import summary

@@ -10,7 +10,7 @@ from lm_eval.tasks import TaskManager
 from lingua.model.generate import Completion
 from lingua.model.sampling import SamplingArgs
 from lingua.monitor.args import HarnessArgs
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.inference.harness import Evaluator, harness_names, to_settings
 from tests.mistakes import refused

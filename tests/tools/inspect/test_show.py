@@ -12,7 +12,7 @@ import xxhash
 from lingua.config.load import load, meta_lingua
 from lingua.data.args import DataArgs, Stage
 from lingua.data.sources import prepare_sources
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.inspect.describe import describe_mixture, describe_row
 from lingua.tools.prepare.records import HELD_OUT_BELOW

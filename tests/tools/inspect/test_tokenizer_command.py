@@ -11,7 +11,7 @@ import xxhash
 from transformers import AutoTokenizer
 
 from lingua.data.args import DataArgs
-from lingua.tokenizer import build_tokenizer
+from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands.tokenizer import main
 from lingua.tools.inspect.tokenizer import mixture_texts
