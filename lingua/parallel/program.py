@@ -28,7 +28,7 @@ def run_program(program: Callable[[], None]) -> NoReturn:
     """Run `program` and exit with its exit code. Of a terminal that is not UTF-8, a character that
     it lacks is escaped, and arguments are read as UTF-8 where they are."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     sys.argv = [_in_utf8(word) for word in sys.argv]
     faulthandler.enable(2)  # stacks of all threads where torch aborts, as its NCCL watchdog does
