@@ -103,3 +103,15 @@ def test_openmp_reads_how_long_its_threads_spin_unless_the_user_has_said_it(vari
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("torch has another OpenMP library")
     assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "env", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}], ids=["ascii", "C"]
+)
+def test_a_terminal_that_is_not_utf_8_has_escapes_and_arguments_are_read(env):
+    command = [sys.executable, "-m", "lingua", "tokenizer", "show", "na\u00efve", "name=bytes"]
+    done = subprocess.run(command, cwd=REPO, env=os.environ | env, capture_output=True)
+    plain = subprocess.run(command, cwd=REPO, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode("ascii") == plain.stdout.replace("\ufffd", r"\ufffd")
+    assert "the text is 6 tokens of 6 bytes" in plain.stdout and "\ufffd" in plain.stdout
