@@ -14,7 +14,7 @@ META_LINGUA = Foreign(
         "logging.acc_freq": "the logged loss is that of whole steps",
         "distributed.compile_cache_size_limit": "PyTorch's own limit is kept",
         "distributed.spawn_method": "data workers are threads",
-        "distributed.float8_filter": "there is no float8 recipe to filter for",
+        "distributed.float8_filter": "distributed.float8 has the products of all blocks",
         "eval.harness": "benchmarks are set by eval.tasks",
         "eval.generator": "benchmarks are set by eval.tasks, and each says how it generates",
         "eval.validation": "the held-out loss is set by validation",
