@@ -4,6 +4,7 @@ is marked, and kept when asked. Also models that cannot generate."""
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find
 from lingua.checkpoint.retention import marks
 from lingua.data import IGNORE
+from lingua.data.contract import check_held_out
 from lingua.data.loader import MicroBatch
 from lingua.data.rows import HeldOut
 from lingua.model import Losses, as_losses
@@ -103,7 +105,7 @@ def test_windows_that_cannot_be_measured_are_refused() -> None:
     """Before the first step of a run: test_shapes.py."""
     tokens = np.zeros((3, 16), np.int64)
     windows = HeldOut(tokens, tokens, n_bytes=9, documents=tokens)
-    windows.check("one", 16)
+    check_held_out("one", windows, 16)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tokens": tokens.astype(np.float32)}, "held-out tokens of one: float32 [3, 16]"),
         ({"tokens": tokens[0]}, "held-out tokens of one: int64 [16]"),
@@ -114,7 +116,7 @@ def test_windows_that_cannot_be_measured_are_refused() -> None:
         ({"n_bytes": 0}, "one byte"),
     ]
     for change, message in wrong:
-        refused(lambda: replace(windows, **change).check("one", 16), message)  # noqa: B023
+        refused(partial(check_held_out, "one", replace(windows, **change), 16), message)
 
 
 def build_without_logits(args: TrainArgs) -> Built:
