@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from lingua.parallel.launch import Launch, detect_launch, start
 from lingua.parallel.mesh import on_rank_0, world_sum_
 from lingua.parallel.program import run_program
 from lingua.parallel.rendezvous import watch
-from lingua.parallel.signals import StopRequest
+from lingua.parallel.signals import STOPPING, StopRequest
 from lingua.parallel.torch_private import default_store
 from tests.programs import python
 
@@ -322,8 +323,18 @@ def test_a_signal_of_the_launcher_does_not_end_a_rank_that_has_failed_before_it_
     assert ("ValueError: the cause" in done.stderr) == (code == 1)
 
 
-def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_since(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # is set back
+@pytest.fixture
+def process_restored(monkeypatch) -> Iterator[None]:
+    """What a rank that fails sets for the rest of its process is set back."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("process_restored")
+def test_a_rank_that_knows_who_failed_first_says_so_where_the_store_has_ended_since():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of rank 0
     with one_process():
         heart = Heartbeat()
