@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None, loop: str | None = None, doc: str | None
     args: RunArgs
     args, notices = load_run(app, argv, program_doc=doc or __doc__, files=files)
     if detect_launch().rank == 0:
-        for line in [*notices, f"{args.name}: an {app.path} run in {args.folder}"]:
+        for line in [*notices, f"{args.name}: training {app.path} in {args.folder}"]:
             print(printable(line), flush=True)
     program = load_loop(loop)
     gc.freeze()  # what is imported stays: run_program froze only what came before

@@ -206,7 +206,7 @@ def test_ranks_that_cannot_meet_print_one_line_and_leave_with_2():
             out, error = process.communicate(timeout=60)
             place = f"MASTER_ADDR:MASTER_PORT = 127.0.0.1:{ports[i]}"
             line = f"error: rank {i} of 2 cannot meet the others at {place}: {reason}\n"
-            first = "debug: an apps.main run in runs/debug\n" if i == 0 else ""
+            first = "debug: training apps.main in runs/debug\n" if i == 0 else ""
             assert (process.returncode, out, error) == (2, first, line)
 
 
