@@ -24,6 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AXES = ("dp_replicate", "dp_shard", "tp")
+READ_S = 5.0  # seconds for the other ranks to read why rank 0 ends, whose process has the store
 
 
 def dp_rank(mesh: DeviceMesh) -> int:
@@ -104,6 +105,10 @@ def share(work: Callable[[], T], store: dist.Store, key: str, rank: int, n_ranks
         except Exception as error:
             local = error.local if isinstance(error, UserError) else None
             store.set(key, json.dumps({"error": str(error), "local": local}))
+            n_waited = 0 if dist.is_initialized() else n_ranks - 1  # a group waits at its end
+            end = time.monotonic() + READ_S
+            while store.add(f"{key}/read", 0) < n_waited and time.monotonic() < end:
+                time.sleep(0.01)
             raise
         store.set(key, text)
         return json.loads(text)["result"]
@@ -114,6 +119,7 @@ def share(work: Callable[[], T], store: dist.Store, key: str, rank: int, n_ranks
     shared = json.loads(store.get(key))
     if "result" in shared:
         return shared["result"]
+    store.add(f"{key}/read", 1)
     local = shared["local"]
     raise RuntimeError(shared["error"]) if local is None else UserError(shared["error"], local)
 
