@@ -181,9 +181,10 @@ def all_call(key: str, patience_s: float) -> bool:
     """Whether every rank calls this with `key` up to `patience_s` seconds after this one. It is no
     collective: ranks that do something else meanwhile are not disturbed."""
     store, deadline = default_store(), time.monotonic() + patience_s
-    store.add(f"lingua/{key}", 1)
-    while store.add(f"lingua/{key}", 0) < dist.get_world_size():
-        if time.monotonic() > deadline:
+    n_called = store.add(f"lingua/{key}", 1)
+    while n_called < dist.get_world_size():
+        if time.monotonic() >= deadline:  # without patience it asks no second time
             return False
         time.sleep(max(0.01, dist.get_world_size() / 10_000))  # 10,000 questions a second of all
+        n_called = store.add(f"lingua/{key}", 0)
     return True
