@@ -103,7 +103,7 @@ def test_every_config_and_command_line_is_accepted_or_refused_by_name(tmp_path, 
         argv += [hostile_argument(draw, keys) for _ in range(draw.randint(0, 3))]
         return lambda: program(argv), names
 
-    fuzz(make, 60)
+    fuzz(make, 30)
 
 
 def test_any_change_to_a_file_of_text_gives_tokens_or_a_named_error(tmp_path):

@@ -285,7 +285,7 @@ def param(sizes: Sizes, name: str, cases: list[Case], more: dict[str, Any], *mar
     + [param(sizes, "one micro-step", together(sizes), {}, SOAK) for sizes in MESHES]
     + [param(sizes, "compiled", together(sizes, True), MICRO_STEPS, SOAK) for sizes in MESHES]
     + [param(sizes, "micro-steps", together(sizes), MICRO_STEPS, SOAK) for sizes in MIXED]
-    + [param(sizes, "each pair alone", ALONE, MICRO_STEPS, SOAK) for sizes in (SHARDS, TP)],
+    + [param(SHARDS, "each pair alone", ALONE, MICRO_STEPS, SOAK)],
 )
 def test_every_pair_of_options_trains_as_the_plain_run(runs, plain, sizes, cases, more):
     trained = train_on(runs, sizes, cases, more, at_once=3 if "compile" in cases[0] else 30)
