@@ -25,6 +25,7 @@ from apps.main.generate import GenerateArgs
 from lingua.app import find_app
 from lingua.base.errors import UserError
 from lingua.checkpoint.args import CheckpointArgs
+from lingua.checkpoint.folder import published
 from lingua.checkpoint.origin import open_source
 from lingua.config.load import load, meta_lingua
 from lingua.config.schema import schema
@@ -298,7 +299,8 @@ def convert_to(source, out):
 
 def start_in(root, **settings):
     with one_process():
-        find_start(root, CheckpointArgs(**settings), ["seed", "data.sources", "model.dim"])
+        found = [c.to_json() for c in published(root, print)]
+        find_start(found, CheckpointArgs(**settings), ["seed", "data.sources", "model.dim"])
 
 
 def test_any_change_of_a_checkpoint_is_accepted_or_refused_by_name(tmp_path):

@@ -27,6 +27,7 @@ from apps.main.config import TrainArgs
 from apps.main.transformer import build
 from lingua.base.dump_dir import step_folder
 from lingua.checkpoint.digest import digest
+from lingua.checkpoint.folder import find_on_rank_0, published
 from lingua.checkpoint.save import save
 from lingua.checkpoint.saved import newest
 from lingua.checkpoint.source import open_checkpoint
@@ -128,9 +129,8 @@ def state_on(mesh: DeviceMesh, args: TrainArgs) -> dict[str, Tensor]:
 
 def load_newest(root: Path, tensors: dict[str, Tensor]) -> None:
     """As a run that resumes does it."""
-    checkpoint = newest(root, "full", lambda line: None)
-    assert checkpoint is not None
-    open_checkpoint(checkpoint).load(tensors)
+    checkpoints = find_on_rank_0(lambda: published(root, lambda line: None))
+    open_checkpoint(newest(checkpoints, "full", lambda line: None)).load(tensors)
 
 
 def forget_files(paths: Iterable[Path]) -> None:

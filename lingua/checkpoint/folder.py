@@ -45,6 +45,14 @@ class Checkpoint:
     # content of train_state.json and config.yaml, where this process has read them to verify them
     texts: dict[str, bytes] = field(default_factory=dict, repr=False)
 
+    def to_json(self) -> dict[str, Any]:
+        """Its values, which another rank makes it of."""
+        return asdict(self) | {"path": str(self.path)}
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> "Checkpoint":
+        return cls(**(values | {"path": Path(values["path"])}))
+
 
 def checksum_of(manifest: dict[str, Any]) -> str:
     text = json.dumps({k: v for k, v in manifest.items() if k != "xxh3_64"}, sort_keys=True)
@@ -104,13 +112,32 @@ def find(root: Path, report: Callable[[str], None] = lambda line: None) -> list[
     return sorted(checkpoints, key=lambda c: c.serial, reverse=True)
 
 
+def published(root: Path, report: Callable[[str], None]) -> list[Checkpoint]:
+    """What `find` finds in the folder of a run. Raises UserError where there are checkpoints, but
+    none is whole."""
+    checkpoints = find(root, report)
+    if not checkpoints and _has_steps(root):
+        raise none_usable(root)
+    return checkpoints
+
+
+def none_usable(root: Path) -> UserError:
+    """To start from scratch beside checkpoints would remove what may be whole (a disk that fails, a
+    folder without permission)."""
+    advice = "move them away to start from scratch"
+    return UserError(f"{root}: has checkpoints, but none that can be used; {advice}")
+
+
+def _has_steps(root: Path) -> bool:
+    return any(STEP_FOLDER.fullmatch(path.name) for path in root.glob("*"))
+
+
 def check_run_id(root: Path, dump_dir: Path) -> None:
     """Raise UserError where the checkpoints in `root` are those of another run than `dump_dir`'s.
     Checkpoints without an id, as of an earlier version, are any run's."""
     where = root.resolve()
     marked = next(filter(_run_id, (where, where.parent)), dump_dir)
-    steps = any(STEP_FOLDER.fullmatch(path.name) for path in where.glob("*"))
-    if steps and _run_id(marked) != _run_id(dump_dir):
+    if _has_steps(where) and _run_id(marked) != _run_id(dump_dir):
         raise UserError(
             f"{root}: has checkpoints of another run, as {marked / RUN_ID} shows; choose another "
             "dump_dir or checkpoint.path, start from them with checkpoint.init_from, or, to go on "
@@ -139,8 +166,7 @@ def _run_id(folder: Path) -> str:
 
 def find_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
     """The checkpoints that `work` finds on rank 0. Called by every rank."""
-    checkpoints = on_rank_0(lambda: [asdict(c) | {"path": str(c.path)} for c in work()])
-    return [Checkpoint(**(values | {"path": Path(values["path"])})) for values in checkpoints]
+    return list(map(Checkpoint.of_json, on_rank_0(lambda: [c.to_json() for c in work()])))
 
 
 def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lingua.base.dump_dir import CONFIG, STATE, STEP_FOLDER
+from lingua.base.dump_dir import CONFIG, STATE
 from lingua.base.errors import UserError
 from lingua.base.files import read_bytes
-from lingua.checkpoint.folder import Checkpoint, damage, find, find_on_rank_0, read_state
+from lingua.checkpoint.folder import Checkpoint, damage, none_usable, read_state
 from lingua.checkpoint.state import Progress
 from lingua.config.schema import MAX_ROWS
 from lingua.config.values import parse_mapping, plain, read_file, show
-from lingua.parallel.mesh import on_rank_0
 
 if TYPE_CHECKING:
     from lingua.checkpoint.source import TensorSource
@@ -106,19 +105,12 @@ def read_saved(checkpoint: Checkpoint, keys: Iterable[str]) -> Saved:
 # ---- which checkpoint
 
 
-def newest(root: Path, verify: str, report: Callable[[str], None]) -> Checkpoint | None:
-    """The last published checkpoint that verifies, None where there is none at all. Called by every
-    rank; rank 0 chooses.
-
-    Raises UserError where there are checkpoints, but none verifies: to start from scratch beside
-    them would remove what may be whole (a disk that fails, a folder without permission).
-    """
-    checkpoint, _ = first_undamaged(find_on_rank_0(lambda: find(root, report)), verify, report)
-    if checkpoint is None and on_rank_0(
-        lambda: any(STEP_FOLDER.fullmatch(p.name) for p in root.glob("*"))
-    ):
-        advice = "move them away to start from scratch"
-        raise UserError(f"{root}: has checkpoints, but none that can be used; {advice}")
+def newest(checkpoints: list[Checkpoint], verify: str, report: Callable[[str], None]) -> Checkpoint:
+    """The first of a run's checkpoints that verifies. Called by every rank. Raises UserError where
+    none does."""
+    checkpoint, _ = first_undamaged(checkpoints, verify, report)
+    if checkpoint is None:
+        raise none_usable(checkpoints[0].path.parent)
     return checkpoint
 
 

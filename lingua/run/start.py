@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from lingua.base.dump_dir import CONFIG, FILES, FOLDERS
 from lingua.base.errors import UserError, check_array, tool_needed_by
 from lingua.base.format import counted
 from lingua.checkpoint.args import CheckpointArgs
-from lingua.checkpoint.folder import check_run_id, write_run_id
+from lingua.checkpoint.folder import Checkpoint, check_run_id, published, write_run_id
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.state import Progress
@@ -243,12 +243,11 @@ def check_run(app: App, args: RunArgs, sizes: tuple[int, ...], device: str) -> C
     args.dump_dir = str(args.folder)
     data: Data = app.data or TextData()
     tokenizer = build_tokenizer(args.data.tokenizer)
-    on_rank_0(lambda: data.check(args, tokenizer))
-
+    found, previous_rows = on_rank_0(partial(look, args, data, tokenizer))
     classes, allowed = resume_classes(type(args)), args.checkpoint.allow_change
-    on_rank_0(partial(check_run_id, args.checkpoint_folder, args.folder))
-    saved, origin = find_start(args.checkpoint_folder, args.checkpoint, classes, app)
-    resolve(args, replicas * shards, tokenizer, saved)
+    saved, origin = find_start(found, args.checkpoint, classes, app)
+    previous_rows = previous_rows if saved is None else saved.config["data.global_batch_size"]
+    resolve(args, replicas * shards, tokenizer, saved, previous_rows)
     config = flatten(args)
     changes: list[Change] = []
     if saved is not None:
@@ -274,25 +273,43 @@ def check_run(app: App, args: RunArgs, sizes: tuple[int, ...], device: str) -> C
     return Checked(data, tokenizer, built, saved, origin, changes)
 
 
+def look(
+    args: RunArgs, data: Data, tokenizer: Tokenizer
+) -> tuple[list[dict[str, Any]], int | None]:
+    """What one process finds on disk for all: the checkpoints of the run, as values of JSON, the
+    last published first, and the global batch size that an earlier start decided. Raises UserError
+    for data that cannot be read, and for checkpoints of another run or that are all damaged."""
+    data.check(args, tokenizer)
+    root, key = args.checkpoint_folder, "data.global_batch_size"
+    check_run_id(root, args.folder)
+    found, rows = published(root, logger.warning), None
+    config_file = args.folder / CONFIG
+    if args.data.global_batch_size is None and not found and config_file.exists():
+        from lingua.checkpoint.saved import flat_config  # imported for a run that has started
+
+        rows = flat_config(config_file, [key]).get(key)
+    return [checkpoint.to_json() for checkpoint in found], rows
+
+
 def find_start(
-    root: Path, args: CheckpointArgs, keys: Iterable[str], app: App | None = None
+    found: list[dict[str, Any]], args: CheckpointArgs, keys: Iterable[str], app: App | None = None
 ) -> "tuple[Saved | None, Origin | None]":
     """The checkpoint to resume, or else what to start from, if anything. Called by every rank.
-    Raises UserError where checkpoint.init_from names nothing to start from.
+    Raises UserError where no checkpoint verifies, and where checkpoint.init_from names nothing to
+    start from.
 
     Args:
-        root: folder of this run's own checkpoints.
+        found: this run's own checkpoints, as `look` returns them.
         keys: of the config, dotted.
         app: that of the run; None: apps.main.
     """
-    if on_rank_0(lambda: any(path.is_dir() for path in root.glob("*"))):
+    if found:
         from lingua.checkpoint.saved import newest, read_saved  # imported for a run that resumes
 
-        resumed = newest(root, args.verify, logger.warning)
-        if resumed is not None and args.init_from is not None:
+        resumed = newest(list(map(Checkpoint.of_json, found)), args.verify, logger.warning)
+        if args.init_from is not None:
             logger.info(f"{args.init_from} is not read: this run has checkpoints of its own")
-        if resumed is not None:
-            return read_saved(resumed, keys), None
+        return read_saved(resumed, keys), None
     if args.init_from is None:
         return None, None
     from lingua.checkpoint.origin import find_origin  # imported for a run that has one
@@ -300,12 +317,13 @@ def find_start(
     return find_origin(args, keys, app)
 
 
-def resolve(args: RunArgs, degree: int, tokenizer: Tokenizer, saved: "Saved | None") -> None:
+def resolve(
+    args: RunArgs, degree: int, tokenizer: Tokenizer, saved: "Saved | None", previous: int | None
+) -> None:
     """Fill in what the config leaves open. It is decided once: a later start on another topology
-    takes the global batch size from the checkpoint or the dump dir's config.yaml."""
+    takes the `previous` global batch size, from the checkpoint or the dump dir's config.yaml."""
     if args.data.global_batch_size is None:
         key = "data.global_batch_size"
-        previous = on_rank_0(partial(previous_global_batch_size, args, saved))
         rows = args.data.batch_size * degree * (args.grad_acc_steps or 1)
         args.data.global_batch_size = previous or rows
         if previous is None:
@@ -329,18 +347,6 @@ def resolve(args: RunArgs, degree: int, tokenizer: Tokenizer, saved: "Saved | No
             f"model.vocab_size = {args.model.vocab_size}: must be at least the tokenizer's, "
             f"{tokenizer.vocab_size}, or -1"
         )
-
-
-def previous_global_batch_size(args: RunArgs, saved: "Saved | None") -> int | None:
-    """The global batch size that an earlier start of the run decided. Raises UserError."""
-    key, config_file = "data.global_batch_size", args.folder / CONFIG
-    if saved is not None:
-        return saved.config[key]
-    if not config_file.exists():
-        return None
-    from lingua.checkpoint.saved import flat_config  # imported for a run that has started before
-
-    return flat_config(config_file, [key]).get(key)
 
 
 def resolve_attention(args: RunArgs, device: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lingua.checkpoint.args import CheckpointArgs
-from lingua.checkpoint.folder import find, read_checkpoint, read_state
+from lingua.checkpoint.folder import (
+    find,
+    find_on_rank_0,
+    published,
+    read_checkpoint,
+    read_state,
+)
 from lingua.checkpoint.retention import prune
 from lingua.checkpoint.save import Layout, save
 from lingua.checkpoint.saved import newest
@@ -41,7 +48,7 @@ KINDS = ("__0_0.distcp", ".metadata", "train_state.json", "config.yaml", "manife
 
 def refused_here(root: Path) -> str:
     join()
-    return refusal(lambda: newest(root, "full", lambda line: None))
+    return refusal(lambda: newest(published(root, print), "full", print))
 
 
 def newest_here(roots: list[Path], verify: str) -> list[tuple[str | None, list[str]]]:
@@ -50,8 +57,9 @@ def newest_here(roots: list[Path], verify: str) -> list[tuple[str | None, list[s
     results = []
     for root in roots:
         told: list[str] = []
-        chosen = newest(root, verify, told.append)
-        results.append((chosen and chosen.path.name, told))
+        found = find_on_rank_0(partial(published, root, told.append))
+        chosen = newest(found, verify, told.append).path.name if found else None
+        results.append((chosen, told))
     return results
 
 

@@ -23,7 +23,7 @@ from apps.main.config import ModelArgs
 from apps.main.hugging_face import llama
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.checkpoint.dcp import _ALLOWED, DCPFolder
-from lingua.checkpoint.folder import read_checkpoint
+from lingua.checkpoint.folder import published, read_checkpoint
 from lingua.checkpoint.origin import open_source
 from lingua.checkpoint.saved import newest, read_saved
 from lingua.parallel.alone import one_process
@@ -240,8 +240,9 @@ def test_the_config_of_a_checkpoint_is_read_as_text(folder, monkeypatch, capsys)
         printed += [refusal(work), *capsys.readouterr()]
     with one_process():
         source = open_source("source", folder, None, "full", print)
-        saved = read_saved(newest(folder.parent, "full", print), ["seed", "data.tokenizer.name"])
-        start = find_start(folder.parent, CheckpointArgs(), ["seed"])
+        found = published(folder.parent, print)
+        saved = read_saved(newest(found, "full", print), ["seed", "data.tokenizer.name"])
+        start = find_start([c.to_json() for c in found], CheckpointArgs(), ["seed"])
     printed += [str(start), source.config, *capsys.readouterr()]
     assert saved.config == dict.fromkeys(("seed", "data.tokenizer.name"), "${oc.env:HF_TOKEN}")
     assert "hf_secret" not in "".join(printed) and "seed: 5" not in "".join(printed)
