@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lingua.parallel.tensors import local, map_whole, n_owners
+from lingua.parallel.tensors import local
+from lingua.parallel.whole import map_whole, n_owners
 
 # The quintic a x + b x^3 + c x^5 (Jordan et al.): steep at 0, and a few applications take all
 # singular values to somewhere between 0.7 and 1.2, which trains as well as taking them to 1.

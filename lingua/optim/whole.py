@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lingua.parallel.tensors import local, part_of, whole
+from lingua.parallel.tensors import local, whole
+from lingua.parallel.whole import part_of
 
 
 def on_whole(

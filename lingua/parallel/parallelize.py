@@ -4,36 +4,23 @@ checkpointing, compilation and FSDP2.
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lingua.base.errors import UserError
 from lingua.parallel.args import DistributedArgs
 from lingua.parallel.gradients import Sharded
-from lingua.parallel.init import ties_kept
 from lingua.parallel.plan import (
     ParallelPlan,
     blocks_of,
     check_layout,
     matching,
     modules_of,
-    parameters_of,
-    undeclared,
-    within,
 )
 from lingua.parallel.torch_private import (
-    ATTENTION_OPERATORS,
-    PRODUCTS,
-    REDUCE_SCATTER,
     checkpoint_wrapper,
-    tree_map_only,
 )
 
 
@@ -61,7 +48,9 @@ def parallelize_model(
 
         to_float8(model, plan, mesh, sharded=not unsharded)
     if mesh["tp"].size() > 1:
-        _apply_tensor_parallel(model, mesh["tp"], plan)
+        from lingua.parallel.tensor_parallel import apply_tensor_parallel
+
+        apply_tensor_parallel(model, mesh["tp"], plan)
     _wrap_blocks(model, plan, args)
     if unsharded:
         return model  # nothing to shard, sum or cast: FSDP's hooks would only cost time
@@ -112,47 +101,6 @@ def reshard(model: nn.Module, interrupted: bool = False) -> None:
             module.reshard()
 
 
-def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    modules, styles = modules_of(model), plan.tp or {}
-    with ties_kept(model):
-        for pattern, style in styles.items():
-            for name in matching(modules, [pattern]):
-                parallelize_module(modules[name], mesh, style)
-    whole = [name for name, p in parameters_of(model).items() if not isinstance(p, DTensor)]
-    for problem in undeclared(whole, plan, mesh.size()):
-        raise UserError(problem)
-    # An asynchronous collective's result that enters a compiled block loses its gradient (torch
-    # 2.13): the modules outside the blocks return a copy of theirs.
-    for name in matching(modules, styles):
-        if not within(name, plan.blocks):
-            modules[name].register_forward_hook(
-                lambda module, args, out: out if isinstance(out, DTensor) else out.clone()
-            )
-    # Losses over a split vocabulary are DTensors, equal on all tp ranks: callers get them plain.
-    model.register_forward_hook(
-        lambda module, args, out: (
-            tree_map_only(DTensor, lambda t: t.full_tensor().clone(), out)
-            if isinstance(out, tuple)
-            else out
-        )
-    )
-
-
-# Results worth keeping when the rest of a block is recomputed: each costs far more to compute, or
-# to communicate, than its memory is worth.
-_SAVED = {*ATTENTION_OPERATORS, str(REDUCE_SCATTER)}
-
-
-def _selective(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is in _SAVED, and matrix products that do not narrow. The last product of a block
-    narrows; nothing in the backward pass reads it, so that it is not even computed again."""
-    saved = str(operator) in _SAVED
-    if operator in PRODUCTS:
-        n_in, n_out = args[1].shape
-        saved = n_in <= n_out
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) -> None:
     """Activation checkpointing and compilation, block by block."""
     modules, kind = modules_of(model), args.activation_checkpointing
@@ -165,8 +113,11 @@ def _wrap_blocks(model: nn.Module, plan: ParallelPlan, args: DistributedArgs) ->
         if kind == "full":
             block = checkpoint_wrapper(block, preserve_rng_state=False)
         elif kind == "selective":
-            keep = partial(create_selective_checkpoint_contexts, _selective)
-            block = checkpoint_wrapper(block, context_fn=keep, preserve_rng_state=False)
+            from lingua.parallel.selective import selective_contexts
+
+            block = checkpoint_wrapper(
+                block, context_fn=selective_contexts, preserve_rng_state=False
+            )
             if args.compile:
                 block.compile()
         model.set_submodule(name, block)

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from lingua.model.args import AttnImpl, TransformerArgs
 from lingua.model.attend import Mask, attend
 from lingua.model.attention import MIN_SEPARATED, build_mask, choose_attention
 from lingua.model.masks import SeparateDocuments
 from lingua.model.transformer import Context, TransformerBlock
-from lingua.parallel.parallelize import _selective
+from lingua.parallel.selective import selective_contexts
 
 pytestmark = pytest.mark.quick
 
@@ -215,7 +215,7 @@ def test_checkpointing_changes_no_gradient_and_selective_keeps_results(flash_on_
     mask = mask_of(impl, documents, None)
     *qkv, grad = inputs(2)
     expected = explicit(*qkv, visible(documents, None), grad)[1:]
-    keep = {"context_fn": lambda: create_selective_checkpoint_contexts(_selective)}
+    keep = {"context_fn": selective_contexts}
     for options, calls in (({}, 2), (keep, 1)):
         flash_on_the_cpu.clear()
         leaves = [t.detach().requires_grad_() for t in qkv]
