@@ -125,6 +125,8 @@ class Ranks:
         self._grow(n)
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+        # As a run sets it. Left over from one in some of the ranks, it would end the others.
+        env |= {"TORCH_GLOO_LAZY_INIT": "1"}
         for rank in range(n):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             self.pipes[rank].send((env | place, work, args, kwargs))

@@ -1,7 +1,7 @@
 """The language model of apps/main: a Llama-style transformer, and how it is laid out on a mesh."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from apps.main.config import ModelArgs, TrainArgs
 from lingua.app import Built
 from lingua.data import IGNORE
-from lingua.model import Cache, Losses, PerRow
+from lingua.model import Losses, PerRow
 from lingua.model.head import Head, VocabularyParallel
 from lingua.model.transformer import (
     Context,
@@ -28,6 +28,9 @@ from lingua.model.transformer import (
     trunc_normal_,
 )
 from lingua.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from lingua.model.cache import Cache
 
 
 class Transformer(nn.Module):
@@ -59,7 +62,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: "Cache | None" = None,
         per_token: bool = False,
     ) -> Tensor | Losses:
         ctx = Context(self.args, tokens, documents, noise, cache)

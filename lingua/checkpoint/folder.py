@@ -4,7 +4,6 @@ Tensors go through torch.distributed.checkpoint (DCP), keyed by parameter name; 
 `train_state.json`, one file for the run. `manifest.json` lists every file with size and checksum.
 """
 
-import hashlib
 import json
 import re
 import uuid
@@ -13,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
 
 from lingua.base.dump_dir import CONFIG, MANIFEST, RUN_ID, STATE, STEP_FOLDER
@@ -21,7 +19,7 @@ from lingua.base.errors import UserError
 from lingua.base.files import file_size, load_json, read_bytes, read_json
 from lingua.checkpoint.state import TrainState
 from lingua.config.load import from_values
-from lingua.parallel.mesh import gather_on_every_rank, on_rank_0
+from lingua.parallel.mesh import on_rank_0
 
 Entry = dict[str, Any]  # a file in the manifest: {"size": bytes, "xxh3_64": hexadecimal}
 # A checkpoint's folder while it is written or removed
@@ -167,23 +165,3 @@ def _run_id(folder: Path) -> str:
 def find_on_rank_0(work: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
     """The checkpoints that `work` finds on rank 0. Called by every rank."""
     return list(map(Checkpoint.of_json, on_rank_0(lambda: [c.to_json() for c in work()])))
-
-
-def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:
-    """Describe the files that differ from the manifest; an empty string where none does. Called by
-    every rank: each file is read by one, and the results are shared."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    bad = []
-    for name, entry in sorted(checkpoint.files.items())[rank::world]:
-        try:
-            if (text := checkpoint.texts.get(name)) is not None:
-                checksum = xxhash.xxh3_64_hexdigest(text)
-            else:
-                with (checkpoint.path / name).open("rb", buffering=0) as f:
-                    checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
-            if checksum != entry["xxh3_64"]:
-                bad.append(f"{name}: wrong checksum")
-        except OSError as error:
-            bad.append(f"{name}: {error.strerror}")
-    lines = sorted(line for part in gather_on_every_rank(bad, group) for line in part)
-    return f"{checkpoint.path} is damaged ({'; '.join(lines)})" if lines else ""

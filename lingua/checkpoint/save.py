@@ -32,7 +32,6 @@ from lingua.checkpoint.digest import digest, once
 from lingua.checkpoint.folder import (
     Entry,
     checksum_of,
-    damage,
     find,
     find_on_rank_0,
     read_checkpoint,
@@ -98,8 +97,11 @@ def save(
     """
     final = root / step_folder(step)
     published = find_on_rank_0(lambda: [c for c in find(root) if c.step == step])
-    if published and not damage(published[0], group):
-        return final
+    if published:
+        from lingua.checkpoint.saved import damage  # imported where a step was saved before
+
+        if not damage(published[0], group):
+            return final
     folder = Path(on_rank_0(lambda: str(temporary(final))))
     layout = layout or Layout()
     try:
@@ -107,26 +109,17 @@ def save(
         files = _write_tensors(folder, tensors, group, layout)
         state = state | {"tensors": digest(tensors, group)}
 
-        def publish() -> None:
+        def write() -> None:
             files[METADATA] = layout.write(folder)
-            _publish(folder, final, step, files, state, config, check)
+            publish(folder, final, step, files, state, config, check)
 
-        _writing(publish)
+        _writing(write)
     except UserError as error:  # every rank is here
         on_rank_0(lambda: shutil.rmtree(folder, ignore_errors=True))
         on_rank_0(check)  # another run that took `root` removes what it finds half written
         if isinstance(error, NotSaved):
             raise NotSaved(f"step {step} could not be saved into {root}: {error}") from None
         raise
-    return final
-
-
-def publish_config(root: Path, config: str) -> Path:
-    """A checkpoint of step 0 without tensors, in an empty folder: the configuration of a model that
-    is not trained yet. By one process."""
-    folder, final = root / "config", root / step_folder(0)
-    folder.mkdir()
-    _publish(folder, final, 0, {}, {}, config)
     return final
 
 
@@ -144,7 +137,7 @@ def _writing(work: Callable[[], None]) -> None:
         raise NotSaved(why)
 
 
-def _publish(
+def publish(
     folder: Path,
     final: Path,
     step: int,
@@ -153,6 +146,7 @@ def _publish(
     config: str,
     check: Callable[[], None] = lambda: None,
 ) -> None:
+    """Make the checkpoint `final` of a folder with these files of tensors. By one process."""
     files[STATE] = write_file(folder / STATE, json.dumps(state, indent=1).encode())
     files[CONFIG] = write_file(folder / CONFIG, config.encode())
     manifest = {

@@ -1,6 +1,7 @@
 """The checkpoint that a run resumes: its configuration, the flat mapping that config.yaml is, and
 its state, equal for all ranks, so that it resumes on any topology."""
 
+import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -9,14 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+import xxhash
 
 from lingua.base.dump_dir import CONFIG, STATE
 from lingua.base.errors import UserError
 from lingua.base.files import read_bytes
-from lingua.checkpoint.folder import Checkpoint, damage, none_usable, read_state
+from lingua.checkpoint.folder import Checkpoint, none_usable, read_state
 from lingua.checkpoint.state import Progress
 from lingua.config.schema import MAX_ROWS
 from lingua.config.values import parse_mapping, plain, read_file, show
+from lingua.parallel.mesh import gather_on_every_rank
 
 if TYPE_CHECKING:
     from lingua.checkpoint.source import TensorSource
@@ -132,6 +135,26 @@ def first_undamaged(
         if dist.get_rank() == 0:
             report(f"{why}: skipped")
     return None, why
+
+
+def damage(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:
+    """Describe the files that differ from the manifest; an empty string where none does. Called by
+    every rank: each file is read by one, and the results are shared."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    bad = []
+    for name, entry in sorted(checkpoint.files.items())[rank::world]:
+        try:
+            if (text := checkpoint.texts.get(name)) is not None:
+                checksum = xxhash.xxh3_64_hexdigest(text)
+            else:
+                with (checkpoint.path / name).open("rb", buffering=0) as f:
+                    checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
+            if checksum != entry["xxh3_64"]:
+                bad.append(f"{name}: wrong checksum")
+        except OSError as error:
+            bad.append(f"{name}: {error.strerror}")
+    lines = sorted(line for part in gather_on_every_rank(bad, group) for line in part)
+    return f"{checkpoint.path} is damaged ({'; '.join(lines)})" if lines else ""
 
 
 def verify(checkpoint: Checkpoint) -> None:

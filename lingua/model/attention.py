@@ -4,14 +4,12 @@ computes it (`model.attn_impl`), and the mask in the form that this one takes.
 Shapes in comments: B rows, S positions, L columns, K documents of a row.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from lingua.base.errors import UserError
 from lingua.model.args import AttnImpl
-from lingua.model.attend import HALF_DTYPES, Mask, dense_mask
+from lingua.model.attend import Mask, dense_mask
 
 MIN_SEPARATED = 512  # positions; shorter rows are faster with a mask, whatever their documents
 
@@ -27,44 +25,20 @@ def choose_attention(
     Raises:
         UserError: the one asked for cannot serve. Only `auto` is replaced by another.
     """
+    if asked == "auto" and device.type == "cpu":
+        return "sdpa", "the only one that trains on a CPU"
+    if asked == "auto" and not masked:
+        return "sdpa", "fused kernels, since every token sees all before it"
+    from lingua.model.masks import unmet
+
     if asked != "auto":
-        if (need := _unmet(asked, head_dim, device, dtype)) is not None:
+        if (need := unmet(asked, head_dim, device, dtype)) is not None:
             raise UserError(f"model.attn_impl = {asked}: needs {need}; auto takes one that serves")
         return asked, "as model.attn_impl asks"
-    if device.type == "cpu":
-        return "sdpa", "the only one that trains on a CPU"
-    if not masked:
-        return "sdpa", "fused kernels, since every token sees all before it"
-    needs = _unmet("varlen", head_dim, device, dtype)
+    needs = unmet("varlen", head_dim, device, dtype)
     if needs is None:
         return "varlen", "skips what documents and the window hide"
     return "flex_attention", f"skips what documents and the window hide; varlen needs {needs}"
-
-
-def _unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns what an implementation requires and does not have; None where it can be used."""
-    if impl == "sdpa":
-        return None
-    if device.type != "cuda":
-        return "a CUDA device"
-    if impl == "fmha":
-        if find_spec("xformers") is None:
-            return "the package xformers (docs/configuration.md#attention)"
-        from lingua.model.masks import fmha_unmet
-
-        if torch.cuda.is_available():
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            return fmha_unmet(head_dim, device, dtype, deterministic)
-    if impl == "varlen":
-        if dtype not in HALF_DTYPES:
-            return "bfloat16 or float16 (distributed.model_dtype = bf16)"
-        if head_dim % 8 or head_dim > 256:
-            return f"heads of a multiple of 8 and at most 256 features, not {head_dim}"
-        if torch.__version__ < "2.12":  # compared as versions
-            return "torch 2.12 or later, for grouped heads"
-        if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-            return "compute capability 8.0"
-    return None
 
 
 def build_mask(

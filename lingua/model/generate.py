@@ -1,6 +1,6 @@
 """Text from a model, in batches: each row with its own settings, seed and end.
 
-A model whose forward takes a `cache` (lingua.model.Cache) is run on the new tokens only; any other
+A model whose forward takes a `cache` (lingua.model.cache) is run on the new tokens only; any other
 is run on the whole text for each token.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lingua.base.errors import UserError
-from lingua.model import Cache
+from lingua.model.cache import Cache
 from lingua.model.sampling import Sampler, SamplingArgs
 from lingua.parallel.mesh import divide, dp_degree, world_sum_
 from lingua.parallel.tensors import whole

@@ -8,13 +8,39 @@ head, K documents of a row. Packed rows are [B*S, H or H', D].
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lingua.model.attend import attend, dense_mask, repeat_heads
+from lingua.model.args import AttnImpl
+from lingua.model.attend import HALF_DTYPES, attend, dense_mask, repeat_heads
+
+
+def unmet(impl: AttnImpl, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns what an implementation requires and does not have; None where it can be used."""
+    if impl == "sdpa":
+        return None
+    if device.type != "cuda":
+        return "a CUDA device"
+    if impl == "fmha":
+        if find_spec("xformers") is None:
+            return "the package xformers (docs/configuration.md#attention)"
+        if torch.cuda.is_available():
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            return fmha_unmet(head_dim, device, dtype, deterministic)
+    if impl == "varlen":
+        if dtype not in HALF_DTYPES:
+            return "bfloat16 or float16 (distributed.model_dtype = bf16)"
+        if head_dim % 8 or head_dim > 256:
+            return f"heads of a multiple of 8 and at most 256 features, not {head_dim}"
+        if torch.__version__ < "2.12":  # compared as versions
+            return "torch 2.12 or later, for grouped heads"
+        if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+            return "compute capability 8.0"
+    return None
 
 
 class PackedRows:

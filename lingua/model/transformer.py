@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lingua.base.hashing import hash_bits, key_of
-from lingua.model import Cache, PerRow
+from lingua.model import PerRow
 from lingua.model.args import AttnImpl, TransformerArgs
 from lingua.model.attend import Mask, attend
 from lingua.model.attention import build_mask, choose_attention
+
+if TYPE_CHECKING:
+    from lingua.model.cache import Cache
 
 
 class Context:
@@ -53,7 +56,7 @@ class Context:
         tokens: Tensor,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: "Cache | None" = None,
     ) -> None:
         """The arguments are those of the model's forward."""
         self.tokens, self.cache = tokens, cache

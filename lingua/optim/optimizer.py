@@ -1,8 +1,6 @@
 """The optimizer, and what happens to an update whose gradient is not finite."""
 
-import math
 from collections.abc import Callable
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from lingua.base.errors import UserError, nearest
+from lingua.base.errors import UserError
 from lingua.optim.args import OptimArgs
 from lingua.parallel.init import canonical_name
 from lingua.parallel.plan import within
@@ -55,30 +53,10 @@ def build_optimizer(
         {"params": no_decay, "weight_decay": 0.0, **adamw_settings},
     ]
     if args.lr_scale:
+        from lingua.optim.scale import scaled
+
         groups = scaled(groups, args.lr_scale)
     return AdamWMuon([group for group in groups if group["params"]], args.lr)
-
-
-def scaled(groups: list[dict[str, Any]], lr_scale: dict[str, float]) -> list[dict[str, Any]]:
-    """The groups of named parameters, each split by the factor of `lr_scale` that they have."""
-    names = [name for group in groups for name, _ in group["params"]]
-    for pattern in lr_scale:
-        if not any(within(name, [pattern]) for name in names):
-            modules = {
-                part for name in names for part in accumulate(name.split("."), "{}.{}".format)
-            }
-            raise UserError(
-                f"optim.lr_scale: {pattern} names no trained parameter of the model, and no module "
-                f"that has one{nearest(pattern, modules)}"
-            )
-    split = []
-    for group in groups:
-        parts: dict[float, list[Named]] = {}
-        for name, p in group["params"]:
-            scale = math.prod(s for pattern, s in lr_scale.items() if within(name, [pattern]))
-            parts.setdefault(scale, []).append((name, p))
-        split += [{**group, "params": part, "lr_scale": s} for s, part in parts.items()]
-    return split
 
 
 def split_by_decay(model: nn.Module) -> tuple[list[Named], list[Named]]:

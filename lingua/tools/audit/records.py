@@ -13,8 +13,8 @@ from lingua.base.errors import UserError
 from lingua.base.files import load_json, read_bytes
 from lingua.base.format import counted
 from lingua.checkpoint.digest import digest_text, hash_part
-from lingua.checkpoint.folder import Checkpoint, damage, find
-from lingua.checkpoint.saved import flat_config
+from lingua.checkpoint.folder import Checkpoint, find
+from lingua.checkpoint.saved import damage, flat_config
 from lingua.checkpoint.source import TensorSource, open_checkpoint
 from lingua.checkpoint.tensors import local_parts
 from lingua.monitor.metrics import Chain

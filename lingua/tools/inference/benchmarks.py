@@ -14,7 +14,7 @@ import torch
 from lingua.base.dump_dir import EVALS, JOB_ID, LOGS, RESULTS, step_folder
 from lingua.base.errors import UserError
 from lingua.checkpoint.retention import mark, marks, unmark
-from lingua.checkpoint.save import publish_config
+from lingua.checkpoint.save import publish
 from lingua.config.load import to_yaml
 from lingua.monitor.args import WAITING, HarnessArgs
 from lingua.parallel.mesh import on_rank_0, world_sum_
@@ -50,6 +50,15 @@ def check_benchmarks(args: RunArgs) -> None:
         except UserError as error:
             why = str(error).replace(f"{checkpoint}/", "this run's ")
             raise UserError(f"eval.job.script = {job.script} would refuse its job: {why}") from None
+
+
+def publish_config(root: Path, config: str) -> Path:
+    """A checkpoint of step 0 without tensors, in an empty folder: the configuration of a model that
+    is not trained yet. By one process."""
+    folder, final = root / "config", root / step_folder(0)
+    folder.mkdir()
+    publish(folder, final, 0, {}, {}, config)
+    return final
 
 
 class Benchmarks:

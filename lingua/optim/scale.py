@@ -1,0 +1,34 @@
+"""Learning rates of parts of a model (`optim.lr_scale`)."""
+
+import math
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from lingua.base.errors import UserError, nearest
+from lingua.parallel.plan import within
+
+Named = tuple[str, nn.Parameter]
+
+
+def scaled(groups: list[dict[str, Any]], lr_scale: dict[str, float]) -> list[dict[str, Any]]:
+    """The groups of named parameters, each split by the factor of `lr_scale` that they have."""
+    names = [name for group in groups for name, _ in group["params"]]
+    for pattern in lr_scale:
+        if not any(within(name, [pattern]) for name in names):
+            modules = {
+                part for name in names for part in accumulate(name.split("."), "{}.{}".format)
+            }
+            raise UserError(
+                f"optim.lr_scale: {pattern} names no trained parameter of the model, and no module "
+                f"that has one{nearest(pattern, modules)}"
+            )
+    split = []
+    for group in groups:
+        parts: dict[float, list[Named]] = {}
+        for name, p in group["params"]:
+            scale = math.prod(s for pattern, s in lr_scale.items() if within(name, [pattern]))
+            parts.setdefault(scale, []).append((name, p))
+        split += [{**group, "params": part, "lr_scale": s} for s, part in parts.items()]
+    return split
