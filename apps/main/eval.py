@@ -20,7 +20,7 @@ from typing import Any
 from lingua.app import named_app
 from lingua.base.dump_dir import CHECKPOINTS, EVALS, EVALUATION
 from lingua.base.errors import UserError
-from lingua.checkpoint.retention import unmark
+from lingua.checkpoint.retention import mark_file
 from lingua.checkpoint.source import TensorSource
 from lingua.config.load import flatten, load
 from lingua.config.schema import Free
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     Evaluator(args, *opened_model).evaluate(tasks, folder, step, report)
     logger.info(f"step {step}: results and samples are in {folder}")
     if source.checkpoint is not None:
-        on_rank_0(lambda: unmark(source.path, WAITING))
+        on_rank_0(lambda: mark_file(source.path, WAITING).unlink(missing_ok=True))
 
 
 def check(argv: list[str], world_size: int) -> tuple[EvalArgs, list[str]]:

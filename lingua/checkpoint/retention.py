@@ -84,7 +84,7 @@ def best(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _mark_best(root: Path, checkpoints: list[Checkpoint]) -> None:
-    lowest = [_mark_file(c.path, BEST) for c in best(checkpoints)]
+    lowest = [mark_file(c.path, BEST) for c in best(checkpoints)]
     for file in root.glob(f"*.{BEST}"):
         if STEP_FOLDER.fullmatch(file.stem) and file.is_file() and file not in lowest:
             file.unlink()
@@ -102,16 +102,9 @@ def marks(path: Path) -> list[str]:
     )
 
 
-def mark(path: Path, name: str) -> None:
-    """Keep the checkpoint `path` for ever, under a name."""
-    _mark_file(path, name).touch()
-
-
-def unmark(path: Path, name: str) -> None:
-    _mark_file(path, name).unlink(missing_ok=True)
-
-
-def _mark_file(path: Path, name: str) -> Path:
+def mark_file(path: Path, name: str) -> Path:
+    """The file that marks the checkpoint `path`: while it exists, the checkpoint is kept. Raises
+    UserError for a name that no mark has."""
     if not MARK.fullmatch(name):
         raise UserError(f'mark "{name}": must be letters, digits, - and _, a letter first')
     return path.parent / f"{path.name}.{name}"

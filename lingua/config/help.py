@@ -1,7 +1,9 @@
 """The text of `--help`: what the program does, then every key with its type, default, resume class
-and comment. What it does is the docstring of the program's module: a sentence and examples."""
+and comment. What it does is the docstring of the program's module: a sentence and examples. And
+which key is nearest to one that does not exist."""
 
 import ast
+import difflib
 import inspect
 import shutil
 import textwrap
@@ -9,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import takewhile
 
-from lingua.base.errors import UserError, nearest
-from lingua.config.schema import schema, type_name
-from lingua.config.values import MISSING, show
+from lingua.base.errors import MAX_SHOWN, UserError, nearest
+from lingua.config.report import Report
+from lingua.config.schema import Keys, schema, type_name
+from lingua.config.values import MISSING, LocatedValue, Values, show
 
 INTRODUCTION = (
     "Arguments: config=FILE key=value ...",
@@ -128,3 +131,23 @@ def field_comments(cls: type) -> dict[str, str]:
                 words = [beside] if beside else above[::-1]
                 comments[node.target.id] = " ".join(word.strip(" #") for word in words)
     return {f.name: comments[f.name] for f in fields(cls) if comments.get(f.name)}
+
+
+def report_unknown(given: Values, keys: Keys, report: Report) -> None:
+    """Add a mistake for each given key that does not exist, with the nearest one that does."""
+    for path in [p for p in given if p not in keys]:
+        unknown = LocatedValue(MISSING, given[path].where)
+        many = len(report.mistakes) > MAX_SHOWN
+        report.add(path, unknown, f"unknown key{'' if many else _nearest_key(path, keys)}")
+
+
+def _nearest_key(path: str, keys: Keys) -> str:
+    """Look for a similar key in the same group, then in other groups, then anywhere."""
+    group, _, name = path.rpartition(".")
+    siblings = {p.rpartition(".")[2]: p for p in keys if p.rpartition(".")[0] == group}
+    similar = [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1)]
+    similar += [p for p in keys if p.rpartition(".")[2] == name]
+    similar += [] if siblings else difflib.get_close_matches(path, keys, n=1)
+    if similar:
+        return f' (did you mean "{similar[0]}"?)'
+    return f"; {group} has the keys {', '.join(siblings)}" if group and siblings else ""

@@ -7,13 +7,12 @@ comment beside it is what `--help` prints. A dataclass may check its values in `
 yields (key in it, what is required). All mistakes found are raised together, as one UserError.
 """
 
-import difflib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from lingua.base.errors import MAX_SHOWN, nearest
+from lingua.base.errors import nearest
 from lingua.config.report import Report
 from lingua.config.schema import Keys, choice_word, leaves, schema, split_optional, type_name
 from lingua.config.values import (
@@ -236,10 +235,10 @@ def _resolve(cls: type, given: Values, keys: Keys, report: Report) -> None:
 
 def build(cls: Any, given: Values, keys: Keys, report: Report, prefix: str = "") -> Any:
     """The dataclass `cls`, validated. The paths of `given`, and of `keys`, begin with `prefix`."""
-    for path in [p for p in given if p not in keys]:
-        unknown = LocatedValue(MISSING, given[path].where)
-        many = len(report.mistakes) > MAX_SHOWN
-        report.add(path, unknown, f"unknown key{'' if many else _nearest_key(path, keys)}")
+    if not given.keys() <= keys.keys():
+        from lingua.config.help import report_unknown
+
+        report_unknown(given, keys, report)
 
     def member(path: str) -> Any:
         key, value = keys[path], given.get(path, keys[path].default)
@@ -309,15 +308,3 @@ def _convert(path: str, given: LocatedValue, kind: Any, optional: bool, report: 
     elif kind is Any or (type(value) is kind and value == value):  # nan would pass every check
         return plain(given)
     return report.add(path, given, f"must be {need}{', or null' if optional else ''}")
-
-
-def _nearest_key(path: str, keys: Keys) -> str:
-    """Look for a similar key in the same group, then in other groups, then anywhere."""
-    group, _, name = path.rpartition(".")
-    siblings = {p.rpartition(".")[2]: p for p in keys if p.rpartition(".")[0] == group}
-    similar = [siblings[near] for near in difflib.get_close_matches(name, siblings, n=1)]
-    similar += [p for p in keys if p.rpartition(".")[2] == name]
-    similar += [] if siblings else difflib.get_close_matches(path, keys, n=1)
-    if similar:
-        return f' (did you mean "{similar[0]}"?)'
-    return f"; {group} has the keys {', '.join(siblings)}" if group and siblings else ""

@@ -62,9 +62,8 @@ class ChatArgs:
 @dataclass
 class DataArgs:
     root_dir: Operational[str] = "data"  # folder of the sources' text
-    cache_dir: Operational[str | None] = (
-        None  # folder of the token shards; null: <root_dir>/.tokens
-    )
+    # folder of the token shards; null: <root_dir>/.tokens
+    cache_dir: Operational[str | None] = None
     # {name: weight}: a file or folder of root_dir with .jsonl, .json, .csv, .tsv, .parquet or text
     # files, which may be compressed as .gz or .zst, or stdlib, the modules of the running Python;
     # weights are shares of rows

@@ -33,8 +33,6 @@ from lingua.parallel.tensors import to_device, to_host
 if TYPE_CHECKING:
     from lingua.monitor.wandb import WandbLog
 
-SLOW, SLOW_STEPS = 1.2, 50  # a rank is slow above this ratio, and is named after so many steps
-
 logger = logging.getLogger(__name__)
 
 
@@ -94,14 +92,17 @@ class Reporter:
         self.wandb: WandbLog | None = None
         self.chains: dict[str, Chain] = {}  # of each file, on rank 0
         on_rank_0(partial(self._open, progress.step))
-        self.trained_s = (
-            progress.trained_s
-        )  # training time of the whole run, earlier processes included
+        # training time of the whole run, earlier processes included
+        self.trained_s = progress.trained_s
         self._logged_step = progress.step
         # since the last line: training, waiting for data, other CPU time of this thread
         self._window_s = self._data_s = self._cpu_s = 0.0
         self._since, self._cpu_since = time.perf_counter(), time.thread_time()
-        self._slow = -1, 0  # the rank that was slowest, and for how many steps it was slow
+        self._slow = None
+        if dist.get_world_size() > 1:
+            from lingua.monitor.slow import SlowRank
+
+            self._slow = SlowRank(self.heart)
 
     def _open(self, step: int) -> None:
         self.chains = {file: cut_back(self.folder / file, step) for file in LINES}
@@ -196,21 +197,9 @@ class Reporter:
         self._write(METRICS, line | measured.numbers)
         eta_s = (self.args.end - step) * line["step_time_s"]
         logger.info(progress_line(step, self.args.end, line, eta_s))
-        self._note_slow(slowest, ratio, n)
+        if self._slow is not None:
+            self._slow.note(slowest, ratio, n)
         self._logged_step, self._window_s, self._data_s, self._cpu_s = step, 0.0, 0.0, 0.0
-
-    def _note_slow(self, rank: int, ratio: float, steps: int) -> None:
-        """Log once a rank that is slow for SLOW_STEPS steps."""
-        before = self._slow[1] if rank == self._slow[0] else 0
-        self._slow = rank, before + steps if ratio > SLOW else 0
-        if before < SLOW_STEPS <= self._slow[1] and dist.get_rank() == 0:
-            from lingua.parallel.failure import host_of
-
-            host = host_of(self.heart, rank)
-            logger.warning(
-                f"rank {rank} on {host} has been slow for {SLOW_STEPS} steps: its work "
-                f"takes {ratio:.2f} times the median rank's (slowest_ratio)"
-            )
 
     def validation(self, step: int, source: str, result: dict[str, Any]) -> None:
         """Write the results of the held-out part of one source: numbers by name, and `text`, the

@@ -11,13 +11,30 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lingua.base.errors import UserError
+from lingua.parallel.plan import within
 from lingua.parallel.tensors import local
 from lingua.parallel.whole import map_whole, n_owners
+
+Named = tuple[str, nn.Parameter]
 
 # The quintic a x + b x^3 + c x^5 (Jordan et al.): steep at 0, and a few applications take all
 # singular values to somewhere between 0.7 and 1.2, which trains as well as taking them to 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 MIN_NORM = 1e-7  # keeps the update of a zero gradient zero
+
+
+def take_matrices(decay: list[Named], blocks: tuple[str, ...]) -> tuple[list[Named], list[Named]]:
+    """(the matrices in one of the blocks, which Muon trains, the other parameters). Raises
+    UserError where there is none for it."""
+    matrices = [(name, p) for name, p in decay if p.ndim == 2 and within(name, blocks)]
+    if not matrices:
+        raise UserError(
+            "optim.name = muon: trains the matrices inside the blocks that the model's plan names, "
+            "and there are none; must be adamw"
+        )
+    names = {name for name, _ in matrices}
+    return matrices, [(name, p) for name, p in decay if name not in names]
 
 
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:

@@ -12,7 +12,6 @@ from torch.optim.adamw import adamw
 from lingua.base.errors import UserError
 from lingua.optim.args import OptimArgs
 from lingua.parallel.init import canonical_name
-from lingua.parallel.plan import within
 from lingua.parallel.tensors import local
 
 if TYPE_CHECKING:
@@ -35,21 +34,16 @@ def build_optimizer(
         UserError: Muon, and no matrix for it; a name in `lr_scale` that matches nothing.
     """
     decay, no_decay = split_by_decay(model)
-    matrices = []
+    matrices: list[Named] = []
     if args.name == "muon":
-        matrices = [(name, p) for name, p in decay if p.ndim == 2 and within(name, blocks)]
-        if not matrices:
-            raise UserError(
-                "optim.name = muon: trains the matrices inside the blocks that the model's plan "
-                "names, and there are none; must be adamw"
-            )
-    matrix_names = {name for name, _ in matrices}
-    others = [(name, p) for name, p in decay if name not in matrix_names]
+        from lingua.optim.muon import take_matrices
+
+        matrices, decay = take_matrices(decay, blocks)
     muon_settings = {"algorithm": "muon"} | vars(args.muon)
     adamw_settings = {"algorithm": "adamw", "betas": (args.beta1, args.beta2), "eps": args.epsilon}
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay, **muon_settings},
-        {"params": others, "weight_decay": args.weight_decay, **adamw_settings},
+        {"params": decay, "weight_decay": args.weight_decay, **adamw_settings},
         {"params": no_decay, "weight_decay": 0.0, **adamw_settings},
     ]
     if args.lr_scale:

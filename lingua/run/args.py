@@ -62,9 +62,8 @@ class RunArgs:
     # import path of the app that is trained; null: apps.main. A file can only name an app of this
     # repository or of an installed package that registers it
     app: Free[str | None] = None
-    dump_dir: Operational[str | None] = (
-        None  # folder of everything the run writes; null: runs/<name>
-    )
+    # folder of everything the run writes; null: runs/<name>
+    dump_dir: Operational[str | None] = None
     seed: Guarded[int] = 42  # what data order, initial weights and dropout depend on
     steps: Announced[int] = 1000  # optimizer steps of the whole run
     stop_at: Operational[int | None] = None  # leave after this step, as if interrupted; null: never

@@ -31,7 +31,7 @@ from apps.main.config import ModelArgs
 from apps.main.eval import main
 from lingua.base.errors import UserError
 from lingua.checkpoint.folder import find
-from lingua.checkpoint.retention import mark, marks
+from lingua.checkpoint.retention import mark_file, marks
 from lingua.checkpoint.save import save
 from lingua.checkpoint.tensors import tensors_of
 from lingua.monitor.args import WAITING
@@ -261,7 +261,7 @@ def test_without_the_harness_the_message_names_the_package(ranks, run, tmp_path)
 def test_results_go_to_the_run_and_a_task_may_be_a_file(ranks, run, task_dir, tmp_path):
     shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
     checkpoint = tmp_path / "run" / "checkpoints" / "0000000003"
-    mark(checkpoint, WAITING)
+    mark_file(checkpoint, WAITING).touch()
     argv = [f"ckpt={tmp_path / 'run'}", f"tasks=[{task_dir / 'rolling.yaml'}]", "limit=1"]
     argv += ["wandb.mode=offline", "wandb.group=mine"]
     [(error, printed)] = ranks.run(1, eval_here, *argv)

@@ -13,7 +13,7 @@ import torch
 
 from lingua.base.dump_dir import EVALS, JOB_ID, LOGS, RESULTS, step_folder
 from lingua.base.errors import UserError
-from lingua.checkpoint.retention import mark, marks, unmark
+from lingua.checkpoint.retention import mark_file, marks
 from lingua.checkpoint.save import publish
 from lingua.config.load import to_yaml
 from lingua.monitor.args import WAITING, HarnessArgs
@@ -111,7 +111,8 @@ class Benchmarks:
         env, failure = environment_of_another(), ""
         waited_for = WAITING in marks(checkpoint)  # by the job of an earlier process
         try:
-            mark(checkpoint, WAITING)  # kept until it is evaluated: the job may start much later
+            # It is kept until it is evaluated: the job may start much later.
+            mark_file(checkpoint, WAITING).touch()
             done = subprocess.run(
                 command, env=env, capture_output=True, text=True, timeout=LAUNCH_S
             )
@@ -120,7 +121,7 @@ class Benchmarks:
             failure = str(error)
         if failure:
             if not waited_for:
-                unmark(checkpoint, WAITING)
+                mark_file(checkpoint, WAITING).unlink(missing_ok=True)
             raise UserError(f"its job was not launched: {failure}")
         logger.info(f"step {step} is evaluated by a job: {done.stdout.splitlines()[0]}")
 

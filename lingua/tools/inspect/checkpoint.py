@@ -14,7 +14,7 @@ from lingua.base.format import human_bytes, printable
 from lingua.checkpoint.changes import changes_table, check_changes, check_config, check_data
 from lingua.checkpoint.folder import Checkpoint, read_state
 from lingua.checkpoint.origin import locate
-from lingua.checkpoint.retention import BEST, mark, marks, unmark
+from lingua.checkpoint.retention import BEST, mark_file, marks
 from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.saved import read_saved
 from lingua.checkpoint.source import open_checkpoint
@@ -108,7 +108,7 @@ def mark_command(folder: str, name: str = "keep") -> None:
     path = _newest(folder).path
     if name == BEST:
         raise UserError(f"mark {BEST}: is that of the lowest held-out loss, and put by training")
-    mark(path, name)
+    mark_file(path, name).touch()
     print(f"{path} is marked {name}: it is kept until that is unmarked")
 
 
@@ -116,5 +116,5 @@ def unmark_command(folder: str, name: str = "keep") -> None:
     path = _newest(folder).path
     if name not in marks(path):
         raise UserError(f"{path} is not marked {name} (marks: {', '.join(marks(path)) or 'none'})")
-    unmark(path, name)
+    mark_file(path, name).unlink(missing_ok=True)
     print(f"{path} is no longer marked {name}")
