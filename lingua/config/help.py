@@ -7,14 +7,13 @@ import difflib
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import takewhile
 
 from lingua.base.errors import MAX_SHOWN, UserError, nearest
-from lingua.config.report import Report
 from lingua.config.schema import Keys, schema, type_name
-from lingua.config.values import MISSING, LocatedValue, Values, show
+from lingua.config.values import MISSING, show
 
 INTRODUCTION = (
     "Arguments: config=FILE key=value ...",
@@ -133,12 +132,10 @@ def field_comments(cls: type) -> dict[str, str]:
     return {f.name: comments[f.name] for f in fields(cls) if comments.get(f.name)}
 
 
-def report_unknown(given: Values, keys: Keys, report: Report) -> None:
-    """Add a mistake for each given key that does not exist, with the nearest one that does."""
-    for path in [p for p in given if p not in keys]:
-        unknown = LocatedValue(MISSING, given[path].where)
-        many = len(report.mistakes) > MAX_SHOWN
-        report.add(path, unknown, f"unknown key{'' if many else _nearest_key(path, keys)}")
+def unknown_keys(given: Iterable[str], keys: Keys) -> Iterator[tuple[str, str]]:
+    """(key, which one may have been meant) for each given key that does not exist."""
+    for i, path in enumerate(path for path in given if path not in keys):
+        yield path, "" if i > MAX_SHOWN else _nearest_key(path, keys)
 
 
 def _nearest_key(path: str, keys: Keys) -> str:

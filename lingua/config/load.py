@@ -236,9 +236,10 @@ def _resolve(cls: type, given: Values, keys: Keys, report: Report) -> None:
 def build(cls: Any, given: Values, keys: Keys, report: Report, prefix: str = "") -> Any:
     """The dataclass `cls`, validated. The paths of `given`, and of `keys`, begin with `prefix`."""
     if not given.keys() <= keys.keys():
-        from lingua.config.help import report_unknown
+        from lingua.config.help import unknown_keys
 
-        report_unknown(given, keys, report)
+        for path, hint in unknown_keys(given, keys):
+            report.add(path, LocatedValue(MISSING, given[path].where), f"unknown key{hint}")
 
     def member(path: str) -> Any:
         key, value = keys[path], given.get(path, keys[path].default)
