@@ -47,7 +47,7 @@ from lingua.tools.exchange.trained import read_trained
 
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"
-CARD, EOS = "README.md", "eos_token_id"
+CARD, BOS, EOS = "README.md", "bos_token_id", "eos_token_id"
 TERMS = re.compile(r"(licen[cs]e|notice|copying|use_policy)\b.*", re.IGNORECASE)  # names of files
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack)(\.index\.json)?")
 # Keys about the file that they are in; auto_map, which names code to execute, is left out too.
@@ -108,7 +108,9 @@ def export(
             kept = {k: v for k, v in kept.items() if "token_id" not in k}
         config = kept | config
     ends = end_tokens(data, tokenizer, (config | generation).get(EOS))
-    special = {"bos_token_id": tokenizer.bos_id, EOS: ends}
+    known = [] if data.tokenizer.bos else [config.get(BOS), generation.get(BOS)]  # the base's
+    bos = next((token for token in known if token is not None), tokenizer.bos_id)
+    special = {BOS: bos, EOS: ends}
     folder = temporary(out)
     folder.mkdir(parents=True)
     try:
@@ -177,7 +179,9 @@ def not_carried(base: Base, folder: Path) -> list[str]:
             missing += [path.name] if path.name == CARD or not (folder / path.name).exists() else []
     for name in (HF_CONFIG, GENERATION):
         if (base.folder / name).is_file() and (folder / name).is_file():
-            keys = read_json(base.folder / name).keys() - read_json(folder / name).keys()
+            theirs, ours = read_json(base.folder / name), read_json(folder / name)
+            ids = {key for key, token in theirs.items() if "token_id" in key and token is not None}
+            keys = (theirs.keys() - ours.keys()) | {key for key in ids if ours.get(key) is None}
             missing += [f"{key} of {name}" for key in sorted(keys - FILE_KEYS)]
     return missing
 

@@ -288,9 +288,24 @@ def test_what_a_base_has_and_training_did_not_change_is_carried_over(ranks, tmp_
     assert "Training loss: 1.25 nats per token, at step 2" in card and "talks 1" in card
 
 
+def test_the_bos_of_a_base_whose_tokenizer_names_none_is_kept(ranks, tmp_path):
+    """As of Qwen2.5: bos_token_id is in config.json, and bos_token of the tokenizer is null."""
+    base = tmp_path / "base"
+    write_base(base)
+    write_tokenizer(base, None, bos_token=None)
+    for name, token in (("config.json", 2), ("generation_config.json", None)):
+        content = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(content | {"bos_token_id": token}))
+    convert_to(ranks, base, tmp_path / "trained")
+    out = convert_to(ranks, tmp_path / "trained", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.bos_token_id == model.generation_config.bos_token_id == 2
+    assert "bos_token_id" not in (out / "README.md").read_text().split("```")[0]
+
+
 def test_a_base_with_another_tokenizer_gives_no_ids(ranks, tmp_path):
     args = write_base(tmp_path / "base")
-    other = write_tokenizer(tmp_path / "other", TEMPLATES["plain"], unk_token="<s>")
+    other = write_tokenizer(tmp_path / "other", TEMPLATES["plain"], bos_token=None)
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text + "\n")
     config = {"init_from": str(tmp_path / "base"), "tokenizer": {"name": "hf", "path": str(other)}}
@@ -299,6 +314,8 @@ def test_a_base_with_another_tokenizer_gives_no_ids(ranks, tmp_path):
     model, tokenizer = opened_there(out)
     assert model.generation_config.eos_token_id == model.config.eos_token_id == 1
     assert model.generation_config.top_p != 0.9
+    assert model.config.bos_token_id is None
+    assert "bos_token_id of config.json" in (out / "README.md").read_text()
     assert "zoo" in tokenizer.apply_chat_template(TALK, tokenize=False)
     assert model.config.max_position_embeddings == 512 and model.config.initializer_range == 0.05
 
