@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,6 +125,21 @@ def test_one_prompt_is_streamed_and_without_one_the_terminal_is_asked(ranks, ckp
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["prompt"] for line in written] == ["four", "fo\nur", "x" * 80]
     assert written[0]["tokens"] == likeliest("four", 8)
+
+
+def test_an_answer_of_an_older_checkpoint_than_the_newest_is_announced(ranks, ckpt, tmp_path):
+    run = shutil.copytree(ckpt, tmp_path / "run")
+    newest = run / "checkpoints/0000000010"
+    shutil.copytree(run / "checkpoints/0000000003", newest)
+    argv = [f"ckpt={run}", "max_gen_tokens=2", "prompt=four"]
+    (newest / "__0_0.distcp").unlink()
+    [(refused, printed)] = ranks.run(1, main_here, *argv)
+    why = f"{newest} is not a whole checkpoint (__0_0.distcp is missing): skipped"
+    used = f"this program uses {run / 'checkpoints/0000000003'}"
+    assert not refused and f"warning: ckpt = {run}: {why}; {used}" in printed
+    shutil.rmtree(newest)
+    [(refused, printed)] = ranks.run(1, main_here, *argv)
+    assert not refused and "warning" not in printed
 
 
 def test_ctrl_c_ends_a_generation_then_the_program_without_a_traceback(ckpt):

@@ -1,5 +1,6 @@
 """A trained model to use: its weights and its configuration, without the run that made it."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -32,6 +33,8 @@ from lingua.run.args import RunArgs
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
 from lingua.tools.exchange.hugging_face import config_of_hf_folder, end_tokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,10 @@ def open_trained(
     Raises:
         UserError: it is no model, or its model is not the app's.
     """
-    source = open_source(key, path, app, "size", alone=alone)
+    skipped: list[str] = []
+    source = open_source(key, path, app, "size", skipped.append, alone)
+    for line in skipped:
+        logger.warning(f"{key} = {path}: {line}; this program uses {source.path}")
     if is_hf_folder(source.path):
         name: Literal["sp", "hf"] = "sp" if (tokenizer_path or "").endswith(".model") else "hf"
         named = TokenizerArgs(name, tokenizer_path) if tokenizer_path else None
