@@ -89,6 +89,8 @@ class RunArgs:
         for key, text in (*names, ("checkpoint.path", self.checkpoint.path)):
             if text is not None and not (text.strip() and text.isprintable()):
                 yield key, "must be a name without control characters"
+        if self.dump_dir is None and (self.name == "." or ".." in Path(self.name).parts):
+            yield "name", "must be of a folder in runs/; dump_dir=FOLDER writes elsewhere"
         keys = resume_classes(type(self))
         for i, key in enumerate(self.checkpoint.allow_change):
             if key not in keys and not key.startswith("data."):  # data.content.NAME, of each source
