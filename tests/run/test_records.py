@@ -78,6 +78,12 @@ def test_copies_of_the_code_and_links_that_lead_out_are_not_searched(tmp_path):
     os.symlink(sweep, sweep / "circle")
     assert find_runs([sweep]) == [first]
     assert find_runs([sweep / "link"]) == [sweep / "link" / "run"]  # given by name
+    for name in ("config.yaml", "metrics.jsonl"):  # a run that was started in the sweep's folder
+        (sweep / name).touch()
+    a_run(sweep / "logs" / "old")
+    assert find_runs([sweep]) == [sweep, first]
+    (sweep / "code.commit").unlink()
+    assert find_runs([sweep]) == [sweep, first]
 
 
 def test_lines_that_cannot_be_read_are_left_out_and_named(tmp_path):

@@ -6,7 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lingua.base.dump_dir import AUDIT, BASE_CONFIG, CODE, CODE_COMMIT, CONFIG, METRICS, TRAIN_LOG
+from lingua.base.dump_dir import (
+    AUDIT,
+    BASE_CONFIG,
+    CODE,
+    CODE_COMMIT,
+    CONFIG,
+    FOLDERS,
+    LOGS,
+    METRICS,
+    TRAIN_LOG,
+)
 from lingua.base.errors import UserError
 from lingua.base.files import load_json
 from lingua.run.files import CONFIGS
@@ -16,9 +26,10 @@ DUMP_DIR_FILES = (METRICS, TRAIN_LOG, BASE_CONFIG)  # a dump dir has one of them
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
-    """The dump dirs at or below `paths`, sorted, each once. What is inside of a dump dir is not
-    searched, nor are hidden folders and copies of the code; a link is followed only where it is one
-    of `paths`. Raises UserError where a path has none."""
+    """The dump dirs at or below `paths`, sorted, each once, also those in a dump dir, as of a sweep
+    in whose folder another run was started. What a run writes is not searched, nor are hidden
+    folders and copies of the code; a link is followed only where it is one of `paths`. Raises
+    UserError where a path has none."""
     run_of_path: dict[Path, Path] = {}  # by resolved path: a run may be below several of `paths`
     for path in map(Path, paths):
         if not path.is_dir():
@@ -56,17 +67,18 @@ def _dump_dirs(top: Path) -> Iterator[Path]:
             inner = sorted(n for n, e in entries.items() if e.is_dir(follow_symlinks=False))
         except OSError:  # out of reach
             continue
-        if any(n in entries for n in CONFIGS) and any(n in entries for n in DUMP_DIR_FILES):
+        is_run = any(n in entries for n in CONFIGS) and any(n in entries for n in DUMP_DIR_FILES)
+        if is_run:
             yield folder
-        else:
-            is_launch = CODE_COMMIT in entries
-            folders += [folder / name for name in inner[::-1] if not _is_left(name, is_launch)]
+        is_launch = is_run or CODE_COMMIT in entries
+        folders += [folder / name for name in inner[::-1] if not _is_left(name, is_run, is_launch)]
 
 
-def _is_left(name: str, is_launch: bool) -> bool:
-    """Whether a folder is not searched: a hidden one, or a copy of the code of a launch, of which
-    an earlier one is `code.1` (lingua.tools.slurm.freeze.move_away)."""
-    return name[0] == "." or (is_launch and bool(re.fullmatch(rf"{CODE}(\.\d+)?", name)))
+def _is_left(name: str, is_run: bool, is_launch: bool) -> bool:
+    """Whether a folder is not searched: a hidden one, what a run writes, or a copy of the code of a
+    launch, of which an earlier one is `code.1` (lingua.tools.slurm.freeze.move_away)."""
+    is_code = is_launch and re.fullmatch(rf"{CODE}(\.\d+)?", name)
+    return name[0] == "." or bool(is_code) or (is_run and name in (*FOLDERS, LOGS))
 
 
 def audited(record: Record) -> str:
