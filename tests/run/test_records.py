@@ -263,6 +263,9 @@ def test_runs_are_averaged_over_seeds_at_their_last_common_step(sweep, capsys):
     of_runs = {row["name"]: row for row in read(capsys, sweep)}
     rows = read(capsys, sweep, "seeds=true")
     equal, unequal, alone = sorted(rows, key=lambda row: row["config.optim.lr"])
+    names = ["alone", "lr=0.01/seed=*", "lr=0.02/seed=1 ... seed=4"]  # a mean is of no seed
+    assert [row["name"] for row in rows] == names
+    assert equal["folder"] == str(sweep / "lr=0.01") and alone["folder"] == str(sweep / "alone")
     losses = [of_runs[f"lr=0.01/seed={seed}"]["heldout"] for seed in (1, 2, 3)]
     assert equal["heldout"] == pytest.approx(mean(losses)) and equal["runs"] == 3
     assert equal["spread.heldout"] == pytest.approx(stdev(losses))
@@ -297,12 +300,25 @@ def test_runs_are_filtered_and_sorted_by_columns_and_config_keys(sweep, capsys):
 
     assert names("filter=optim.lr=1e-2,seed>=2") == ["lr=0.01/seed=2", "lr=0.01/seed=3"]
     assert names("filter=lr!=0.01,heldout<1") == ["lr=0.02/seed=1"]
-    assert names("filter=state=failed") == []
+    assert names("filter=state=failed") == names("filter=state=failed,optim.lr>0", "sort=lr") == []
     by_loss = names("sort=loss")
     assert by_loss[:2] == ["lr=0.01/seed=2", "lr=0.01/seed=3"] and by_loss[-1] == "lr=0.01/seed=1"
     assert names("sort=-loss")[0] == "lr=0.02/seed=3" and names("sort=-loss")[-1] == by_loss[-1]
     assert names("sort=-name") == sorted(names(), reverse=True)
     assert "nan" in next(line for line in shown(capsys, sweep) if "11/10" in line)
+
+
+def test_of_many_keys_the_table_has_those_that_people_change(tmp_path, capsys):
+    keys = ["data.workers", "data.batch_size", *(f"model.key_{i}" for i in range(9)), "optim.lr"]
+    for n in (1, 2):
+        groups: dict[str, dict[str, int]] = {"data": {}, "model": {}, "optim": {}}
+        for group, key in (key.split(".") for key in keys):
+            groups[group][key] = n
+        a_run(tmp_path / f"run-{n}", json.dumps(groups), metrics=[{"step": 1}])
+    head, *_, hidden = shown(capsys, tmp_path)
+    assert head[1:9] == [*(f"key_{i}" for i in range(7)), "lr"]
+    assert hidden[:4] == ["4", "more", "keys", "differ"]
+    assert hidden[-4:] == ["data.workers,", "data.batch_size,", "model.key_7,", "model.key_8"]
 
 
 def test_a_watched_table_is_printed_again_in_place_until_ctrl_c(tmp_path):

@@ -110,18 +110,18 @@ def print_runs(folders: Sequence[str], args: RunsArgs, form: str) -> None:
         rows, keys = table.over_seeds(records, rows), [key for key in keys if key != "seed"]
     if args.columns is not None:
         keys = [table.key_of(rows, name, "columns") for name in args.columns]
+    if args.sort is not None:  # before the filter, which may leave no row whose keys are known
+        rows = table.ordered(rows, args.sort)
     if args.filter is not None:
         rows = table.chosen(rows, args.filter)
-    if args.sort is not None:
-        rows = table.ordered(rows, args.sort)
     if form == "--json":
         print(json.dumps(list(table.entries(rows, keys)), indent=1, default=str))
     elif form == "--csv":
         print_csv(list(table.entries(rows, keys)))
     else:
-        shown = keys if args.columns is not None else keys[: table.MAX_KEYS]
+        shown = keys if args.columns is not None else table.shown_keys(keys)
         print(table.table(rows, shown, args.sources))
-        if hidden := keys[len(shown) :]:
+        if hidden := [key for key in keys if key not in shown]:
             print(f"{counted(len(hidden), 'more key')} differ (columns=[...] chooses): "
                   + printable(", ".join(hidden)))  # fmt: skip
     report_problems(records)

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import numpy as np
 from lingua.base.errors import UserError, nearest
 from lingua.base.format import align, printable, short_count, short_time
 from lingua.config.values import parse_argument, plain, show
+from lingua.run.args import kind_of
 from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import find_arms
 from lingua.tools.runs.held_out import heldout, smooth
@@ -22,6 +24,10 @@ from lingua.tools.runs.settings import NOT_GIVEN, setting
 
 TAIL_BYTES = 96 << 10  # metrics.jsonl is read from here before its end: enough to smooth
 MAX_KEYS = 8  # config keys that the table shows unless asked for more
+# Those that people change most, which it shows first.
+USUAL = {"seed", "steps", "data.seq_len", "data.global_batch_size", "model.dim", "model.n_layers"}
+USUAL |= {"optim.name", "optim.lr"}
+STATES = ("running", "finished", "stopped", "failed", "not started", "mixed")  # mixed: of seeds
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Row:
 
     name: str
     folder: Path
-    state: str  # running, finished, stopped, failed, not started
+    state: str  # one of STATES
     age_s: float | None  # seconds since the newest line of metrics.jsonl
     step: int
     steps: int | None  # the step that the run trains up to
@@ -121,8 +127,8 @@ def _mean(records: Sequence[Record], rows: Sequence[Row]) -> Row:
 
     names = set.intersection(*(set(row.sources) for row in rows))
     return Row(
-        name=rows[0].name,
-        folder=rows[0].folder,
+        name=_pattern([row.name for row in rows]),
+        folder=Path(os.path.commonpath([row.folder for row in rows])),
         state=states.pop() if len(states) == 1 else "mixed",
         age_s=min(ages, default=None),
         step=step,
@@ -141,6 +147,17 @@ def _mean(records: Sequence[Record], rows: Sequence[Row]) -> Row:
         n=len(rows),
         spread=spread,
     )
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """The common name of several runs, with a star for each part in which they differ:
+    `*_lr=4e-3_seed=*`. The first and the last name where they have no part in common."""
+    parts = [re.split(r"([_/=-])", name) for name in names]
+    if len(set(map(len, parts))) == 1:
+        common = [p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=True)]
+        if set("".join(common)) - set("*_/=-"):
+            return "".join(common)
+    return f"{names[0]} ... {names[-1]}"
 
 
 def _at(step: np.ndarray, values: np.ndarray) -> dict[int, float]:
@@ -163,15 +180,28 @@ _COMPARE = {
 
 def chosen(rows: Sequence[Row], conditions: str) -> list[Row]:
     """The rows that fulfil every one of the conditions, `state=running,optim.lr>=1e-3`. A row
-    without a value fulfils `!=` alone. Raises UserError."""
+    without a value fulfils `!=` alone. Raises UserError, also where a value is compared with what
+    it cannot be, as in `optim.lr==1`."""
+    kept = list(rows)
     for condition in conditions.split(","):
-        match = re.fullmatch(r"\s*([\w.-]+?)\s*(<=|>=|!=|=|<|>)(.*)", condition)
+        match = re.fullmatch(r"\s*([\w.-]+?)\s*(<=|>=|!=|=|<|>)\s*(\S.*?)\s*", condition)
         if match is None:
-            raise UserError(f"filter = {conditions}: {condition!r} must be KEY=VALUE, <, <=, >, >=")
-        key, sign, text = key_of(rows, match[1], "filter"), match[2], match[3].strip()
+            need = "must be KEY=VALUE, or with !=, <, <=, > or >= in place of ="
+            raise UserError(f"filter: {condition!r} {need}")
+        key, sign, text = key_of(rows, match[1], "filter"), match[2], match[3]
         wanted = plain(parse_argument(text))
-        rows = [row for row in rows if _fulfils(_value(row, key), sign, wanted)]
-    return list(rows)
+        values = [value for row in rows if (value := _value(row, key)) is not None]
+        numbers = bool(values) and {type(value) for value in values} <= {int, float}
+        need = ""
+        if key == "state" and wanted not in STATES:
+            need = f"one of {', '.join(STATES)}{nearest(text, STATES)}"
+        elif type(wanted) not in (int, float):
+            is_order = sign not in ("=", "!=")
+            need = "a number" if is_order or (numbers and wanted is not None) else ""
+        if need:
+            raise UserError(f"filter: {condition.strip()}: {text} must be {need}")
+        kept = [row for row in kept if _fulfils(_value(row, key), sign, wanted)]
+    return kept
 
 
 def _fulfils(value: Any, sign: str, wanted: Any) -> bool:
@@ -219,6 +249,13 @@ def _text(value: Any) -> str:
 
 
 # ---- as text
+
+
+def shown_keys(keys: Sequence[str]) -> list[str]:
+    """Those of the keys in which runs differ that the table has room for, in their order: the
+    usual ones, then others, last those that decide nothing but rounding or no number at all."""
+    kept = sorted(keys, key=lambda key: (key not in USUAL, kind_of(key) is not None))[:MAX_KEYS]
+    return [key for key in keys if key in kept]
 
 
 def table(

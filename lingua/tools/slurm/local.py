@@ -15,7 +15,7 @@ from lingua.base.format import counted, printable, short_time
 from lingua.parallel.signals import StopRequest
 from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.settings import differing
-from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, row_of, table
+from lingua.tools.runs.table import TAIL_BYTES, row_of, shown_keys, table
 from lingua.tools.slurm.status import status
 
 POLL_S = 0.1
@@ -106,7 +106,7 @@ def run_sweep(
         stopped = stop.signal
     if codes:
         records = open_runs([dump_dir for dump_dir, _ in commands[: len(codes)]], TAIL_BYTES)
-        print(table([row_of(record) for record in records], differing(records)[:MAX_KEYS]))
+        print(table([row_of(record) for record in records], shown_keys(differing(records))))
     if stopped is not None:
         left = counted(n - len(codes), "run")
         print(f"stopped by {stopped}; {left} not started. The same command with "

@@ -13,7 +13,7 @@ from lingua.parallel.slurm import run_slurm
 from lingua.run.records import Record
 from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.settings import differing
-from lingua.tools.runs.table import MAX_KEYS, TAIL_BYTES, Row, row_of, table
+from lingua.tools.runs.table import TAIL_BYTES, Row, row_of, shown_keys, table
 
 LOG_TAIL_BYTES = 65536  # each log is read from this many bytes before its end
 # The last line of a Python traceback, which torch prefixes with the rank, or of a UserError.
@@ -65,7 +65,7 @@ def _status(record: Record, job: str, state: str) -> RunStatus:
 def status_table(runs: list[RunStatus]) -> str:
     """A line for each run, then the errors of those that failed."""
     more = {"job": [run.job_id for run in runs], "Slurm": [run.state for run in runs]}
-    keys = differing([run.record for run in runs])[:MAX_KEYS]
+    keys = shown_keys(differing([run.record for run in runs]))
     shown = table([run.row for run in runs], keys, more=more)
     errors = [f"{run.row.name}: {error}" for run in runs for error in run.errors]
     return "\n".join([shown, *map(printable, errors)])
