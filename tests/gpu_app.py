@@ -1,8 +1,9 @@
 """An app that trains nothing, for tests on Slurm: each rank prints where it keeps temporary files,
-its place and its GPUs."""
+its place and its GPUs. A job's environment sets SLEEP_S, seconds until a rank ends."""
 
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 
 from lingua.config.load import load
@@ -21,4 +22,5 @@ def check(argv: list[str], world_size: int) -> tuple[GpuArgs, list[str]]:
 if __name__ == "__main__":
     print(tempfile.gettempdir())
     names = ("SLURM_PROCID", "SLURMD_NODENAME", "SLURM_LOCALID", "CUDA_VISIBLE_DEVICES")
-    print(*(os.environ.get(name) for name in names))
+    print(*(os.environ.get(name) for name in names), flush=True)
+    time.sleep(float(os.environ.get("SLEEP_S", 0)))

@@ -10,6 +10,7 @@ runs from there. Keys that are not listed here are those of the run.
 """
 
 import shlex
+import signal
 import sys
 from dataclasses import fields
 
@@ -78,6 +79,12 @@ def show_help(argv: list[str]) -> None:
 def launch_command(argv: list[str]) -> None:
     """Launch what a command line asks for, and print where its runs are. Exits with the code of a
     run on this machine. Raises UserError."""
+
+    def leave(number: int, frame: object) -> None:
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)  # commands that run now end, half a copy is removed
     job, arguments, sweep = split_arguments(argv)
     launched = launch(job, arguments, sweep)
     if isinstance(launched, str):

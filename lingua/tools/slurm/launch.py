@@ -443,10 +443,11 @@ def _run_here(
     job: JobArgs, root: Path, configs: list[RunConfig], program: list[str], swept: bool
 ) -> list[Launched]:
     """Run them on this machine by torchrun: one whose output is shown, or a sweep."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [sys.executable, "-m", "lingua.tools.slurm.torchrun", "--standalone"]
     torchrun += ["--nproc-per-node", str(job.nodes * job.ngpu)]
     shell = [
         "set -e",
+        "trap 'exit 143' TERM",  # once the command that runs, which gets the signal too, has ended
         *_setup(job, root),
         # What torchrun prints before each line of rank 0; its default names the role.
         "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=' '",

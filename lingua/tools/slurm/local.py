@@ -5,8 +5,10 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lingua.base.dump_dir import LOGS
@@ -19,6 +21,7 @@ from lingua.tools.runs.table import TAIL_BYTES, row_of, shown_keys, table
 from lingua.tools.slurm.status import status
 
 POLL_S = 0.1
+CONTINUES = "The same command with dirs_exists_ok=true continues"
 TORCHRUN_LOG = "launcher.log"  # what torchrun prints, beside the other logs of a run
 
 Command = tuple[Path, list[str]]  # the dump dir of a run, and what starts it
@@ -61,7 +64,10 @@ def run_one(argv: Sequence[str]) -> int:
             time.sleep(POLL_S)
         _pass_on(stop.signal, [process])
         code = process.wait()
-    return 128 + signal.Signals[stop.signal] if code and stop.signal else code
+    if code and stop.signal:
+        print(f"stopped by {stop.signal}. {CONTINUES}", file=sys.stderr)
+        return 128 + signal.Signals[stop.signal]
+    return code
 
 
 def run_sweep(
@@ -109,8 +115,7 @@ def run_sweep(
         print(table([row_of(record) for record in records], shown_keys(differing(records))))
     if stopped is not None:
         left = counted(n - len(codes), "run")
-        print(f"stopped by {stopped}; {left} not started. The same command with "
-              "dirs_exists_ok=true continues")  # fmt: skip
+        print(f"stopped by {stopped}; {left} not started. {CONTINUES}")
         code = 128 + signal.Signals[stopped]
         return [code if codes.get(i) != 0 else 0 for i in range(n)]
     return [codes[i] for i in range(n)]
@@ -129,10 +134,14 @@ def _start(dump_dir: Path, argv: Sequence[str], environment: dict[str, str]) -> 
 
 
 def _pass_on(name: str | None, processes: Sequence[subprocess.Popen]) -> None:
-    """A terminal sends its Ctrl-C, and that it is closed, to torchrun too."""
-    if name not in (None, "SIGINT", "SIGHUP"):
-        for process in processes:
+    """A terminal sends its Ctrl-C, and that it is closed, to torchrun too. Children get the signal
+    as well: a command of `setup`, and ranks that torchrun is starting and does not know yet."""
+    for process in [] if name in (None, "SIGINT", "SIGHUP") else processes:
+        with suppress(OSError):  # it has ended
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             process.terminate()
+            for child in map(int, children):
+                os.kill(child, signal.SIGTERM)
 
 
 def _outcome(dump_dir: Path, seconds: float, code: int | None) -> str:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write_sources(tmp_path)
     values = SMALL | {"data.root_dir": tmp_path, "dump_dir": tmp_path / "a run"}
     return [f"{key}={value}" for key, value in values.items()]
+
+
+def processes_with(variable: str) -> list[str]:
+    """The command lines of processes that have it in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text())
+    return found
 
 
 STOOL = """
@@ -91,6 +102,30 @@ def test_a_sweep_on_this_machine_saves_all_runs_at_ctrl_c(tmp_path):
     again = [*command, "steps=20", "dirs_exists_ok=true"]
     done = subprocess.run(again, cwd=REPO, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("  finished  step ") == 3, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("setup", "sign"), [("echo None; sleep 60", ""), ("export SLEEP_S=60", " None None")]
+)
+def test_a_signal_while_a_launch_starts_ends_all_its_processes(tmp_path, setup, sign):
+    """In a line of `setup`, and when torchrun has just started its ranks."""
+    words = ["script=tests.gpu_app", "launcher=local", "gpus=none", "ngpu=2"]
+    words += [f"setup=[{setup}]", f"dump_dir={tmp_path / 'run'}"]
+    tag = f"TAG={secrets.token_hex()}"
+    with subprocess.Popen(
+        ["env", tag, sys.executable, "-c", STOOL, *python(OF_OTHERS), *words],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as launcher:
+        lines = iter(launcher.stdout)
+        before = next(line for line in lines if f"None{sign}" in line)
+        launcher.send_signal(signal.SIGTERM)
+        after = [line for line in lines if line != "Terminated\n"]  # bash's own, of its command
+    assert launcher.returncode == 143, before
+    assert after == ["stopped by SIGTERM. The same command with dirs_exists_ok=true continues\n"]
+    assert not processes_with(tag)
 
 
 def test_runs_that_run_at_once_divide_the_machine():
