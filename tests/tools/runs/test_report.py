@@ -345,6 +345,19 @@ def test_scores_stops_samples_and_differences_of_the_code_are_those_of_the_runs(
     assert second["difference"].splitlines()[-2:] == ["-old", "+new"]
 
 
+def test_the_machines_of_the_runs_are_a_table(tmp_path):
+    start = {"event": "start", "step": 0, "topology": [2, 4, 1], "hosts": ["n1", "n2"]}
+    start |= {"device": "H100", "flops_per_token": 1234.0, "commit": "a" * 40 + "-dirty"}
+    resumed = start | {"step": 5, "topology": None, "torch": "2.13", "created_at": "2026-01-02T03"}
+    a_run(tmp_path / "run", metrics=[start, line(1), resumed])
+    header, first, second = payload_of(page_of(tmp_path))["machines"]
+    assert header == ["run", "step", "dp_replicate x dp_shard x tp", "hosts", "device",
+                      "FLOPs per token", "commit", "torch", "when, UTC"]  # fmt: skip
+    commit = "aaaaaaaaaaaa-dirty"
+    assert first == ["run", "0", "2 x 4 x 1", "n1, n2", "H100", "1,234", commit, "", ""]
+    assert second[2] == "?" and second[-2:] == ["2.13", "2026-01-02 03"]
+
+
 def test_of_very_many_runs_those_drawn_do_not_depend_on_their_losses(tmp_path):
     described = []
     for turn in (1, -1):

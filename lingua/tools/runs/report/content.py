@@ -1,6 +1,7 @@
 """What the page says about runs, as plain values: charts, marks, tables, samples, code."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -266,9 +267,15 @@ def _machines(records: Sequence[Record]) -> list[list[str]]:
     starts = [(r.name, e) for r in records for e in r.events if e["event"] == "start"]
     skip = ("event", "created_at", "chain", "config")
     keys = list(dict.fromkeys(k for _, e in starts for k in e if k not in skip))
-    rows = [[name, *(_text(e.get(key)) for key in keys), _text(e.get("created_at"))[:19]]
-            for name, e in starts]  # fmt: skip
-    return [["run", *keys, "when, UTC"], *rows] if rows else []
+    rows = []
+    for name, event in starts:
+        joined = event | {k: ", ".join(map(_text, v)) for k, v in event.items() if type(v) is list}
+        joined["topology"] = _sizes(event.get("topology"))
+        joined["commit"] = re.sub(r"^(\w{12})\w+", r"\1", _text(event.get("commit")))
+        cells = [_whole(v) if type(v) is float else _text(v) for v in map(joined.get, keys)]
+        rows.append([name, *cells, _text(event.get("created_at"))[:19].replace("T", " ")])
+    titles = {"topology": "dp_replicate x dp_shard x tp", "flops_per_token": "FLOPs per token"}
+    return [["run", *(titles.get(key, key) for key in keys), "when, UTC"], *rows] if rows else []
 
 
 def _scores(records: Sequence[Record]) -> list[list[str]]:
