@@ -40,11 +40,11 @@ class Browser:
     def all(self, selector: str) -> list[WebElement]:
         return self.driver.find_elements("css selector", selector)
 
-    def point_at(self, element: WebElement, x: int) -> None:
-        """Move the pointer to x pixels from the left, at half of the height."""
+    def point_at(self, element: WebElement, x: int, down: int = 0) -> None:
+        """Move the pointer to x pixels from the left, and `down` below half of the height."""
         self.run("arguments[0].scrollIntoView({block: 'center'})", element)
         actions = ActionChains(self.driver, duration=0)
-        actions.move_to_element_with_offset(element, x - element.size["width"] // 2, 0).perform()
+        actions.move_to_element_with_offset(element, x - element.size["width"] // 2, down).perform()
 
     def messages(self) -> list[str]:
         """What the console has, of every level, since the last call."""

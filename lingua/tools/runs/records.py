@@ -25,19 +25,25 @@ from lingua.run.records import Record
 DUMP_DIR_FILES = (METRICS, TRAIN_LOG, BASE_CONFIG)  # a dump dir has one of them and a config
 
 
+class NoRunError(UserError):
+    """A path has no run, or not yet."""
+
+
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     """The dump dirs at or below `paths`, sorted, each once, also those in a dump dir, as of a sweep
     in whose folder another run was started. What a run writes is not searched, nor are hidden
     folders and copies of the code; a link is followed only where it is one of `paths`. Raises
-    UserError where a path has none."""
+    NoRunError where a path has none, UserError where it is no folder."""
     run_of_path: dict[Path, Path] = {}  # by resolved path: a run may be below several of `paths`
     for path in map(Path, paths):
+        if not path.exists():
+            raise NoRunError(f"{path}: does not exist")
         if not path.is_dir():
-            raise UserError(f"{path}: {'must be a folder' if path.exists() else 'does not exist'}")
+            raise UserError(f"{path}: must be a folder")
         runs = list(_dump_dirs(path))
         if not runs:
             need = f"a dump dir has {CONFIG}, or {BASE_CONFIG} if it was only launched"
-            raise UserError(f"{path}: no run there or below; {need}")
+            raise NoRunError(f"{path}: no run there or below; {need}")
         for run in runs:
             run_of_path.setdefault(run.resolve(), run)
     return sorted(run_of_path.values())
@@ -45,7 +51,7 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
 
 def open_runs(paths: Iterable[Path | str], tail: int | None = None) -> list[Record]:
     """A Record of each run at or below `paths`, named by its shortest unique path suffix. Raises
-    UserError as find_runs. For `tail` see Record."""
+    errors as find_runs. For `tail` see Record."""
     folders = find_runs(paths)
     parts = [folder.absolute().parts for folder in folders]
     names: dict[int, str] = {}

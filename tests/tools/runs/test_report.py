@@ -118,8 +118,24 @@ def test_numbers_under_the_pointer_are_those_of_the_files(tmp_path, chromium):
     assert n_raw == 3 * (2 + 2 + 1) and n_smoothed == 3 * 2
     choose(chromium, "axis", 1)
     place, numbers = under_the_pointer(chromium, 200)
-    loss = line(int(place.removesuffix(" tokens").replace(",", "")) // 2048)["loss"]
-    assert f"{float(numbers['a'][0]):.6g}" == f"{loss:.6g}"
+    shown, own_place = numbers["a"]
+    loss = line(int((own_place or place).removesuffix(" tokens").replace(",", "")) // 2048)["loss"]
+    assert f"{float(shown):.6g}" == f"{loss:.6g}"
+
+
+def test_the_crosshair_stands_at_the_point_nearest_to_the_pointer(tmp_path, chromium):
+    a_run(tmp_path / "dense", metrics=[line(s, loss=1 + s / 400) for s in range(1, 400)])
+    a_run(tmp_path / "sparse", metrics=[line(s, loss=3.0) for s in range(1, 400, 50)])
+    open_page(chromium, tmp_path, smoothing=False)
+    (area,) = chromium.all(f"{FIRST} .u-over")
+    for x, nearest in ((100, 51), (120, 101), (230, 151)):
+        for down, run, step in ((-80, "sparse", nearest), (80, "dense", None)):
+            chromium.point_at(area, x, down)
+            place, rows = chromium.run("return ask.tip(arguments[0])", FIRST)
+            assert rows[0][0] == run and rows[0][2] == ""  # its place is that of the title
+            assert rows[1][2] and (step is None or place == f"step {step}")
+            line_at, dot_at = chromium.run("return ask.crosshair(arguments[0])", FIRST)
+            assert line_at == pytest.approx(dot_at, abs=1)
 
 
 def test_the_legend_shows_and_hides_a_run_in_every_chart(tmp_path, chromium):
@@ -178,16 +194,18 @@ def test_text_of_a_run_is_shown_and_never_executed(tmp_path, chromium):
 def test_a_phone_never_scrolls_sideways_and_nothing_is_loaded(tmp_path, chromium):
     name = "a_rather_long_name_of_a_run_without_any_place_to_break_it_" + 40 * "x"
     events = [{"event": "norms", "step": s, "values": {name: s / 7}} for s in (1, 2)]
-    event = {"event": "start", "step": 0, "hosts": ["a" * 150], "device": "cpu", "commit": "c" * 40}
+    event = {"event": "start", "step": 0, "hosts": ["a" * 150], "device": "cpu", "code": "c" * 40}
     sample = {"step": 1, "source": "wiki", "prompt": "x" * 500, "text": "y" * 500}
     for run in (name, "b"):
         lines = [line(s, loss=2.0 + (run == "b")) for s in range(1, 90)]
         a_run(tmp_path / run, f"steps: 2\noptim:\n  lr: {len(run)}\n",
               metrics=[event, *events, *lines], samples=[sample])  # fmt: skip
-    for width in (320, 390):
+    for width in (320, 360, 390):
         open_page(chromium, tmp_path, width=width, dark=True)
         assert chromium.run("return document.documentElement.scrollWidth") <= width
         assert count_pixels(chromium, BLUE)
+        scrolled, broken = chromium.run("return ask.tables()")
+        assert scrolled == ["Runs", "Machines and versions, at every start"] and broken == []
     assert len(chromium.command("Page.printToPDF")["data"]) > 10_000
     assert chromium.run("return performance.getEntriesByType('resource').length") == 0
 
@@ -281,27 +299,49 @@ def test_the_legend_is_searched_and_hides_nothing_and_tables_are_sorted(tmp_path
 
 
 def test_a_watched_page_follows_the_runs_and_keeps_what_the_reader_chose(tmp_path, chromium):
-    for run in "ab":
-        a_run(tmp_path / run, metrics=[line(s) for s in range(1, 9)])
-    out = tmp_path / "page.html"
-    command = [sys.executable, "-m", "lingua", "report", str(tmp_path), f"out={out}", "watch=1"]
-    with subprocess.Popen(command) as process:
+    """The page is asked for before there is a run. It grows above what the reader looks at."""
+    runs, out = tmp_path / "runs", tmp_path / "page.html"
+    sample = {"step": 1, "source": "wiki", "prompt": "p", "text": "t"}
+    texts = [sample, sample | {"prompt": "q"}]
+    command = [sys.executable, "-m", "lingua", "report", str(runs), f"out={out}", "watch=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            wait = WebDriverWait(chromium.driver, 60)
-            wait.until(lambda driver: out.exists())
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert first == f"{runs}: does not exist; waiting for a run there, Ctrl-C ends\n"
+            for run in "bc":
+                a_run(runs / run, metrics=[line(s) for s in range(1, 9)], samples=texts)
+            assert f"{out} shows" in process.stdout.readline()
             chromium.open(out)
-            chromium.run(ASK)
-            choose(chromium, "axis", 1)
-            chromium.all("#legend input")[1].click()
-            chromium.all("[data-table=Runs] th button")[1].click()
-            with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line(1234)) + "\n")
+            chosen, top = chromium.run(ASK + "return ask.use()")
+            a_run(runs / "a", metrics=[line(1234)], samples=texts)
+            wait = WebDriverWait(chromium.driver, 60)
             wait.until(lambda driver: "1,234" in chromium.run("return document.body.innerText"))
+            chosen_then, top_then = chromium.run(ASK + "return ask.used()")
         finally:
             process.send_signal(signal.SIGINT)
-    chosen = "return [state.axis, [...state.hidden], document.querySelector('td').innerText]"
-    assert chromium.run(chosen) == [1, [1], "b"]
+    assert chosen == {"axis": 1, "hidden": ["c"], "sorted": "descending", "samples": "c",
+                      "open": [True, False], "focus": "search"}  # fmt: skip
+    assert chosen_then == chosen and top_then == pytest.approx(top, abs=1) and 0 < top < 900
     assert process.returncode == 0 and payload_of(out)["refresh_s"] is None
+
+
+def test_a_screen_reader_has_names_for_all_and_numbers_for_pictures(tmp_path, chromium):
+    for run in "ab":
+        losses = [line(s, loss=s * (s - 60.0) + (run == "b")) for s in range(1, 100)]
+        a_run(tmp_path / run, metrics=[*losses, {"event": "norms", "step": 9, "x": 1, "y": 2}])
+    open_page(chromium, tmp_path)
+    chromium.all("#legend input")[1].click()
+    tree = chromium.command("Accessibility.getFullAXTree")["nodes"]
+    nodes = [(n["role"]["value"], n.get("name", {}).get("value")) for n in tree if not n["ignored"]]
+    names = [name for role, name in nodes if role == "image"]
+    assert names[0] == (
+        "Training loss, nats per token, over steps: a from -59 at step 1 to 3861 at step 99, "
+        "lowest -900 at step 30"
+    )
+    assert len(names) == len(chromium.all(".chart")) and all(name.count("a from") for name in names)
+    controls = [node for node in nodes if node[0] in ("checkbox", "combobox", "searchbox", "table")]
+    assert len(set(controls)) == len(controls) > 15 and all(name for _, name in controls)
 
 
 def test_runs_with_nothing_to_show_are_listed_and_what_cannot_be_read_is_reported(tmp_path, capsys):

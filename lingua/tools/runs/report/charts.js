@@ -38,7 +38,7 @@ function drawn(tag, attributes) {
 }
 
 function swatch(arm) {
-  const svg = drawn("svg", {width: 26, height: 10, class: "sw"});
+  const svg = drawn("svg", {width: 26, height: 10, class: "sw", "aria-hidden": true});
   svg.append(drawn("line", {x1: 0, x2: 26, y1: 5, y2: 5, stroke: colour(arm), "stroke-width": 2.5, "stroke-dasharray": dash(arm).join(" ")}));
   return svg;
 }
@@ -164,18 +164,18 @@ function dots(values) {
 class Chart {
   // `lines`: [{run, x: [steps, tokens, seconds], raw}], arrays with null for what is missing.
   // `zoom(span)` is called with the part of the axis that the reader has chosen, or null for all.
-  constructor({title, unit, lines, noisy}, marks, zoom) {
-    Object.assign(this, {lines, noisy, marks, zoom, log: false});
-    this.root = element("article", undefined, {class: "chart"});
+  constructor({title, unit, group, lines, noisy}, marks, zoom) {
+    Object.assign(this, {title, unit, lines, noisy, marks, zoom, log: false});
+    this.root = element("article", undefined, {class: "chart", "data-place": group || title});
     this.heading = element("h3", title);
-    this.toggle = element("input", undefined, {type: "checkbox", "data-keep": `log ${title}`});
+    this.toggle = element("input", undefined, {type: "checkbox", "data-keep": `log ${group || title}`, "aria-label": `log axis of ${group || title}`});
     this.toggle.onchange = () => { this.log = this.toggle.checked; this.draw(); };
     this.left = element("span", undefined, {class: "unit"});
     const header = element("header"), label = element("label");
     label.append(this.toggle, " log");
     header.append(this.heading, element("span", unit, {class: "unit"}), this.left, label);
-    this.tip = element("div", undefined, {class: "tip"});
-    this.body = element("div");
+    this.tip = element("div", undefined, {class: "tip", "aria-hidden": true});
+    this.body = element("div", undefined, {role: "img"});
     this.root.append(header, this.body, this.tip);
   }
 
@@ -188,6 +188,7 @@ class Chart {
     this.smoothed = this.noisy && state.smoothing > 0;
     this.curves = state.arms.flatMap((_, arm) => this.curvesOf(arm));
     this.left.textContent = "";
+    this.describe();
     if (this.curves.length === 0) {
       this.body.replaceChildren(element("p", `not recorded over ${AXES[state.axis]}`, {class: "key"}));
       return;
@@ -274,10 +275,24 @@ class Chart {
 
   get seen() { return this.curves.filter(curve => this.visible(curve)); }
 
+  // What a screen reader says of the picture: what each visible run has logged.
+  describe() {
+    const seen = this.lines.filter(({run, x}) => x[state.axis] !== null && !state.hidden.has(state.armOf[run]));
+    const lines = seen.map(({run, x, raw}) => {
+      const logged = [...raw.keys()].filter(i => raw[i] !== null), lowest = logged.reduce((a, b) => raw[b] < raw[a] ? b : a);
+      const [first, last, low] = [logged[0], logged.at(-1), lowest].map(i => `${exact(raw[i])} at ${onAxis(x[state.axis][i])}`);
+      return `${state.names[run]} from ${first} to ${last}, lowest ${low}`;
+    });
+    const more = lines.length > MAX_IN_TIP ? [`and ${lines.length - MAX_IN_TIP} more lines`] : [];
+    const text = [...lines.slice(0, MAX_IN_TIP), ...more].join("; ") || "no line";
+    this.body.setAttribute("aria-label", `${[this.title, this.unit].filter(Boolean).join(", ")}, over ${AXES[state.axis]}: ${text}`);
+  }
+
   // Show what `state` says now; the axis is the same.
   follow() {
     if (!this.u) return;
     this.leave();
+    this.describe();
     this.curves.forEach((curve, i) => {
       if (this.u.series[i + 1].show !== this.visible(curve)) this.u.setSeries(i + 1, {show: this.visible(curve)});
     });
@@ -370,7 +385,7 @@ class Chart {
   }
 
   // The numbers under the pointer: of each visible line its point nearest to the pointer's place,
-  // that nearest to the pointer first.
+  // that nearest to the pointer first, where the crosshair stands.
   point() {
     const {left, top} = this.u.cursor;
     if (!(left >= 0) || !this.u.over.matches(":hover")) { this.leave(); return; }
@@ -379,12 +394,13 @@ class Chart {
       const i = nearest(x, at), joined = state.arms[arm].runs.length > 1;
       const ended = (at < x[0] || at > x.at(-1)) && Math.abs(this.u.valToPos(x[i], "x") - left) > 30;
       if (joined && (y[i] === null || ended)) return []; // the arm has another line there
-      const down = y[i] === null ? Infinity : this.u.valToPos(y[i], "y");
+      const beside = this.u.valToPos(x[i], "x"), down = y[i] === null ? Infinity : this.u.valToPos(y[i], "y");
       const band = low ? ` (${exact(low[i])} to ${exact(high[i])})` : "";
-      return [{arm, name, kind, x: x[i], y: y[i], band, down, away: Math.abs(down - top)}];
+      return [{arm, name, kind, x: x[i], y: y[i], band, beside, down, away: Math.hypot(beside - left, down - top)}];
     }).sort((a, b) => a.away - b.away);
     if (points.length === 0) { this.leave(); return; }
-    const here = points.reduce((best, p) => Math.abs(p.x - at) < Math.abs(best.x - at) ? p : best).x;
+    const here = points[0].x;
+    this.u.root.querySelector(".u-cursor-x").style.transform = `translate(${points[0].beside}px)`;
     const shown = points.slice(0, MAX_IN_TIP), table = element("table");
     for (const {arm, name, kind, x, y, band} of shown) {
       const row = element("tr"), cell = element("td");
@@ -392,9 +408,9 @@ class Chart {
       row.append(cell, element("td", y === null ? "no number" : exact(y) + band), element("td", x === here ? "" : onAxis(x)));
       table.append(row);
     }
-    this.dots.replaceChildren(...shown.filter(({y}) => y !== null).map(({arm, x, down}) => {
+    this.dots.replaceChildren(...shown.filter(({y}) => y !== null).map(({arm, beside, down}) => {
       const dot = element("i", undefined, {class: "dot"});
-      Object.assign(dot.style, {left: `${this.u.valToPos(x, "x")}px`, top: `${down}px`, background: colour(arm)});
+      Object.assign(dot.style, {left: `${beside}px`, top: `${down}px`, background: colour(arm)});
       return dot;
     }));
     const near = !state.marks ? [] : this.marks.filter(mark => !state.hidden.has(state.armOf[mark.run]) && mark.x[state.axis] !== null

@@ -2,7 +2,7 @@
 // has written is inserted as text.
 "use strict";
 
-const MAX_OPEN_COMPARISONS = 5, MAX_OPEN_ROWS = 200;
+const MAX_OPEN_COMPARISONS = 5, MAX_OPEN_ROWS = 200, MAX_UNWRAPPED = 40;
 
 const find = id => document.getElementById(id);
 
@@ -20,7 +20,7 @@ async function unpack() {
 }
 
 function section(title, ...children) {
-  const made = element("section");
+  const made = element("section", undefined, {"data-place": title});
   made.append(element("h2", title), ...children);
   find("rest").append(made);
 }
@@ -33,12 +33,24 @@ function sortKey(cell) {
   return number ? [0, Number(number[0].replaceAll(",", ""))] : cell === "" || cell === "?" ? [2, ""] : [1, cell];
 }
 
+// What is kept of a control.
+const property = control => control.matches("details") ? "open" : control.type === "checkbox" ? "checked" : "value";
+
+// A part that the reader opens and closes.
+function folded(keep, title, ...children) {
+  const made = element("details", undefined, {"data-keep": keep});
+  made.append(element("summary", title), ...children);
+  return made;
+}
+
 // A table that a click on a column's title sorts, and another click reverses; a long one is closed.
 function table([header, ...rows], title) {
-  const made = element("table"), wide = element("div", undefined, {class: "wide"}), body = element("tbody");
+  const made = element("table", undefined, {"aria-label": title}), wide = element("div", undefined, {class: "wide"}), body = element("tbody");
+  const turns = {}; // rows of a name: later ones are below it
   const lines = rows.map(cells => {
-    const line = element("tr");
-    line.append(...cells.map(cell => element("td", cell)));
+    turns[cells[0]] = (turns[cells[0]] ?? 0) + 1;
+    const line = element("tr", undefined, {"data-place": `${title} ${cells[0]} ${turns[cells[0]]}`});
+    line.append(...cells.map(cell => element("td", cell, cell.length > MAX_UNWRAPPED ? {class: "long"} : {})));
     return [cells, line];
   });
   const sort = (column, descending) => {
@@ -65,10 +77,7 @@ function table([header, ...rows], title) {
   wide.append(made);
   wide.dataset.table = title;
   wide.sort = sort;
-  if (rows.length <= MAX_OPEN_ROWS) return wide;
-  const closed = element("details");
-  closed.append(element("summary", `${rows.length.toLocaleString("en")} rows`), wide);
-  return closed;
+  return rows.length <= MAX_OPEN_ROWS ? wide : folded(`rows of ${title}`, `${rows.length.toLocaleString("en")} rows`, wide);
 }
 
 function showHeader(content) {
@@ -88,10 +97,9 @@ function showVerdict({heading = [], rows = []}) {
   const ends = rows.flatMap(row => row.interval ? row.interval.slice(1) : []);
   const low = Math.min(0, ...ends), high = Math.max(0, ...ends), width = 220;
   const at = value => 8 + (width - 16) * (value - low) / (high - low);
-  const closed = element("details"), n = MAX_OPEN_COMPARISONS;
-  closed.append(element("summary", `${rows.length - n} more comparisons`));
+  const n = MAX_OPEN_COMPARISONS, closed = folded("comparisons", `${rows.length - n} more comparisons`);
   for (const [i, {text, notes, interval}] of rows.entries()) {
-    const row = element("div", undefined, {class: "comparison"}), words = element("div"), svg = drawn("svg", {width: interval ? width : 0, height: 24});
+    const row = element("div", undefined, {class: "comparison"}), words = element("div"), svg = drawn("svg", {width: interval ? width : 0, height: 24, role: interval ? "img" : "none"});
     if (interval) {
       const [mean, from, to] = interval.map(at);
       svg.append(drawn("line", {x1: at(0), x2: at(0), y1: 0, y2: 24, class: "zero"}),
@@ -113,7 +121,7 @@ function showLegend(charts) {
   let matches = null; // of the search
   const light = lit => { state.lit = lit; charts.forEach(chart => chart.u?.redraw(false)); };
   const entries = state.arms.map(({name, runs}, arm) => {
-    const label = element("label"), box = element("input", undefined, {type: "checkbox", "data-keep": `arm ${name}`});
+    const label = element("label"), box = element("input", undefined, {type: "checkbox", "data-keep": `arm of ${state.names[runs[0]]}`});
     box.checked = true;
     box.onchange = () => {
       box.checked ? state.hidden.delete(arm) : state.hidden.add(arm);
@@ -176,8 +184,11 @@ function makeCharts(content) {
   }
   for (const [group, chart] of groups) {
     const choice = element("select", undefined, {"aria-label": group, "data-keep": group});
-    choice.append(...chart.choices.map((described, i) => element("option", described.title, {value: i})));
-    choice.onchange = () => { chart.lines = chart.choices[choice.value].lines; chart.draw(); };
+    choice.append(...chart.choices.map(({title}) => element("option", title, {value: title})));
+    choice.onchange = () => {
+      const {title, lines} = chart.choices.find(({title}) => title === choice.value);
+      Object.assign(chart, {title, lines}).draw();
+    };
     chart.heading.textContent = `${group}: `;
     chart.heading.append(choice);
   }
@@ -201,12 +212,12 @@ function showSamples(content) {
   const having = content.names.map((_, run) => run).filter(run => content.samples[run].length);
   if (having.length === 0) return;
   const choice = element("select", undefined, {"aria-label": "run", "data-keep": "samples"}), place = element("div");
-  choice.append(...having.map(run => element("option", content.names[run], {value: run})));
-  choice.onchange = () => place.replaceChildren(...content.samples[choice.value].map(({source, prompt, texts}) => {
-    const made = element("details"), body = element("div", undefined, {class: "sample"});
-    made.open = true;
+  choice.append(...having.map(run => element("option", content.names[run], {value: content.names[run]})));
+  choice.onchange = () => place.replaceChildren(...content.samples[content.names.indexOf(choice.value)].map(({source, prompt, texts}, i) => {
+    const body = element("div", undefined, {class: "sample"}), title = `held-out text of ${source}, and how the model continues it`;
     for (const [step, text] of texts) body.append(element("b", `step ${step.toLocaleString("en")}`), element("pre", text));
-    made.append(element("summary", `held-out text of ${source}, and how the model continues it`), element("pre", prompt, {class: "prompt"}), body);
+    const made = folded(`sample ${i} of ${choice.value}`, title, element("pre", prompt, {class: "prompt"}), body);
+    made.open = true;
     return made;
   }));
   choice.onchange();
@@ -216,11 +227,8 @@ function showSamples(content) {
 function showCode(content) {
   if (content.code.length === 0) return;
   const rows = content.code.map(({commit, changes, runs}) => [commit, changes ? `${changes.toLocaleString("en")} lines of uncommitted differences` : "", runs.join(", ")]);
-  const parts = content.code.filter(({difference}) => difference).map(({commit, runs, difference}) => {
-    const made = element("details");
-    made.append(element("summary", `how ${commit.slice(0, 12)} of ${runs[0]} differs from the first`), element("pre", difference));
-    return made;
-  });
+  const parts = content.code.filter(({difference}) => difference).map(({commit, runs, difference}) =>
+    folded(`code of ${runs[0]}`, `how ${commit.slice(0, 12)} of ${runs[0]} differs from the first`, element("pre", difference)));
   section("Code", table([["commit", "changes", "runs"], ...rows], "Code"), ...parts);
 }
 
@@ -248,29 +256,43 @@ function followPage(charts) {
   addEventListener("afterprint", () => draw());
 }
 
-// A page that is written again and again is loaded again and again; what the reader has chosen, and
-// where, stays. Without storage it starts anew.
+// A page that is written again and again is loaded again and again; what the reader has chosen and
+// opened, and what stands at the top of the window, stays. Without storage it starts anew.
 function refresh(seconds) {
-  const kept = `lingua ${location.pathname}`, controls = [...document.querySelectorAll("[data-keep]")];
-  const tables = [...document.querySelectorAll("[data-table]")];
+  const key = `lingua ${location.pathname}`, all = selector => [...document.querySelectorAll(selector)];
+  const top = element => element.getBoundingClientRect().top, placeOf = ({dataset}) => dataset.place ?? dataset.keep;
+  const places = () => all("[data-place], details").filter(element => element.checkVisibility());
   const remember = () => {
-    const values = Object.fromEntries(controls.map(c => [c.dataset.keep, c.type === "checkbox" ? c.checked : c.value]));
-    const sorted = Object.fromEntries(tables.filter(t => t.dataset.sorted).map(t => [t.dataset.table, JSON.parse(t.dataset.sorted)]));
-    sessionStorage.setItem(kept, JSON.stringify({values, sorted, zoom: state.zoom, top: scrollY}));
+    const values = Object.fromEntries(all("[data-keep]").map(c => [c.dataset.keep, c[property(c)]]));
+    const tables = Object.fromEntries(all("[data-table]").map(t => [t.dataset.table, [t.dataset.sorted, t.scrollLeft]]));
+    const nearest = places().reduce((a, b) => Math.abs(top(b)) < Math.abs(top(a)) ? b : a);
+    const focus = document.activeElement.closest("[data-keep]")?.dataset.keep;
+    sessionStorage.setItem(key, JSON.stringify({values, tables, zoom: state.zoom, place: placeOf(nearest), top: top(nearest), focus}));
   };
-  const {values, sorted, zoom, top} = JSON.parse(sessionStorage.getItem(kept) ?? '{"values": {}, "sorted": {}, "zoom": null, "top": 0}');
-  for (const control of controls) {
-    const value = values[control.dataset.keep];
-    if (value === undefined || value === (control.type === "checkbox" ? control.checked : control.value)) continue;
-    if (control.type === "checkbox") control.checked = value;
-    else control.value = value;
-    control.dispatchEvent(new Event(control.type === "search" ? "input" : "change"));
+  const {values = {}, tables = {}, zoom = null, ...was} = JSON.parse(sessionStorage.getItem(key) ?? "{}");
+  for (const kind of ["select", "input", "details"]) // what a choice shows is opened or closed after it
+    for (const control of all(`${kind}[data-keep]`)) {
+      const value = values[control.dataset.keep], name = property(control), before = control[name];
+      if (value === undefined || value === before) continue;
+      control[name] = value;
+      if (control[name] !== value) control[name] = before; // no longer there to choose
+      else control.dispatchEvent(new Event(control.type === "search" ? "input" : "change"));
+    }
+  for (const each of all("[data-table]")) {
+    const [sorted, left] = tables[each.dataset.table] ?? [];
+    if (sorted) each.sort(...JSON.parse(sorted));
+    each.scrollLeft = left ?? 0;
   }
-  for (const each of tables) if (each.dataset.table in sorted) each.sort(...sorted[each.dataset.table]);
   state.zoom = zoom; // after the axis, which forgets it
+  history.scrollRestoration = "manual";
   addEventListener("pagehide", remember);
   setInterval(() => { if (!document.hidden && !document.querySelector(".chart:hover")) location.reload(); }, 1000 * seconds);
-  return () => scrollTo(0, top);
+  return () => {
+    const focused = all("[data-keep]").find(control => control.dataset.keep === was.focus);
+    (focused?.querySelector("summary") ?? focused)?.focus({preventScroll: true});
+    const there = places().find(element => placeOf(element) === was.place);
+    if (there) scrollBy(0, top(there) - was.top);
+  };
 }
 
 async function main() {
@@ -287,6 +309,7 @@ async function main() {
   const scroll = content.refresh_s ? refresh(content.refresh_s) : () => {};
   state.ready = true;
   charts.forEach(chart => chart.draw());
+  await null; // charts have their heights in a microtask
   scroll();
   followPage(charts);
   document.documentElement.dataset.ready = "true";

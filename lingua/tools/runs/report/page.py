@@ -6,7 +6,8 @@
 
 A folder is a run, or is searched for runs. The page has the curves of all of them, their events,
 held-out losses, benchmark scores, samples, and what differs in their configs and code. With watch
-it is written again and again until Ctrl-C, and an open page follows. --help lists the keys.
+it is written again and again until Ctrl-C, and an open page follows; it may start before the runs.
+--help lists the keys.
 """
 
 import base64
@@ -15,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -44,18 +46,31 @@ def main(argv: list[str]) -> None:
     args, _ = load(ReportArgs, words, program_doc=__doc__)
     if not folders:
         raise UserError("no folder is given; `python -m lingua report runs` shows all runs in runs")
-    reported = _write(folders, args)
-    runs = f"{args.out} shows {reported}"
-    if args.watch is None:
-        print(printable(f"{runs}; open it in a browser"))
-        return
-    print(printable(f"{runs}, again every {args.watch} s; open it in a browser, Ctrl-C ends"))
+    if args.watch is not None:
+        _watch(folders, args, args.watch)
+    else:
+        print(printable(f"{args.out} shows {_write(folders, args)}; open it in a browser"))
+
+
+def _watch(folders: list[str], args: ReportArgs, seconds: int) -> None:
+    """Write the page until Ctrl-C, from when all folders have a run."""
+    from lingua.tools.runs.records import NoRunError
+
+    printed = ""  # what the last line was about
     try:
         while True:
-            time.sleep(args.watch)
-            _write(folders, args)
+            try:
+                state, line = "shown", f"{args.out} shows {_write(folders, args)}, again"
+                line += f" every {seconds} s; open it in a browser, Ctrl-C ends"
+            except NoRunError as error:
+                state, line = "waiting", f"{error}; waiting for a run there, Ctrl-C ends"
+            if state != printed:
+                print(printable(line), flush=True)
+            printed = state
+            time.sleep(seconds)
     except KeyboardInterrupt:
-        _write(folders, replace(args, watch=None))  # the last page does not wait for another
+        with suppress(NoRunError):
+            _write(folders, replace(args, watch=None))  # the last page does not wait for another
 
 
 def _write(folders: list[str], args: ReportArgs) -> str:
