@@ -16,6 +16,8 @@ from lingua.base.dump_dir import TRAIN_LOG
 from lingua.base.errors import UserError
 from lingua.base.format import printable, short_count, short_time
 
+MAX_NUMBERS = 3  # of an app, in a line of the console
+
 
 class _Format(logging.Formatter):
     """`08:05:17 message`, with `warning: ` or `error: ` before messages of such a level."""
@@ -75,17 +77,21 @@ def init_logger(dump_dir: Path | None, rank: int, app: str = "") -> None:
             logging.getLogger(name).setLevel(logging.WARNING if rank else logging.INFO)
 
 
-def progress_line(step: int, steps: int, metrics: Mapping[str, Any], eta_s: float) -> str:
+def progress_line(
+    step: int, steps: int, metrics: Mapping[str, Any], eta_s: float, numbers: Mapping[str, float]
+) -> str:
     """Returns the console's form of a line of metrics.jsonl. With its time it fits 80 columns:
 
     step   120 loss 2.134 grad 0.81 lr 3.0e-4 31.2k tok/s mfu 41% eta 2.1m
 
-    Where the MFU is not known, peak memory is shown in its place. `steps` is the last step.
+    Where the MFU is not known, peak memory is shown in its place. `steps` is the last step. Of
+    `numbers`, what the app measures in each step, the first MAX_NUMBERS follow the loss.
     """
     mfu, skipped = metrics["mfu"], metrics["skipped_steps"]
     parts = [
         f"step {step:>{len(str(steps))}}",
         f"loss {metrics['loss']:.3f}",
+        *(f"{name} {value:.3g}" for name, value in list(numbers.items())[:MAX_NUMBERS]),
         f"grad {metrics['grad_norm']:.2f}",
         f"lr {metrics['lr']:.1e}".replace("e-0", "e-").replace("e+0", "e+"),
         f"{short_count(metrics['tokens_per_s']):>5} tok/s",

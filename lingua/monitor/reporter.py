@@ -196,7 +196,7 @@ class Reporter:
         }
         self._write(METRICS, line | measured.numbers)
         eta_s = (self.args.end - step) * line["step_time_s"]
-        logger.info(progress_line(step, self.args.end, line, eta_s))
+        logger.info(progress_line(step, self.args.end, line, eta_s, measured.numbers))
         if self._slow is not None:
             self._slow.note(slowest, ratio, n)
         self._logged_step, self._window_s, self._data_s, self._cpu_s = step, 0.0, 0.0, 0.0

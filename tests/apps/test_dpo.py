@@ -74,6 +74,8 @@ def test_the_loss_is_that_of_each_pair_alone_written_out(pairs, trained):
         assert len(of_step) > size  # rows have several
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
         assert line["margin"] == pytest.approx(margins.mean().item(), rel=1e-3, abs=1e-5)
+        shown = f" accuracy {line['accuracy']:.3g} margin {line['margin']:.3g} grad "
+        assert f"step {step + 1} loss {line['loss']:.3f}{shown}" in trained.log
         if step:  # where the policy is still the reference, rounding decides
             assert line["accuracy"] == pytest.approx((margins > 0).float().mean().item())
         loss.backward()
@@ -98,6 +100,8 @@ def test_the_loss_is_that_of_each_pair_alone_written_out(pairs, trained):
     assert len(records) == len(seen) + len(held_out) and held_out
     margins = margins_of(policy, reference, held_out).detach()
     last = trained.held_out[-1]
+    shown = ", ".join(f"{key} {last[key]:.4f}" for key in ("loss", "accuracy", "margin"))
+    assert f"step 6 held-out pairs: {shown}" in trained.log
     assert last["margin"] == pytest.approx(margins.mean().item(), rel=1e-3)
     assert last["accuracy"] == pytest.approx((margins > 0).float().mean().item())
     assert last["loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)

@@ -184,11 +184,12 @@ LINE |= {"peak_mem_gib": 1.23, "skipped_steps": 0}
 
 
 def test_the_progress_line_shows_what_is_known():
-    shown = progress_line(120, 2000, LINE, 125.2)
+    shown = progress_line(120, 2000, LINE, 125.2, {})
     assert shown == "step  120 loss 2.134 grad 0.81 lr 3.0e-4 31.2k tok/s mfu 41% eta 2.1m"
     unknown = LINE | {"mfu": None, "skipped_steps": 2, "loss": math.nan}
-    shown = progress_line(120, 2000, unknown, 125.2)
-    assert "loss nan" in shown and shown.endswith(" tok/s 1.2 GiB eta 2.1m skipped 2")
+    shown = progress_line(120, 2000, unknown, 125.2, {f"n{i}": i / 3 for i in range(9)})
+    assert " loss nan n0 0 n1 0.333 n2 0.667 grad 0.81 " in shown  # of many the first
+    assert shown.endswith(" tok/s 1.2 GiB eta 2.1m skipped 2")
 
 
 FULL_DISK = """
