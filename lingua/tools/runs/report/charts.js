@@ -277,15 +277,14 @@ class Chart {
 
   // What a screen reader says of the picture: what each visible run has logged.
   describe() {
-    const seen = this.lines.filter(({run, x}) => x[state.axis] !== null && !state.hidden.has(state.armOf[run]));
-    const lines = seen.map(({run, x, raw}) => {
+    const lines = this.lines.filter(({run, x}) => x[state.axis] !== null && !state.hidden.has(state.armOf[run])).map(({run, x, raw}) => {
       const logged = [...raw.keys()].filter(i => raw[i] !== null), lowest = logged.reduce((a, b) => raw[b] < raw[a] ? b : a);
       const [first, last, low] = [logged[0], logged.at(-1), lowest].map(i => `${exact(raw[i])} at ${onAxis(x[state.axis][i])}`);
       return `${state.names[run]} from ${first} to ${last}, lowest ${low}`;
     });
-    const more = lines.length > MAX_IN_TIP ? [`and ${lines.length - MAX_IN_TIP} more lines`] : [];
-    const text = [...lines.slice(0, MAX_IN_TIP), ...more].join("; ") || "no line";
-    this.body.setAttribute("aria-label", `${[this.title, this.unit].filter(Boolean).join(", ")}, over ${AXES[state.axis]}: ${text}`);
+    if (lines.length > MAX_IN_TIP) lines.splice(MAX_IN_TIP, Infinity, `and ${lines.length - MAX_IN_TIP} more`);
+    const title = [this.title, this.unit].filter(Boolean).join(", "), text = lines.join("; ") || "no line";
+    this.body.setAttribute("aria-label", `${title}, over ${AXES[state.axis]}: ${text}`);
   }
 
   // Show what `state` says now; the axis is the same.

@@ -33,9 +33,6 @@ function sortKey(cell) {
   return number ? [0, Number(number[0].replaceAll(",", ""))] : cell === "" || cell === "?" ? [2, ""] : [1, cell];
 }
 
-// What is kept of a control.
-const property = control => control.matches("details") ? "open" : control.type === "checkbox" ? "checked" : "value";
-
 // A part that the reader opens and closes.
 function folded(keep, title, ...children) {
   const made = element("details", undefined, {"data-keep": keep});
@@ -48,8 +45,7 @@ function table([header, ...rows], title) {
   const made = element("table", undefined, {"aria-label": title}), wide = element("div", undefined, {class: "wide"}), body = element("tbody");
   const turns = {}; // rows of a name: later ones are below it
   const lines = rows.map(cells => {
-    turns[cells[0]] = (turns[cells[0]] ?? 0) + 1;
-    const line = element("tr", undefined, {"data-place": `${title} ${cells[0]} ${turns[cells[0]]}`});
+    const turn = turns[cells[0]] = (turns[cells[0]] ?? 0) + 1, line = element("tr", undefined, {"data-place": `${title} ${cells[0]} ${turn}`});
     line.append(...cells.map(cell => element("td", cell, cell.length > MAX_UNWRAPPED ? {class: "long"} : {})));
     return [cells, line];
   });
@@ -185,10 +181,7 @@ function makeCharts(content) {
   for (const [group, chart] of groups) {
     const choice = element("select", undefined, {"aria-label": group, "data-keep": group});
     choice.append(...chart.choices.map(({title}) => element("option", title, {value: title})));
-    choice.onchange = () => {
-      const {title, lines} = chart.choices.find(({title}) => title === choice.value);
-      Object.assign(chart, {title, lines}).draw();
-    };
+    choice.onchange = () => Object.assign(chart, chart.choices.find(({title}) => title === choice.value)).draw();
     chart.heading.textContent = `${group}: `;
     chart.heading.append(choice);
   }
@@ -261,6 +254,7 @@ function followPage(charts) {
 function refresh(seconds) {
   const key = `lingua ${location.pathname}`, all = selector => [...document.querySelectorAll(selector)];
   const top = element => element.getBoundingClientRect().top, placeOf = ({dataset}) => dataset.place ?? dataset.keep;
+  const property = control => control.matches("details") ? "open" : control.type === "checkbox" ? "checked" : "value";
   const places = () => all("[data-place], details").filter(element => element.checkVisibility());
   const remember = () => {
     const values = Object.fromEntries(all("[data-keep]").map(c => [c.dataset.keep, c[property(c)]]));
@@ -275,7 +269,7 @@ function refresh(seconds) {
       const value = values[control.dataset.keep], name = property(control), before = control[name];
       if (value === undefined || value === before) continue;
       control[name] = value;
-      if (control[name] !== value) control[name] = before; // no longer there to choose
+      if (control[name] !== value) control[name] = before; // it is no longer a choice
       else control.dispatchEvent(new Event(control.type === "search" ? "input" : "change"));
     }
   for (const each of all("[data-table]")) {

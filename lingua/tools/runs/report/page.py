@@ -6,8 +6,7 @@
 
 A folder is a run, or is searched for runs. The page has the curves of all of them, their events,
 held-out losses, benchmark scores, samples, and what differs in their configs and code. With watch
-it is written again and again until Ctrl-C, and an open page follows; it may start before the runs.
---help lists the keys.
+it is written again and again until Ctrl-C, and an open page follows. --help lists the keys.
 """
 
 import base64
