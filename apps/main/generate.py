@@ -34,7 +34,7 @@ from lingua.model.generate import Completion, Request, fit_prompts, generate
 from lingua.model.sampling import SamplingArgs
 from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.parallel.program import run_program
-from lingua.tools.chat_template import Chat, ChatError, Message, open_chat
+from lingua.tools.chat_template import Chat, Message, open_chat
 from lingua.tools.exchange.trained import OpenArgs, Opened, open_model
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,9 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     args, _ = load(GenerateArgs, argv, program_doc=__doc__)
     opened = open_model(args, argv)
-    chat = open_chat_of(opened) if args.chat else None
+    data = opened.trained.args.data
+    template = data.chat.template if data.chat else None  # None: that of the tokenizer
+    chat = open_chat(data.tokenizer, opened.tokenizer, template) if args.chat else None
     system = () if args.system is None else ({"role": "system", "content": args.system},)
     prompts = [replace(prompt, before=system) for prompt in read_prompts(args)]
     requests = to_requests(prompts, opened, args.on_long_prompt, chat)
@@ -164,7 +166,7 @@ def forget(prompt: Prompt, opened: Opened, chat: Chat) -> Prompt:
     for; the system message stays."""
     room = opened.context - prompt.args.max_gen_tokens
     n_system, n = len(prompt.before) % 2, len(prompt.before)
-    while len(prompt.before) > n_system and len(chat_tokens(prompt, chat)) > room:
+    while len(prompt.before) > n_system and len(chat.prompt(prompt.messages, prompt.where)) > room:
         rest = prompt.before[n_system + 2 :]
         prompt = replace(prompt, before=prompt.before[:n_system] + rest)
     if len(prompt.before) < n:
@@ -236,33 +238,6 @@ def read_json_prompt(line: str, args: PromptArgs, where: str) -> Prompt:
         raise UserError(f"{where}: is nested too deeply") from None
 
 
-def open_chat_of(opened: Opened) -> Chat:
-    """The chat template of a model: that of its training data, or else its tokenizer's."""
-    data = opened.trained.args.data
-    template = data.chat.template if data.chat is not None else None
-    return open_chat(data.tokenizer, opened.tokenizer, template)
-
-
-def chat_tokens(prompt: Prompt, chat: Chat) -> list[int]:
-    try:
-        return chat.encode(chat.render(prompt.messages, add_generation_prompt=True)).tolist()
-    except ChatError as error:
-        raise UserError(f"{prompt.where}: {error}") from None
-
-
-def until_turn_end(settings: PromptArgs, chat: Chat, ends: list[int]) -> PromptArgs:
-    """The settings, with the end of an answer among what ends the result."""
-    try:
-        token, text = chat.turn_end
-    except ChatError as error:
-        raise UserError(f"chat = true: {error}") from None
-    if text:
-        return replace(settings, stop=[*settings.stop, text])
-    if settings.stop_tokens is None:
-        return replace(settings, stop_tokens=[*ends, *([] if token is None else [token])])
-    return settings
-
-
 def to_requests(
     prompts: Sequence[Prompt], opened: Opened, on_long_prompt: str, chat: Chat | None
 ) -> list[Request]:
@@ -271,7 +246,7 @@ def to_requests(
     for prompt in prompts:
         try:
             if chat is not None:
-                tokens = chat_tokens(prompt, chat)
+                tokens = chat.prompt(prompt.messages, prompt.where)
             else:
                 tokens = opened.tokenizer.encode(prompt.text, bos=opened.add_bos).tolist()
         except UnicodeEncodeError:
@@ -294,7 +269,7 @@ def to_requests(
             )
         settings = prompt.args
         if chat is not None:
-            settings = until_turn_end(settings, chat, opened.tokenizer.ends)
+            settings = chat.until_turn_end(settings, opened.tokenizer.ends)
         requests.append(Request(tokens, settings, prompt.args.seed))
     return fit_prompts(requests, opened.context)
 

@@ -153,7 +153,8 @@ def find_template(args: TokenizerArgs, template: str | None = None) -> tuple[str
     if not isinstance(text, str):
         raise UserError(
             f"data.tokenizer.path = {args.path}: its folder has no chat template (no {file.name}, "
-            "no chat_template in tokenizer_config.json); data.chat.template names the file of one"
+            "no chat_template in tokenizer_config.json); add one there, or name its file in "
+            "data.chat.template"
         )
     return text, f"chat_template of {file.with_name('tokenizer_config.json')}"
 

@@ -61,10 +61,11 @@ class Tokenizer:
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
-    content: bytes  # everything the ids of a text depend on
-    library: Any  # the library's tokenizer, None for bytes
-    encode_texts: Callable[[Sequence[str]], Iterable[Any]]  # ids of each, without bos and eos
-    decode_ids: Callable[[list[int]], str]
+    content: bytes = field(repr=False)  # everything the ids of a text depend on
+    library: Any = field(repr=False)  # the library's tokenizer, None for bytes
+    # ids of each text, without bos and eos
+    encode_texts: Callable[[Sequence[str]], Iterable[Any]] = field(repr=False)
+    decode_ids: Callable[[list[int]], str] = field(repr=False)
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # usual names of bos and eos
     more_ends: tuple[int, ...] = ()  # tokens beside eos that end a text which the model generates
 

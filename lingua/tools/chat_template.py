@@ -10,10 +10,10 @@ names and filters that transformers gives it (transformers.utils.chat_template_u
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -27,7 +27,11 @@ from lingua.config.values import NO_TEXT, is_text
 from lingua.data.chat import find_template, special_names
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs, is_library_error
 
+if TYPE_CHECKING:  # it imports torch
+    from lingua.model.sampling import SamplingArgs
+
 Message = Mapping[str, Any]  # role, content, and what else the template reads
+Settings = TypeVar("Settings", bound="SamplingArgs")
 # The day that templates are given which write one: rows must not depend on when they were made. It
 # is the one that Llama 3's template has for programs without a clock.
 DAY = datetime(2024, 7, 26)
@@ -157,6 +161,25 @@ class Chat:
             is_header = is_special & (begins < begin)
             is_answer |= (ends > begin) & (begins < end) & ~is_header
         return ids, is_answer
+
+    def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
+        """The tokens before the next answer. Raises UserError, which begins with `where`."""
+        try:
+            return self.encode(self.render(messages, add_generation_prompt=True)).tolist()
+        except ChatError as error:
+            raise UserError(f"{where}: {error}") from None
+
+    def until_turn_end(self, settings: Settings, ends: list[int]) -> Settings:
+        """The settings, with the end of an answer among what ends the result. Raises UserError."""
+        try:
+            token, text = self.turn_end
+        except ChatError as error:
+            raise UserError(f"chat: {error}") from None
+        if text:
+            return replace(settings, stop=[*settings.stop, text])
+        if settings.stop_tokens is None:
+            return replace(settings, stop_tokens=[*ends, *([] if token is None else [token])])
+        return settings
 
     @cached_property
     def turn_end(self) -> tuple[int | None, str]:

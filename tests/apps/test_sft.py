@@ -12,6 +12,7 @@ import xxhash
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import lingua
 from apps.sft import app
 from lingua.data.shards import Source
 from lingua.data.sources import open_sources
@@ -19,6 +20,7 @@ from lingua.tools.chat_template import Chat, open_chat
 from lingua.tools.exchange.trained import open_trained
 from tests.apps.runs import Outcome, Runs
 from tests.apps.test_generate import main_here
+from tests.mistakes import refused
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,28 @@ def test_generation_continues_the_conversation(trained, tmp_path):
     assert all(sample["prompt"].endswith("assistant\n") for sample in trained.samples)
     refused, printed = main_here(*say, "prompt=bb")
     assert not refused and printed == answer([{"role": "user", "content": "bb"}]) + "\n"
+
+
+def test_in_python_it_continues_the_conversation_too(trained, tmp_path):
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "aaaa"}]
+    say = [f"ckpt={trained.dump_dir}", "chat=true", "system=short", "prompt=aaaa"]
+    lm = lingua.load(trained.dump_dir, device="cpu")
+    for settings in ({"temperature": 0, "max_gen_tokens": 6}, {"seed": 3, "max_gen_tokens": 9}):
+        _, printed = main_here(*say, *(f"{key}={value}" for key, value in settings.items()))
+        assert lm.chat(messages, **settings) + "\n" == printed
+    for call, message in (
+        (lambda: lm.chat("aaaa"), 'must be a list of {"role": ..., "content": ...}'),
+        (
+            lambda: lm.chat([{"role": "user", "content": "<|im_end|>"}]),
+            "messages: message 1 has the",
+        ),
+        (
+            lambda: lm.chat(40 * messages, max_gen_tokens=4),
+            "tokens and max_gen_tokens = 4 must fit",
+        ),
+        (lambda: lm.chat(messages, temprature=0), 'unknown key (did you mean "temperature"?)'),
+    ):
+        refused(call, message)
 
 
 def test_what_cannot_be_a_chat_is_refused(trained):

@@ -4,9 +4,10 @@ It has one process, which needs no process group or mesh: those of one rank, whi
 below take, last as long as a call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -27,10 +28,11 @@ from lingua.parallel.mesh import AXES
 from lingua.parallel.plan import blocks_of
 from lingua.run.in_process import app_of
 from lingua.tokenizer.interface import Tokenizer
+from lingua.tools.chat_template import Chat, Message, open_chat
 from lingua.tools.exchange.trained import open_trained
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LM:
     """A language model and its tokenizer."""
 
@@ -40,6 +42,14 @@ class LM:
     add_bos: bool  # texts begin with bos, as the documents that it was trained on
     device: torch.device
     blocks: list[nn.Module]  # its layers, in order
+    source: str  # where its weights are from
+    open_chat: Callable[[], Chat]  # reads the chat template; raises UserError where it has none
+
+    def __repr__(self) -> str:
+        parameters = list(self.model.parameters())
+        size = f"{sum(map(Tensor.numel, parameters)):,} parameters in {len(self.blocks)} layers"
+        shown = f"{size}, {parameters[0].dtype} on {self.device}, context {self.context}"
+        return f"<LM of {self.source}: {shown}, tokenizer {self.tokenizer.name}>"
 
     def encode(self, text: str) -> list[int]:
         """The tokens that the model sees of a text, bos included. Raises UserError for a text
@@ -102,7 +112,31 @@ class LM:
                 top_p, max_gen_tokens, stop, stop_tokens. UserError names those that are not.
         """
         sampling = from_values(SamplingArgs(), settings, "")
-        [request] = fit_prompts([Request(self.encode(text), sampling, seed)], self.context)
+        return self._complete(Request(self.encode(text), sampling, seed))
+
+    def chat(self, messages: Sequence[Message], seed: int = 0, **settings: Any) -> str:
+        """The model's answer to a conversation, in its own chat template:
+
+            lm.chat([{"role": "user", "content": "What is a list?"}], temperature=0)
+
+        Settings as in `generate`. Raises UserError where it has no template, the template refuses
+        the messages, or they leave no room for max_gen_tokens."""
+        if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise UserError('messages: must be a list of {"role": ..., "content": ...}')
+        sampling = from_values(SamplingArgs(), settings, "")
+        try:
+            chat = self.open_chat()
+        except UserError as error:
+            raise UserError(f"{error}; lm.generate continues a text without one") from None
+        tokens, new = chat.prompt(messages, "messages"), sampling.max_gen_tokens
+        if len(tokens) + new > self.context:  # a template is not cut on the left
+            have = f"messages: {len(tokens)} tokens and max_gen_tokens = {new}"
+            raise UserError(f"{have} must fit in the context of {self.context} tokens")
+        sampling = chat.until_turn_end(sampling, self.tokenizer.ends)
+        return self._complete(Request(tokens, sampling, seed))
+
+    def _complete(self, request: Request) -> str:
+        [request] = fit_prompts([request], self.context)
         with mesh_of_one(self.device) as mesh:
             [result] = generate(self.model, [request], self.tokenizer, mesh, batch_size=1)
         return result.text
@@ -124,7 +158,10 @@ def open_lm(
         tokenizer, data = trained.build_tokenizer(), trained.args.data
         _, plan = trained.build()
         model = trained.load(settings, mesh)
-        return LM(model, tokenizer, data.seq_len, data.add_bos, on, blocks_of(model, plan))
+        blocks, source = blocks_of(model, plan), str(trained.source)
+        template = data.chat.template if data.chat else None  # None: that of the tokenizer
+        chat = partial(open_chat, data.tokenizer, tokenizer, template)
+        return LM(model, tokenizer, data.seq_len, data.add_bos, on, blocks, source, chat)
 
 
 @contextmanager

@@ -155,8 +155,14 @@ def test_mistakes_are_named(folders, tmp_path):
         (lambda: lm.hidden(TEXT, 2), "layer = 2: must be -2 to 1"),
         (lambda: lm.generate(TEXT, temprature=0), 'unknown key (did you mean "temperature"?)'),
         (lambda: lm.generate(TEXT, max_gen_tokens=64), "leaves no room for a prompt"),
+        (lambda: lm.chat([]), "its folder has no chat template"),
     ):
         refused(call, message)
+    n = sum(p.numel() for p in initialised(MODEL).parameters())
+    where = f"{folders['ours'] / '0000000003'} (checkpoint, step 3)"
+    settings = "torch.float32 on cpu, context 64, tokenizer hf"
+    assert repr(lm) == f"<LM of {where}: {n:,} parameters in 2 layers, {settings}>"
+    assert len(repr(lm.tokenizer)) < 500
     for app in (apps.main, apps.main.app):
         same = lingua.load(folders["ours"], app=app, device="cpu")
         assert torch.equal(same.logits(TEXT), lm.logits(TEXT))
