@@ -80,6 +80,11 @@ class Record:
         self.tail = tail
         self.problems: list[str] = []  # what could not be read, of the files read so far
 
+    def __repr__(self) -> str:
+        step = f"{self.newest.get('step', 0):,}" + ("" if self.end is None else f" of {self.end:,}")
+        loss = "".join(f", loss {loss:.4g}" for loss in self.metrics.numbers("loss")[-1:])
+        return f"<Record of {self.folder}: {self.state}, step {step}{loss}>"
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """{"optim.lr": 0.001, ...}: the resolved config, or that of the launch where the run has

@@ -48,6 +48,16 @@ def a_run(folder: Path, config: str = "steps: 10\n", **files: Any) -> Path:
     return folder
 
 
+def test_a_record_and_its_columns_are_a_line_in_a_notebook(tmp_path):
+    lines = [{"step": s, "loss": 9 / s} for s in (1, 7)]
+    folder = a_run(tmp_path / "run", "steps: 4000\n", metrics=lines)
+    assert repr(Record(folder)) == f"<Record of {folder}: stopped, step 7 of 4,000, loss 1.286>"
+    assert repr(Record(folder).metrics) == "<2 lines: step, loss>"
+    (folder / "metrics.jsonl").unlink()
+    (folder / "config.yaml").unlink()
+    assert repr(Record(folder)) == f"<Record of {folder}: not started, step 0>"
+
+
 def test_runs_are_found_at_any_depth_each_once_and_named_by_what_tells_them_apart(tmp_path):
     a_run(tmp_path / "a" / "seed1")
     a_run(tmp_path / "b" / "seed1")
