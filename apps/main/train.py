@@ -114,14 +114,14 @@ def build_run(
         started.saver, steps, benchmarks,
     )  # fmt: skip
     announce(run, checked)
+    run.objective = (app.objective or Objective)(run)
     return run
 
 
 def take_steps(run: Run, stop: StopRequest) -> Generator[int, None, None]:
     """The loop, until `steps`, `stop_at` or a signal. Yields each step once it is complete, and
     logged, measured and saved where that is due."""
-    args, report, progress = run.args, run.report, run.progress
-    objective = (run.app.objective or Objective)(run)
+    args, report, progress, objective = run.args, run.report, run.progress, run.objective
     guard = NonFiniteGuard(args.optim.on_nonfinite, run.device, progress.skipped_steps)
     if run.benchmarks is not None:
         run.benchmarks.evaluate_missed(run, stop)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -52,6 +53,8 @@ class OpenRun:
     def __init__(self, run: Run, steps: Generator[int, None, None], stop: StopRequest) -> None:
         """`run` is before its first step, `steps` its loop."""
         self._run, self._steps, self._stop = run, steps, stop
+        self._outside = ExitStack()  # of the loop: this time is no training time
+        self._outside.enter_context(run.report.paused())
         set_gradient_sync(run.model, None, last=True)  # the caller may run a backward
 
     def __iter__(self) -> Iterator[int]:
@@ -63,10 +66,13 @@ class OpenRun:
             reshard(run.model)  # a forward of the body has gathered what the next update changes
             run.model.zero_grad()
             run.model.train()
-            if (step := next(self._steps, None)) is None:
+            self._outside.close()
+            step = next(self._steps, None)
+            self._outside.enter_context(run.report.paused())
+            if step is None:
                 return
             set_gradient_sync(run.model, None, last=True)  # a backward of the body is complete
-            with run.report.paused(), self._stop.at_once():
+            with self._stop.at_once():
                 yield step
 
     @property
@@ -79,6 +85,21 @@ class OpenRun:
         """Loss of the newest step, in nats per token unless the app's objective has another unit.
         The host waits for the device."""
         return exact_sum(self._run.loss.flatten().tolist())
+
+    def measure(self) -> float | None:
+        """The held-out loss of the model as it is, as `validation.every` measures it: in nats per
+        byte, of all sources together; None where nothing is held out. The console shows it; it is
+        no line of metrics.validation.jsonl. Raises UserError once the run is closed."""
+        if not dist.is_initialized():
+            raise UserError("run.measure: must be called inside of `with lingua.open_run(...)`")
+        report = self._run.report
+        reshard(self._run.model)  # what the body has gathered may be out of date
+        may_write, report.may_write = report.may_write, lambda: False
+        try:
+            return self._run.objective.measure()
+        finally:
+            reshard(self._run.model)
+            report.may_write = may_write
 
     @property
     def batch(self) -> list[MicroBatch]:
@@ -111,6 +132,7 @@ class OpenRun:
     def end(self) -> None:
         """End the loop. Where the caller has left it, the newest step is saved."""
         run = self._run
+        self._outside.close()
         if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
             return
         self._steps.close()

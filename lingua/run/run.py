@@ -34,6 +34,7 @@ from lingua.parallel.tensors import to_device
 from lingua.tokenizer.interface import Tokenizer
 
 if TYPE_CHECKING:
+    from lingua.run.loop import ObjectiveLike
     from lingua.tools.inference.benchmarks import Benchmarks
 
 ALL_FAIL_S = 10.0  # seconds between the ranks in which an error that all have is raised
@@ -56,6 +57,7 @@ class Run:
     saver: Saver
     steps: Iterator[list[MicroBatch]]  # micro-batches of this data-parallel rank, step by step
     benchmarks: "Benchmarks | None" = None  # with eval.tasks
+    objective: "ObjectiveLike" = field(init=False)
     batch: list[MicroBatch] = field(default_factory=list)  # this rank's rows of the newest step
     numbers: Means = field(default_factory=Means)  # of the newest step: what its objective measures
     loss: Tensor = field(init=False)  # of the newest step: parts of this data-parallel rank's share

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+import lingua
 from apps.dpo import PairData, TrainArgs, app
 from lingua.config.saved import load_saved
 from lingua.data.rows import OpenData
@@ -105,6 +107,9 @@ def test_the_loss_is_that_of_each_pair_alone_written_out(pairs, trained):
     assert last["margin"] == pytest.approx(margins.mean().item(), rel=1e-3)
     assert last["accuracy"] == pytest.approx((margins > 0).float().mean().item())
     assert last["loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
+    own = replace(app, data=PairData())  # data keeps what it has opened
+    with lingua.open_run(own, trained.dump_dir / "config.yaml") as run:
+        assert run.measure() == last["loss"]
 
 
 def test_what_is_stale_or_damaged_on_disk_is_computed_again(runs, pairs, trained, tmp_path):

@@ -2,7 +2,9 @@
 it was."""
 
 import json
+import math
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,49 @@ def test_a_backward_in_the_body_has_its_gradients_and_reaches_no_step(tmp_path, 
     for key in ("loss", "grad_norm"):
         assert looked.metrics[key].tolist() == plain.metrics[key].tolist()
     assert min(norms) > 1 and norms[::2] == pytest.approx(norms[1::2], rel=1e-3)
+
+
+@pytest.mark.parametrize("exact", [True, "mesh"])
+def test_a_measurement_is_that_of_the_run_and_changes_nothing(tmp_path, exact):
+    (tmp_path / "my.yaml").write_text(CONFIG)
+    text = [json.dumps({"text": f"row {i} of the text " * 9}) + "\n" for i in range(300)]
+    (tmp_path / "text.jsonl").write_text("".join(text))
+    settings = {"config": tmp_path / "my.yaml", "data.root_dir": tmp_path, "deterministic": exact}
+    settings |= {"steps": 4, "validation.every": 2}
+    plain = lingua.train(
+        "apps.main", settings | {"dump_dir": tmp_path / "a", "validation.every": 1}
+    )
+    [held_out] = plain.validation.values()
+    expected = dict(zip(held_out.step.tolist(), held_out["nats_per_byte"].tolist(), strict=True))
+    settings |= {"dump_dir": tmp_path / "b"}
+    with lingua.open_run("apps.main", settings) as run:
+        opened = time.perf_counter()
+        first = run.measure()
+        time.sleep(0.5)
+        outside_s = time.perf_counter() - opened
+        for step in run:
+            run.model(*run.batch[0].inputs())
+            assert run.measure() == expected[step] != first
+            if step == 2:
+                break
+        train_s = time.perf_counter() - opened - outside_s
+        assert run.measure() == expected[2]
+    assert run.record.metrics["step_time_s"].sum() < train_s + 0.4  # and of the start
+    refused(run.measure, "must be called inside of")
+    with lingua.open_run("apps.main", settings) as run:
+        assert run.measure() == expected[2]
+        assert [run.measure() for _ in run] == [expected[3], expected[4]]
+        assert run.measure() == expected[4]
+        head: Any = run.model.output
+        weight = head.weight
+        with torch.no_grad():  # the model as it is, not what a forward has gathered
+            run.model(*run.batch[0].inputs())
+            weight.zero_()
+        assert run.measure() == pytest.approx(math.log(run.args.model.vocab_size), rel=0.02)
+    for key in ("loss", "grad_norm"):
+        assert run.record.metrics[key].tolist() == plain.metrics[key].tolist()
+    lines = (tmp_path / "b" / "metrics.validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4]
 
 
 NOTEBOOK = """
