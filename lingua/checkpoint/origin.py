@@ -70,6 +70,10 @@ class Origin:
         source, everything = self.source, self.step is not None
         if source.check_model is not None:
             source.check_model(model, allowed)
+        if is_hf_folder(source.path) and TOKENIZER not in allowed:
+            with tool_needed_by(str(source.path)):
+                from lingua.tools.exchange.hugging_face import check_tokenizer
+            check_tokenizer(source.path, tokenizer)
         if (self.step or 0) >= config["steps"]:
             raise UserError(
                 f"steps = {config['steps']}: must be above {self.step or 0}, the steps that "

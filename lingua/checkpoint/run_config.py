@@ -8,7 +8,9 @@ from typing import Any
 from lingua.app import App
 from lingua.checkpoint.args import CheckpointArgs
 from lingua.config.load import draft, load, meta_lingua
-from lingua.config.values import Values, read_files
+from lingua.config.values import LocatedValue, Values, read_files
+
+NAME, PATH = "data.tokenizer.name", "data.tokenizer.path"
 
 
 def load_run(
@@ -32,8 +34,15 @@ def load_run(
         from lingua.checkpoint.origin import config_of_init_checkpoint
 
         below = config_of_init_checkpoint(app, args, given)
-    if part is None:
-        return load(cls, argv, meta_lingua, below=below, program_doc=program_doc, files=files)
-    others = {f.name for f in fields(app.config)} - {f.name for f in fields(part)}
-    argv = [word for word in argv if re.split(r"[.=]", word)[0] not in others]
-    return load(cls, argv, meta_lingua, True, below, part, program_doc, files)
+    path = getattr(getattr(args.data, "tokenizer", None), "path", None)
+    if path and given & {NAME, PATH} == {PATH}:
+        from lingua.tokenizer.library import kind_of_file  # imported for a file without a name
+
+        below[NAME] = LocatedValue.of(kind_of_file(path, NAME), path)
+    if part is not None:
+        others = {f.name for f in fields(app.config)} - {f.name for f in fields(part)}
+        argv = [word for word in argv if re.split(r"[.=]", word)[0] not in others]
+    args, notices = load(cls, argv, meta_lingua, part is not None, below, part, program_doc, files)
+    if NAME in below:
+        notices.append(f"{NAME} = {below[NAME].value}: taken from {below[NAME].where}")
+    return args, notices

@@ -1,11 +1,33 @@
 """What tokenizers of libraries, read from files, have in common."""
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lingua.base.errors import UserError, import_optional, nearest
 from lingua.base.files import load_json
 from lingua.tokenizer.interface import FILE_KINDS, TokenizerArgs
+
+Kind = Literal["hf", "tiktoken", "sp"]
+# How their files begin: JSON; a line `base64 rank`; a protobuf's first field, of which so is one.
+BEGINS: Mapping[Kind, bytes] = {
+    "hf": rb"\s*\{", "tiktoken": rb"\s*[A-Za-z0-9+/]+=* \d+\s", "sp": rb"\n..?\n",
+}  # fmt: skip
+
+
+def kind_of_file(path: str, key: str) -> Kind:
+    """The tokenizer that has this file, or its folder, by how the file begins. Raises UserError,
+    which asks for `key`, where it begins like that of none."""
+    begin = b""
+    if os.path.isfile(path) and os.access(path, os.R_OK):
+        with open(path, "rb") as file:
+            begin = file.read(256)
+    kinds = [kind for kind, form in BEGINS.items() if re.match(form, begin, re.DOTALL)]
+    if os.path.isdir(path) or kinds:
+        return kinds[0] if kinds else "hf"
+    why = "its content shows none of them" if os.path.exists(path) else "which does not exist"
+    raise UserError(f"{key}: must be one of {', '.join(FILE_KINDS)}, that of {path}: {why}")
 
 
 def import_library(args: TokenizerArgs, module: str) -> Any:

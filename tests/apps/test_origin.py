@@ -19,14 +19,17 @@ from apps.main import app
 from apps.main.config import TrainArgs
 from apps.main.transformer import Transformer, build
 from lingua.app import Built
+from lingua.run.start import check
 from tests import lingua_checkpoint
 from tests.apps import test_generate
 from tests.apps.meshes import mesh
 from tests.apps.runs import TOLERANCES, Outcome, arguments, differs, digest, digests, opened, whole
 from tests.checkpoint.test_checkpoint_load import Evil
 from tests.lingua_checkpoint import DIM, STEP, TOKENS, LMTransformer
+from tests.mistakes import refused
 from tests.model.test_generation import step_by_step
 from tests.tools.exchange.converted import convert_to
+from tests.tools.exchange.test_convert import write_base
 
 K, END = 4, 7
 EVERYTHING = {"checkpoint.continue_training_from_init": True}
@@ -123,6 +126,33 @@ def test_what_cannot_be_started_from_is_refused_by_name(runs, stopped, tmp_path)
     assert "is damaged (__1_0.distcp: wrong checksum)" in refused(damaged)
     shard.unlink()
     assert "is not a whole checkpoint: __1_0.distcp is missing" in refused(damaged)
+
+
+def test_the_tokens_of_a_folder_of_transformers_keep_their_meaning(runs, tmp_path):
+    """Refused as a launcher refuses it; that the folder's own is taken: test_run_config."""
+    base = tmp_path / "base"
+    write_base(base)
+    content = json.loads((base / "tokenizer.json").read_text())
+    rewritten = shutil.copytree(base, tmp_path / "rewritten") / "tokenizer.json"
+    more = {"id": 299, "content": "<|tool|>", "special": True, "single_word": False}
+    more |= {"lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"].append(more)
+    rewritten.write_text(json.dumps(content, indent=1))
+    words = [f"data.root_dir={runs.text}", "data.sources={one: 1}", f"dump_dir={tmp_path / 'run'}"]
+    words += ["device=cpu", "data.seq_len=16", f"checkpoint.init_from={base}"]
+
+    def tokenizer(*settings: str) -> str:
+        return check([*words, *settings], 1)[0].data.tokenizer.name
+
+    assert tokenizer() == tokenizer(f"data.tokenizer.path={rewritten}") == "hf"
+    other = ["data.tokenizer.name=bytes", "data.add_bos=true"]
+    advice = f"data.tokenizer={{name: hf, path: {base / 'tokenizer.json'}}}"
+    need = 'data.tokenizer.name = bytes: token 7 is "\\u0007", and "!" in the training of'
+    refused(lambda: tokenizer(*other), need, base, advice)
+    allow = "checkpoint.allow_change=[data.tokenizer.content]"
+    assert tokenizer(*other, allow) == "bytes"
+    (base / "tokenizer.json").unlink()  # as that of a model of bytes, which has none there
+    assert tokenizer(*other) == "bytes"
 
 
 def logits_here(overrides: dict[str, Any]) -> Tensor:

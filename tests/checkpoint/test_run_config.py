@@ -1,6 +1,7 @@
 """Keys that a run leaves open are those of the model that it starts from."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from lingua.checkpoint.run_config import load_run
 from lingua.checkpoint.save import save
 from lingua.config.load import load, to_yaml
 from lingua.parallel.alone import one_process
+from lingua.tokenizer.build import build_tokenizer
+from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands.data_prepare import PrepareArgs
 from tests.chats import TEMPLATES, write_tokenizer
+from tests.mistakes import refused
+from tests.tokenizer import test_tokenizer as tokenizers
 
 pytestmark = pytest.mark.quick
 
@@ -42,7 +47,8 @@ def words(tmp_path: Path, origin: object, *more: str) -> list[str]:
 
 def test_three_keys_tune_a_model_of_transformers(folder, tmp_path):
     argv = words(tmp_path, folder, "model.dropout=0.1")
-    args, _ = load_run(sft, argv)
+    args, notices = load_run(sft, argv)
+    assert notices == [f"data.tokenizer.name = hf: taken from {folder / 'config.json'}"]
     expected, _ = llama.from_config(json.loads((folder / "config.json").read_text()), "")
     expected.dropout = 0.1
     assert args.model == expected and (args.model.dim, args.model.rope_scaling.factor) == (24, 8.0)
@@ -91,3 +97,30 @@ def test_a_checkpoint_gives_its_model_and_tokenizer_too(folder, tmp_path):
             assert found.checkpoint.init_from == str(origin)
             assert found.model == args.model and found.data.tokenizer == args.data.tokenizer
             assert (found.data.add_eos, found.data.chat) == (False, None)
+
+
+def test_a_tokenizers_file_without_a_name_is_read_as_what_it_is(tmp_path):
+    llama3 = shutil.copy(tokenizers.write_ranks(tmp_path / "ranks"), tmp_path / "llama3.model")
+    files = {
+        "sp": [tokenizers.write_sentencepiece(tmp_path / "t.model", model_type="bpe")],
+        "tiktoken": [tmp_path / "ranks", llama3],
+        "hf": [write_tokenizer(tmp_path / "folder"), tmp_path / "folder" / "tokenizer.json"],
+    }
+    for kind, paths in files.items():
+        for path in paths:
+            argv = ["data.sources.a=1", f"data.tokenizer.path={path}", "model.n_heads=4"]
+            args, notices = load_run(main_app, argv)
+            assert args.data.tokenizer == TokenizerArgs(kind, str(path))
+            assert build_tokenizer(args.data.tokenizer).decode([70])
+            assert notices == [f"data.tokenizer.name = {kind}: taken from {path}"]
+            part, _ = load_run(main_app, argv, part=PrepareArgs(data=main_app.config().data))
+            assert part.data == args.data
+    named = load_run(main_app, [*argv, "data.tokenizer.name=bytes"])  # as configs of earlier runs
+    assert (named[0].data.tokenizer.name, named[1]) == ("bytes", [])
+    absent = load_run(main_app, [*argv, "data.tokenizer.path=null"])
+    assert (absent[0].data.tokenizer, absent[1]) == (TokenizerArgs("bytes"), [])
+    (tmp_path / "text").write_text("some words\n")
+    for path, why in (("text", "its content shows none"), ("gone", "which does not exist")):
+        argv[1] = f"data.tokenizer.path={tmp_path / path}"
+        need = "data.tokenizer.name: must be one of sp, tiktoken, hf"
+        refused(lambda: load_run(main_app, argv), need, tmp_path / path, why)

@@ -23,6 +23,7 @@ from lingua.config.schema import Free, bounds
 from lingua.config.values import MISSING
 from lingua.data.args import DataArgs
 from lingua.tokenizer.interface import TokenizerArgs
+from lingua.tokenizer.library import kind_of_file
 from lingua.tools.arguments import load_data
 
 MIN_VOCAB_SIZE = 256 + 2  # every byte is a token, so that all text can be encoded
@@ -106,10 +107,8 @@ def show_command(argv: list[str]) -> None:
         chosen = load_data(ConfigArgs, words, __doc__)[1].data.tokenizer
     else:
         chosen = load(TokenizerArgs, words, program_doc=__doc__)[0]
-        if chosen.name == "bytes" and chosen.path is not None:
-            raise UserError(
-                f"path = {chosen.path}: needs name=hf, sp or tiktoken; bytes has no file"
-            )
+        if chosen.name == "bytes" and chosen.path:
+            chosen.name = kind_of_file(chosen.path, "name")
     from lingua.tokenizer.build import build_tokenizer
     from lingua.tools.inspect.tokenizer import describe_tokens
 

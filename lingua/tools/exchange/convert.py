@@ -40,6 +40,7 @@ from lingua.config.values import parse_mapping, plain
 from lingua.parallel.alone import one_process
 from lingua.parallel.launch import detect_launch
 from lingua.tokenizer.interface import TokenizerArgs
+from lingua.tokenizer.library import kind_of_file
 from lingua.tools.exchange.export import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG, export
 from lingua.tools.exchange.hugging_face import config_of_hf_folder
 from lingua.tools.exchange.meta_lingua import write_file
@@ -80,6 +81,8 @@ def convert(args: ConvertArgs, app: App | None = None) -> None:
     """Convert, and print what was made. Called in a process group of one. Raises UserError; what
     was written in part is removed. `app`: None is the one that the source names, or apps.main."""
     out, tokenizer = Path(args.out), args.tokenizer
+    if tokenizer is not None and tokenizer.name == "bytes" and tokenizer.path:
+        tokenizer.name = kind_of_file(tokenizer.path, "tokenizer.name")
 
     def report(line: str) -> None:
         print(printable(line), file=sys.stderr)

@@ -7,10 +7,10 @@ it is executed.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from lingua.checkpoint.dcp import READ_BYTES
 from lingua.checkpoint.origin import HF_CONFIG
 from lingua.checkpoint.source import TensorSource, check_fit
 from lingua.checkpoint.tensors import Part
-from lingua.config.values import plain
+from lingua.config.values import plain, show
+from lingua.data.rows import TOKENIZER
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
-from lingua.tokenizer.library import load_config
+from lingua.tokenizer.library import kind_of_file, load_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-GENERATION = "generation_config.json"
+GENERATION, TOKENIZERS = "generation_config.json", ("tokenizer.json", "tokenizer.model")
 DTYPES = {  # names of the safetensors format
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -94,17 +95,38 @@ def config_of_hf_folder(
     model, seq_len = form_of(app, folder).from_config(read_json(file), str(file))
     data: dict[str, Any] = {"seq_len": seq_len}
     if key is not None:
-        names: dict[str, Literal["hf", "sp"]] = {"tokenizer.json": "hf", "tokenizer.model": "sp"}
-        for name, kind in names.items():
-            if tokenizer is None and (folder / name).is_file():
-                tokenizer = TokenizerArgs(kind, str(folder / name))
+        tokenizer = tokenizer or next(tokenizers_of(folder), None)
         if tokenizer is None:
-            need = f"has no {' or '.join(names)}; {key} names the model's tokenizer"
+            need = f"has no {' or '.join(TOKENIZERS)}; {key} names the model's tokenizer"
             raise UserError(f"{folder}: {need}")
         built = build_tokenizer(tokenizer)
         data |= {"add_bos": adds_bos(tokenizer, built), "add_eos": built.eos_id is not None}
         data |= {"tokenizer": asdict(tokenizer)}
     return {"app": app.path, "model": plain(model), "data": data}
+
+
+def tokenizers_of(folder: Path) -> Iterator[TokenizerArgs]:
+    """Yields the forms in which a folder of transformers has its tokenizer."""
+    for file in filter(Path.is_file, (folder / name for name in TOKENIZERS)):
+        yield TokenizerArgs(kind_of_file(str(file), "data.tokenizer.name"), str(file))
+
+
+def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raises UserError where tokens of the folder's tokenizer, if it has one, are others in
+    `tokenizer`, in a sample. More tokens, or spaces around one, are no difference."""
+    theirs = list(tokenizers_of(folder))
+    if not theirs or tokenizer.content in (args.file.read_bytes() for args in theirs):
+        return
+    own = build_tokenizer(theirs[0])
+    n = min(own.vocab_size, tokenizer.vocab_size)
+    for i in range(0, n, -(-n // 4096)):
+        here, there = (show(t.decode([i]).strip()) for t in (tokenizer, own))
+        if here != there and '""' not in (here, there):
+            raise UserError(
+                f"data.tokenizer.name = {tokenizer.name}: token {i} is {here}, and {there} in the "
+                f"training of {folder}; set data.tokenizer={{name: {own.name}, path: "
+                f"{theirs[0].path}}}, or name {TOKENIZER} in checkpoint.allow_change"
+            )
 
 
 def open_folder(form: HuggingFace, folder: Path) -> tuple[TensorSource, Any, int]:

@@ -32,6 +32,7 @@ from lingua.parallel.torch_private import non_persistent_buffers
 from lingua.run.args import RunArgs
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer, TokenizerArgs
+from lingua.tokenizer.library import kind_of_file
 from lingua.tools.exchange.hugging_face import config_of_hf_folder, end_tokens
 
 logger = logging.getLogger(__name__)
@@ -126,9 +127,9 @@ def open_trained(
     for line in skipped:
         logger.warning(f"{key} = {path}: {line}; this program uses {source.path}")
     if is_hf_folder(source.path):
-        name: Literal["sp", "hf"] = "sp" if (tokenizer_path or "").endswith(".model") else "hf"
-        named = TokenizerArgs(name, tokenizer_path) if tokenizer_path else None
-        config = config_of_hf_folder(app, source.path, "tokenizer_path", named)
+        named = tokenizer_path and kind_of_file(tokenizer_path, "tokenizer_path")
+        tokenizer = TokenizerArgs(named, tokenizer_path) if named else None
+        config = config_of_hf_folder(app, source.path, "tokenizer_path", tokenizer)
         source = replace(source, config=to_yaml(config))
     trained = read_trained(source, app)
     if tokenizer_path is not None:
