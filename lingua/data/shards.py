@@ -27,6 +27,7 @@ SHARDS_MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
 DOCUMENT_COLUMNS = 3
 MAX_OPEN_FILES = 256  # files a source keeps open
+MIN_HELD_OUT_OF = 10  # different documents of which one is held out at least
 N_KINDS = 3  # kinds of tokens in conversations, see lingua.data.chat
 
 
@@ -80,9 +81,9 @@ class Manifest:
     skipped: dict[str, int] = field(default_factory=dict)  # bad records by kind
     rough_cuts: int = 0  # cuts inside long documents, see lingua.tools.prepare.pieces
     fingerprint: str = ""  # hash of all token files: equal only for the same rows
-    # The source is one document, whose end is held out. Where it is not, documents are held out by
-    # their hash, as in all shards of earlier versions.
-    heldout_tail: bool = False
+    heldout_tail: bool = False  # the source is one document, whose end is held out
+    held_out_below: int = 2**64 // 50  # documents are held out by a lower hash
+    lowest: list[int] = field(default_factory=list)  # the lowest different hashes of a unit
     lost: float = 0.0  # share of a sample's characters that decoding does not give back
     chat: bool = False  # conversations: each token with its kind, packed (lingua.data.chat)
     cut: int = 0  # number of examples that were longer than a row

@@ -20,12 +20,10 @@ from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.cache import TOKEN_RECORD, current_manifest, shard_folder, shard_spec
 from lingua.data.files import TOKEN_FILES, FilePart, find_files
 from lingua.data.rows import CONTENT, HeldOut, OpenData, document_marks
-from lingua.data.shards import SHARDS_MANIFEST, SPLITS, Manifest, Source
+from lingua.data.shards import MIN_HELD_OUT_OF, SHARDS_MANIFEST, SPLITS, Manifest, Source
 from lingua.tokenizer.interface import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
 Report = Callable[[str], None]  # logs a line
 
 
@@ -68,8 +66,9 @@ class TextData:
         for name in [name for name, windows in held_out.items() if not windows.have_text()]:
             del held_out[name]
             logger.info(
-                f"{name} has too few documents to hold one out: its loss is not measured. Text "
-                "to measure the loss on can be named in validation.sources"
+                f"no document of {name} is held out, so its loss is not measured: shards built of "
+                f"{MIN_HELD_OUT_OF} different documents hold out one, token files of 50. Text to "
+                "measure the loss on can be named in validation.sources"
             )
         fingerprints = {f"{CONTENT}{name}": source.fingerprint for name, source in sources.items()}
         stream = args.data.row_stream(sources, args.seed)

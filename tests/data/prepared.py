@@ -22,8 +22,12 @@ def is_held_out(text: str) -> bool:
 
 
 def expected_tokens(texts: list[str]) -> list[int]:
-    """The train tokens of the texts in this order."""
-    kept = [text for text in texts if not is_held_out(text)]
+    """The train tokens of the texts in this order. One of ten different texts is held out at least,
+    that of the lowest hash."""
+    held_out = set(filter(is_held_out, texts))
+    if len(set(texts)) >= 10 and not held_out:
+        held_out = {min(texts, key=lambda text: xxhash.xxh3_64_intdigest(text.encode()))}
+    kept = [text for text in texts if text not in held_out]
     return [t for text in kept for t in (BOS, *text.encode(), EOS)]
 
 

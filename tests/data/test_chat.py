@@ -14,7 +14,7 @@ import pytest
 from lingua.base.errors import UserError
 from lingua.data import IGNORE
 from lingua.data.args import ChatArgs, DataArgs, SourceFiles
-from lingua.data.chat import ChatRows
+from lingua.data.chat import ChatRows, held_out_answers
 from lingua.data.loader import Loader
 from lingua.data.rows import document_marks
 from lingua.data.sources import check_sources, prepare_source
@@ -223,6 +223,26 @@ def test_forms_of_pairs_give_the_same_shards(tmp_path):
         "parquet": whole,
     }
     same_source(tmp_path, forms, **AS_PAIRS)  # what their rows hold: tests/apps/test_dpo.py
+
+
+def test_pairs_of_one_prompt_at_least_are_held_out(tmp_path):
+    """Of which no hash is of the lowest fiftieth; all pairs of a prompt, or none."""
+    records = [{**PAIRS[i], "chosen": f"{i} {c}"} for c in range(3) for i in range(10, 22)]
+    args = make_args(tmp_path, records, **AS_PAIRS)
+    source, lines = prepared(args)
+    manifest = source.manifest
+    assert manifest.held_out_below > 2**64 // 50 and "held out 3 documents (8.33%)" in lines[-1]
+    windows = held_out_answers(source, args.seq_len, (10**6, "bytes"))
+    decode = build_tokenizer(args.tokenizer).decode
+    prompts = re.findall(r"q \d+", " ".join(map(decode, windows.tokens)))
+    (held_out,) = set(prompts)
+    assert len(prompts) == 6  # of three pairs
+    rows = rows_of(args, source)
+    n = source.n_rows(args.row_tokens, 1)
+    trained = "".join(map(decode, rows.rows(np.arange(n))))
+    assert {p["prompt"] for p in records} - {held_out} == set(re.findall(r"q \d+", trained))
+    few, _ = prepared(make_args(tmp_path / "few", records[:9] * 3, **AS_PAIRS))
+    assert not few.manifest.total("heldout", "documents")
 
 
 def test_only_the_last_answers_of_a_pair_carry_loss_and_long_ones_are_cut_to_one_length(tmp_path):

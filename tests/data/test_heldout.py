@@ -15,7 +15,7 @@ from lingua.data.args import ValidationArgs
 from lingua.data.sources import TextData, held_out_windows
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
-from lingua.tools.prepare import records
+from lingua.tools.prepare import records, units
 from tests.data.prepared import (
     BOS,
     EOS,
@@ -144,6 +144,81 @@ def test_shards_of_an_earlier_version_keep_the_end_of_their_document(tmp_path, m
     assert {name: contents(folder)[name] for name in before} == before
     (folder / "manifest.json").unlink()  # the control: shards that are built now
     assert train_tokens(Prepared(args).source) != tokens
+
+
+UNLUCKY = [text for text in TEXTS if not is_held_out(text)][:30]  # none is one of fifty
+
+
+def one_of(texts):
+    """Its train and held-out tokens where the text of the lowest hash is held out."""
+    lowest = min(texts, key=lambda text: xxhash.xxh3_64_intdigest(text.encode()))
+    kept = [t for text in texts if text != lowest for t in (BOS, *text.encode(), EOS)]
+    return kept, [BOS, *lowest.encode(), EOS]
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 10**6])  # a file, or all of them, in a shard
+def test_one_of_ten_documents_is_held_out_at_least(tmp_path, unit_bytes):
+    def prepare(n):
+        for i, text in enumerate(UNLUCKY[:n]):
+            (tmp_path / "a").mkdir(exist_ok=True)
+            (tmp_path / "a" / f"{i:02}.txt").write_text(text, encoding="utf-8", newline="")
+        made = Prepared(make_args(tmp_path), unit_bytes=unit_bytes)
+        return made, (train_tokens(made.source), held_out_tokens(made.source))
+
+    every = [t for text in UNLUCKY[:9] for t in (BOS, *text.encode(), EOS)]
+    assert prepare(9)[1] == (every, [])
+    for n in (10, 20, 30):
+        made, tokens = prepare(n)
+        assert tokens == one_of(UNLUCKY[:n])
+        assert f"held out 1 document ({1 / n:.2%})" in made.lines[-1]
+    again, tokens = prepare(30)
+    assert not again.built and tokens == one_of(UNLUCKY)
+    lucky = held_out_in_order()[0]  # with which nothing else is held out
+    (tmp_path / "a" / "99.txt").write_text(lucky, encoding="utf-8", newline="")
+    every = [t for text in UNLUCKY for t in (BOS, *text.encode(), EOS)]
+    assert prepare(30)[1] == (every, [BOS, *lucky.encode(), EOS])
+    names = {shard.name for shard in prepare(30)[0].source.manifest.shards}
+    left = {path.name.split(".")[0] for path in made.source.folder.glob("*.tokens")}
+    assert left == names  # nothing of the shards before
+
+
+def test_equal_documents_are_held_out_together_or_none(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", UNLUCKY[:9] * 20)
+    assert not held_out_tokens(Prepared(make_args(tmp_path)).source)
+    write_jsonl(tmp_path / "b.jsonl", UNLUCKY[:10] * 2)
+    source = Prepared(make_args(tmp_path), "b", unit_bytes=100).source
+    kept, lowest = one_of(UNLUCKY[:10])
+    assert train_tokens(source) == kept * 2 and held_out_tokens(source) == lowest
+    assert source.manifest.total("heldout", "documents") == 2
+
+
+def test_a_source_of_too_few_documents_is_named_with_how_many_it_takes(tmp_path, caplog):
+    caplog.set_level("INFO")
+    write_jsonl(tmp_path / "a.jsonl", UNLUCKY[:9])
+    data = make_args(tmp_path, seq_len=32, global_batch_size=4)
+    args = SimpleNamespace(data=data, seed=1, validation=ValidationArgs())
+    tokenizer = build_tokenizer(data.tokenizer)
+    TextData().prepare(args, tokenizer, lambda line: None)
+    assert TextData().open(args, tokenizer).held_out == {}
+    said = "no document of a is held out, so its loss is not measured: shards built of 10 different"
+    assert said in caplog.text and "validation.sources" in caplog.text
+
+
+def test_shards_of_an_earlier_version_that_hold_out_nothing_keep_their_rows(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", UNLUCKY)
+    args = make_args(tmp_path)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(units, "MIN_HELD_OUT_OF", len(UNLUCKY) + 1)
+        folder = Prepared(args).source.folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest.pop("lowest") == [] and manifest.pop("held_out_below") == 2**64 // 50
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    before = contents(folder)
+    prepared = Prepared(args)
+    assert not prepared.built and contents(folder) == before
+    assert train_tokens(prepared.source) == [
+        t for text in UNLUCKY for t in (BOS, *text.encode(), EOS)
+    ]
 
 
 def test_a_budget_of_bytes_is_the_same_text_under_every_tokenizer(corpus):

@@ -77,7 +77,9 @@ def test_a_preparation_that_an_earlier_version_began_continues(corpus):
     record, manifest = json.loads(path.read_text(encoding="utf-8")), json.loads(text)
     (shard,) = manifest["shards"]
     earlier = {"parts": manifest["parts"], "shard": shard, "skipped": {}, "rough_cuts": 0}
-    assert record == {**earlier, "heldout_tail": False, "lost": 0.0, "cut": 0}
+    hashes = sorted(xxhash.xxh3_64_intdigest(text.encode()) for text in TEXTS)
+    drawn = {"held_out_below": 2**64 // 50, "lowest": hashes[:10]}
+    assert record == {**earlier, "heldout_tail": False, "lost": 0.0, "cut": 0, **drawn}
     assert list(record["parts"][0]) == ["path", "begin", "end", "size", "mtime_ns", "hash"]
     assert list(shard) == ["name", "parts", "train", "heldout"]
     assert list(shard["train"]) == ["tokens", "documents", "bytes", "hash"]

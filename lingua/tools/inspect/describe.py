@@ -137,6 +137,7 @@ def find_record(source: Source, span: DocumentSpan, args: DataArgs, tokenizer: T
     first = sum(before.parts for before in shards[: span.shard])
     inputs = source.manifest.parts[first : first + shards[span.shard].parts]
     known = int(source.documents(span.shard, "train")[span.document, 2]) % 2**64  # its text's hash
+    below = source.manifest.held_out_below
     try:
         examples = open_conversations(args, tokenizer, source.name)
         files = {file.path: file for file in source_files(source.name, args)}
@@ -147,7 +148,7 @@ def find_record(source: Source, span: DocumentSpan, args: DataArgs, tokenizer: T
             for record in read_records(
                 part, text_keys(args, source.name), None, examples, tokenizer
             )
-            if record.wrong is None and (source.manifest.heldout_tail or not record.is_held_out)
+            if record.wrong is None and (source.manifest.heldout_tail or record.draw >= below)
         )
         if examples is not None:  # packed in another order
             trained = (pair for pair in trained if pair[1].hash == known)

@@ -8,12 +8,13 @@ from lingua.base.errors import UserError
 from lingua.base.format import counted
 from lingua.data.args import DataArgs
 from lingua.data.files import FilePart
+from lingua.data.shards import Manifest
 from lingua.data.sources import has_tokens, source_files
 from lingua.data.stream import shares
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tokenizer.tiktoken import SPLIT
 from lingua.tools.prepare.records import SourceRecord, read_records, text_keys
-from lingua.tools.prepare.units import bad_record, hold_out_tail
+from lingua.tools.prepare.units import bad_record, hold_out_tail, least_bound
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
@@ -66,14 +67,18 @@ def mixture_texts(args: DataArgs, max_bytes: int) -> Iterator[str]:
 def source_texts(name: str, files: list[FilePart], args: DataArgs, n_bytes: int) -> Iterator[str]:
     """`n_bytes` of a source's documents, at least, without those that are held out: the first ones
     of every file, of each in proportion to its size. They come again where these are fewer."""
-    size = max(1, sum(file.size for file in files))
-    taken = 0
+    is_all, draws = len(files) == 1, set[int]()
+    for record in (r for file in files for r in good_records(file, name, args, is_all)):
+        draws.add(record.draw)
+        if record.draw < Manifest.held_out_below:
+            break
+    below, size, taken = least_bound(draws), max(1, sum(file.size for file in files)), 0
     while taken < n_bytes:
         before, missing = taken, n_bytes - taken
         for file in files:
             wanted = missing * file.size / size
-            for record in good_records(file, name, args, is_all=len(files) == 1):
-                if not record.is_held_out:
+            for record in good_records(file, name, args, is_all):
+                if record.draw >= below:
                     yield record.text
                     taken += record.n_bytes
                     wanted -= record.n_bytes

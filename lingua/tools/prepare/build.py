@@ -39,6 +39,7 @@ from lingua.tools.prepare.units import (
     build_unit,
     check_sample,
     finished,
+    least_bound,
     plan_units,
 )
 
@@ -92,6 +93,7 @@ def build_source(
             else:
                 for unit in todo:
                     build_unit(unit, spec, tokenizer, bar.update)
+        spec = _hold_out_one(units, spec, tokenizer)
         lock.check()
         _write_manifest(_shares(units, spec), spec)
         current_manifest(spec, files, report)  # verifies them for all who wait
@@ -100,6 +102,18 @@ def build_source(
 def _shares(units: list[Unit], spec: ShardSpec) -> list[Manifest | None]:
     with futures.ThreadPoolExecutor(IO_THREADS) as threads:
         return list(threads.map(partial(finished, spec=spec), units))
+
+
+def _hold_out_one(units: list[Unit], spec: ShardSpec, tokenizer: Tokenizer) -> ShardSpec:
+    """Returns the specification by which one document is held out at least; its unit is built."""
+    shares = _shares(units, spec)
+    if not any(share and share.total("heldout", "documents") for share in shares):
+        below = least_bound(draw for share in shares if share for draw in share.lowest)
+        spec = replace(spec, manifest=replace(spec.manifest, held_out_below=below))
+        for unit, share in zip(units, shares, strict=True):
+            if share and below - 1 in share.lowest:
+                build_unit(unit, spec, tokenizer, lambda n_bytes: None)
+    return spec
 
 
 def _remove_unfinished(spec: ShardSpec, report: Callable[[str], None]) -> None:

@@ -18,7 +18,7 @@ from lingua.data.args import DataArgs
 from lingua.data.chat import ANSWER, CONTEXT, FIRST, pack, padding
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.chat_template import Chat, ChatError, Example, open_chat
-from lingua.tools.prepare.records import HELD_OUT_BELOW, Examples, SourceRecord, Wrong, text_keys
+from lingua.tools.prepare.records import Examples, SourceRecord, Wrong, text_keys
 
 # The roles that may follow a role; None: at the begin.
 NEXT: dict[str | None, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ class _Conversations:
         _check_messages(messages)
         hashed = _hash([messages, tools])
         return [
-            SourceRecord(number, "", n_bytes, hashed, hashed < HELD_OUT_BELOW, None, tokens, is_cut)
+            SourceRecord(number, "", n_bytes, hashed, hashed, None, tokens, is_cut)
             for example in self._render(messages, tools)
             for tokens, is_cut in [self._tokens([example])]
             for n_bytes in [sum(_answer_bytes(messages[i]) for i in example.answers)]
@@ -99,9 +99,8 @@ class _Conversations:
         last = [self._render(messages, tools)[-1] for messages in both.values()]
         tokens, is_cut = self._tokens([replace(e, spans=e.spans[-1:]) for e in last])
         n_bytes = sum(_answer_bytes(messages[-1]) for messages in both.values())
-        is_held_out = _hash([chosen[:-1], tools]) < HELD_OUT_BELOW
-        hashed = _hash([chosen, rejected, tools])
-        return [SourceRecord(number, "", n_bytes, hashed, is_held_out, None, tokens, is_cut)]
+        hashed, draw = _hash([chosen, rejected, tools]), _hash([chosen[:-1], tools])
+        return [SourceRecord(number, "", n_bytes, hashed, draw, None, tokens, is_cut)]
 
     def _messages(self, record: dict[str, Any]) -> Any:
         messages = record.get(self.key)
@@ -220,10 +219,10 @@ def _answer_bytes(message: dict[str, Any]) -> int:
 
 
 def packed(
-    records: Iterator[SourceRecord], row_tokens: int, vocab_size: int
+    records: Iterator[SourceRecord], row_tokens: int, vocab_size: int, below: int
 ) -> Iterator[tuple[SourceRecord, list[np.ndarray]]]:
-    """Yields each example with its stored numbers, in the order in which they are written: held-out
-    ones as they come, those to train on in rows, with the padding of a row behind its last one."""
+    """Yields each example with its stored numbers, in the order in which they are written: in rows,
+    with the padding of a row behind its last one; then those of a draw `below` this, held out."""
 
     def tokens(record: SourceRecord) -> np.ndarray:
         assert record.tokens is not None
@@ -231,7 +230,7 @@ def packed(
 
     def trained() -> Iterator[SourceRecord]:
         for record in records:
-            if record.is_held_out:
+            if record.draw < below:
                 held_out.append(record)
             else:
                 yield record

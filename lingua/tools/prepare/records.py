@@ -51,7 +51,7 @@ _LISTS = (
 )
 _BOM = b"\xef\xbb\xbf"
 HELD_OUT = 50  # one document in 50 is held out; of a source of one document, its last 50th
-HELD_OUT_BELOW = 2**64 // HELD_OUT  # documents with a lower 64-bit hash are held out
+NEVER = 2**64 - 1  # draw of what is not held out
 MIN_TAIL, MAX_TAIL = 1000, 2**20  # characters of a held-out tail
 # Reads columns, all or these, in batches of at most so many rows.
 Batches = Callable[..., Iterator[pa.RecordBatch]]
@@ -74,7 +74,7 @@ class SourceRecord(NamedTuple):
     text: str = ""
     n_bytes: int = 0  # size of the text in UTF-8
     hash: int = 0  # 64-bit hash of these bytes
-    is_held_out: bool = False
+    draw: int = NEVER  # 64-bit hash of what is held out together, such as a prompt's pairs
     wrong: Wrong | None = None
     # int64 [n]: of a conversation, in place of the text; of a record of tokens, which text decodes
     tokens: np.ndarray | None = None
@@ -219,7 +219,7 @@ def read_records(
 def _document(number: int, text: str) -> SourceRecord:
     data = text.encode()
     hashed = xxhash.xxh3_64_intdigest(data)
-    return SourceRecord(number, text, len(data), hashed, hashed < HELD_OUT_BELOW)
+    return SourceRecord(number, text, len(data), hashed, hashed)
 
 
 def _of_tokens(number: int, tokens: np.ndarray, tokenizer: Tokenizer | None) -> SourceRecord:
@@ -253,11 +253,11 @@ def split_tail(record: SourceRecord) -> list[SourceRecord]:
     the beginning of a word or line. A short one is trained on as it is."""
     text, n_held_out = record.text, min(len(record.text) // HELD_OUT, MAX_TAIL)
     if n_held_out < MIN_TAIL or record.tokens is not None:
-        return [record._replace(is_held_out=False)]
+        return [record._replace(draw=NEVER)]
     start = WORD_OR_LINE.search(text, len(text) - n_held_out, len(text) - n_held_out // 2)
     cut = start.start() if start else len(text) - n_held_out
     head, tail = (_document(record.number, part) for part in (text[:cut], text[cut:]))
-    return [head._replace(is_held_out=False), tail._replace(is_held_out=True)]
+    return [head._replace(draw=NEVER), tail._replace(draw=0)]
 
 
 def _records(

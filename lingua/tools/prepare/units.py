@@ -26,7 +26,7 @@ from lingua.base.files import load_json, open_synced, temporary_suffix, write_at
 from lingua.data.args import DataArgs
 from lingua.data.cache import ShardSpec, why_stale
 from lingua.data.files import IO_THREADS, FilePart, hash_part
-from lingua.data.shards import SPLITS, InputPart, Manifest, Shard, Split
+from lingua.data.shards import MIN_HELD_OUT_OF, SPLITS, InputPart, Manifest, Shard, Split
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.prepare.conversations import open_conversations, packed
 from lingua.tools.prepare.pieces import PIECE, Pieces
@@ -87,8 +87,9 @@ def finished(unit: Unit, spec: ShardSpec) -> Manifest | None:
         manifest = Manifest.of_json(asdict(spec.manifest) | fields)
     except (FileNotFoundError, ValueError):
         return None
-    if manifest.heldout_tail and not unit.is_all:
-        return None  # now the source has other documents to hold out
+    was_alone = manifest.heldout_tail and not unit.is_all
+    if was_alone or manifest.held_out_below > spec.manifest.held_out_below:
+        return None  # now the source may have other documents to hold out
     return None if why_stale(manifest, unit.parts, spec) else manifest
 
 
@@ -101,16 +102,18 @@ def build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRea
     temporary = f"{unit.id}{temporary_suffix()}"
     inputs: list[InputPart] = []
     skipped: Counter[str] = Counter()
+    lowest: list[int] = []
     pieces = Pieces(tokenizer)
     writers = {split: _SplitWriter(spec, tokenizer, temporary, split) for split in SPLITS}
     lost: float | None = None
-    has_tail, n_cut = False, 0
+    has_tail, n_cut, below = False, 0, spec.manifest.held_out_below
     examples = open_conversations(spec.args, tokenizer, spec.manifest.source)
     try:
-        records = _good_records(unit, spec, tokenizer, inputs, skipped, on_read, examples)
+        records = _good_records(unit, spec, tokenizer, inputs, skipped, on_read, examples, lowest)
         if examples is not None:
-            for record, parts in packed(records, spec.args.row_tokens, tokenizer.vocab_size):
-                writers["heldout" if record.is_held_out else "train"].add(record, parts)
+            row_tokens, vocab_size = spec.args.row_tokens, tokenizer.vocab_size
+            for record, parts in packed(records, row_tokens, vocab_size, below):
+                writers["heldout" if record.draw < below else "train"].add(record, parts)
                 n_cut += record.is_cut
         else:
             if unit.is_all:
@@ -124,9 +127,10 @@ def build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRea
                 else:
                     encoded = [[ids] for ids in encode_batch(batch, tokenizer)]
                 for record, ids in zip(batch, encoded, strict=True):
-                    writers["heldout" if record.is_held_out else "train"].add(record, ids)
+                    writers["heldout" if record.draw < below else "train"].add(record, ids)
         splits = {split: writer.finish() for split, writer in writers.items()}
         contents = "".join(known.hash for known in inputs) + "tail" * has_tail
+        contents += "lowest" * (below != Manifest.held_out_below)
         content = xxhash.xxh3_64_hexdigest(contents.encode())
         shard = Shard(f"{unit.id}-{content[:8]}", len(inputs), **splits)
         for final in shard.files(spec.manifest.dtype):
@@ -140,10 +144,20 @@ def build_unit(unit: Unit, spec: ShardSpec, tokenizer: Tokenizer, on_read: OnRea
         "skipped": dict(sorted(skipped.items())),
         "rough_cuts": pieces.rough_cuts,
         "heldout_tail": has_tail,
+        "held_out_below": below,
+        "lowest": lowest,
         "lost": lost or 0.0,
         "cut": n_cut,
     }
     write_atomically(unit.record_path(spec.folder), json.dumps(fields, indent=1))
+
+
+def least_bound(draws: Iterable[int]) -> int:
+    """Below which draw a source holds documents out that has these, its lowest: the usual one, or
+    the least that holds out one of MIN_HELD_OUT_OF different ones."""
+    lowest = sorted(set(draws))
+    least = lowest[0] + 1 if len(lowest) >= MIN_HELD_OUT_OF else 0
+    return max(least, Manifest.held_out_below)
 
 
 def _lost_share(texts: list[str], tokenizer: Tokenizer) -> float:
@@ -171,15 +185,18 @@ def _good_records(
     skipped: Counter[str],
     on_read: OnRead,
     examples: Examples | None,
+    lowest: list[int],
 ) -> Iterator[SourceRecord]:
     """Every document of the unit. Parts that were read are added to `inputs`, bad records are
-    counted in `skipped`."""
+    counted in `skipped`, and `lowest` gets the MIN_HELD_OUT_OF lowest draws, each once."""
     source, any_good = spec.manifest.source, False
     for part in unit.parts:
         keys = text_keys(spec.args, source)
         for record in read_records(part, keys, on_read, examples, tokenizer):
             if record.wrong is None:
                 any_good = True
+                if len(lowest) < MIN_HELD_OUT_OF or record.draw < lowest[-1]:
+                    lowest[:] = sorted({*lowest, record.draw})[:MIN_HELD_OUT_OF]
                 yield record
             elif spec.args.on_bad_record == "skip":
                 skipped[record.wrong.kind] += 1

@@ -15,7 +15,6 @@ from lingua.data.sources import prepare_sources
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tools.commands.data_show import ShowArgs
 from lingua.tools.inspect.describe import describe_mixture, describe_row
-from lingua.tools.prepare.records import HELD_OUT_BELOW
 from tests.mistakes import refused
 from tests.programs import python
 
@@ -57,7 +56,7 @@ class Corpus:
             if path.relative_to(self.root).parts[0].removesuffix(".jsonl") != source:
                 continue
             for i, text in enumerate(texts):
-                if xxhash.xxh3_64_intdigest(text.encode()) >= HELD_OUT_BELOW:
+                if xxhash.xxh3_64_intdigest(text.encode()) >= 2**64 // 50:
                     line = i + 1 + (i >= 10)
                     found.append((f"{path}:{line}", [256, *text.encode(), 257]))
         return found
@@ -73,6 +72,22 @@ def opened(corpus):
     tokenizer = build_tokenizer(corpus.data.tokenizer)
     sources = prepare_sources(corpus.data, tokenizer, lambda line: None)
     return tokenizer, corpus.data.row_stream(sources, seed=5)
+
+
+def test_a_row_has_the_lines_of_a_source_that_holds_out_its_lowest_hash_alone(tmp_path):
+    def hash_of(text: str) -> int:
+        return xxhash.xxh3_64_intdigest(text.encode())
+
+    texts = [t for t in map(str, range(60)) if hash_of(t) >= 2**64 // 50][:12]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    n_tokens = sum(len(t) + 2 for t in texts if t != min(texts, key=hash_of))
+    known = {"seq_len": n_tokens - 1, "n_views": 2, "global_batch_size": 1}
+    args = DataArgs(root_dir=str(tmp_path), sources={"a": 1.0}, **known)
+    tokenizer = build_tokenizer(args.tokenizer)
+    stream = args.row_stream(prepare_sources(args, tokenizer, lambda line: None), seed=1)
+    shown = "\n".join(describe_row(args, stream, tokenizer, 1, 0, 0))
+    lines = [int(line) for line in re.findall(r"a\.jsonl:(\d+)", shown)]
+    assert [texts[line - 1] for line in lines] == [t for t in texts if t != min(texts, key=hash_of)]
 
 
 def test_a_row_is_shown_with_the_text_files_lines_and_documents_it_is_made_of(corpus, opened):

@@ -15,10 +15,13 @@ from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
 from lingua.tools.commands.tokenizer import main
 from lingua.tools.inspect.tokenizer import mixture_texts
-from lingua.tools.prepare.records import HELD_OUT_BELOW
 from tests.tokenizer.test_tokenizer import TEXTS
 
 pytestmark = pytest.mark.quick
+
+
+def hash_of(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def test_sources_give_text_by_their_weights_and_nothing_that_is_held_out(text):
         sizes: Counter[str] = Counter()
         found = list(mixture_texts(args, max_bytes))
         for document in found:
-            assert xxhash.xxh3_64_intdigest(document.encode()) >= HELD_OUT_BELOW
+            assert hash_of(document) >= 2**64 // 50
             sizes[document[0]] += len(document)
         assert sizes.total() == pytest.approx(min(max_bytes, 40_000), rel=0.2)
         assert sizes["a"] / sizes.total() == pytest.approx(3 / 4, rel=0.05)
@@ -60,6 +63,18 @@ def test_sources_give_text_by_their_weights_and_nothing_that_is_held_out(text):
     half = DataArgs(root_dir=str(text), sources={"a": 1.0})
     taken = [lines.index(json.dumps({"text": t}) + "\n") for t in mixture_texts(half, 8_000)]
     assert len(set(taken)) == len(taken) and min(taken) < 300 <= max(taken)  # of both files
+
+
+def test_the_only_document_that_is_held_out_is_not_learned_from(tmp_path):
+    """Of few documents, of which no hash is of the lowest fiftieth."""
+    texts = [t for t in map(str, range(40)) if hash_of(t) >= 2**64 // 50][:12]
+    for i in range(12):  # one by one, and in one file
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / f"{i:02}.txt").write_text(texts[i])
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    for name in "ab":
+        args = DataArgs(root_dir=str(tmp_path), sources={name: 1.0})
+        assert set(mixture_texts(args, 1000)) == set(texts) - {min(texts, key=hash_of)}
 
 
 def test_it_keeps_every_text_and_has_bos_and_eos_here_and_in_transformers(made):
