@@ -108,9 +108,8 @@ def export(
             kept = {k: v for k, v in kept.items() if "token_id" not in k}
         config = kept | config
     ends = end_tokens(data, tokenizer, (config | generation).get(EOS))
-    known = [] if data.tokenizer.bos else [config.get(BOS), generation.get(BOS)]  # the base's
-    bos = next((token for token in known if token is not None), tokenizer.bos_id)
-    special = {BOS: bos, EOS: ends}
+    bos = None if data.tokenizer.bos else (generation | config).get(BOS)  # the base's
+    special = {BOS: tokenizer.bos_id if bos is None else bos, EOS: ends}
     folder = temporary(out)
     folder.mkdir(parents=True)
     try:
@@ -180,9 +179,9 @@ def not_carried(base: Base, folder: Path) -> list[str]:
     for name in (HF_CONFIG, GENERATION):
         if (base.folder / name).is_file() and (folder / name).is_file():
             theirs, ours = read_json(base.folder / name), read_json(folder / name)
-            ids = {key for key, token in theirs.items() if "token_id" in key and token is not None}
-            keys = (theirs.keys() - ours.keys()) | {key for key in ids if ours.get(key) is None}
-            missing += [f"{key} of {name}" for key in sorted(keys - FILE_KEYS)]
+            kept = {key for key, v in ours.items() if v is not None or "token_id" not in key}
+            keys = sorted(theirs.keys() - kept - FILE_KEYS)
+            missing += [f"{key} of {name}" for key in keys if theirs[key] is not None]
     return missing
 
 
