@@ -3,9 +3,11 @@
 A lock is a file that names its holder, which renews the file's date. The lock of a holder that died
 is taken over: at once where it ran on this machine, else after LIFETIME_S in which this process has
 not seen the date change, so that clocks may differ. A holder that is stopped for longer than that
-loses its lock to another machine, and `Lock.check` raises; on its own machine it keeps it.
+loses its lock to another machine, and `Lock.check` raises; on its own machine it keeps it. A file
+that somebody removes is created again, where no other process can have had the lock meanwhile.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -20,6 +22,7 @@ from lingua.base.errors import UserError
 
 LIFETIME_S = 60.0
 POLL_S = 0.1
+logger = logging.getLogger(__name__)
 # A lock's file: its holder, where and when that process started, and a random part.
 _CONTENT = re.compile(r"(process (\d{1,9}) on [\w.-]+), (\S+ \d+), [0-9a-f]{16}\n", re.ASCII)
 
@@ -30,6 +33,8 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = False
+        self._seen = time.monotonic()  # when it was last known to be held
+        self._mutex = threading.Lock()
         host = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)
         place = _place(os.getpid()) or f"unknown {os.getpid()}"  # without Linux's /proc
         self._content = f"process {os.getpid()} on {host}, {place}, {secrets.token_hex(8)}\n"
@@ -49,22 +54,29 @@ class Lock:
         return True
 
     def is_held(self) -> bool:
-        """Whether this process still has the lock. Reads the file."""
-        try:
-            self.lost = self.lost or read_lock(self.path)[0] != self._content
-        except FileNotFoundError:
-            self.lost = True
-        except OSError:  # out of reach for a while
-            pass
+        """Whether this process still has the lock. Reads the file, and writes it if it is gone."""
+        with suppress(OSError), self._mutex:  # it can be out of reach for a while
+            try:
+                self.lost = self.lost or read_lock(self.path)[0] != self._content
+            except FileNotFoundError:
+                late = time.monotonic() - self._seen > LIFETIME_S / 2
+                self.lost = late or not self.path.parent.is_dir() or not self.create()
+                if not self.lost:
+                    logger.warning(f"{self.path} was removed; process {os.getpid()}, which still "
+                                   "needs this folder, has created it again")  # fmt: skip
+            self._seen = self._seen if self.lost else time.monotonic()
         return not self.lost
 
     def check(self) -> None:
         """Raise UserError if this process has lost the lock."""
         if not self.is_held():
             owner = holder(self.path)
-            late = f"since this process did not renew it for {LIFETIME_S:.0f} s (was it stopped?)"
-            why = f"is held by {owner} now, {late}" if owner else "was removed"
-            raise UserError(f"{self.path} {why}; nothing more is written here")
+            now, then = ("is gone", "") if owner is None else (f"is held by {owner} now", owner)
+            raise UserError(
+                f"{self.path} {now}: it was removed, or this process did not renew it for "
+                f"{LIFETIME_S:.0f} s (was it stopped?). Nothing more is written here; the same "
+                f"command continues{' after the end of ' * bool(then)}{then}"
+            )
 
 
 @contextmanager

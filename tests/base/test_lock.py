@@ -100,20 +100,51 @@ def test_a_file_that_is_no_lock_is_waited_for_and_taken_over(path, content):
 
 
 def test_a_lost_lock_is_an_error_that_names_who_has_it_and_is_left_to_them(path):
-    for change, error in (
-        (lambda: lose(path), f"{path} is held by process 5 on node-2 now, since "),
-        (path.unlink, f"{path} was removed; nothing more "),
-    ):
-        with claimed(path) as held:
+    with claimed(path) as held:
+        held.check()
+        assert held.is_held() and not held.lost
+        lose(path)
+        time.sleep(0.3)  # the thread that renews it finds out
+        assert held.lost
+        error = (
+            f"{path} is held by process 5 on node-2 now: .* after the end of process 5 on node-2$"
+        )
+        with pytest.raises(UserError, match=error):
             held.check()
-            assert held.is_held() and not held.lost
-            change()
-            time.sleep(0.3)  # the thread that renews it finds out
-            assert held.lost
-            with pytest.raises(UserError, match=error):
-                held.check()
-        assert path.exists() == (change != path.unlink)
-        path.unlink(missing_ok=True)
+    assert path.read_text() == ELSEWHERE
+
+
+def test_a_lock_that_somebody_removes_is_created_again_by_its_holder(path, caplog):
+    with claimed(path) as held:
+        content = path.read_text()
+        for n in range(1, 4):
+            path.unlink()
+            with ThreadPoolExecutor(8) as threads:  # of which one creates it
+                assert all(threads.map(lambda _: held.is_held(), range(8)))
+            held.check()
+            assert path.read_text() == content and len(caplog.messages) == n
+            assert not is_free(path)
+    assert not path.exists()
+    assert f"{path} was removed; process {os.getpid()}, which still needs" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["out of reach", "without its folder"])
+def test_a_lock_that_another_could_have_had_is_not_created_again(path, how):
+    path = path.parent / "folder" / "a.lock"
+    path.parent.mkdir()
+    with claimed(path) as held:
+        os.rename(path.parent, away := path.parent.with_name("away"))
+        if how == "out of reach":
+            os.symlink("/proc/self/mem", path.parent)  # which is no folder
+            time.sleep(0.3)
+            assert held.is_held()  # it may be renewed in time
+            path.parent.unlink()
+            (away / "a.lock").unlink()
+            away.rename(path.parent)
+        error = f"{path} is gone: it was removed, or .* here; the same command continues$"
+        with pytest.raises(UserError, match=error):
+            held.check()
+        assert held.lost and not path.exists()
 
 
 def test_of_many_that_find_a_dead_lock_one_gets_it(path):
