@@ -18,7 +18,7 @@ from typing import NoReturn
 from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.parallel.environment import detect_launch, show_in_torchrun
-from lingua.parallel.signals import STOPPING
+from lingua.parallel.signals import STOPPING, take_signals
 
 COLLECT_EVERY = 100  # steps between garbage collections; every tenth is a full one, 0.1 s
 RANK_0_S = 10.0  # seconds for rank 0 to report a mistake that all ranks find before they meet
@@ -49,6 +49,8 @@ def run_program(program: Callable[[], None]) -> NoReturn:
     except UserError as error:
         if error.local and detect_launch().world_size > 1 and _has_process_group():
             sys.excepthook(type(error), error, None)  # others, which lose it, name this rank
+        for number in STOPPING:  # a launcher ends the others as soon as one rank has left
+            signal.signal(number, signal.SIG_IGN)
         _report(error)
         code, patience_s = 2, 0.0 if error.local else patience_s
     except KeyboardInterrupt:
@@ -110,7 +112,8 @@ def _report(error: UserError) -> None:
     first = error.local or detect_launch().rank == 0
     if not first and not _has_process_group():
         # A launcher ends all ranks when one exits: rank 0 exits first, unless it has no mistake.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+        take_signals()
         time.sleep(RANK_0_S)
         first = True
     if first:

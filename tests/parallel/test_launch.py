@@ -296,6 +296,30 @@ def test_a_signal_while_a_program_imports_is_delivered_once_it_handles_signals()
         process.kill()
 
 
+MISTAKEN_TOO = """
+from lingua.base.errors import UserError
+from lingua.parallel.program import run_program
+def program():
+    print("raising", flush=True)
+    raise UserError("this is wrong")
+run_program(program)
+"""
+
+
+@pytest.mark.parametrize("hold", [[], ["env", "--block-signal=USR2,TERM,INT,HUP"]])
+def test_a_rank_with_a_mistake_keeps_its_code_where_its_launcher_ends_it(hold):
+    """The other one has printed it, and left. With srun the code of a killed rank would prevail."""
+    rank_1 = os.environ | SLURM | {"SLURM_PROCID": "1"}
+    command = [*hold, *python(), "-c", MISTAKEN_TOO]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=rank_1, **pipes) as process:
+        assert process.stdout.readline() == "raising\n"
+        time.sleep(0.3)  # now it waits
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=5)
+    assert (process.returncode, error) == (2, "")
+
+
 FAILING = """
 import os
 import signal
