@@ -113,7 +113,12 @@ def known_apps() -> dict[str, str]:
 
 def import_app(path: str, where: str) -> App:
     """The App of a module. Raises UserError where there is none."""
-    app = getattr(import_named(path, f"app = {path} ({where})"), "app", None)
+    try:
+        app = getattr(import_named(path, f"app = {path} ({where})"), "app", None)
+    except UserError as error:
+        known = known_apps().values()
+        hint = "" if path in known else nearest(path, known)
+        raise UserError(f"{error}{hint}") from None
     if not isinstance(app, App):
         raise UserError(f"app = {path} ({where}): the module has no lingua.app.App named app")
     return app
