@@ -329,6 +329,12 @@ def test_a_mistake_is_refused_by_what_it_is_about(place, monkeypatch, program, a
     assert sorted(place.rglob("*")) == before  # nothing is written
 
 
+def test_a_config_that_is_named_without_its_key_is_one_mistake():
+    """What the file has is not missed besides."""
+    message = refused(lambda: load_run(choose_app([]), [str(PLANNED)]), f"config={PLANNED}")
+    assert len(message.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("program", "argument"), [(program, word) for program, *words in RANGES for word in words]
 )

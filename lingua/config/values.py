@@ -3,6 +3,7 @@ was written, so that every later mistake can name its line."""
 
 import errno
 import json
+import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
@@ -82,8 +83,15 @@ def parse_argument(text: str) -> LocatedValue:
 
 
 def read_files(argv: Sequence[str]) -> list[Values]:
-    """The config files that a command line names, the deepest `base:` first. Raises UserError."""
-    named = [word for word in argv if word.startswith("config=") and is_text(word)]
+    """The config files that a command line names, the deepest `base:` first. A file that it names
+    without `config=`, a mistake that `load` reports, is read too: what it sets is then not reported
+    as missing. Raises UserError."""
+    argv = [word for word in argv if is_text(word)]
+    named = [word for word in argv if word.startswith("config=")]
+    bare = [word for word in argv if word.endswith((".yaml", ".yml")) and "=" not in word]
+    if bare and not named:
+        meant = f'argument "{bare[0]}" (did you mean "config={bare[0]}"?)'
+        return read_layers(Path(bare[0]), meant)
     path = str(parse_argument(named[-1].removeprefix("config=")).text) if named else ""
     return read_layers(Path(path), f"config={path}") if named else []
 
@@ -102,7 +110,11 @@ def read_layers(path: Path, named_by: str, above: tuple[Path, ...] = ()) -> list
     if below.resolve() in [file.resolve() for file in above]:
         circle = " -> ".join(str(file) for file in (*above, below))
         raise UserError(f"{base.where}: base = {base.value}: the files form a circle: {circle}")
-    return [*read_layers(below, f"{base.where}: base = {show(str(below))}", above), layer]
+    named_by = f"{base.where}: base = {show(base)} (relative to this file: {below})"
+    if os.path.isfile(base.value) and not below.exists():
+        meant = os.path.relpath(base.value, path.parent)
+        raise UserError(f'{named_by}: does not exist (did you mean "{meant}"?)')
+    return [*read_layers(below, named_by, above), layer]
 
 
 def read_file(path: Path, named_by: str, content: bytes | None = None) -> Values:
