@@ -17,6 +17,7 @@ import pytest
 from lingua.base.errors import UserError
 from lingua.data.args import SourceFiles
 from lingua.data.files import find_files
+from lingua.tools.prepare.records import read_records
 from tests.data.prepared import (
     TEXTS,
     Prepared,
@@ -82,6 +83,14 @@ def test_every_form_gives_the_same_documents(tmp_path, form, unit_bytes):
     check(source, [*TEXTS, *ODD])
     is_cut = unit_bytes == 3000 and form in ("jsonl", "parquet")
     assert (len(source.manifest.shards) > 5) == is_cut
+
+
+@pytest.mark.parametrize("form", [*LINE_FORMS, "txt", "txt.gz"])
+def test_progress_ends_at_the_size_of_a_file_of_any_form(tmp_path, form):
+    size = write_form(tmp_path / "a", form, TEXTS).stat().st_size
+    read: list[int] = []
+    [file] = find_files("a", tmp_path)
+    assert list(read_records(file, ("text",), read.append)) and sum(read) == size
 
 
 @pytest.mark.parametrize("suffix", ["ndjson", "jsonlines", "ldjson", "ndjson.gz"])

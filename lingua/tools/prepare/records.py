@@ -50,6 +50,11 @@ _LISTS = (
     pa.types.is_large_list_view,
 )
 _BOM = b"\xef\xbb\xbf"
+# The first bytes of files that are no UTF-8 text, also where they could be read as such, with what
+# is wrong and what helps.
+_UTF_16 = "not UTF-8", "it begins as UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
+_FOREIGN = {b"\xff\xfe": _UTF_16, b"\xfe\xff": _UTF_16}
+_FOREIGN[b"%PDF-"] = "a PDF file", "pdftotext, for one, writes its text"
 HELD_OUT = 50  # one document in 50 is held out; of a source of one document, its last 50th
 NEVER = 2**64 - 1  # draw of what is not held out
 MIN_TAIL, MAX_TAIL = 1000, 2**20  # characters of a held-out tail
@@ -147,7 +152,9 @@ def records_before(part: FilePart) -> int:
     return sum(group.rows for group in groups if group.begin < part.begin)
 
 
-def _open_part(part: FilePart, on_read: OnRead | None = None, codec: str | None = None) -> BinaryIO:
+def _open_part(
+    part: FilePart, on_read: OnRead | None = None, codec: str | None = None
+) -> "io.BufferedReader[Any]":
     """The part's bytes, decompressed if there is a `codec`, to be read once in order."""
     file = io.BufferedReader(_PartFile(part, on_read), READ_BYTES)
     if codec is None:
@@ -194,9 +201,14 @@ def read_records(
     number = 0
     try:
         with _open_part(part, on_read, codec) as stream:
+            start = b"" if part.begin or form in _TABLES else stream.peek()
+            if wrong := next((w for bom, w in _FOREIGN.items() if start.startswith(bom)), None):
+                yield SourceRecord(1, wrong=Wrong(*wrong))
+                return
             values: Iterable[bytes | Wrong | dict[str, Any] | np.ndarray] = stream
             if form == "text":
-                values = [stream.read()]
+                # Not `read()`, which reads all but its buffer without `readinto`.
+                values = [b"".join(iter(partial(stream.read, READ_BYTES), b""))]
             elif form == "json":
                 values = _json_values(stream)
             elif form in ("csv", "tsv"):
@@ -282,7 +294,8 @@ def _records(
         if isinstance(value, bytes):
             text = value.decode("utf-8-sig" if form == "text" else "utf-8")
             if form == "text" and "\0" in text:
-                raise Wrong("binary file", f"byte {value.index(0) + 1} is NUL, which no text has")
+                nul = f"byte {value.index(0) + 1} is NUL, which UTF-8 text has not, but UTF-16"
+                raise Wrong("binary file", nul)
             if form == "text" and (key := _key_of_json_line(text, keys)) is not None:
                 raise Wrong("JSON lines in a file of text", f"line 1 has the key {key}; {NOT_TEXT}")
         else:
