@@ -10,6 +10,7 @@ NAMES = {"name", "dump_dir", "stop_at", "checkpoint.path"}
 NAMES |= {"logging.wandb.name", "logging.wandb.dir"}
 # Values that are filled in when a run starts, or not known: they differ from no other.
 UNRESOLVED = {"model.vocab_size": -1, "data.global_batch_size": None, CODE_HASH: None}
+UNRESOLVED["distributed.grad_sync"] = None
 NOT_GIVEN = "not given"  # value of a key that a config lacks
 
 
