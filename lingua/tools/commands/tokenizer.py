@@ -81,18 +81,23 @@ def train_command(words: list[str]) -> None:
     from lingua.tools.inspect.tokenizer import BOS, EOS, mixture_texts, train
 
     folder = Path(args.out)
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before an hour of work rather than after it
+        if is_new:
+            folder.rmdir()  # an interrupt of that work leaves nothing
     except OSError as error:
         raise UserError(f"out = {folder}: cannot be made: {error.strerror}") from None
-    try:
-        tokenizer = train(mixture_texts(args.data, args.text_bytes), args.vocab_size)
-    except BaseException:
-        folder.rmdir()
-        raise
+    tokenizer = train(mixture_texts(args.data, args.text_bytes), args.vocab_size)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
-    write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    folder.mkdir(exist_ok=True)
+    try:
+        write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    except BaseException:
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+        raise
     made = build_tokenizer(TokenizerArgs(name="hf", path=str(folder)))
     print(f"{folder}: {counted(made.vocab_size, 'token')}; data.tokenizer.name=hf, .path={folder}")
     if made.vocab_size < args.vocab_size:

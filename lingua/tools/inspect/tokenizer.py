@@ -1,8 +1,13 @@
 """Training a tokenizer on the sources of a config, and the tokens of a text."""
 
 import json
+import signal
+import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
+
+from tqdm import tqdm
 
 from lingua.base.errors import UserError
 from lingua.base.format import counted
@@ -23,8 +28,9 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"  # tokens 0 and 1
 
 
 def train(texts: Iterator[str], vocab_size: int) -> "LibraryTokenizer":
-    """Byte-level BPE (Radford et al., 2019), whose merges stay within the
-    words of Llama 3's expression."""
+    """Byte-level BPE (Radford et al., 2019), whose merges stay within the words of Llama 3's
+    expression. An interrupt ends the process at once, since the library would return to Python,
+    which raises it, only at its end."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
     from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -37,9 +43,17 @@ def train(texts: Iterator[str], vocab_size: int) -> "LibraryTokenizer":
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=True,  # on a terminal alone
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.default_int_handler:  # not ignored, as in the background of a script
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    name = f"documents read, to learn {vocab_size:,} tokens"
+    texts = tqdm(texts, name, mininterval=30, disable=sys.stderr.isatty())
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     # What transformers puts before a text is what data.add_bos puts before a document.
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, 0)]
@@ -58,10 +72,10 @@ def mixture_texts(args: DataArgs, max_bytes: int) -> Iterator[str]:
             raise UserError(f"{args.source_key(name)}: has files of tokens; must be text")
     sizes = {name: sum(file.size for file in source_parts) for name, source_parts in files.items()}
     once = max(sizes[name] / weight for name, weight in weights.items())
-    for name, weight in weights.items():
-        wanted = max(1, int(min(max_bytes, once) * weight))
-        print(f"{args.source_key(name)}: {wanted:,} bytes of text", flush=True)
-        yield from source_texts(name, files[name], args, wanted)
+    wanted = {n: max(1, int(min(max_bytes, once) * weight)) for n, weight in weights.items()}
+    for name, n_bytes in wanted.items():
+        print(f"{args.source_key(name)}: {n_bytes:,} bytes of text", flush=True)
+    return chain.from_iterable(source_texts(n, files[n], args, wanted[n]) for n in wanted)
 
 
 def source_texts(name: str, files: list[FilePart], args: DataArgs, n_bytes: int) -> Iterator[str]:

@@ -12,7 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
+
+from tqdm import tqdm
 
 from lingua.app import App
 from lingua.base.errors import UserError
@@ -70,7 +73,7 @@ def choices(app: App, plan: Plan, n_traced: int) -> list[Choice]:
     device = "cpu" if plan.args.device == "cpu" else "cuda"
     ranked = sorted(by_formula(app, plan, device), key=lambda choice: choice.order)
     best = []
-    for choice in [c for c in ranked if c.plan.fits][:n_traced]:
+    for choice in tqdm([c for c in ranked if c.plan.fits][:n_traced], "tracing the best layouts"):
         args, sizes = choice.plan.args, choice.plan.trace.sizes
         traced = trace(app, deepcopy(args), sizes, device)
         best.append(Choice(replace(choice.plan, trace=traced), True))
@@ -78,18 +81,18 @@ def choices(app: App, plan: Plan, n_traced: int) -> list[Choice]:
 
 
 def by_formula(app: App, plan: Plan, device: str) -> Iterator[Choice]:
-    for tp, dp in meshes(app, plan.args, math.prod(plan.trace.sizes), plan.options.ngpu):
-        for mode in MODES:
-            args = deepcopy(plan.args)
-            args.distributed.activation_checkpointing, args.grad_acc_steps = mode, None
-            first = small_trace(app, args, tp, device)
-            for sizes in dp:
-                max_rows = -(-args.data.step_rows // (sizes[0] * sizes[1]))
-                for power in range(max_rows.bit_length()):
-                    scaled_args = deepcopy(args)
-                    scaled_args.data.batch_size = 1 << power
-                    scaled = scaled_trace(first, scaled_args, sizes)
-                    yield Choice(replace(plan, args=scaled_args, trace=scaled), False)
+    of_tp = list(meshes(app, plan.args, math.prod(plan.trace.sizes), plan.options.ngpu))
+    for (tp, dp), mode in tqdm(list(product(of_tp, MODES)), "tracing a few layers"):
+        args = deepcopy(plan.args)
+        args.distributed.activation_checkpointing, args.grad_acc_steps = mode, None
+        first = small_trace(app, args, tp, device)
+        for sizes in dp:
+            max_rows = -(-args.data.step_rows // (sizes[0] * sizes[1]))
+            for power in range(max_rows.bit_length()):
+                scaled_args = deepcopy(args)
+                scaled_args.data.batch_size = 1 << power
+                scaled = scaled_trace(first, scaled_args, sizes)
+                yield Choice(replace(plan, args=scaled_args, trace=scaled), False)
 
 
 def meshes(app: App, args: RunArgs, ranks: int, node: int) -> Iterator[tuple[int, list[Sizes]]]:

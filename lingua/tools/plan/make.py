@@ -67,6 +67,7 @@ class PlanArgs:
 def main(argv: list[str]) -> None:
     print_help_if_asked(PlanArgs, argv, __doc__)
     made, options = make_plan(argv)
+    print("\n".join(lines(made)), flush=True)  # others may take minutes
     others = choices(choose_app(split_words(argv)[1]), made, options.choices)
     numbers = made.as_json() | {"choices": [choice_as_json(c) for c in others]}
     if options.json is not None:
@@ -74,7 +75,6 @@ def main(argv: list[str]) -> None:
             Path(options.json).write_text(json.dumps(numbers, indent=1) + "\n")
         except OSError as error:
             raise UserError(f"json = {options.json}: cannot be written: {error}") from None
-    print("\n".join(lines(made)))
     if others:
         print("\n".join(["", *choice_lines(others)]))
 

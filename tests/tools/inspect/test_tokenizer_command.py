@@ -1,7 +1,11 @@
 """`python -m lingua tokenizer`: a tokenizer learned from the sources of a run, by their weights."""
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -75,6 +79,22 @@ def test_the_only_document_that_is_held_out_is_not_learned_from(tmp_path):
     for name in "ab":
         args = DataArgs(root_dir=str(tmp_path), sources={name: 1.0})
         assert set(mixture_texts(args, 1000)) == set(texts) - {min(texts, key=hash_of)}
+
+
+def test_an_interrupt_ends_it_at_once_and_leaves_nothing(text):
+    words = ["train", f"config={text}/c.yaml", f"out={text}/left", "text_bytes=1e12"]
+    endless = "data.sources={a: 1e-9, b: 1}"  # b again and again
+    command = [sys.executable, "-m", "lingua", "tokenizer", *words, endless]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as program:
+        try:
+            while b"documents read" not in os.read(program.stderr.fileno(), 4096):
+                assert program.poll() is None
+            program.send_signal(signal.SIGINT)
+            assert b"Traceback" not in program.communicate(timeout=10)[1]
+        finally:
+            program.kill()
+    assert program.returncode == -signal.SIGINT and not (text / "left").exists()
 
 
 def test_it_keeps_every_text_and_has_bos_and_eos_here_and_in_transformers(made):
