@@ -11,9 +11,11 @@ import gc
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 
 from lingua.app import main_program
 from lingua.base.errors import UserError, nearest, tool_needed_by
+from lingua.parallel.environment import detect_launch
 from lingua.parallel.program import run_program
 
 PROGRAMS = ("eval", "generate")  # modules of apps/main, which run any app
@@ -45,6 +47,8 @@ def main() -> None:
         print(help_text())
         return
     name, arguments = find_command(words)
+    if detect_launch().rank == 0:
+        sys.meta_path.insert(0, TorchNotice())
     if name in PROGRAMS:
         module = import_module(main_program(name))
     else:
@@ -52,6 +56,16 @@ def main() -> None:
             module = import_module(COMMANDS[name][0])
     gc.freeze()  # the imports stay: run_program froze only what came before them
     module.main(arguments)
+
+
+class TorchNotice(MetaPathFinder):
+    """Finds no module, and prints a line before the seconds in which torch is imported."""
+
+    def find_spec(self, name: str, *where: object) -> None:
+        if name == "torch":
+            sys.meta_path.remove(self)
+            command, _ = find_command(sys.argv[1:])
+            print(f"lingua {command}: importing torch", file=sys.stderr, flush=True)
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -69,6 +69,21 @@ def test_every_command_has_a_line_a_module_and_help():
         assert done.returncode == 0 and f"python -m {usage} " in done.stdout, name
 
 
+@pytest.mark.parametrize("command", ["plan", "stool", "data show", "eval", "train"])
+def test_a_line_comes_before_the_seconds_in_which_torch_is_imported(tmp_path, command):
+    (tmp_path / "torch.py").write_text("raise SystemExit('here')")
+    words = [*command.split(), f"config={REPO}/apps/main/configs/small.yaml", "step=1"]
+    words += ["app=apps.mamba"] * (command == "train")
+    done = subprocess.run(
+        [sys.executable, "-m", "lingua", *words],
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("", f"lingua {command}: importing torch\nhere\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
