@@ -9,12 +9,14 @@ import logging
 import os
 import random
 import re
+import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from lingua.parallel.mesh import dp_degree, on_rank_0
 from lingua.tokenizer.interface import Tokenizer
 from lingua.tools.inference.score import score
 
+HUB_S = 3.0  # seconds to wait for an address of the hub
 PART = 32  # batches of each data-parallel rank between two checks whether to stop
 # What follows a key of a task file that names tasks, with the lines of a list below it.
 NAMING = re.compile(
@@ -57,6 +60,7 @@ def find_tasks(args: HarnessArgs) -> Any:
     manager = library.TaskManager(include_path=args.task_dir, include_defaults=False)
     if not set(named) <= {*manager.all_subtasks}:
         _check_names(named, {*manager.all_tasks, *harness_names(defaults)})
+        logger.info("the task files of lm_eval are read")
         manager = library.TaskManager(include_path=args.task_dir)
         _check_names(named, manager.all_tasks)
     return manager
@@ -92,12 +96,15 @@ def load_tasks(args: HarnessArgs, context: int) -> dict[str, Any]:
 
     def load() -> None:
         manager = find_tasks(args)
+        use_only_cache_offline()
         seed_all(args.seed)
         try:
             tasks.update(manager.load(list(args.tasks)))
         except Exception as error:  # the library and its tasks raise all kinds
             why = f"{type(error).__name__}: {error}"
-            raise UserError(f"tasks = {args.tasks}: cannot be loaded ({why})") from error
+            need = "; load them once with a network, HF_HUB_OFFLINE=1 then reads the cache"
+            why = f"({why}){need * isinstance(error, ConnectionError)}"
+            raise UserError(f"tasks = {args.tasks}: cannot be loaded {why}") from error
         for name, task in tasks["tasks"].items():
             # As lm_eval's own command: a task with 0 in its file keeps 0.
             task_shots = task.get_config("num_fewshot")
@@ -115,6 +122,24 @@ def load_tasks(args: HarnessArgs, context: int) -> dict[str, Any]:
 
     on_rank_0(load)
     return tasks
+
+
+def use_only_cache_offline() -> None:
+    """Where the Hugging Face hub cannot be reached, have its libraries read their cache alone: they
+    would try for a minute, for each data set."""
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    try:
+        port = hub.port or (80 if hub.scheme == "http" else 443)
+        socket.create_connection((hub.hostname, port), HUB_S).close()
+    except OSError as error:
+        why = f"{constants.ENDPOINT} cannot be reached ({error})"
+        logger.warning(f"{why}: only the cache of data sets is read, as with HF_HUB_OFFLINE=1")
+        constants.HF_HUB_OFFLINE = True
+        import_optional("datasets.config", "tasks:").HF_HUB_OFFLINE = True
 
 
 def seed_all(seed: int) -> None:

@@ -1,9 +1,13 @@
 """Requests of lm-evaluation-harness as tokens and settings. Scores: tests/apps/test_eval.py."""
 
+import socket
 import subprocess
+import time
 from typing import Any
 
+import datasets
 import pytest
+from huggingface_hub import constants
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
@@ -12,7 +16,8 @@ from lingua.model.sampling import SamplingArgs
 from lingua.monitor.args import HarnessArgs
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import TokenizerArgs
-from lingua.tools.inference.harness import Evaluator, harness_names, to_settings
+from lingua.tools.inference.harness import Evaluator, harness_names, load_tasks, to_settings
+from tests.apps.tasks import TASKS
 from tests.mistakes import refused
 from tests.programs import python
 
@@ -73,6 +78,21 @@ def test_each_request_is_generated_with_settings_and_a_seed_of_its_own(caplog):
 )
 def test_generation_kwargs_are_read_as_the_harness_does(given, expected):
     assert to_settings(given, 5) == expected
+
+
+def test_data_of_a_hub_out_of_reach_is_looked_for_in_the_cache_alone(tmp_path, monkeypatch, caplog):
+    task = TASKS["choice"].replace("task: choice", "task: far")
+    (tmp_path / "far.yaml").write_text(f"{task}dataset_path: some/data\ntest_split: test\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"  # where nothing listens afterwards
+    for module in (constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.delenv("HTTPS_PROXY", raising=False)
+    args = HarnessArgs(tasks=["far"], task_dir=str(tmp_path))
+    began = time.monotonic()
+    refused(lambda: load_tasks(args, 100), "far", "some/data", "HF_HUB_OFFLINE=1")
+    assert time.monotonic() - began < 10 and f"{url} cannot be reached" in caplog.text
 
 
 WRONG_NAMES = """
