@@ -25,10 +25,7 @@ def run_slurm(*command: str, stdin: str | None = None, env: dict[str, str] | Non
     try:
         done = subprocess.run(command, input=stdin, env=env, capture_output=True, text=True)
     except FileNotFoundError:
-        raise UserError(
-            f"{command[0]}: no such command here; Slurm must be installed and on the PATH "
-            "(launcher=local runs a job without it)"
-        ) from None
+        raise UserError(f"{command[0]}: no such command on the PATH") from None
     if done.returncode:
         message = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise UserError(f"{command[0]}: {'; '.join(message.splitlines())}")

@@ -286,7 +286,13 @@ def _check_possible(job: JobArgs, batch_script: str) -> None:
     """Refuse a job that the cluster would never run."""
     try:
         run_slurm("sbatch", "--test-only", stdin=batch_script)
-    except UserError as error:  # Slurm may not name the option that no node fulfills
+    except UserError as error:
+        try:
+            run_slurm("scontrol", "ping")
+        except UserError:
+            need = "there is no Slurm here, launcher=local runs it on this machine"
+            raise UserError(f"{error}; {need}") from None
+        # Slurm may not name the option that no node fulfills.
         asked = ", ".join(f"{k} = {v}" for k, v in asdict(job).items() if v)
         raise UserError(f"{error} (asked for: {asked})") from None
 

@@ -185,6 +185,11 @@ def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, m
     main([*argv, "dirs_exists_ok=true"])
     printed = set(capsys.readouterr().out.splitlines())  # Slurm applies the partition's own limit
     assert set(script.splitlines()) - printed == {"#SBATCH --time=1-00"}
+    argv[0] = "dirs_exists_ok=true"
+    refused(lambda: main(argv), "sbatch", "launcher=local")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")  # of a Slurm that has no cluster
+    (tmp_path / "sbatch").chmod(0o700)
+    assert "asked for" not in refused(lambda: main(argv), "sbatch", "launcher=local")
 
 
 def test_runs_of_a_sweep_that_share_their_checkpoints_are_refused(arguments, tmp_path):
