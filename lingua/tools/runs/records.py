@@ -6,17 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lingua.base.dump_dir import (
-    AUDIT,
-    BASE_CONFIG,
-    CODE,
-    CODE_COMMIT,
-    CONFIG,
-    FOLDERS,
-    LOGS,
-    METRICS,
-    TRAIN_LOG,
-)
+from lingua.base import dump_dir
+from lingua.base.dump_dir import AUDIT, BASE_CONFIG, CODE, CODE_COMMIT, CONFIG, METRICS, TRAIN_LOG
 from lingua.base.errors import UserError
 from lingua.base.files import load_json
 from lingua.run.files import CONFIGS
@@ -84,7 +75,8 @@ def _is_left(name: str, is_run: bool, is_launch: bool) -> bool:
     """Whether a folder is not searched: a hidden one, what a run writes, or a copy of the code of a
     launch, of which an earlier one is `code.1` (lingua.tools.slurm.freeze.move_away)."""
     is_code = is_launch and re.fullmatch(rf"{CODE}(\.\d+)?", name)
-    return name[0] == "." or bool(is_code) or (is_run and name in (*FOLDERS, LOGS))
+    written = (*dump_dir.FOLDERS, dump_dir.LOGS) if is_run else ()
+    return name[0] == "." or bool(is_code) or name in written
 
 
 def audited(record: Record) -> str:

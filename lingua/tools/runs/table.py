@@ -192,14 +192,12 @@ def chosen(rows: Sequence[Row], conditions: str) -> list[Row]:
         wanted = plain(parse_argument(text))
         values = [value for row in rows if (value := _value(row, key)) is not None]
         numbers = bool(values) and {type(value) for value in values} <= {int, float}
-        need = ""
         if key == "state" and wanted not in STATES:
-            need = f"one of {', '.join(STATES)}{nearest(text, STATES)}"
-        elif type(wanted) not in (int, float):
-            is_order = sign not in ("=", "!=")
-            need = "a number" if is_order or (numbers and wanted is not None) else ""
-        if need:
-            raise UserError(f"filter: {condition.strip()}: {text} must be {need}")
+            known = f"{', '.join(STATES)}{nearest(text, STATES)}"
+            raise UserError(f"filter: {condition.strip()}: {text} must be one of {known}")
+        is_order = sign not in ("=", "!=")
+        if type(wanted) not in (int, float) and (is_order or (numbers and wanted is not None)):
+            raise UserError(f"filter: {condition.strip()}: {text} must be a number")
         kept = [row for row in kept if _fulfils(_value(row, key), sign, wanted)]
     return kept
 
