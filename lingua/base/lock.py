@@ -33,7 +33,7 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = False
-        self._seen = time.monotonic()  # when it was last known to be held
+        self._seen = _now()  # when it was last known to be held
         self._mutex = threading.Lock()
         host = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)
         place = _place(os.getpid()) or f"unknown {os.getpid()}"  # without Linux's /proc
@@ -59,12 +59,13 @@ class Lock:
             try:
                 self.lost = self.lost or read_lock(self.path)[0] != self._content
             except FileNotFoundError:
-                late = time.monotonic() - self._seen > LIFETIME_S / 2
+                passed_s = max(now - then for now, then in zip(_now(), self._seen, strict=True))
+                late = passed_s > LIFETIME_S / 2
                 self.lost = late or not self.path.parent.is_dir() or not self.create()
                 if not self.lost:
                     logger.warning(f"{self.path} was removed; process {os.getpid()}, which still "
                                    "needs this folder, has created it again")  # fmt: skip
-            self._seen = self._seen if self.lost else time.monotonic()
+            self._seen = self._seen if self.lost else _now()
         return not self.lost
 
     def check(self) -> None:
@@ -77,6 +78,11 @@ class Lock:
                 f"{LIFETIME_S:.0f} s (was it stopped?). Nothing more is written here; the same "
                 f"command continues{' after the end of ' * bool(then)}{then}"
             )
+
+
+def _now() -> tuple[float, float]:
+    """Seconds of two clocks: one stands still in a machine that is suspended, one may be set."""
+    return time.monotonic(), time.time()
 
 
 @contextmanager

@@ -128,6 +128,16 @@ def test_a_lock_that_somebody_removes_is_created_again_by_its_holder(path, caplo
     assert f"{path} was removed; process {os.getpid()}, which still needs" in caplog.text
 
 
+def test_a_lock_that_is_gone_after_its_machine_was_suspended_is_lost(path, monkeypatch):
+    """Its monotonic clock stood still, while another machine may have had the lock."""
+    with claimed(path) as held:
+        assert held.is_held()
+        path.unlink()
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 3600)
+        assert not held.is_held() and not path.exists()
+
+
 @pytest.mark.parametrize("how", ["out of reach", "without its folder"])
 def test_a_lock_that_another_could_have_had_is_not_created_again(path, how):
     path = path.parent / "folder" / "a.lock"
