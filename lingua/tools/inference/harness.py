@@ -137,7 +137,7 @@ def use_only_cache_offline() -> None:
         socket.create_connection((hub.hostname, port), HUB_S).close()
     except OSError as error:
         why = f"{constants.ENDPOINT} cannot be reached ({error})"
-        logger.warning(f"{why}: only the cache of data sets is read, as with HF_HUB_OFFLINE=1")
+        logger.info(f"{why}: only the cache of data sets is read, as with HF_HUB_OFFLINE=1")
         constants.HF_HUB_OFFLINE = True
         import_optional("datasets.config", "tasks:").HF_HUB_OFFLINE = True
 

@@ -89,6 +89,7 @@ def test_data_of_a_hub_out_of_reach_is_looked_for_in_the_cache_alone(tmp_path, m
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.delenv("HTTPS_PROXY", raising=False)
+    caplog.set_level("INFO")
     args = HarnessArgs(tasks=["far"], task_dir=str(tmp_path))
     began = time.monotonic()
     refused(lambda: load_tasks(args, 100), "far", "some/data", "HF_HUB_OFFLINE=1")
