@@ -144,7 +144,7 @@ def test_a_finished_run_shows_text_whatever_positions_tp_shares(runs):
 def test_a_finished_run_says_so_and_can_be_extended(runs):
     short = {"steps": 3, "stop_at": "null", "data.seq_len": 32}
     run = runs.train((1, 2, 1), short)
-    assert [line["step"] for line in run.held_out] == [3]
+    assert {line["step"] for line in run.held_out} == {3}
     assert {sample["step"] for sample in run.samples} == {3}
     assert all(sample["prompt"] and sample["text"] for sample in run.samples)
     assert f"the newest checkpoint is {run.checkpoint(3)}" in run.log

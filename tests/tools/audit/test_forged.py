@@ -75,7 +75,8 @@ def repeat(step: int, file: str = METRICS, as_step: int | None = None) -> Callab
 
     def change(lines: list[dict]) -> None:
         i = index_of(lines, step)
-        lines.insert(i + 1, lines[i] | {"step": as_step or step})
+        behind = i + (2 if file == VALIDATION else 1)  # both sources of the step
+        lines.insert(behind, lines[i] | {"step": as_step or step})
 
     return lambda f: f.edit_lines(change, file)
 

@@ -102,7 +102,7 @@ def test_held_out_losses_of_saves_are_measured_again(runs: Runs) -> None:
     code, said = audit(runs, run, "steps=1..6")
     assert code == 0 and "steps 4 to 6: equal to the bit" in said
     forger = Forger(run)
-    assert [line["step"] for line in forger.lines(VALIDATION)] == [3, 4, 6, 8]
+    assert sorted({line["step"] for line in forger.lines(VALIDATION)}) == [3, 4, 6, 8]
     forger.change(is_step(6), VALIDATION, nats_per_token=lambda n: n * 1.001)
     named = "differs from step 6 on, held-out nats_per_token of one first: "
     found_wrong(runs, forger.sign(), "steps=4..6", named=named)
