@@ -51,6 +51,7 @@ from lingua.run.start import start_run
 from lingua.tokenizer.build import build_tokenizer
 from lingua.tokenizer.interface import Tokenizer
 from tests.apps.meshes import Sizes, mesh
+from tests.data.prepared import is_held_out
 from tests.ranks import Ranks
 
 # Nothing divides: 7 rows, 259 tokens, 22 features, a hidden size of 53.
@@ -94,11 +95,14 @@ def prepare(settings: dict[str, Any], app: App = main_app) -> dict[str, Any]:
 
 
 def write_sources(folder: Path) -> None:
-    """Two sources of words."""
+    """Two sources of words, each with a document that is held out by its own hash."""
     chance = random.Random(1)
     words = ["".join(chance.choices("abcdefghijklmnop", k=chance.randint(2, 7))) for _ in range(80)]
     for name, n in (("one", 120), ("two", 60)):
         documents = [" ".join(chance.choices(words, k=9)) for _ in range(n)]
+        if not any(map(is_held_out, documents)):
+            more = (f"{i} {' '.join(words[:9])}" for i in range(1000))
+            documents.append(next(filter(is_held_out, more)))
         lines = [json.dumps({"text": document}) + "\n" for document in documents]
         (folder / f"{name}.jsonl").write_text("".join(lines))
     prepare({"data.root_dir": folder})
