@@ -42,6 +42,18 @@ logs="$run/{logs}/$job"
 mkdir -p "$logs"
 echo "$job" >"$run/{job_id}"
 
+max_restarts=0  # until the run starts
+at_end() {{
+    code=$?
+    shown=$(squeue -h -j "$job" -O State:20,RestartCnt:9,Requeue:3,BatchFlag:3,Reason:99 || true)
+    {search}
+    {end} "$code" "$max_restarts" "$run" "$job" "$shown" {on_stop} || again=$?
+    if ((again == 75)); then scontrol requeue "$job" || true; fi # a rank has failed
+    exit "$code"
+}}
+trap at_end EXIT
+trap 'exit 143' TERM  # once the ranks have left: Slurm ends the job
+
 cd {folder}
 {setup}
 export PYTHONUNBUFFERED=1
@@ -57,7 +69,8 @@ export PYTHONUNBUFFERED=1
 # Signals that come while Python starts wait until the run takes them (GNU coreutils from 8.31 on).
 hold=(env --block-signal=USR2,TERM,INT,HUP)
 "${{hold[@]}}" true 2>/dev/null || hold=()
-{check}srun --unbuffered --kill-on-bad-exit=1{cores} \\
+{check}max_restarts={max_restarts}
+srun --unbuffered --kill-on-bad-exit=1{cores} \\
     --output="$logs/${{job}}_%t_log.out" --error="$logs/${{job}}_%t_log.err" \\
     "${{hold[@]}}" {program} config="$run/{base_config}"
 """
@@ -106,10 +119,16 @@ class JobArgs:
     allow_too_large: bool = False  # launch what does not fit by that plan
     # measure the machine before the run, as lingua check: what is out of line ends the job
     check: bool = False
+    # how often in a row a job is queued again since a rank has failed, without a new checkpoint
+    # between; not after a mistake (exit code 2), nor with launcher=local
+    max_restarts: int = 3
+    # command and arguments to run when a job ends or is queued again; its variable LINGUA_REASON
+    on_stop: list[str] = field(default_factory=list)
     dirs_exists_ok: bool = False  # launch in a dump dir that exists, and resume there
 
     def validate(self) -> Iterator[tuple[str, str]]:
         yield from bounds(self, 1, "nodes", "ngpu", "ncpu", "signal_s", "at_once", maximum=65535)
+        yield from bounds(self, 0, "max_restarts", maximum=65535)
         for i, line in enumerate(self.setup):
             if line.endswith("\\"):
                 yield f"setup[{i}]", "must not end in a backslash, which joins the next line to it"
@@ -417,6 +436,10 @@ def _batch_script(
         job_id=JOB_ID,
         cores=cores,
         check=CHECK.format(cores=cores, program=check) if job.check else "",
+        search="; ".join(_setup(job, root)[-2:]),  # before `setup` has run too
+        end=shlex.join([sys.executable, "-m", "lingua.tools.slurm.end"]),
+        on_stop=shlex.join(job.on_stop),
+        max_restarts=job.max_restarts,
         program=shlex.join([sys.executable, "-m", *program]),
     )
 
@@ -468,7 +491,8 @@ def _run_here(
         logs = ["--redirects", "3", "--log-dir", f"{config.dump_dir}/{LOGS}", *tee]
         argv = [*bash, *logs, "-m", *program, f"config={config.dump_dir}/{BASE_CONFIG}"]
         commands.append((Path(config.dump_dir), argv))
-    codes = run_sweep(root, commands, _shares(job, configs)) if swept else [run_one(commands[0][1])]
+    share, on_stop = _shares(job, configs), job.on_stop
+    codes = run_sweep(root, commands, share, on_stop) if swept else [run_one(*commands[0], on_stop)]
     return [Launched(d, None, code) for (d, _), code in zip(commands, codes, strict=True)]
 
 

@@ -18,6 +18,7 @@ from lingua.parallel.signals import StopRequest
 from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.settings import differing
 from lingua.tools.runs.table import TAIL_BYTES, row_of, shown_keys, table
+from lingua.tools.slurm.end import report_end
 from lingua.tools.slurm.status import status
 
 POLL_S = 0.1
@@ -56,9 +57,9 @@ def visible_gpus() -> list[str]:
     return (named or [str(i) for i in range(n)])[:n]
 
 
-def run_one(argv: Sequence[str]) -> int:
-    """Run a command, whose output is shown. A signal stops it. Returns its exit code; 128 + the
-    signal where that stopped it."""
+def run_one(dump_dir: Path, argv: Sequence[str], on_stop: list[str]) -> int:
+    """Run a command, whose output is shown, then `on_stop`. A signal stops it. Returns its exit
+    code; 128 + the signal where that stopped it."""
     with StopRequest() as stop, subprocess.Popen(argv) as process:
         while process.poll() is None and stop.signal is None:
             time.sleep(POLL_S)
@@ -66,25 +67,26 @@ def run_one(argv: Sequence[str]) -> int:
         code = process.wait()
     if code and stop.signal:
         print(f"stopped by {stop.signal}. {CONTINUES}", file=sys.stderr)
-        return 128 + signal.Signals[stop.signal]
+        code = 128 + signal.Signals[stop.signal]
+    report_end(on_stop, code, dump_dir)
     return code
 
 
 def run_sweep(
-    root: Path, commands: Sequence[Command], environments: Sequence[dict[str, str]]
+    root: Path, commands: Sequence[Command], shares: Sequence[dict[str, str]], on_stop: list[str]
 ) -> list[int]:
-    """Run the commands, one at a time in each environment. A line is printed at the start and at
-    the end of each, and the table of all at the end. A signal stops those that run, which save, and
-    starts no other.
+    """Run the commands, one at a time with each share of the machine, and `on_stop` after each. A
+    line is printed at the start and at the end of each, and the table of all at the end. A signal
+    stops those that run, which save, and starts no other.
 
     Returns:
         The exit code of each command; 128 + the signal of one that a signal stopped, or kept from
         starting.
     """
-    n, at_once = len(commands), len(environments)
+    n, at_once = len(commands), len(shares)
     print(f"{counted(n, 'run')}, {at_once} at a time; their output is in {root}/*/logs")
     print(f"  watch   python -m lingua runs {shlex.quote(str(root))} watch=5", flush=True)
-    free = list(environments)
+    free = list(shares)
     codes: dict[int, int] = {}
     running: dict[int, tuple[subprocess.Popen[bytes], dict[str, str], float]] = {}
     with StopRequest() as stop:
@@ -103,6 +105,7 @@ def run_sweep(
                 if (code := process.poll()) is not None:
                     del running[i]
                     codes[i] = code if code >= 0 else 128 - code
+                    report_end(on_stop, codes[i], commands[i][0])
                     free.append(environment)
                     seconds = time.monotonic() - began
                     done = f"{len(codes)} of {n}"

@@ -18,6 +18,9 @@ from lingua.tools.runs.table import TAIL_BYTES, Row, row_of, shown_keys, table
 LOG_TAIL_BYTES = 65536  # each log is read from this many bytes before its end
 # The last line of a Python traceback, which torch prefixes with the rank, or of a UserError.
 ERROR = re.compile(r"(\[rank\d+\]: ?)?(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*|error: .*")
+# Slurm's lines about a process that was killed, and the last one of lingua.tools.slurm.end.
+KILLED = re.compile(r".*error:.*(oom.kill|out of memory|: Killed|TIME LIMIT|NODE FAILURE).*", re.I)
+END = re.compile(r"job \S+: \w+, exit code .*")
 
 # States of a job that Slurm does not start again by itself.
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
@@ -38,7 +41,7 @@ class RunStatus:
     state: str  # Slurm's word; "gone" where Slurm no longer knows the job, "-" without a job
     job_id: str
     failed: bool
-    errors: list[str]  # the errors of a failed run's ranks, by time
+    errors: list[str]  # the errors of a failed run's ranks, by time, and how its job ended
 
 
 def status(folder: Path | str) -> list[RunStatus]:
@@ -58,7 +61,7 @@ def _status(record: Record, job: str, state: str) -> RunStatus:
     failed = state in ENDED and state != "COMPLETED"
     if state == "gone":
         failed = not done and row.state != "running"
-    errors = _errors(record.folder / LOGS, job) if failed else []
+    errors = [f"{line} ({path})" for line, path in errors_of(record.folder, job) * failed]
     return RunStatus(record, row, state if job else "-", job or "-", failed, errors)
 
 
@@ -71,17 +74,21 @@ def status_table(runs: list[RunStatus]) -> str:
     return "\n".join([shown, *map(printable, errors)])
 
 
-def _errors(logs: Path, job: str) -> list[str]:
-    """The last error of each rank, by time: a rank that only lost contact with another ends later.
-    Slurm's own error where no rank has one."""
-    errors = []
+def errors_of(folder: Path, job: str) -> list[tuple[str, Path]]:
+    """The last error of each rank, by time, with its log: a rank that only lost contact with
+    another ends later. Slurm's own error is the first where it is about a process that was killed,
+    or no rank has one. The last line is how the job ended."""
+    errors, logs = [], folder / LOGS
     for path in (logs / job).rglob("*err*"):
         lines = [line for line in _tail(path) if ERROR.fullmatch(line)]
-        errors += [(path.stat().st_mtime_ns, f"{line} ({path})") for line in lines[-1:]]
-    if not errors and job:
-        path = logs / f"{job}.log"
-        return [f"{line} ({path})" for line in _tail(path) if "error:" in line][-1:]
-    return [error for _, error in sorted(errors)]
+        errors += [(path.stat().st_mtime_ns, line, path) for line in lines[-1:]]
+    shown = [(line, path) for _, line, path in sorted(errors)]
+    for log in [folder / LOGS, folder.parent / LOGS] if job else []:  # a sweep's are in its own
+        lines = _tail(path := log / f"{job}.log")
+        kind = KILLED if shown else re.compile(r".*error:.*")
+        shown[:0] = [(line, path) for line in lines if kind.fullmatch(line)][-1:]
+        shown += [(line, path) for line in lines if END.fullmatch(line)][-1:]
+    return shown
 
 
 def _tail(path: Path) -> list[str]:

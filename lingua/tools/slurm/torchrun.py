@@ -1,15 +1,20 @@
-"""torchrun without its traceback where a signal stopped it: the run and its launcher report it."""
+"""torchrun without its traceback where a signal stopped it or a rank found a mistake: others report
+both."""
 
 import logging
 import sys
 
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 if __name__ == "__main__":
-    for name in ("agent.server.api", "multiprocessing.api"):  # which signals it sends to whom
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    logging.disable(logging.ERROR)  # what it does; its errors are raised too
     try:
         main()
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
+    except ChildFailedError as failed:
+        if failed.get_first_failure()[1].exitcode != 2:
+            raise
+        sys.exit(2)

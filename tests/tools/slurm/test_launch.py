@@ -21,6 +21,7 @@ from lingua.tools.slurm.local import machine_shares, run_sweep
 from lingua.tools.slurm.status import environment_of_another, status, status_table
 from tests.apps.runs import SMALL, write_sources
 from tests.mistakes import refused
+from tests.parallel.test_launch import MISTAKEN
 from tests.programs import OF_OTHERS, python
 
 REPO = Path(__file__).parents[3]
@@ -128,6 +129,19 @@ def test_a_signal_while_a_launch_starts_ends_all_its_processes(tmp_path, setup, 
     assert not processes_with(tag)
 
 
+def test_a_local_launch_ends_with_the_code_of_a_mistake_and_without_a_report(tmp_path):
+    (tmp_path / "program.py").write_text(MISTAKEN)
+    torchrun = [*python(), "-m", "lingua.tools.slurm.torchrun", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--no-python", *python(), tmp_path / "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (2, "error: this is wrong\n")
+
+
 def test_runs_that_run_at_once_divide_the_machine():
     assert machine_shares(1, 2, [], 8) == [{}] and machine_shares(1, 2, ["0", "1", "2"], 8) == [{}]
     assert machine_shares(3, 1, [], 8) == 3 * [{"OMP_NUM_THREADS": "2"}]
@@ -149,7 +163,12 @@ def test_a_run_of_a_sweep_that_fails_or_is_stopped_does_not_end_the_others(tmp_p
         (folder / "logs").mkdir(parents=True)
         (folder / "base_config.yaml").write_text("steps: 5\n")
         commands.append((folder, [sys.executable, "-c", code]))
-    assert run_sweep(tmp_path, commands, [{}]) == [1, 0, 1, 137]
+    tell = 'echo "$LINGUA_REASON $LINGUA_EXIT_CODE $LINGUA_DUMP_DIR" >>"$0"; exit 3'
+    on_stop = ["sh", "-c", tell, str(tmp_path / "said")]
+    assert run_sweep(tmp_path, commands, [{}], on_stop) == [1, 0, 1, 137]
+    ends = [f"failed 1 {tmp_path}/bad", f"stopped 0 {tmp_path}/good"]  # before step 5
+    ends += [f"failed 1 {tmp_path}/stopped", f"failed 137 {tmp_path}/killed"]
+    assert (tmp_path / "said").read_text().splitlines() == ends
     shown = capsys.readouterr().out
     for n, name, how in ((1, "bad", "failed  step 0/5"), (2, "good", ""),
                          (3, "stopped", "stopped  step 2/5"), (4, "killed", "failed")):  # fmt: skip
@@ -157,7 +176,7 @@ def test_a_run_of_a_sweep_that_fails_or_is_stopped_does_not_end_the_others(tmp_p
     assert f"see {tmp_path}/bad/logs" in shown
     assert "ValueError: why" in (tmp_path / "bad" / "logs" / "launcher.log").read_text()
     again = tmp_path / "stopped", [sys.executable, "-c", "exit(1)"]  # before it writes a line
-    assert run_sweep(tmp_path, [again], [{}]) == [1]
+    assert run_sweep(tmp_path, [again], [{}], []) == [1]
     assert "stopped  failed  step 2/5" in capsys.readouterr().out
 
 

@@ -138,7 +138,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, tuple[Path, str]]:
     """Dump dir and job id of every job of two ranks on two nodes, by what happens to it."""
+    told = {name: cluster.runs / f"{name}.told" for name in ("fail", "kill")}
+    tell = 'echo "$LINGUA_REASON $LINGUA_EXIT_CODE $LINGUA_ERROR" >>"$0"'
     wanted = {"plain": {"slurm": {"hold": True}}, "fail": {"setup": ["export FAIL_RANK=1"]}}
+    wanted["fail"]["max_restarts"] = 0
+    wanted["kill"] = {"setup": ["export KILL_RANK=1"]}
+    for name, file in told.items():
+        wanted[name]["on_stop"] = ["sh", "-c", tell, str(file)]
     wanted |= {"signal": SLOW, "cancel": SLOW}
     wanted["check"] = {"check": True, "gpu": "h100", "script": None}  # which its nodes do not have
     places = [cluster.runs / (HOSTILE if name == "plain" else name) for name in wanted]
@@ -226,7 +232,8 @@ def test_a_printed_script_is_the_same_run_by_hand(cluster, reference, monkeypatc
     job_id = sbatch.stdout.strip()
     assert cluster.ended(job_id)["NumNodes"] == "2"
     assert same(dump_dir, reference)
-    assert (dump_dir / "logs" / f"{job_id}.log").read_text() == "edited\n"
+    log = (dump_dir / "logs" / f"{job_id}.log").read_text()
+    assert log == f"edited\njob {job_id}: finished, exit code 0\n"
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     [run] = status(dump_dir)
     assert (run.state, run.job_id, run.row.step) == ("COMPLETED", job_id, STEPS)
@@ -288,7 +295,39 @@ def test_a_failing_rank_is_the_first_error_that_status_shows(cluster, jobs, monk
     assert (run.state, run.job_id, run.row.step) == ("FAILED", job, 2)
     rank_1 = dump_dir / "logs" / job / f"{job}_1_log.err"
     assert run.errors[0] == f"[rank1]: RuntimeError: this rank fails, as FAIL_RANK asks ({rank_1})"
-    assert run.errors[0] in status_table([run])
+    # The code may be that of the other rank, which srun ends.
+    assert re.fullmatch(rf"job {job}: failed, exit code \d+ \(.*logs/{job}.log\)", run.errors[-1])
+    assert all(error in status_table([run]) for error in run.errors)
+    [line] = told(dump_dir)  # once for all ranks
+    assert re.fullmatch(r"failed \d+ \[rank1\]: RuntimeError: this rank fails, as .*", line)
+
+
+def told(dump_dir: Path) -> list[str]:
+    """What on_stop was given at each end."""
+    return dump_dir.with_suffix(".told").read_text().splitlines()
+
+
+def test_a_job_whose_rank_was_killed_comes_back_and_ends_as_the_same_run(cluster, jobs, reference):
+    dump_dir, job = jobs["kill"]
+    assert cluster.ended(job)["Restarts"] == "1"
+    assert same(dump_dir, reference) and "resuming" in (dump_dir / "train.log").read_text()
+    restarted, finished = told(dump_dir)
+    assert re.fullmatch(r"restarted 137 srun: error: n\d: task 1: Killed", restarted)
+    assert finished == "finished 0 "
+
+
+@pytest.mark.soak
+def test_a_job_that_fails_without_progress_or_by_a_mistake_does_not_come_back(cluster):
+    for name, job, code, restarts in (
+        ("limit", {"setup": ["export FAIL_RANK=1"], "max_restarts": 1}, r"\d+:0", "1"),
+        ("mistake", {"setup": ["export MISTAKE='it is wrong'"]}, "2:0", "0"),
+    ):
+        place = cluster.runs / name
+        words = [*cluster.arguments(place), "checkpoint.dump.every=100"]
+        [[job_id, _]] = cluster.launch((ON_TWO_NODES | job, words))
+        shown = cluster.ended(job_id, "FAILED")
+        ended = re.fullmatch(code, shown["ExitCode"]) and shown["Restarts"] == restarts
+        assert ended, cluster.logs(job_id)
 
 
 def test_a_job_whose_check_fails_gives_its_nodes_back(cluster, jobs, monkeypatch):
@@ -300,7 +339,7 @@ def test_a_job_whose_check_fails_gives_its_nodes_back(cluster, jobs, monkeypatch
     assert re.search("^products, TFLOP/s +OUT OF LINE", table, re.M)
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     [run] = status(dump_dir)
-    assert run.errors[0].startswith("error: all-reduce, GB/s: rank 1 on ")  # the last line
+    assert run.errors[-2].startswith("error: all-reduce, GB/s: rank 1 on ")  # the last line
 
 
 def test_a_rank_sees_all_gpus_of_its_job_or_one_that_no_other_sees(cluster, tmp_path):
