@@ -3,8 +3,7 @@
 A lock is a file that names its holder, which renews the file's date. The lock of a holder that died
 is taken over: at once where it ran on this machine, else after LIFETIME_S in which this process has
 not seen the date change, so that clocks may differ. A holder that is stopped for longer than that
-loses its lock to another machine, and `Lock.check` raises; on its own machine it keeps it. A file
-that somebody removes is created again, where no other process can have had the lock meanwhile.
+loses its lock to another machine, and `Lock.check` raises; on its own machine it keeps it.
 """
 
 import logging
@@ -33,8 +32,7 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = False
-        self._seen = _now()  # when it was last known to be held
-        self._mutex = threading.Lock()
+        self._seen = _clocks()  # when its file was last there
         host = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)
         place = _place(os.getpid()) or f"unknown {os.getpid()}"  # without Linux's /proc
         self._content = f"process {os.getpid()} on {host}, {place}, {secrets.token_hex(8)}\n"
@@ -54,34 +52,29 @@ class Lock:
         return True
 
     def is_held(self) -> bool:
-        """Whether this process still has the lock. Reads the file, and writes it if it is gone."""
-        with suppress(OSError), self._mutex:  # it can be out of reach for a while
-            try:
-                self.lost = self.lost or read_lock(self.path)[0] != self._content
-            except FileNotFoundError:
-                passed_s = max(now - then for now, then in zip(_now(), self._seen, strict=True))
-                late = passed_s > LIFETIME_S / 2
-                self.lost = late or not self.path.parent.is_dir() or not self.create()
-                if not self.lost:
-                    logger.warning(f"{self.path} was removed; process {os.getpid()}, which still "
-                                   "needs this folder, has created it again")  # fmt: skip
-            self._seen = self._seen if self.lost else _now()
+        """Whether this process still has the lock. Reads its file, whose removal it outlasts."""
+        try:
+            self.lost = self.lost or read_lock(self.path)[0] != self._content
+            self._seen = _clocks()
+        except FileNotFoundError:
+            passed_s = max(b - a for a, b in zip(self._seen, _clocks(), strict=True))
+            late = passed_s > LIFETIME_S / 2  # another could have had it
+            self.lost = late or not self.path.parent.is_dir()
+        except OSError:  # out of reach for a while
+            pass
         return not self.lost
 
     def check(self) -> None:
         """Raise UserError if this process has lost the lock."""
         if not self.is_held():
-            owner = holder(self.path)
-            now, then = ("is gone", "") if owner is None else (f"is held by {owner} now", owner)
-            raise UserError(
-                f"{self.path} {now}: it was removed, or this process did not renew it for "
-                f"{LIFETIME_S:.0f} s (was it stopped?). Nothing more is written here; the same "
-                f"command continues{' after the end of ' * bool(then)}{then}"
-            )
+            now = f"is held by {owner} now" if (owner := holder(self.path)) else "is gone"
+            why = f"it was removed or not renewed for {LIFETIME_S:.0f} s (was its process stopped?)"
+            then = "nothing more is written here; the same command continues once it is free"
+            raise UserError(f"{self.path} {now}: {why}; {then}")
 
 
-def _now() -> tuple[float, float]:
-    """Seconds of two clocks: one stands still in a machine that is suspended, one may be set."""
+def _clocks() -> tuple[float, float]:
+    """Seconds. One stands still while the machine is suspended, the other may be set."""
     return time.monotonic(), time.time()
 
 
@@ -98,6 +91,8 @@ def claimed(path: Path) -> Iterator[Lock | None]:
         while not done.wait(LIFETIME_S / 4):
             with suppress(OSError):
                 if lock.is_held():
+                    if lock.create():
+                        logger.warning(f"{path} was removed: its process, {os.getpid()}, goes on")
                     os.utime(path)
 
     thread = threading.Thread(target=renew, name="lock", daemon=True)

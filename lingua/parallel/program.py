@@ -49,8 +49,6 @@ def run_program(program: Callable[[], None]) -> NoReturn:
     except UserError as error:
         if error.local and detect_launch().world_size > 1 and _has_process_group():
             sys.excepthook(type(error), error, None)  # others, which lose it, name this rank
-        for number in STOPPING:  # a launcher ends the others as soon as one rank has left
-            signal.signal(number, signal.SIG_IGN)
         _report(error)
         code, patience_s = 2, 0.0 if error.local else patience_s
     except KeyboardInterrupt:
@@ -68,8 +66,9 @@ def run_program(program: Callable[[], None]) -> NoReturn:
                 fail(error)
             show_in_torchrun(traceback.format_exc())
             raise
-    # Slurm may still send its early signal, which must not turn the end of a run into a failure.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    # Slurm's early signal, or its end of the others after a mistake, must not look like a failure.
+    for number in STOPPING if code == 2 else (signal.SIGUSR2,):
+        signal.signal(number, signal.SIG_IGN)
     if _has_process_group():
         from lingua.parallel.launch import leave
 

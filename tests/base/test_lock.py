@@ -106,10 +106,7 @@ def test_a_lost_lock_is_an_error_that_names_who_has_it_and_is_left_to_them(path)
         lose(path)
         time.sleep(0.3)  # the thread that renews it finds out
         assert held.lost
-        error = (
-            f"{path} is held by process 5 on node-2 now: .* after the end of process 5 on node-2$"
-        )
-        with pytest.raises(UserError, match=error):
+        with pytest.raises(UserError, match=f"{path} is held by process 5 on node-2 now: it was r"):
             held.check()
     assert path.read_text() == ELSEWHERE
 
@@ -119,13 +116,13 @@ def test_a_lock_that_somebody_removes_is_created_again_by_its_holder(path, caplo
         content = path.read_text()
         for n in range(1, 4):
             path.unlink()
-            with ThreadPoolExecutor(8) as threads:  # of which one creates it
-                assert all(threads.map(lambda _: held.is_held(), range(8)))
             held.check()
+            time.sleep(0.3)
             assert path.read_text() == content and len(caplog.messages) == n
+            held.check()
             assert not is_free(path)
     assert not path.exists()
-    assert f"{path} was removed; process {os.getpid()}, which still needs" in caplog.text
+    assert f"{path} was removed: its process, {os.getpid()}, goes on" in caplog.text
 
 
 def test_a_lock_that_is_gone_after_its_machine_was_suspended_is_lost(path, monkeypatch):
@@ -151,7 +148,7 @@ def test_a_lock_that_another_could_have_had_is_not_created_again(path, how):
             path.parent.unlink()
             (away / "a.lock").unlink()
             away.rename(path.parent)
-        error = f"{path} is gone: it was removed, or .* here; the same command continues$"
+        error = f"{path} is gone: it was removed or .* the same command continues once it is free"
         with pytest.raises(UserError, match=error):
             held.check()
         assert held.lost and not path.exists()

@@ -18,7 +18,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.args import CheckpointArgs, SaveEvery
 from lingua.checkpoint.folder import find, read_checkpoint
 from lingua.checkpoint.host_copies import host_memory
-from lingua.checkpoint.retention import mark_file, marks, prune
+from lingua.checkpoint.retention import mark, marks, prune
 from lingua.checkpoint.save import save
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
@@ -142,7 +142,7 @@ def test_a_run_that_lost_its_lock_publishes_and_prunes_nothing(ranks, tmp_path, 
     for told in ranks.run(2, lose_here, root, after, settings):
         for error in told:
             assert f"{root / 'run.lock'} is held by process 5 on node-2 now" in error
-            assert "Nothing more is written here; the same command continues after " in error
+            assert "; nothing more is written here; the same command continues" in error
     assert sorted(os.listdir(root)) == ["0000000001", "run.lock"]
     assert "node-2" in (root / "run.lock").read_text()
 
@@ -194,7 +194,7 @@ def test_retention_touches_nothing_that_is_not_its_own(saved, tmp_path):
     for name in ("notes.txt", "my.best", "0000000009.best.txt", "12.best", "0000000002/notes"):
         (root / name).write_text("mine")
     (root / "0000000005.best").touch()  # of a step that is gone
-    mark_file(root / "0000000005", "paper").touch()
+    mark(root / "0000000005", "paper")
     outside = shutil.copytree(one, tmp_path / "outside")
     (root / "0000000000.tmp-00000000").symlink_to(outside)
     before = {p.name for p in root.iterdir()}
