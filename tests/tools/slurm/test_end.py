@@ -13,6 +13,7 @@ import pytest
 from lingua.tools.slurm import end
 from lingua.tools.slurm.end import end_job, report_end
 from lingua.tools.slurm.launch import JobArgs, launch
+from lingua.tools.slurm.status import errors_of
 from tests.apps.runs import SMALL, write_sources
 from tests.programs import OF_OTHERS, python
 from tests.tools.slurm.test_launch import HOSTILE
@@ -93,6 +94,10 @@ def test_the_command_has_the_error_and_changes_nothing(dump_dir, tmp_path, monke
         "DUMP_DIR": str(dump_dir), "ERROR": killed, "LOG": str(logs / "7.log"),
     }  # fmt: skip
     assert "exit status 9" in capfd.readouterr().err
+    limit = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 23:26:02 DUE TO TIME LIMIT ***"
+    lines = [limit, "ConnectionError: lost rank 1", "job 7: failed, exit code 143"]
+    (logs / "7.log").write_text(f"{limit}\n{lines[-1]}\n")
+    assert [line for line, _ in errors_of(dump_dir, "7")] == lines
     monkeypatch.setattr(end, "ON_STOP_S", 0.2)
     for command, problem in ((["sleep", "60"], "timed out"), (["no such command"], "No such file")):
         report_end(command, 0, dump_dir, "7")
