@@ -1,11 +1,12 @@
 """The end of a job: whether it is queued again since a rank has failed, and the user's `on_stop`.
 
 The batch script calls it, also where Slurm ends the job. It exits with 75 where the job is to be
-queued again.
+queued again, and with 2 after a mistake.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,12 @@ from lingua.base.files import load_json
 from lingua.base.format import printable
 from lingua.parallel.signals import STOPPING
 from lingua.run.records import Record
-from lingua.tools.slurm.status import errors_of
+from lingua.tools.slurm.status import END, errors_of, job_lines
 
 ON_STOP_S = 60.0  # seconds that on_stop may take
+# srun's line about a rank that found a mistake: its own exit code may be that of another, which it
+# ended before that one could.
+MISTAKE = re.compile(r"srun: error: .*: Exited with exit code 2")
 
 
 def end_job(code: int, max_restarts: int, dump_dir: Path, job: str, slurm: str) -> str:
@@ -50,7 +54,10 @@ def how_ended(code: int, dump_dir: Path, job: str) -> str:
         return "finished" if record.end is None or record.state == "finished" else "stopped"
     if not job and code - 128 in STOPPING:  # in a job a run that is stopped exits with 0
         return "stopped"
-    return "mistake" if code == 2 else "failed"
+    lines = [line for line, _ in job_lines(dump_dir, job)]
+    starts = [i for i, line in enumerate(lines) if END.fullmatch(line)]  # behind an earlier end
+    is_mistake = any(map(MISTAKE.fullmatch, lines[max(starts, default=0) :]))
+    return "mistake" if code == 2 or is_mistake else "failed"
 
 
 def report_end(on_stop: list[str], code: int, run: Path, job: str = "", reason: str = "") -> None:
@@ -77,4 +84,4 @@ if __name__ == "__main__":
         reason = "failed"
         print(f"job {job}: failed, exit code {code}, {error}", file=sys.stderr)
     report_end(on_stop, int(code), Path(dump_dir), job, reason)
-    sys.exit(75 if reason == "restarted" else 0)
+    sys.exit({"restarted": 75, "mistake": 2}.get(reason, 0))

@@ -49,7 +49,7 @@ at_end() {{
     {search}
     {end} "$code" "$max_restarts" "$run" "$job" "$shown" {on_stop} || again=$?
     if ((again == 75)); then scontrol requeue "$job" || true; fi # a rank has failed
-    exit "$code"
+    exit "$((again == 2 ? 2 : code))"  # 2: a mistake
 }}
 trap at_end EXIT
 trap 'exit 143' TERM  # once the ranks have left: Slurm ends the job

@@ -83,12 +83,16 @@ def errors_of(folder: Path, job: str) -> list[tuple[str, Path]]:
         lines = [line for line in _tail(path) if ERROR.fullmatch(line)]
         errors += [(path.stat().st_mtime_ns, line, path) for line in lines[-1:]]
     shown = [(line, path) for _, line, path in sorted(errors)]
-    for log in [folder / LOGS, folder.parent / LOGS] if job else []:  # a sweep's are in its own
-        lines = _tail(path := log / f"{job}.log")
-        kind = KILLED if shown else re.compile(r".*error:.*")
-        shown[:0] = [(line, path) for line in lines if kind.fullmatch(line)][-1:]
-        shown += [(line, path) for line in lines if END.fullmatch(line)][-1:]
-    return shown
+    lines, kind = job_lines(folder, job), KILLED if shown else re.compile(r".*error:.*")
+    shown[:0] = [(line, path) for line, path in lines if kind.fullmatch(line)][-1:]
+    return shown + [(line, path) for line, path in lines if END.fullmatch(line)][-1:]
+
+
+def job_lines(folder: Path, job: str) -> list[tuple[str, Path]]:
+    """The last lines of a job's own log, which has what srun prints, with its path; none without a
+    job."""
+    logs = [where / LOGS / f"{job}.log" for where in (folder, folder.parent)] if job else []
+    return [(line, path) for path in logs for line in _tail(path)]  # a sweep's are in its own
 
 
 def _tail(path: Path) -> list[str]:

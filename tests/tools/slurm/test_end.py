@@ -57,6 +57,23 @@ def test_failures_are_limited_in_a_row_without_a_new_checkpoint(dump_dir, tmp_pa
     assert not fails(shown="")  # Slurm does not answer
 
 
+def test_a_mistake_of_one_rank_is_seen_where_srun_has_the_exit_code_of_another(dump_dir, capfd):
+    def how(lines: str) -> str:
+        with (dump_dir / "logs" / "7.log").open("a") as log:
+            log.write(lines)
+        reason = end_job(143, 5, dump_dir, "7", RUNNING)
+        with (dump_dir / "logs" / "7.log").open("a") as log:
+            log.write(capfd.readouterr().err)
+        return reason
+
+    killed = (
+        "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED ***\nsrun: error: n1: task 0: Killed\n"
+    )
+    assert how(killed) == "restarted"
+    assert how(f"srun: error: n2: tasks 1,3: Exited with exit code 2\n{killed}") == "mistake"
+    assert how(killed) == "restarted"  # it was mended, and the job was queued again
+
+
 @pytest.mark.parametrize(
     ("code", "shown", "restarts", "reason"),
     [
