@@ -7,6 +7,7 @@ loses its lock to another machine, and `Lock.check` raises; on its own machine i
 """
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -32,7 +33,9 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = False
-        self._seen = _clocks()  # when its file was last there
+        self._created_at = time.monotonic()
+        self._seen = -math.inf, -math.inf  # when its file was last there, once that lasts
+        self._mutex = threading.Lock()  # of threads that create it again
         host = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)
         place = _place(os.getpid()) or f"unknown {os.getpid()}"  # without Linux's /proc
         self._content = f"process {os.getpid()} on {host}, {place}, {secrets.token_hex(8)}\n"
@@ -52,16 +55,20 @@ class Lock:
         return True
 
     def is_held(self) -> bool:
-        """Whether this process still has the lock. Reads its file, whose removal it outlasts."""
-        try:
-            self.lost = self.lost or read_lock(self.path)[0] != self._content
-            self._seen = _clocks()
-        except FileNotFoundError:
-            passed_s = max(b - a for a, b in zip(self._seen, _clocks(), strict=True))
-            late = passed_s > LIFETIME_S / 2  # another could have had it
-            self.lost = late or not self.path.parent.is_dir()
-        except OSError:  # out of reach for a while
-            pass
+        """Whether this process still has the lock. Reads its file, or creates it again where it was
+        removed and no other process can have had the lock since."""
+        with suppress(OSError), self._mutex:  # out of reach for a while
+            try:
+                self.lost = self.lost or read_lock(self.path)[0] != self._content
+            except FileNotFoundError:
+                passed_s = max(b - a for a, b in zip(self._seen, _clocks(), strict=True))
+                late = passed_s > LIFETIME_S / 2
+                self.lost = late or not self.path.parent.is_dir() or not self.create()
+                if not self.lost:
+                    logger.warning(f"{self.path} was removed: its process, {os.getpid()}, goes on")
+            # Of many that take over a dead lock at once, one more may have created its file.
+            if time.monotonic() - self._created_at > LIFETIME_S / 60:
+                self._seen = _clocks()
         return not self.lost
 
     def check(self) -> None:
@@ -91,8 +98,6 @@ def claimed(path: Path) -> Iterator[Lock | None]:
         while not done.wait(LIFETIME_S / 4):
             with suppress(OSError):
                 if lock.is_held():
-                    if lock.create():
-                        logger.warning(f"{path} was removed: its process, {os.getpid()}, goes on")
                     os.utime(path)
 
     thread = threading.Thread(target=renew, name="lock", daemon=True)

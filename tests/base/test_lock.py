@@ -114,12 +114,14 @@ def test_a_lost_lock_is_an_error_that_names_who_has_it_and_is_left_to_them(path)
 def test_a_lock_that_somebody_removes_is_created_again_by_its_holder(path, caplog):
     with claimed(path) as held:
         content = path.read_text()
+        time.sleep(0.1)
         for n in range(1, 4):
+            held.check()
             path.unlink()
+            with ThreadPoolExecutor(8) as threads:  # of which one creates it
+                assert all(threads.map(lambda _: held.is_held(), range(8)))
             held.check()
-            time.sleep(0.3)
             assert path.read_text() == content and len(caplog.messages) == n
-            held.check()
             assert not is_free(path)
     assert not path.exists()
     assert f"{path} was removed: its process, {os.getpid()}, goes on" in caplog.text
@@ -128,6 +130,7 @@ def test_a_lock_that_somebody_removes_is_created_again_by_its_holder(path, caplo
 def test_a_lock_that_is_gone_after_its_machine_was_suspended_is_lost(path, monkeypatch):
     """Its monotonic clock stood still, while another machine may have had the lock."""
     with claimed(path) as held:
+        time.sleep(0.1)
         assert held.is_held()
         path.unlink()
         real = time.time

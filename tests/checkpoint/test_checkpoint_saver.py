@@ -18,7 +18,7 @@ from lingua.base.errors import UserError
 from lingua.checkpoint.args import CheckpointArgs, SaveEvery
 from lingua.checkpoint.folder import find, read_checkpoint
 from lingua.checkpoint.host_copies import host_memory
-from lingua.checkpoint.retention import mark, marks, prune
+from lingua.checkpoint.retention import mark_file, marks, prune
 from lingua.checkpoint.save import save
 from lingua.checkpoint.saver import Saver
 from lingua.checkpoint.source import open_checkpoint
@@ -194,7 +194,7 @@ def test_retention_touches_nothing_that_is_not_its_own(saved, tmp_path):
     for name in ("notes.txt", "my.best", "0000000009.best.txt", "12.best", "0000000002/notes"):
         (root / name).write_text("mine")
     (root / "0000000005.best").touch()  # of a step that is gone
-    mark(root / "0000000005", "paper")
+    mark_file(root / "0000000005", "paper").touch()
     outside = shutil.copytree(one, tmp_path / "outside")
     (root / "0000000000.tmp-00000000").symlink_to(outside)
     before = {p.name for p in root.iterdir()}

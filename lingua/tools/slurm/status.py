@@ -83,9 +83,9 @@ def errors_of(folder: Path, job: str) -> list[tuple[str, Path]]:
         lines = [line for line in _tail(path) if ERROR.fullmatch(line)]
         errors += [(path.stat().st_mtime_ns, line, path) for line in lines[-1:]]
     shown = [(line, path) for _, line, path in sorted(errors)]
-    lines, kind = job_lines(folder, job), KILLED if shown else re.compile(r".*error:.*")
-    shown[:0] = [(line, path) for line, path in lines if kind.fullmatch(line)][-1:]
-    return shown + [(line, path) for line, path in lines if END.fullmatch(line)][-1:]
+    of_job, kind = job_lines(folder, job), KILLED if shown else re.compile(r".*error:.*")
+    shown[:0] = [each for each in of_job if kind.fullmatch(each[0])][-1:]
+    return shown + [each for each in of_job if END.fullmatch(each[0])][-1:]
 
 
 def job_lines(folder: Path, job: str) -> list[tuple[str, Path]]:
