@@ -29,12 +29,16 @@ def load_run(
     args: Any
     args, given = draft(app.config, argv, meta_lingua, files)
     below: Values = {}
+    tokenizer = getattr(args.data, "tokenizer", None)
     # What is not of the class is a mistake, which `load` reports.
     if isinstance(args.checkpoint, CheckpointArgs) and args.checkpoint.init_from is not None:
         from lingua.checkpoint.origin import config_of_init_checkpoint
 
         below = config_of_init_checkpoint(app, args, given)
-    path = getattr(getattr(args.data, "tokenizer", None), "path", None)
+        if tokenizer and not given & {NAME, PATH}:
+            where = f"the defaults, since {args.checkpoint.init_from} names none"
+            below.setdefault(NAME, LocatedValue.of(tokenizer.name, where))
+    path = getattr(tokenizer, "path", None)
     if path and given & {NAME, PATH} == {PATH}:
         from lingua.tokenizer.library import kind_of_file  # imported for a file without a name
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from apps.main import app as main_app
 from apps.main.hugging_face import llama
@@ -97,6 +98,16 @@ def test_a_checkpoint_gives_its_model_and_tokenizer_too(folder, tmp_path):
             assert found.checkpoint.init_from == str(origin)
             assert found.model == args.model and found.data.tokenizer == args.data.tokenizer
             assert (found.data.add_eos, found.data.chat) == (False, None)
+
+
+def test_a_default_tokenizer_beside_weights_that_name_none_is_announced(tmp_path):
+    torch.save({"model": {}}, weights := tmp_path / "weights.pth")
+    argv = ["data.sources.a=1", "model.n_heads=4", f"checkpoint.init_from={weights}"]
+    args, notices = load_run(main_app, argv)
+    assert args.data.tokenizer == TokenizerArgs("bytes")
+    default = f"taken from the defaults, since {weights} names none"
+    assert notices == [f"data.tokenizer.name = bytes: {default}"]
+    assert load_run(main_app, [*argv, "data.tokenizer.name=bytes"])[1] == []
 
 
 def test_a_tokenizers_file_without_a_name_is_read_as_what_it_is(tmp_path):
