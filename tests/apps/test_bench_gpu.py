@@ -31,6 +31,7 @@ def parts_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {part["part"]: part for part in content["parts"]}
 
 
+@pytest.mark.soak
 def test_a_part_that_fails_costs_no_other_one_and_shows_in_the_exit_code(tmp_path: Path) -> None:
     done = bench_gpu(tmp_path, "--only", "meta_lingua,1B,machine")
     assert done.returncode == 1, done.stderr

@@ -135,7 +135,7 @@ FEATURES |= {name: replace(FEATURES[name], controlled=True) for name in CONTROLL
 for name in (
     "a speedrun", "another block", "an optimizer of torch on DTensors", "experts", "a teacher",
     "row and column statistics", "a probe that runs the model", "a probe", "another task",
-    "pairs without a reference",
+    "pairs without a reference", "blocks that run twice", "Kronecker factors",
 ):  # fmt: skip
     del FEATURES[name]  # for time
 SOAK |= {c: Feature(SHARDS, TP, CELL | {"model.cell": c}, fastrnn) for c in ("mingru", "minlstm")}
