@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lingua.base.errors import UserError
+from lingua.parallel.init import Named
 from lingua.parallel.plan import within
 from lingua.parallel.tensors import local
 from lingua.parallel.whole import map_whole, n_owners
-
-Named = tuple[str, nn.Parameter]
 
 # The quintic a x + b x^3 + c x^5 (Jordan et al.): steep at 0, and a few applications take all
 # singular values to somewhere between 0.7 and 1.2, which trains as well as taking them to 1.

@@ -11,13 +11,11 @@ from torch.optim.adamw import adamw
 
 from lingua.base.errors import UserError
 from lingua.optim.args import OptimArgs
-from lingua.parallel.init import canonical_name
+from lingua.parallel.init import Named, canonical_name
 from lingua.parallel.tensors import local
 
 if TYPE_CHECKING:
     from lingua.checkpoint.state import Progress
-
-Named = tuple[str, nn.Parameter]
 
 
 def build_optimizer(

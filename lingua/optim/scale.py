@@ -4,12 +4,9 @@ import math
 from itertools import accumulate
 from typing import Any
 
-from torch import nn
-
 from lingua.base.errors import UserError, nearest
+from lingua.parallel.init import Named
 from lingua.parallel.plan import within
-
-Named = tuple[str, nn.Parameter]
 
 
 def scaled(groups: list[dict[str, Any]], lr_scale: dict[str, float]) -> list[dict[str, Any]]:

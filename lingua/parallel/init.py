@@ -27,6 +27,7 @@ from lingua.parallel.torch_private import (
 )
 
 KINDS = {torch.ops.aten.normal_.default: "normal", torch.ops.aten.uniform_.default: "uniform"}
+Named = tuple[str, nn.Parameter]  # a parameter with its canonical name
 CHUNK_ELEMENTS = 1 << 22  # hashed at a time; bounds the int64 and float64 temporaries
 
 
