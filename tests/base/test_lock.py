@@ -127,6 +127,15 @@ def test_a_lock_that_somebody_removes_is_created_again_by_its_holder(path, caplo
     assert f"{path} was removed: its process, {os.getpid()}, goes on" in caplog.text
 
 
+def test_a_lock_that_is_gone_before_it_has_lasted_is_lost(path, monkeypatch):
+    """Of many that find a dead lock, one more may have had it meanwhile, and released it."""
+    monkeypatch.setattr(lock, "LIFETIME_S", 60.0)
+    with claimed(path) as held:
+        assert held.is_held()
+        path.unlink()
+        assert not held.is_held() and not path.exists()
+
+
 def test_a_lock_that_is_gone_after_its_machine_was_suspended_is_lost(path, monkeypatch):
     """Its monotonic clock stood still, while another machine may have had the lock."""
     with claimed(path) as held:

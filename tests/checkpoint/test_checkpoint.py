@@ -198,8 +198,10 @@ def test_where_no_checkpoint_can_be_used_nothing_begins_anew_beside_them(ranks, 
     root = shutil.copytree(saved, tmp_path / "root")
     for step, name in ((1, "__0_0.distcp"), (2, "manifest.json")):
         flip_bit(root / f"{step:010d}" / name)
-    for told in ranks.run(2, refused_here, root):
-        assert told.startswith(f"UserError: {root}: has checkpoints, but none that can be used; ")
+    refused = f"UserError: {root}: has checkpoints, but none that can be used; "
+    assert all(told.startswith(refused) for told in ranks.run(2, refused_here, root))
+    flip_bit(root / "0000000001" / "manifest.json")
+    assert all(told.startswith(refused) for told in ranks.run(1, refused_here, root))
 
 
 def test_a_save_takes_nothing_from_attempts_and_replaces_a_damaged_step(ranks, saved, tmp_path):

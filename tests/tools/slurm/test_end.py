@@ -139,10 +139,10 @@ def test_the_script_of_a_job_queues_it_again_after_its_command(tmp_path, monkeyp
     script = launch(job, [f"{key}={value}" for key, value in values.items()])
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
 
-    def ends(code: int, setup: str = "true") -> list[str]:
+    def ends(code: int, setup: str = "true", as_code: int | None = None) -> list[str]:
         where: dict[str, Any] = {"env": env | {"CODE": str(code), "SETUP": setup}, "cwd": tmp_path}
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, **where)
-        assert done.returncode == code, done
+        assert done.returncode == (as_code or code), done
         said = (tmp_path / "said").read_text().splitlines()
         (tmp_path / "said").unlink()
         return said
@@ -151,6 +151,10 @@ def test_the_script_of_a_job_queues_it_again_after_its_command(tmp_path, monkeyp
     assert ends(134) == ["restarted 'a  b' $HOME", "scontrol requeue 7"]
     assert ends(2) == ["mistake 'a  b' $HOME"]
     assert ends(137) == ["failed 'a  b' $HOME"]
+    log = tmp_path / "a run" / "logs" / "7.log"  # to which Slurm writes what srun prints
+    log.write_text("srun: error: n2: task 1: Exited with exit code 2\n")
+    assert ends(143, as_code=2) == ["mistake 'a  b' $HOME"]
+    log.unlink()
     count = tmp_path / "a run" / "logs" / "7" / "failures.json"
     count.unlink()
     count.mkdir()  # what cannot be counted could go on without an end
