@@ -49,4 +49,6 @@ def load_run(
     args, notices = load(cls, argv, meta_lingua, part is not None, below, part, program_doc, files)
     if NAME in below:
         notices.append(f"{NAME} = {below[NAME].value}: taken from {below[NAME].where}")
+    elif path and tokenizer and tokenizer.name == "bytes":
+        notices.append(f"{PATH} = {path}: has no effect, since {NAME} = bytes reads no file")
     return args, notices

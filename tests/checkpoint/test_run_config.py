@@ -127,7 +127,10 @@ def test_a_tokenizers_file_without_a_name_is_read_as_what_it_is(tmp_path):
             part, _ = load_run(main_app, argv, part=PrepareArgs(data=main_app.config().data))
             assert part.data == args.data
     named = load_run(main_app, [*argv, "data.tokenizer.name=bytes"])  # as configs of earlier runs
-    assert (named[0].data.tokenizer.name, named[1]) == ("bytes", [])
+    unread = (
+        f"data.tokenizer.path = {path}: has no effect, since data.tokenizer.name = bytes reads "
+    )
+    assert (named[0].data.tokenizer.name, named[1]) == ("bytes", [f"{unread}no file"])
     absent = load_run(main_app, [*argv, "data.tokenizer.path=null"])
     assert (absent[0].data.tokenizer, absent[1]) == (TokenizerArgs("bytes"), [])
     (tmp_path / "text").write_text("some words\n")
