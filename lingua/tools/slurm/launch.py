@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -25,6 +24,8 @@ from lingua.parallel.slurm import run_slurm
 from lingua.tools.slurm.freeze import freeze_code, move_away
 from lingua.tools.slurm.local import Command, machine_shares, run_one, run_sweep, visible_gpus
 from lingua.tools.slurm.status import ENDED, environment_of_another, job_states
+
+Sweep = dict[str, list[str]]  # {key: values, as written}
 
 _LEARNING = re.compile(r"seed=|optim\.(?!name=)")  # words of a sweep that leave its plan as it is
 MAX_SWEEP_RUNS = 1000  # Slurm's default limit of an array
@@ -166,13 +167,12 @@ class Launched:
     exit_code: int | None = None  # None with Slurm
 
 
-def launch(
-    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]] | None = None
-) -> list[Launched] | str:
+def launch(job: JobArgs, arguments: list[str], sweep: Sweep | None = None) -> list[Launched] | str:
     """Launch a run with the arguments of its script: ["config=run.yaml", "optim.lr=1e-3"].
 
     With `sweep`, {key: values}, it launches a run for each combination of values as one job array,
-    `job.at_once` at a time. Each has a name and a dump dir of its own, inside that of the sweep.
+    `job.at_once` at a time. Each has a name and a dump dir of its own, inside that of the sweep;
+    they are started and returned seed by seed.
 
     With launcher=print it returns the batch script, which is not submitted. Raises UserError, and
     has submitted nothing.
@@ -181,9 +181,8 @@ def launch(
     root = Path(whole.dump_dir)  # a sweep has its code and all its logs here
     configs = _check_sweep(job, module, arguments, sweep, whole) if sweep else [whole]
 
-    if job.launcher != "print":
-        for line in notices:
-            print(line)
+    for line in notices if job.launcher != "print" else ():
+        print(line)
     _check_dump_dir(job, root)
     plans = _plans(job, arguments, sweep or {})
     # An app is trusted because the command line names it; the program must not rely on a file.
@@ -210,7 +209,7 @@ def check_launch(job: JobArgs, arguments: list[str]) -> None:
 
 
 def _check_job(
-    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]]
+    job: JobArgs, arguments: list[str], sweep: Sweep
 ) -> tuple[Script, RunConfig, list[str]]:
     """The script, the config of the first run of a sweep, and lines about it. Raises UserError."""
     for key, need in job.validate():
@@ -234,10 +233,8 @@ def _check(job: JobArgs, module: Script, arguments: list[str]) -> tuple[RunConfi
     try:
         args, notices = module.check(arguments, job.nodes * job.ngpu)
     except UserError as error:
-        hint = ""
-        if "unknown key" in str(error):
-            hint = f"\n  keys of stool: {', '.join(f.name for f in fields(JobArgs))}"
-        raise UserError(f"{error}{hint}") from None
+        keys = f"\n  keys of stool: {', '.join(f.name for f in fields(JobArgs))}"
+        raise UserError(f"{error}{keys * ('unknown key' in str(error))}") from None
     args.dump_dir = os.path.abspath(args.dump_dir or f"runs/{args.name}")
     for key, text in (("name", args.name), ("dump_dir", args.dump_dir)):
         if not text.isprintable() or set(text) & set("%\\:"):
@@ -247,11 +244,7 @@ def _check(job: JobArgs, module: Script, arguments: list[str]) -> tuple[RunConfi
 
 
 def _check_sweep(
-    job: JobArgs,
-    module: Script,
-    arguments: list[str],
-    sweep: dict[str, list[str]],
-    whole: RunConfig,
+    job: JobArgs, module: Script, arguments: list[str], sweep: Sweep, whole: RunConfig
 ) -> list[RunConfig]:
     """The config of each combination of values, with a name and a dump dir of its own."""
     for key, texts in sweep.items():
@@ -263,8 +256,7 @@ def _check_sweep(
     if (count := prod(map(len, sweep.values()))) > MAX_SWEEP_RUNS:
         raise UserError(f"the sweep has {count:,} runs: must be at most {MAX_SWEEP_RUNS:,}")
     configs, errors = [], []
-    for i, values in enumerate(product(*sweep.values())):
-        words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
+    for i, words in _in_order(sweep):
         short = "_".join(re.sub(r"^[^=]*\.", "", word) for word in words)
         name = f"{i:03d}_" + re.sub(r"[^\w=.+-]+", "-", short)
         name = name.encode()[:120].decode(errors="ignore")  # the name of a folder
@@ -281,6 +273,16 @@ def _check_sweep(
     if errors:
         raise UserError("\n".join(errors))
     return configs
+
+
+def _in_order(sweep: Sweep) -> list[tuple[int, tuple[str, ...]]]:
+    """(number, words) of each run as they are started: all of one seed before any of the next, so
+    that a sweep that is stopped has whole pairs, and a machine that slows down does so in all arms.
+    The number, which is in the run's name, is that of the combination in the order of the keys."""
+    words = [[f"{key}={value}" for value in values] for key, values in sweep.items()]
+    seeds = [at for at, key in enumerate(sweep) if key.rpartition(".")[2] == "seed"]
+    runs = enumerate(product(*words))
+    return sorted(runs, key=lambda run: [words[at].index(run[1][at]) for at in seeds])
 
 
 def _check_dump_dir(job: JobArgs, root: Path) -> None:
@@ -316,9 +318,7 @@ def _check_possible(job: JobArgs, batch_script: str) -> None:
         raise UserError(f"{error} (asked for: {asked})") from None
 
 
-def _plans(
-    job: JobArgs, arguments: list[str], sweep: dict[str, list[str]]
-) -> list[dict[str, Any] | None]:
+def _plans(job: JobArgs, arguments: list[str], sweep: Sweep) -> list[dict[str, Any] | None]:
     """Print a summary of the plan of each run that differs in more than its learning, and return
     the numbers of all. Raises UserError where one cannot fit."""
     if job.gpu is None:
@@ -330,8 +330,7 @@ def _plans(
     plan_of_words: dict[str, dict[str, Any]] = {}
     plans: list[dict[str, Any] | None] = []
     too_large: list[str] = []
-    for values in product(*sweep.values()):
-        words = [f"{key}={value}" for key, value in zip(sweep, values, strict=True)]
+    for _, words in _in_order(sweep):
         differ = " ".join(word for word in words if not _LEARNING.match(word))
         if differ not in plan_of_words:
             plan, _ = make_plan([*machine, *arguments, *words], quick=True)
@@ -364,13 +363,12 @@ def _write_inputs(
     """Write what the runs start from: code, configs and the batch script; and the plan of each,
     which its log compares with what it measured. Raises UserError."""
     # stdout is for the job, whose first line a program may read.
-    report = partial(print, "code:", file=sys.stderr)
     try:
         apps = {str(app) for config in configs if (app := getattr(config, "app", None))}
         files = [word.removeprefix("config=") for word in arguments if word.startswith("config=")]
         freeze_code(
             Path(str(module.__file__)), root, [module.__name__, *sorted(apps)], job.copy, files,
-            lambda line: report(printable(line)),
+            lambda line: print("code:", printable(line), file=sys.stderr),
         )  # fmt: skip
         move_away(root / SUBMIT_SCRIPT)
         (root / LOGS).mkdir(exist_ok=True)
@@ -415,9 +413,8 @@ def _batch_script(
             need = "must be the long name of an option, with a value without control characters"
             raise UserError(f"option of sbatch {option} = {value!r}: {need}")
         if value not in (None, False):
-            lines.append(
-                f"#SBATCH --{option}" + f"={shlex.quote(str(value))}" * (value is not True)
-            )
+            shown = "" if value is True else f"={shlex.quote(str(value))}"
+            lines.append(f"#SBATCH --{option}{shown}")
     folders = [shlex.quote(config.dump_dir) for config in configs]
     # srun takes its own number of cores, not the batch script's (Slurm 22.05)
     cores = f" --cpus-per-task={job.ncpu}" if job.ncpu else ""

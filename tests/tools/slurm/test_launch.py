@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lingua.run.records import Record
 from lingua.tools.slurm.command_line import main, split_values
 from lingua.tools.slurm.launch import JobArgs, launch
 from lingua.tools.slurm.local import machine_shares, run_sweep
@@ -218,6 +219,19 @@ def test_runs_of_a_sweep_that_share_their_checkpoints_are_refused(arguments, tmp
     refused(lambda: launch(job, words, rates), f"checkpoint.path = {tmp_path / 'all'}", "several")
     refused(lambda: launch(job, arguments, rates | each), "checkpoint.path", "several")
     assert launch(job, arguments, each)
+
+
+def test_a_sweep_starts_all_arms_of_one_seed_before_those_of_the_next(arguments, tmp_path):
+    """The number in a name is that of the combination, so that a sweep of an earlier version finds
+    its runs; each is started with the values in its name."""
+    sweep = {"optim.lr": ["1", "2"], "seed": ["7", "5"]}
+    script = str(launch(JobArgs(launcher="print"), arguments, sweep))
+    started = re.findall(r"a run/(\d\S+)'", script.partition("runs=(")[2].partition(")")[0])
+    assert started == [f"00{n}_lr={lr}_seed={seed}" for n, lr, seed in ("017", "227", "115", "325")]
+    assert "#SBATCH --array=0-3%4" in script
+    for name in started:
+        config = Record(tmp_path / "a run" / name).config
+        assert [f"{config[key]:g}" for key in sweep] == re.findall(r"=(\d)", name)
 
 
 def test_what_cannot_fit_by_the_plan_is_refused(arguments, tmp_path, capsys):
