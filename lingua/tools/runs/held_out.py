@@ -1,9 +1,10 @@
-"""Held-out losses of runs, all sources together, and curves without noise."""
+"""Held-out losses of runs, all sources together; curves without noise, and between measurements."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from lingua.base.errors import import_optional
 from lingua.run.records import Columns, Record
 
 
@@ -78,3 +79,35 @@ def smooth(values: np.ndarray, step: np.ndarray, half_life: float | None = None)
             total, weight = total + value, weight + 1.0
         smoothed.append(total / weight if value == value else np.nan)
     return np.array(smoothed)
+
+
+def interpolate(
+    points: np.ndarray, x: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A curve between its measurements.
+
+    Args:
+        points: float64 [points], above 0.
+        x: float64 [measurements], above 0 and increasing.
+        values: float64 [measurements].
+
+    Returns:
+        (float64 [points]: of a cubic spline in log(x), in which losses bend least; exact at a
+        measurement, NaN outside of them and beside one that is not finite;
+        float64 [2, points]: how far that is from straight lines, and from a monotone cubic or, of
+        fewer than four measurements, the one before. Both sizes together bound its error for smooth
+        curves; one alone is 0 where they cross.)
+    """
+    line = np.interp(np.log(points), np.log(x), values, left=np.nan, right=np.nan)
+    between = np.isfinite(line) & ~np.isin(points, x)
+    errors = np.zeros((2, len(points)))
+    if between.any():
+        scipy = import_optional("scipy.interpolate", "lingua compare")
+        u, y = np.log(x[np.isfinite(values)]), values[np.isfinite(values)]
+        at = np.log(points[between])
+        cubic = scipy.CubicSpline(u, y)(at)
+        monotone = scipy.PchipInterpolator(u, y)(at)
+        other = monotone if len(u) > 3 else y[np.searchsorted(u, at) - 1]
+        errors[:, between] = cubic - line[between], cubic - other
+        line[between] = cubic
+    return line, errors

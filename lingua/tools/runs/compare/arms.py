@@ -7,7 +7,7 @@ losses = measure_runs(records, "nats_per_byte", None)  # up to the last step tha
 import glob
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +100,8 @@ class HeldOutLosses:
     left_out: list[str]  # messages about runs without a loss
     shortest: list[Record]  # the runs that have nothing after the last of `steps`, where others do
     by: By = "step"
+    # {id(record): float64 [2, steps]} of interpolate; empty where nothing is interpolated
+    errors: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 def measure_runs(records: Sequence[Record], name: str, step: int | None) -> HeldOutLosses:

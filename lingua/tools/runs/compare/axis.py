@@ -8,10 +8,11 @@ import numpy as np
 
 from lingua.base.errors import UserError
 from lingua.run.records import Columns, Record
-from lingua.tools.runs.compare.arms import By, HeldOutLosses
-from lingua.tools.runs.held_out import heldout
+from lingua.tools.runs.compare.arms import By, HeldOutLosses, find_arms
+from lingua.tools.runs.compare.differences import MACHINE
+from lingua.tools.runs.held_out import heldout, interpolate
 
-POINTS = 8  # at which runs are compared along training, between the first and the last common one
+SPREAD = 0.05  # by which the speeds of runs of one arm may differ without a note
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,10 @@ class Axes:
 
     def at(self, step: np.ndarray) -> list[np.ndarray]:
         """Steps, tokens and seconds; between two lines and after the last, in proportion."""
-        known = len(self.step) > 1
         axes = [step.astype(np.float64)]
         for values in (self.tokens, self.time):
             inside = np.interp(step, self.step, values)
-            rate = values[-1] / self.step[-1] if known and self.step[-1] else np.nan
+            rate = values[-1] / self.step[-1] if self.step[-1] else np.nan
             axes.append(np.where(step > self.step[-1], values[-1] + rate * (step - self.step[-1]),
                                   inside))  # fmt: skip
         return axes
@@ -58,30 +58,46 @@ def spent(record: Record, by: By, steps: np.ndarray) -> np.ndarray:
 
 
 def measure_by(records: Sequence[Record], name: str, by: By) -> HeldOutLosses:
-    """The losses called `name` at equal amounts of `by`, the largest of which is the largest that
-    all runs have which did not fail; between two measurements of a run on the line between them.
-    Other runs without any loss are left out. Raises UserError where no amount is common."""
+    """The losses called `name` at the amounts of `by` at which the run that ends first was
+    measured, of those that did not fail; of the others interpolated. Other runs without any loss
+    are left out. Raises UserError where no amount is common."""
     curves = {}
     for record in records:
         steps, values = heldout(record, name)
-        if len(steps):
-            curves[id(record)] = spent(record, by, steps), values
+        x, at = np.unique(spent(record, by, steps), return_index=True)
+        if (x > 0).any():
+            curves[id(record)] = x[x > 0], values[at[x > 0]]
     failed = [record for record in records if record.state == "failed"]
     used = [record for record in records if id(record) in curves and record not in failed]
-    ends = [(x[0], x[-1]) for x, _ in (curves[id(record)] for record in used)]
-    first, last = max((a for a, _ in ends), default=1.0), min((b for _, b in ends), default=0.0)
-    if first > last:
+    amounts = [curves[id(record)][0] for record in used]
+    points = min(amounts, key=lambda x: x[-1], default=np.zeros(0))
+    points = points[points >= max((x[0] for x in amounts), default=0.0)]
+    if not len(points):
         raise UserError(f"by={by}: no amount at which all runs have a held-out loss in {name}")
-    points = np.linspace(first, last, POINTS if first < last else 1)
-    shortest = [record for record in used if curves[id(record)][0][-1] == last]
+    shortest = [r for r, x in zip(used, amounts, strict=True) if x[-1] == points[-1]]
     missing = [record for record in records if record not in used and record not in failed]
+    notes = [f"{record.name} has no held-out loss in {name} yet" for record in missing]
     losses = {id(record): np.full(len(points), np.nan) for record in failed}
+    errors = {}
     for run, (x, values) in curves.items():
-        losses[run] = np.interp(points, x, values, left=np.nan, right=np.nan)
+        losses[run], errors[run] = interpolate(points, x, values)
     return HeldOutLosses(
         points.tolist(),
         losses,
-        [f"{record.name} has no held-out loss in {name} yet" for record in missing],
+        notes + (_machines(used) if by == "time" else []),
         shortest if len(shortest) < len(used) else [],
         by,
+        errors,
     )
+
+
+def _machines(records: Sequence[Record]) -> list[str]:
+    """A note where seconds depend on more than the configs."""
+    starts = [event for run in records for event in run.events if event["event"] == "start"]
+    why = [k for k in (*MACHINE, "hosts") if len({str(start.get(k)) for start in starts}) > 1]
+    arms = [[Axes.of(run.metrics) for run in arm.runs] for arm in find_arms(records)]
+    speeds = [[axes.step[-1] / axes.time[-1] for axes in arm] for arm in arms]
+    if (spread := max(max(speed) / min(speed) for speed in speeds) - 1) > SPREAD:
+        why.append(f"speed within an arm (by {100 * spread:.0f} %)")
+    text = "seconds of training depend on the machine and its load, and these differ"
+    return [f"{text}: {', '.join(why)}; tokens and FLOPs do not depend on them"] if why else []

@@ -92,6 +92,7 @@ class Comparison:
     identical: list[Pair]  # pairs of which both are the same run
     rounding: bool  # all pairs are the same mathematics, in another order of additions
     notes: list[str]  # what a reader must know besides
+    slack: float  # how wrong interpolated losses may make a difference; the intervals include it
     anytime: Estimate | None = None  # the interval that decides where pairs were added on the way
     pooled: Estimate | None = None  # the interval that decides where arms have one variance
     is_unequal: bool = False  # a test refutes that they have
@@ -169,7 +170,10 @@ class Comparison:
     @property
     def sign_flip(self) -> float | None:
         """p value of the test that needs no normal distribution; None for fewer than two pairs."""
-        return sign_flip(self.differences) if len(self.pairs) > 1 else None
+        if len(self.pairs) < 2:
+            return None
+        x = self.differences
+        return sign_flip(x - np.clip(x.mean(), -self.slack, self.slack))
 
     @property
     def is_normal(self) -> bool:
@@ -183,7 +187,7 @@ class Comparison:
             return None
         interval = anytime_interval if self.added else paired
         rest = interval(np.delete(self.differences, at), self.level)
-        return None if rest is None else (self.pairs[at], rest)
+        return None if rest is None else (self.pairs[at], rest.widened(self.slack))
 
     @property
     def _deviation(self) -> Estimate | None:
@@ -198,7 +202,8 @@ class Comparison:
         e = self._deviation
         if e is None:
             return None
-        return smallest_effect(e.deviation, int(e.freedom), len(self.pairs), self.level)
+        shown = smallest_effect(e.deviation, int(e.freedom), len(self.pairs), self.level)
+        return shown + self.slack
 
     @property
     def gain(self) -> float | None:
@@ -215,6 +220,7 @@ class Comparison:
         e = self._deviation
         if e is None:
             return None
+        effect = max(0.0, effect - self.slack)
         bound = deviation_bound(e.deviation, e.freedom)
         return pairs_for(effect, e.deviation, self.level), pairs_for(effect, bound, self.level)
 
@@ -243,6 +249,9 @@ def compare_all(
         c.added, c.anytime = added, anytime_interval(c.differences, alone)
     if len(arms) > 1 and not added and variance == "pooled":
         _pool(comparisons, level)
+    for c in comparisons:
+        intervals = (c.paired, c.unpaired, c.anytime, c.pooled)
+        c.paired, c.unpaired, c.anytime, c.pooled = (e and e.widened(c.slack) for e in intervals)
     return comparisons
 
 
@@ -280,11 +289,21 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
     if None not in times.values():
         pairs.sort(key=lambda pair: times[id(pair)] or ())
     differences = np.array([p.differences for p in pairs]).reshape(len(pairs), len(measured.steps))
+    slack = np.zeros(len(measured.steps))
+    for some in finite if measured.errors else ():
+        errors = [measured.errors[id(r)] for r in some]  # runs of an arm share all but their noise
+        slack += np.abs(np.mean(errors, 0)).sum(0) if some else 0.0
+    if slack[-1] > 0:
+        notes.append(
+            "losses are interpolated between measurements; for the error of that the intervals are "
+            f"{slack[-1]:.1g} wider at each end, and less with a smaller validation.every"
+        )
     along = []
-    for step, column in zip(measured.steps, differences.T, strict=True):
+    for step, column, error in zip(measured.steps, differences.T, slack.tolist(), strict=True):
         known = column[np.isfinite(column)]
         if len(known):
-            along.append((step, len(known), float(known.mean()), paired(known, level)))
+            e = paired(known, level)
+            along.append((step, len(known), float(known.mean()), e and e.widened(error)))
     last, base_last = (
         {_seed(r): float(measured.losses[id(r)][-1]) for r in some} for some in finite
     )
@@ -305,6 +324,7 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
         identical=[pair for pair in pairs if same_run(pair.arm, pair.base)],
         rounding=bool(pairs) and all(map(_is_rounding, pairs)),
         notes=notes + _cautions(arm, base, measured.by),
+        slack=float(slack[-1]),
     )
 
 

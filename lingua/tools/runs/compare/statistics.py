@@ -9,7 +9,7 @@ are of Student's t, which is exact for few runs where differences are normally d
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,10 @@ class Estimate:
     @property
     def excludes_zero(self) -> bool:
         return self.low > 0 or self.high < 0
+
+    def widened(self, slack: float) -> "Estimate":
+        """The interval where all values may be wrong by `slack` in the same direction."""
+        return replace(self, low=self.low - slack, high=self.high + slack)
 
 
 def paired(differences: Values, level: float) -> Estimate | None:

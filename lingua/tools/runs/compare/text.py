@@ -21,6 +21,8 @@ MAX_NAMED = 5  # names of runs in a line
 UNITS = {"nats_per_byte": "nats per byte", "nats_per_token": "nats per token",
          "bits_per_byte": "bits per byte"}  # fmt: skip
 SPENT = {"tokens": "tokens", "flops": "FLOPs", "time": "s of training"}
+LAST = {"step": "last step", "tokens": "largest number of tokens",
+        "flops": "largest number of FLOPs", "time": "longest training time"}  # fmt: skip
 # What an anytime interval takes: (true difference in deviations, pairs that show it in half and in
 # 80 % of cases, pairs of a fixed number that show it in 80 %), simulated by tests.
 PRICE = ((1, 12, 18, 10), (2, 6, 8, 5), (3, 5, 6, 4))
@@ -42,8 +44,8 @@ def heading(
         more = ", ..." if len(measured.shortest) > MAX_NAMED else ""
         other = "; step=N chooses another" if measured.by == "step" else ""
         yield from wrapped(
-            f"note: this is the last {measured.by} that all runs have; {names}{more} "
-            f"{'have' if len(measured.shortest) > 1 else 'has'} no later one, others have{other}"
+            f"note: this is the {LAST[measured.by]} that all runs have reached; {names}{more} "
+            f"{'have' if len(measured.shortest) > 1 else 'has'} no later loss, others have{other}"
         )
     for text in (*measured.left_out, *problems):
         yield from wrapped(f"note: {text}")
@@ -51,7 +53,9 @@ def heading(
 
 def about(by: By, value: float) -> str:
     """The last sentence of a verdict."""
-    return f"This is about {_place(by, value)}; it says nothing about {_place(by, 10 * value)}."
+    losses = "" if by == "step" else "losses after "  # "about 20 tokens" would be a number of them
+    now, later = (losses + _place(by, amount) for amount in (value, 10 * value))
+    return f"This is about {now}; it says nothing about {later}."
 
 
 def _place(by: By, value: float) -> str:
@@ -61,7 +65,8 @@ def _place(by: By, value: float) -> str:
 
 
 def _amount(by: By, value: float) -> str:
-    return f"{value:.4g}" if by == "flops" else f"{value:,.0f}"
+    digits = ".4g" if by == "flops" else ".3g" if value < 100 else ",.0f"
+    return f"{value:{digits}}"
 
 
 def verdict(c: Comparison, unit: str, effect: float | None = None) -> str:

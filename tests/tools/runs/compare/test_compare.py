@@ -183,11 +183,12 @@ def test_pairs_that_were_added_after_others_had_ended_have_the_anytime_interval(
 
 
 @pytest.mark.parametrize(
-    ("by", "place", "later"),
-    [("tokens", "1,500 tokens", "15,000 tokens"), ("flops", "9000 FLOPs", "9e+04 FLOPs"),
-     ("time", "3 s of training", "30 s of training")],
+    ("by", "place", "later", "most"),
+    [("tokens", "1,500 tokens", "15,000 tokens", "largest number of tokens"),
+     ("flops", "9000 FLOPs", "9e+04 FLOPs", "largest number of FLOPs"),
+     ("time", "3 s of training", "30 s of training", "longest training time")],
 )  # fmt: skip
-def test_runs_are_compared_at_the_largest_amount_that_all_have(out, by, place, later):
+def test_runs_are_compared_at_the_largest_amount_that_all_have(out, by, place, later, most):
     """Runs of b train twice as many tokens in a step as those of a, in twice the time, and stop at
     half as many steps and a quarter less of both: a is interpolated, b is as measured."""
     for name, tokens, steps in (("a", 50, (10, 20, 40)), ("b", 100, (5, 15))):
@@ -203,10 +204,15 @@ def test_runs_are_compared_at_the_largest_amount_that_all_have(out, by, place, l
             started(str(run), 0, 9)
     words = "a-*", "--against", "b-*", f"by={by}"
     after = f"held-out loss after {place}"
-    out(*words, shows=(after, f"This is about {place}; it says nothing about {later}."))
+    out(*words, shows=(
+        after, f"This is about losses after {place}; it says nothing about losses after {later}.",
+        f"note: this is the {most} that all runs have reached; b-0, b-1, b-2 have no later loss,",
+    ))  # fmt: skip
     [numbers] = out(*words, "--json")
-    # a after 1,500 tokens, step 30 of 20 to 40: half of each loss
-    assert numbers["losses"]["arm"] == pytest.approx([1.5, 1.625, 1.75])
+    losses = [[3.0, 2.0 + 0.1 * seed, 1.0 + 0.15 * seed] for seed in range(3)]
+    parabolas = np.polyfit(np.log([10, 20, 40]), np.transpose(losses), 2)
+    expected = np.vander([np.log(30)], 3) @ parabolas  # a after 1,500 tokens is after step 30
+    assert numbers["losses"]["arm"] == pytest.approx(expected[0].tolist())
     assert numbers["losses"]["base"] == pytest.approx([2.0, 2.1, 2.2])
     with Path("b-1/metrics.jsonl").open("a") as file:
         file.write('{"event": "stop", "step": 5, "reason": "error", "error": "x"}\n')
