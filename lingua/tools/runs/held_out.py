@@ -7,6 +7,8 @@ import numpy as np
 from lingua.base.errors import import_optional
 from lingua.run.records import Columns, Record
 
+SAME = 1e-9  # relative difference of amounts, as of FLOPs, that are equal but for rounding
+
 
 def heldout(record: Record, measure: str = "nats_per_byte") -> tuple[np.ndarray, np.ndarray]:
     """(steps, int64 [n]; values, float64 [n]): the held-out loss of all sources together, as the
@@ -98,8 +100,11 @@ def interpolate(
         fewer than four measurements, the one before. Both sizes together bound its error for smooth
         curves; one alone is 0 where they cross.)
     """
+    before = x[np.maximum(np.searchsorted(x, points * (1 + SAME)) - 1, 0)]
+    measured = np.isclose(before, points, rtol=SAME, atol=0)
+    points = np.where(measured, before, points)
     line = np.interp(np.log(points), np.log(x), values, left=np.nan, right=np.nan)
-    between = np.isfinite(line) & ~np.isin(points, x)
+    between = np.isfinite(line) & ~measured
     errors = np.zeros((2, len(points)))
     if between.any():
         scipy = import_optional("scipy.interpolate", "lingua compare")

@@ -10,7 +10,7 @@ from lingua.base.errors import UserError
 from lingua.run.records import Columns, Record
 from lingua.tools.runs.compare.arms import By, HeldOutLosses, find_arms
 from lingua.tools.runs.compare.differences import MACHINE
-from lingua.tools.runs.held_out import heldout, interpolate
+from lingua.tools.runs.held_out import SAME, heldout, interpolate
 
 SPREAD = 0.05  # by which the speeds of runs of one arm may differ without a note
 
@@ -74,7 +74,8 @@ def measure_by(records: Sequence[Record], name: str, by: By) -> HeldOutLosses:
     points = points[points >= max((x[0] for x in amounts), default=0.0)]
     if not len(points):
         raise UserError(f"by={by}: no amount at which all runs have a held-out loss in {name}")
-    shortest = [r for r, x in zip(used, amounts, strict=True) if x[-1] == points[-1]]
+    end = points[-1] * (1 + SAME)
+    shortest = [record for record, x in zip(used, amounts, strict=True) if x[-1] <= end]
     missing = [record for record in records if record not in used and record not in failed]
     notes = [f"{record.name} has no held-out loss in {name} yet" for record in missing]
     losses = {id(record): np.full(len(points), np.nan) for record in failed}

@@ -44,6 +44,9 @@ def test_a_measurement_is_taken_as_it_is_and_a_diverged_one_makes_nothing_up():
     values, errors = interpolate(np.append(x, [9.0, 17.0, 25.0]), x, y)
     assert np.array_equal(values[:5], y, equal_nan=True) and not errors[:, :5].any()
     assert np.isnan(values[[5, 7]]).all() and np.isfinite(values[6])
+    for rounding in (-1e-14, 1e-14):  # as in tokens times FLOPs per token
+        rounded, errors = interpolate(x * (1 + rounding), x, y)
+        assert np.array_equal(rounded, y, equal_nan=True) and not errors.any()
     for few in (1, 2, 3):  # little is known between them: the size of a fall is the error
         values, errors = interpolate(np.array([5.0]), x[:few], CURVES["power"](x[:few]))
         fall = few > 1 and CURVES["power"](3.0) - values[0]
