@@ -129,10 +129,11 @@ def test_seconds_that_depend_on_more_than_the_config_are_a_note(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("noise", [1e-5, 1e-3])
-def test_one_curve_is_claimed_to_differ_in_at_most_7_percent(by, noise, tmp_path):
-    rates = []
-    for seeds in (3, 5):
-        arms, rng = write_arms(tmp_path / str(seeds), seeds), np.random.default_rng(seeds)
-        rates += [compared(arms, by, rng, noise).estimate.excludes_zero for _ in range(1000)]
-    assert np.mean(rates) <= 0.07
+def test_one_curve_is_claimed_to_differ_in_at_most_7_percent(by, tmp_path):
+    for noise in (1e-5, 1e-3):  # the error of a chord is 1e-4
+        claims = []
+        for seeds in (3, 5):
+            arms = write_arms(tmp_path / f"{noise}-{seeds}", seeds)
+            rng = np.random.default_rng(seeds)
+            claims += [compared(arms, by, rng, noise).estimate.excludes_zero for _ in range(500)]
+        assert np.mean(claims) <= 0.07, noise
