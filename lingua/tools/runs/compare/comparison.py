@@ -170,10 +170,8 @@ class Comparison:
     @property
     def sign_flip(self) -> float | None:
         """p value of the test that needs no normal distribution; None for fewer than two pairs."""
-        if len(self.pairs) < 2:
-            return None
-        x = self.differences
-        return sign_flip(x - np.clip(x.mean(), -self.slack, self.slack))
+        x, slack = self.differences, self.slack
+        return sign_flip(x - np.clip(x.mean(), -slack, slack)) if len(x) > 1 else None
 
     @property
     def is_normal(self) -> bool:
@@ -202,8 +200,8 @@ class Comparison:
         e = self._deviation
         if e is None:
             return None
-        shown = smallest_effect(e.deviation, int(e.freedom), len(self.pairs), self.level)
-        return shown + self.slack
+        n = len(self.pairs)
+        return self.slack + smallest_effect(e.deviation, int(e.freedom), n, self.level)
 
     @property
     def gain(self) -> float | None:
