@@ -8,13 +8,22 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from lingua.app import import_named, main_program
-from lingua.base.dump_dir import BASE_CONFIG, CODE, JOB_ID, LOGS, PLAN, SUBMIT_SCRIPT
+from lingua.base.dump_dir import (
+    BASE_CONFIG,
+    CODE,
+    JOB_ID,
+    LAUNCHED_AT,
+    LOGS,
+    PLAN,
+    SUBMIT_SCRIPT,
+)
 from lingua.base.errors import UserError
 from lingua.base.format import printable
 from lingua.config.load import to_yaml
@@ -377,7 +386,8 @@ def _write_inputs(
             (dump_dir / LOGS).mkdir(parents=True, exist_ok=True)
             for name in (BASE_CONFIG, PLAN):
                 move_away(dump_dir / name)
-            (dump_dir / BASE_CONFIG).write_text(to_yaml(config), encoding="utf-8")
+            launched = f"{LAUNCHED_AT}{datetime.now(UTC).isoformat()}\n"
+            (dump_dir / BASE_CONFIG).write_text(launched + to_yaml(config), encoding="utf-8")
             if plan is not None:
                 (dump_dir / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
         if batch_script is not None:

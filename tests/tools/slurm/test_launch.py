@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lingua.run.records import Record
+from lingua.tools.runs.launches import launched_at
 from lingua.tools.slurm.command_line import main, split_values
 from lingua.tools.slurm.launch import JobArgs, launch
 from lingua.tools.slurm.local import machine_shares, run_sweep
@@ -187,6 +189,7 @@ def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, m
     argv = [*words, *arguments]
     (tmp_path / "git").symlink_to(str(shutil.which("git")))  # of all commands
     monkeypatch.setenv("PATH", str(tmp_path))
+    before = datetime.now(UTC)
     main(argv)
     script = capsys.readouterr().out
     options = "nodes=2 ntasks-per-node=16 gpus-per-task=1 cpus-per-task=4 mem=64G time=1-00"
@@ -198,6 +201,7 @@ def test_print_writes_what_a_job_needs_and_needs_no_slurm(arguments, tmp_path, m
     assert (folder / "submit.slurm").read_text() == script
     for file in ("base_config.yaml", "code/apps/main/train.py", "code.commit", "logs"):
         assert (folder / file).exists(), file
+    assert before <= launched_at(Record(folder)) <= datetime.now(UTC)
     assert ' -m apps.main.train config="$run/base_config.yaml"' in script
     assert f"sbatch '{folder}/submit.slurm'" in script and "# export NCCL_DEBUG=INFO" in script
     argv.remove("time=1-00")
