@@ -1,6 +1,7 @@
 """Held-out losses of runs, all sources together; curves without noise, and between measurements."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from lingua.base.errors import import_optional
 from lingua.run.records import Columns, Record
 
 SAME = 1e-9  # relative difference of amounts, as of FLOPs, that are equal but for rounding
+THEN = " until step "  # in the name of a held-out text that changed
 
 
 def heldout(record: Record, measure: str = "nats_per_byte") -> tuple[np.ndarray, np.ndarray]:
@@ -38,21 +40,45 @@ def _measured(record: Record, measure: str) -> tuple[list[Columns], list[int]]:
     return parts, sorted(set(steps).intersection(*(at[id(c)] for c in parts)))
 
 
-def heldout_texts(records: Sequence[Record], measure: str = "nats_per_byte") -> list[str]:
-    """The text of each run's newest held-out loss: equal for the same text. It is known by its
-    hashes where all runs have recorded them, else by its bytes; empty where neither is known."""
-    texts = []
-    for record in records:
-        parts, common = _measured(record, measure)
-        at = [(c, c.step.tolist().index(common[-1])) for c in parts if common]
-        texts.append(sorted((c.numbers("bytes")[i], c.text("text")[i] or "") for c, i in at))
-    hashed = all(text for parts in texts for _, text in parts)
-    return [
-        " and ".join(
-            f"{size:,.0f} bytes{f' {text}' * hashed}" for size, text in parts if size == size
+def heldout_texts(
+    records: Sequence[Record], measure: str, steps: Sequence[float] | None = None
+) -> list[str]:
+    """The text of each run's held-out losses at `steps` (None: at all): equal for the same text,
+    and `A until step 10, then B` where it changed. A text is known by its hashes where all runs
+    have recorded them, else by its bytes; for a measure per token also by the number of its tokens,
+    which differs between tokenizers. Empty where nothing is known."""
+    at = None if steps is None else set(steps)
+    known = [_texts(record, measure, at) for record in records]
+    hashed = all(text for run in known for _, parts in run for *_, text in parts)
+    per_token = measure.endswith("_per_token")
+
+    def name(parts: Sequence[tuple[float, float, str]]) -> str:
+        return " and ".join(
+            f"{size:,.0f} bytes" + f" in {tokens:,.0f} tokens" * per_token + f" {text}" * hashed
+            for size, tokens, text in parts
+            if size == size
         )
-        for parts in texts
+
+    texts = []
+    for run in known:
+        turns = groupby(run, key=lambda measured: name(measured[1]))
+        until = [f"{text}{THEN}{[*same][-1][0]:,}" for text, same in turns]
+        texts.append(", then ".join(until).rpartition(THEN)[0])
+    return texts
+
+
+def _texts(
+    record: Record, measure: str, steps: set[float] | None
+) -> list[tuple[int, list[tuple[float, float, str]]]]:
+    """Each of `steps` that was measured, with the bytes, tokens and hash of each source's text."""
+    parts, common = _measured(record, measure)
+    at = [step for step in common if steps is None or step in steps]
+    columns = [
+        [(size[i], tokens[i], texts[i] or "") for i in np.searchsorted(c.step, at).tolist()]
+        for c in parts
+        for size, tokens, texts in [(c.numbers("bytes"), c.numbers("tokens"), c.text("text"))]
     ]
+    return list(zip(at, map(sorted, zip(*columns, strict=True)), strict=True)) if at else []
 
 
 def smooth(values: np.ndarray, step: np.ndarray, half_life: float | None = None) -> np.ndarray:

@@ -17,7 +17,7 @@ from lingua.base.errors import UserError
 from lingua.base.format import counted
 from lingua.run.args import kind_of
 from lingua.run.records import CODE_HASH, Record
-from lingua.tools.runs.held_out import heldout, heldout_texts
+from lingua.tools.runs.held_out import THEN, heldout, heldout_texts
 from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.settings import NOT_GIVEN, differing, settings_of
 
@@ -100,8 +100,18 @@ class HeldOutLosses:
     left_out: list[str]  # messages about runs without a loss
     shortest: list[Record]  # the runs that have nothing after the last of `steps`, where others do
     by: By = "step"
+    measure: str = "nats_per_byte"
     # {id(record): float64 [2, steps]} of interpolate; empty where nothing is interpolated
     errors: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def texts(self, records: Sequence[Record]) -> list[str]:
+        """The held-out text of each run where it is compared, see heldout_texts: equal for runs
+        whose losses compare."""
+        if self.by == "step":
+            return heldout_texts(records, self.measure, self.steps)
+        texts = zip(records, heldout_texts(records, self.measure), strict=True)
+        # One that changed did so at a step, which is another amount in another run.
+        return [f"{text} in {run.name}" if THEN in text else text for run, text in texts]
 
 
 def measure_runs(records: Sequence[Record], name: str, step: int | None) -> HeldOutLosses:
@@ -135,20 +145,21 @@ def measure_runs(records: Sequence[Record], name: str, step: int | None) -> Held
     losses = {
         id(r): np.array([measured[id(r)].get(s, np.nan) for s in steps]) for r in (*used, *failed)
     }
-    return HeldOutLosses(steps, losses, left_out, shortest)
+    return HeldOutLosses(steps, losses, left_out, shortest, measure=name)
 
 
 def check_text(records: Sequence[Record], measured: HeldOutLosses) -> None:
-    """Raises UserError where the runs that are measured have not the same held-out text."""
+    """Raises UserError where the runs that are measured have not the same held-out text at all
+    steps that are compared, or a measure per token not the same tokens."""
     used = [record for record in records if id(record) in measured.losses]
     runs_of_text: dict[str, list[str]] = {}
-    for record, text in zip(used, heldout_texts(used), strict=True):
+    for record, text in zip(used, measured.texts(used), strict=True):
         if text:
             runs_of_text.setdefault(text, []).append(record.name)
     if len(runs_of_text) > 1:
         rows = ["the runs are measured on different held-out text, so their losses do not compare; "
-                "runs of one validation.bytes have the same text under every tokenizer; "
-                "text=ignore compares them all the same"]  # fmt: skip
+                "runs of one validation.bytes have the same text under every tokenizer, and "
+                "nats_per_byte compares them; text=ignore compares them all the same"]  # fmt: skip
         for text, names in list(runs_of_text.items())[:MAX_NAMED]:
             more = ", ..." if len(names) > MAX_NAMED else ""
             rows.append(f"{text}: {', '.join(names[:MAX_NAMED])}{more}")

@@ -88,7 +88,8 @@ def measure_by(records: Sequence[Record], name: str, by: By) -> HeldOutLosses:
         notes + (_machines(used) if by == "time" else []),
         shortest if len(shortest) < len(used) else [],
         by,
-        errors,
+        measure=name,
+        errors=errors,
     )
 
 

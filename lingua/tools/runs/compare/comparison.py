@@ -302,6 +302,7 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
         if len(known):
             e = paired(known, level)
             along.append((step, len(known), float(known.mean()), e and e.widened(error)))
+    texts = measured.texts([*runs[0], *runs[1]])
     last, base_last = (
         {_seed(r): float(measured.losses[id(r)][-1]) for r in some} for some in finite
     )
@@ -318,7 +319,7 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
         unpaired=unpaired(list(last.values()), list(base_last.values()), level),
         along=along,
         outcomes=(outcomes[0], outcomes[1]),
-        unlike=unlike(dict(zip(labels, runs, strict=True)), named) + unlike_rows(both),
+        unlike=unlike(dict(zip(labels, runs, strict=True)), named, texts) + unlike_rows(both),
         identical=[pair for pair in pairs if same_run(pair.arm, pair.base)],
         rounding=bool(pairs) and all(map(_is_rounding, pairs)),
         notes=notes + _cautions(arm, base, measured.by),

@@ -16,7 +16,7 @@ from lingua.base.files import load_json
 from lingua.base.format import counted
 from lingua.run.args import kind_of
 from lingua.run.records import CODE_HASH, Columns, Record
-from lingua.tools.runs.held_out import heldout, heldout_texts
+from lingua.tools.runs.held_out import heldout
 from lingua.tools.runs.report.code import changed_files, code_place
 from lingua.tools.runs.settings import differing, setting
 
@@ -169,16 +169,18 @@ def _decisive(records: Sequence[Record]) -> list[str]:
     return [key for key in differing(records) if kind_of(key) != "operational"]
 
 
-def unlike(arms: Mapping[str, Sequence[Record]], named: Collection[str]) -> list[str]:
+def unlike(
+    arms: Mapping[str, Sequence[Record]], named: Collection[str], texts: Sequence[str]
+) -> list[str]:
     """What differs between runs, of one arm or of two, besides the keys `named` by which arms are
     told apart: code, versions, devices, the content of their text, what is held out. `arms` are the
-    runs by the arm's label."""
+    runs by the arm's label, `texts` what is held out of each."""
     runs = [run for some in arms.values() for run in some]
     unknown = sum(run.settings[CODE_HASH] is None for run in runs)
     of = f"{unknown} of {counted(len(runs), 'run')}"
     lines = [f"the code of {of} is not recorded"] if unknown else []
     facts = {id(run): _facts(run) for run in runs}
-    for run, text in zip(runs, heldout_texts(runs), strict=True):
+    for run, text in zip(runs, texts, strict=True):
         if text:
             facts[id(run)]["held-out text"] = text
     for name in dict.fromkeys(name for known in facts.values() for name in known):

@@ -10,7 +10,15 @@ import numpy as np
 
 from lingua.base.errors import UserError
 from lingua.run.records import Record
-from lingua.tools.runs.compare.arms import SEED, Arm, choose_arms, find_arms, label, measure_runs
+from lingua.tools.runs.compare.arms import (
+    SEED,
+    Arm,
+    check_text,
+    choose_arms,
+    find_arms,
+    label,
+    measure_runs,
+)
 from lingua.tools.runs.compare.comparison import Comparison, compare_all
 from lingua.tools.runs.compare.text import UNITS, heading, rule, verdict
 
@@ -66,6 +74,7 @@ def compare_for_page(records: Sequence[Record]) -> dict[str, Any]:
         arms, base, problems = choose_arms(list(records), [])
         everything = [run for arm in [*arms, base] for run in arm.runs]
         measured = measure_runs(everything, MEASURE, None)
+        check_text(everything, measured)
         comparisons = compare_all(arms, base, measured, LEVEL)
     except UserError as error:
         return {"heading": [f"No comparison: {error}"], "rows": []}

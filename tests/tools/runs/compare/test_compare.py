@@ -22,6 +22,7 @@ from lingua.tools.commands.compare import main
 from lingua.tools.runs.compare.arms import find_arms
 from lingua.tools.runs.held_out import heldout
 from lingua.tools.runs.records import open_runs
+from lingua.tools.runs.report.verdict import compare_for_page
 from tests.mistakes import refused
 from tests.tools.runs.compare.pool import LOSSES, SEEDS, STEPS, write_pool, write_run
 
@@ -221,6 +222,15 @@ def test_runs_are_compared_at_the_largest_amount_that_all_have(out, by, place, l
     out(*words, shows=(after,))
     Path("a-1/metrics.jsonl").write_text("")
     refused(lambda: out(*words), f"by={by}", "a-1 has not recorded it")
+
+
+def test_the_report_refuses_what_compare_refuses(out):
+    for name, losses in (("a", [2.0, 2.1]), ("b", [2.5, 2.52])):
+        arm(name, losses[0], losses)
+    path = Path("b-1/metrics.validation.jsonl")
+    path.write_text(path.read_text().replace('"bytes": 1000', '"bytes": 900'))
+    page = compare_for_page(open_runs(["."]))
+    assert "different held-out text" in str(page["heading"]) and page["rows"] == []
 
 
 WITHOUT_TORCH = """
