@@ -39,8 +39,8 @@ class CompareArgs:
     # probability that the true differences are in their intervals: in all of them together where
     # several arms are compared
     level: Free[float] = 0.95
-    # the intervals hold for those who look after each pair; null: where a run was started after an
-    # earlier pair had ended
+    # the intervals hold for those who look after each pair; null: where a run is not over, or was
+    # launched after others had a result
     anytime: Free[bool | None] = None
     # with three arms or more: one variance for all, or one for each difference
     variance: Free[Literal["pooled", "separate"]] = "pooled"
@@ -84,8 +84,8 @@ def main(argv: Sequence[str]) -> None:
     from lingua.tools.runs.compare.comparison import compare_all
     from lingua.tools.runs.compare.text import UNITS, as_json, heading, lines, plain, rule, wrapped
 
-    against = open_all(after) if after else []
-    arms, base, problems = choose_arms(open_all(before), against, args.code == "compare")
+    runs, against = open_all(before), open_all(after) if after else []
+    arms, base, problems = choose_arms(runs, against, args.code == "compare")
     everything = [run for arm in [*arms, base] for run in arm.runs]
     if args.by == "step":
         measured = measure_runs(everything, args.measure, args.step)
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
     if args.text == "compare":
         check_text(everything, measured)
     rules = args.level, args.anytime, args.variance
-    comparisons = compare_all(arms, base, measured, *rules)
+    comparisons = compare_all(arms, base, measured, *rules, [*runs, *against])
     problems += [text for run in everything for text in run.problems]
     unit = UNITS[args.measure]
     if as_numbers:

@@ -1,11 +1,32 @@
-"""How runs came about."""
+"""How runs came about and how they ended: what one who saw results may have decided by them."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from lingua.base.dump_dir import BASE_CONFIG, LAUNCHED_AT
 from lingua.run.records import Record
+
+
+def was_stopped(record: Record, step: float | None) -> bool:
+    """Whether a run was left before its end, or by `stop_at` before `step`."""
+    newest, steps = record.newest.get("step", 0), record.config.get("steps")
+    if record.state == "finished" and step is not None and isinstance(steps, int):
+        return newest < step <= steps
+    return record.state == "stopped" and record.end is not None
+
+
+def unfinished(record: Record, step: float | None = None) -> str:
+    """How a run is not over, or was ended from outside, by `stop_at` before `step`; empty where it
+    is over by itself, or trains nothing."""
+    if record.end is None:
+        return ""
+    if was_stopped(record, step):
+        return f"was stopped at step {record.newest.get('step', 0):,}"
+    if record.state == "failed" and "error" not in record.newest:
+        return "was killed"
+    return {"running": "is running", "not started": "has not begun"}.get(record.state, "")
 
 
 def launched_at(record: Record) -> datetime | None:
@@ -17,6 +38,14 @@ def launched_at(record: Record) -> datetime | None:
     with suppress(OSError, UnicodeDecodeError), (record.folder / BASE_CONFIG).open() as file:
         times.append(_time(file.readline().removeprefix(LAUNCHED_AT).strip()))
     return min(filter(None, times), default=None)
+
+
+def first_result(runs: Sequence[Record]) -> tuple[datetime, str] | None:
+    """When the first of the runs wrote its first held-out loss, which continuing it does not move,
+    and its name. None: not recorded."""
+    first = ((lines.text("created_at")[0], r.name) for r in runs for lines in r.validation.values())
+    times = ((time, name) for text, name in first if (time := _time(text)))
+    return min(times, default=None)
 
 
 def _time(text: Any) -> datetime | None:

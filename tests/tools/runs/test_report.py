@@ -215,7 +215,7 @@ def seeds_of(folder: Path, arms: dict[float, list[list[float]]]) -> None:
     for lr, runs in arms.items():
         for seed, losses in enumerate(runs):
             held = [{"step": 9, "source": "a", "nats_per_byte": losses[-1] / 10, "bytes": 1}]
-            a_run(folder / f"{lr}" / f"{seed}", f"steps: 9\nseed: {seed}\noptim:\n  lr: {lr}\n",
+            a_run(folder / f"{lr}" / f"{seed}", f"steps: 1\nseed: {seed}\noptim:\n  lr: {lr}\n",
                   metrics=[line(s, loss=x) for s, x in enumerate(losses, 1)],
                   metrics_validation=held)  # fmt: skip
 

@@ -18,12 +18,13 @@ from lingua.base.format import counted
 from lingua.run.args import kind_of
 from lingua.run.records import CODE_HASH, Record
 from lingua.tools.runs.held_out import THEN, heldout, heldout_texts
+from lingua.tools.runs.launches import was_stopped
 from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.settings import NOT_GIVEN, differing, settings_of
 
 SEED = "seed"
 MAX_LABEL = 60  # characters of an arm's label
-MAX_NAMED = 10  # runs, in a message
+MAX_NAMED = 5  # runs, in a message
 MAX_ARMS = 100
 
 By = Literal["step", "tokens", "flops", "time"]  # what is equal where runs are compared
@@ -116,26 +117,28 @@ class HeldOutLosses:
 
 def measure_runs(records: Sequence[Record], name: str, step: int | None) -> HeldOutLosses:
     """The losses called `name`, up to the last step that all runs have which did not fail, or to
-    `step`. Other runs without any are left out, as are those that have none at `step`. Raises
-    UserError where no step is left."""
+    `step`, which runs that failed or were stopped before may lack. Other runs without any are left
+    out, as are those that have none at `step`. Raises UserError where no step is left."""
     measured: dict[int, dict[int, float]] = {}
     for record in records:
         at, values = heldout(record, name)
         measured[id(record)] = dict(zip(at.tolist(), values.tolist(), strict=True))
-    left_out, used = [], []
+    left_out, used, ended = [], [], []  # the last: they may lack a loss, and count
     for record in records:
         known = measured[id(record)]
+        last = max(known, default=-1)
         if record.state == "failed":
-            continue
-        if not known:
-            left_out.append(f"{record.name} has no held-out loss in {name} yet")
-        elif step is not None and step not in known:
-            has = f"{counted(len(known), 'measurement')}, the last at step {max(known):,}"
-            left_out.append(f"{record.name} has no held-out loss at step {step:,} ({has})")
-        else:
+            ended.append(record)
+        elif known and (step is None or step in known):
             used.append(record)
-    failed = [r for r in records if r.state == "failed"]
-    decisive = used or [r for r in failed if measured[id(r)] and step in (None, *measured[id(r)])]
+        elif was_stopped(record, step) and last < (step or 0):
+            ended.append(record)
+        elif not known:
+            left_out.append(f"{record.name} has no held-out loss in {name} yet")
+        else:
+            has = f"{counted(len(known), 'measurement')}, the last at step {last:,}"
+            left_out.append(f"{record.name} has no held-out loss at step {step:,} ({has})")
+    decisive = used or [r for r in ended if measured[id(r)] and step in (None, *measured[id(r)])]
     common = set.intersection(*(set(measured[id(r)]) for r in decisive)) if decisive else set()
     steps = sorted(s for s in common if step is None or s <= step)
     if not steps:
@@ -143,7 +146,7 @@ def measure_runs(records: Sequence[Record], name: str, step: int | None) -> Held
     longer = [r for r in used if max(measured[id(r)]) > steps[-1]]
     shortest = [r for r in used if r not in longer] if longer and step is None else []
     losses = {
-        id(r): np.array([measured[id(r)].get(s, np.nan) for s in steps]) for r in (*used, *failed)
+        id(r): np.array([measured[id(r)].get(s, np.nan) for s in steps]) for r in (*used, *ended)
     }
     return HeldOutLosses(steps, losses, left_out, shortest, measure=name)
 
@@ -161,8 +164,7 @@ def check_text(records: Sequence[Record], measured: HeldOutLosses) -> None:
                 "runs of one validation.bytes have the same text under every tokenizer, and "
                 "nats_per_byte compares them; text=ignore compares them all the same"]  # fmt: skip
         for text, names in list(runs_of_text.items())[:MAX_NAMED]:
-            more = ", ..." if len(names) > MAX_NAMED else ""
-            rows.append(f"{text}: {', '.join(names[:MAX_NAMED])}{more}")
+            rows.append(f"{text}: {listed(names)}")
         raise UserError("\n  ".join(rows))
 
 
@@ -226,3 +228,8 @@ def _against(runs: list[Record], against: list[Record], code: bool) -> tuple[lis
         arms.insert(0, Arm(same, one.values))
         one = Arm(against, one.values)
     return arms, one
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and dots for more."""
+    return ", ".join([*names[:MAX_NAMED], *["..."] * (len(names) > MAX_NAMED)])

@@ -4,12 +4,10 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Literal
 
 import numpy as np
 
-from lingua.base.dump_dir import BASE_CONFIG
 from lingua.run.records import Record
 from lingua.tools.runs.compare.arms import SEED, Arm, By, HeldOutLosses, label
 from lingua.tools.runs.compare.differences import only_rounding, same_run, unlike, unlike_rows
@@ -29,6 +27,7 @@ from lingua.tools.runs.compare.statistics import (
     welch_holds,
 )
 from lingua.tools.runs.held_out import heldout
+from lingua.tools.runs.launches import first_result, launched_at, unfinished, was_stopped
 
 ROUNDING = 1e-4  # differences of losses that may be rounding, relative
 NO_SPREAD = 1e-12  # deviations that are none, relative to the loss
@@ -47,14 +46,6 @@ class Pair:
     def differences(self) -> np.ndarray:
         return self.arm_losses - self.base_losses
 
-    @property
-    def times(self) -> tuple[datetime, datetime] | None:
-        """When its first run started and its last one wrote its last line; None: not recorded."""
-        times = [_times(self.arm), _times(self.base)]
-        if times[0] is None or times[1] is None:
-            return None
-        return min(times[0][0], times[1][0]), max(times[0][1], times[1][1])
-
 
 @dataclass
 class Outcome:
@@ -64,7 +55,8 @@ class Outcome:
     runs: int
     failed: list[str]  # names of runs that ended with an error or were killed
     diverged: list[str]  # names of the others whose last held-out loss is not finite
-    lost: int  # how many of them have no loss at the step that is compared
+    stopped: list[str]  # names of runs that were stopped before their end
+    lost: list[str]  # names of those of all these without a loss at the step that is compared
 
     @property
     def bad(self) -> list[str]:
@@ -73,8 +65,8 @@ class Outcome:
 
 @dataclass
 class Comparison:
-    """`arm` minus `base`: negative is better. Runs whose loss is not finite, or that failed before
-    the last step, are in no number."""
+    """`arm` minus `base`: negative is better. Runs whose loss is not finite, or that failed or were
+    stopped before the last step, are in no number."""
 
     arm: Arm
     base: Arm
@@ -83,7 +75,7 @@ class Comparison:
     level: float  # probability of the intervals, but for that of `pooled`, which is of all arms
     arm_losses: dict[str, float]  # after the last step, by seed
     base_losses: dict[str, float]
-    pairs: list[Pair]  # in the order of their start
+    pairs: list[Pair]
     paired: Estimate | None  # None for fewer than two pairs
     unpaired: Estimate | None  # None where an arm has fewer than two runs
     along: list[tuple[float, int, float, Estimate | None]]  # step, pairs, mean, interval
@@ -116,9 +108,12 @@ class Comparison:
         return label(self.base, self.arm)
 
     @property
-    def survivors(self) -> bool:
-        """Whether the numbers are of the runs that survived, and others did not."""
-        return any(outcome.lost for outcome in self.outcomes)
+    def survivors(self) -> str:
+        """Which runs the numbers are of, where others have no loss; empty: of all."""
+        lost = {name for outcome in self.outcomes for name in outcome.lost}
+        stopped = {name for outcome in self.outcomes for name in outcome.stopped}
+        kinds = ["survived"] * bool(lost - stopped) + ["were not stopped"] * bool(lost & stopped)
+        return f"Of the runs that {' and '.join(kinds)}: " if kinds else ""
 
     @property
     def smaller(self) -> int:
@@ -230,21 +225,24 @@ def compare_all(
     level: float = 0.95,
     anytime: bool | None = None,
     variance: Literal["pooled", "separate"] = "pooled",
+    given: Sequence[Record] = (),
 ) -> list[Comparison]:
     """Each arm against `base`; the intervals hold all together with at least `level`.
 
     Args:
-        anytime: whether they hold for those who look after each pair; None: where a run started
-            after an earlier pair had ended.
+        anytime: whether they hold for those who look after each pair; None: where a run is not over
+            or was launched after others had a result.
         variance: of several arms, one of all, or one for each difference (Bonferroni).
+        given: runs that may be in no arm, since they have not begun.
     """
     alone = 1 - (1 - level) / len(arms)
     comparisons = [_alone(arm, base, measured, alone) for arm in arms]
-    added = "it is asked for" if anytime else ""
-    if anytime is None:
-        added = next(filter(None, (_added(c.pairs) for c in comparisons)), "")
+    looked = "it is asked for" if anytime else _looked(given, comparisons)
+    added = "" if anytime is False else looked
     for c in comparisons if added else ():
         c.added, c.anytime = added, anytime_interval(c.differences, alone)
+    for c in comparisons if looked and not added else ():
+        c.notes.append(f"{looked}; anytime=false states that no result has decided on that")
     if len(arms) > 1 and not added and variance == "pooled":
         _pool(comparisons, level)
     for c in comparisons:
@@ -269,13 +267,14 @@ def _pool(comparisons: list[Comparison], level: float) -> None:
 
 def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Comparison:
     """The comparison of two arms whose runs were all measured at `measured.steps`, but for those
-    that failed, without an interval of several arms."""
+    that failed or were stopped, without an interval of several arms."""
     notes: list[str] = []
     runs = [_once(one, measured, notes) for one in (arm, base)]
     finite = [[r for r in some if math.isfinite(measured.losses[id(r)][-1])] for some in runs]
     labels = label(arm, base), label(base, arm)
     named = [key for key in arm.values if arm.values[key] != base.values[key]]
-    outcomes = [_outcome(*of) for of in zip(labels, runs, finite, strict=True)]
+    until = measured.steps[-1] if measured.by == "step" else None
+    outcomes = [_outcome(*of, until) for of in zip(labels, runs, finite, strict=True)]
     seeds = [{_seed(r): r for r in those} for those in finite]
     pairs = [
         Pair(a, b, measured.losses[id(a)], measured.losses[id(b)])
@@ -283,9 +282,6 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
         if (b := seeds[1].get(seed)) is not None
     ]
     both = [(pair.arm, pair.base) for pair in pairs]
-    times = {id(pair): pair.times for pair in pairs}
-    if None not in times.values():
-        pairs.sort(key=lambda pair: times[id(pair)] or ())
     differences = np.array([p.differences for p in pairs]).reshape(len(pairs), len(measured.steps))
     slack = np.zeros(len(measured.steps))
     for some in finite if measured.errors else ():
@@ -304,7 +300,7 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
             along.append((step, len(known), float(known.mean()), e and e.widened(error)))
     texts = measured.texts([*runs[0], *runs[1]])
     last, base_last = (
-        {_seed(r): float(measured.losses[id(r)][-1]) for r in some} for some in finite
+        {seed: float(measured.losses[id(r)][-1]) for seed, r in one.items()} for one in seeds
     )
     return Comparison(
         arm=arm,
@@ -327,49 +323,32 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
     )
 
 
-def _outcome(name: str, runs: list[Record], finite: list[Record]) -> Outcome:
+def _outcome(name: str, runs: list[Record], finite: list[Record], step: float | None) -> Outcome:
     failed = [run for run in runs if run.state == "failed"]
+    stopped = [run for run in runs if was_stopped(run, step)]
     others = [run for run in runs if run not in failed]
-    diverged = [r for r in others if r not in finite or not np.isfinite(heldout(r)[1][-1:]).all()]
-    lost = len(runs) - len(finite)
-    return Outcome(name, len(runs), [r.name for r in failed], [r.name for r in diverged], lost)
+    infinite = [run for run in others if not np.isfinite(heldout(run)[1][-1:]).all()]
+    diverged = [run for run in others if run in infinite or run not in (*finite, *stopped)]
+    lost = [run for run in runs if run not in finite]
+    names = ([run.name for run in some] for some in (failed, diverged, stopped, lost))
+    return Outcome(name, len(runs), *names)
 
 
-def _added(pairs: Sequence[Pair]) -> str:
-    """Why one may have looked at pairs before others were launched; empty where nothing says so."""
-    for pair in pairs:
-        ended = pair.times
-        for other in pairs:
-            for run in (other.arm, other.base):
-                launched = _launched(run)
-                if ended and launched and launched > ended[1]:
-                    return (
-                        f"{run.name} started after {pair.arm.name} and {pair.base.name} had ended"
-                    )
+def _looked(given: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
+    """Why one who saw results may have decided by them how many runs there are; empty where nothing
+    says so. Depends on no loss."""
+    until = comparisons[0].steps[-1] if comparisons[0].by == "step" else None
+    for run in (*given, *(run for c in comparisons for run in (*c.arm.runs, *c.base.runs))):
+        if how := unfinished(run, until):
+            return f"{run.name} {how}"
+    for c in comparisons:
+        first = first_result(c.arm.runs), first_result(c.base.runs)
+        for run in (*c.arm.runs, *c.base.runs) if all(first) else ():
+            launched = launched_at(run)
+            if launched and launched > max(first)[0]:
+                names = " and ".join(name for _, name in first)
+                return f"{run.name} was launched after {names} had a result"
     return ""
-
-
-def _launched(record: Record) -> datetime | None:
-    """When the number of runs was decided: where a launch wrote the run's config, as for a sweep
-    whose runs wait for each other, then; else when the run was first started."""
-    times = _times(record)
-    try:
-        written = (record.folder / BASE_CONFIG).stat().st_mtime
-    except OSError:
-        return times and times[0]
-    return times and min(times[0], datetime.fromtimestamp(written, UTC))
-
-
-def _times(record: Record) -> tuple[datetime, datetime] | None:
-    """When a run was first started, and when it wrote its last line; None: not recorded."""
-    starts = [event for event in record.events if event["event"] == "start"]
-    try:
-        first, last = (
-            datetime.fromisoformat(line["created_at"]) for line in (starts[0], record.newest)
-        )
-        return (first, last) if first <= last else None
-    except (IndexError, KeyError, TypeError, ValueError):
-        return None
 
 
 def _is_rounding(pair: Pair) -> bool:

@@ -10,14 +10,13 @@ import numpy as np
 
 from lingua.base.format import align, counted
 from lingua.run.records import Record
-from lingua.tools.runs.compare.arms import By, HeldOutLosses
+from lingua.tools.runs.compare.arms import By, HeldOutLosses, listed
 from lingua.tools.runs.compare.comparison import Comparison, Pair
 from lingua.tools.runs.compare.differences import Aspect, causes, first_differences, only_rounding
 from lingua.tools.runs.compare.statistics import MAX_PAIRS, POWER, Estimate, proportion
 
 WIDTH = 80
 MAX_TABLE_STEPS = 8  # rows of the table along training
-MAX_NAMED = 5  # names of runs in a line
 UNITS = {"nats_per_byte": "nats per byte", "nats_per_token": "nats per token",
          "bits_per_byte": "bits per byte"}  # fmt: skip
 SPENT = {"tokens": "tokens", "flops": "FLOPs", "time": "s of training"}
@@ -40,11 +39,10 @@ def heading(
             f"{100 * level:.4g} %"
         )
     if measured.shortest:
-        names = ", ".join(run.name for run in measured.shortest[:MAX_NAMED])
-        more = ", ..." if len(measured.shortest) > MAX_NAMED else ""
+        names = listed([run.name for run in measured.shortest])
         other = "; step=N chooses another" if measured.by == "step" else ""
         yield from wrapped(
-            f"note: this is the {LAST[measured.by]} that all runs have reached; {names}{more} "
+            f"note: this is the {LAST[measured.by]} that all runs have reached; {names} "
             f"{'have' if len(measured.shortest) > 1 else 'has'} no later loss, others have{other}"
         )
     for text in (*measured.left_out, *problems):
@@ -81,29 +79,29 @@ def first_lines(c: Comparison) -> list[str]:
 
 
 def _outcomes(c: Comparison) -> list[str]:
-    """A line, where a run failed or diverged."""
-    names = [name for outcome in c.outcomes for name in outcome.bad]
-    if not names:
-        return []
-    kinds = {"failed": any(outcome.failed for outcome in c.outcomes),
-             "diverged": any(outcome.diverged for outcome in c.outcomes)}  # fmt: skip
-    verb = f" {' or '.join(kind for kind, happened in kinds.items() if happened)}"
-    parts = []
-    worst_first = sorted(c.outcomes, key=lambda outcome: -len(outcome.bad))
-    for outcome, end in zip(worst_first, (verb, ""), strict=True):
-        part = f"{outcome.label}{end} in {len(outcome.bad)} of {counted(outcome.runs, 'run')}"
-        if outcome.bad:
-            low, high = proportion(len(outcome.bad), outcome.runs, c.level)
-            part += f" ({100 * c.level:.4g} %: {100 * low:.0f} to {100 * high:.0f} %)"
-        parts.append(part)
-    more = ", ..." if len(names) > MAX_NAMED else ""
-    return [f"{', '.join(parts)}: {', '.join(names[:MAX_NAMED])}{more}"]
+    """A line where a run failed or diverged, and one where a run was stopped."""
+    kinds = ("failed", "diverged")
+    bad = " or ".join(kind for kind in kinds if any(getattr(o, kind) for o in c.outcomes))
+    lines = []
+    for verb, of in ((bad, lambda o: o.bad), ("was stopped", lambda o: o.stopped)):
+        worst_first = sorted(c.outcomes, key=lambda outcome: -len(of(outcome)))
+        parts = []
+        for outcome, end in zip(worst_first, (f" {verb}", ""), strict=True):
+            n = len(of(outcome))
+            part = f"{outcome.label}{end} in {n} of {counted(outcome.runs, 'run')}"
+            if n and verb == bad:  # whether a run is stopped is no chance
+                low, high = proportion(n, outcome.runs, c.level)
+                part += f" ({100 * c.level:.4g} %: {100 * low:.0f} to {100 * high:.0f} %)"
+            parts.append(part)
+        if names := [name for outcome in c.outcomes for name in of(outcome)]:
+            lines.append(f"{', '.join(parts)}: {listed(names)}")
+    return lines
 
 
 def _statement(c: Comparison, unit: str, effect: float | None) -> str:
     """What the numbers of a comparison mean."""
-    survived = c.survivors and c.arm_losses and c.base_losses
-    text = f"{'Of the runs that survived: ' if survived else ''}{_meaning(c, unit)}"
+    survived = c.survivors if c.arm_losses and c.base_losses else ""
+    text = f"{survived}{_meaning(c, unit)}"
     return " ".join([text, *_needed(c, effect), about(c.by, c.steps[-1])])
 
 
@@ -166,13 +164,17 @@ def _without_interval(c: Comparison, unit: str) -> str:
             f"One pair says nothing about chance; {pair.arm.name} differs by "
             f"{pair.differences[-1]:+.4f} {unit} from {pair.base.name}. Run both with more seeds."
         )
-    if len(c.pairs) > 1 and not c.added:
+    if c.is_paired:
         return f"All {len(c.pairs)} differences are equal: chance cannot be estimated."
     runs = f"{c.arm_label} and {c.base_label}: {counted(n, 'run')} and {m}, "
     common = counted(len(c.pairs), "common seed") if c.pairs else "without a common seed"
     refused = ""
     if c.added:
-        refused = " An anytime interval needs pairs."
+        refused = (
+            f" No verdict, as {c.added}: without pairs no interval holds for those who look on the "
+            "way. Wait until all runs are over; anytime=false states that their number was fixed "
+            "before the first result."
+        )
     elif min(n, m) > 1:
         refused = (
             f" Welch's interval of {n} against {m} runs is refused: it would claim more than "

@@ -75,7 +75,7 @@ def compare_for_page(records: Sequence[Record]) -> dict[str, Any]:
         everything = [run for arm in [*arms, base] for run in arm.runs]
         measured = measure_runs(everything, MEASURE, None)
         check_text(everything, measured)
-        comparisons = compare_all(arms, base, measured, LEVEL)
+        comparisons = compare_all(arms, base, measured, LEVEL, given=records)
     except UserError as error:
         return {"heading": [f"No comparison: {error}"], "rows": []}
     lines = "\n".join(heading(measured, UNITS[MEASURE], LEVEL, len(arms), problems))

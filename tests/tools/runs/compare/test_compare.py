@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from apps.main.config import TrainArgs
+from lingua.base.dump_dir import LAUNCHED_AT
 from lingua.config.load import resume_classes
 from lingua.run.args import kind_of
 from lingua.run.records import Record
@@ -147,40 +147,47 @@ def test_the_seeds_and_hours_of_a_difference_are_planned_from_a_pilot(out):
     out(*plan, shows=("without pairs",))
 
 
-def started(run: str, first: int, last: int) -> None:
-    """Gives a run the minutes of its start and of its last line."""
-    path = Path(run) / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    lines.insert(0, json.dumps({"event": "start", "step": 0, "flops_per_token": 6.0}))
-    for i, minute in ((0, first), (-1, last)):
-        lines[i] = lines[i][:-1] + f', "created_at": "2026-01-01T00:{minute:02}:00+00:00"}}'
-    path.write_text("".join(line + "\n" for line in lines))
+def timed(run: str, start: int, result: int) -> None:
+    """Gives a run the minutes of its first start and of its first held-out loss; it ends later."""
+    event = {"event": "start", "step": 0, "flops_per_token": 6.0}
+    for file, lines, minute in (("metrics", [event], start), ("metrics.validation", [], result)):
+        path = Path(run) / f"{file}.jsonl"
+        lines += [json.loads(line) for line in path.read_text().splitlines()]
+        for i, line in enumerate(lines):
+            line["created_at"] = f"2026-01-01T00:{min(59, minute + 9 * i):02}:00+00:00"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_pairs_that_were_added_after_others_had_ended_have_the_anytime_interval(out):
+def test_runs_that_were_launched_after_a_result_have_the_anytime_interval(out):
     rng = np.random.default_rng(2)
     for name, mean in (("a", 2.0), ("b", 2.5)):
         arm(name, mean, mean + 0.1 * rng.normal(size=6))
         for seed in range(6):  # from the last seed on, all at once
-            started(f"{name}-{seed}", 10 - seed, 30)
+            timed(f"{name}-{seed}", 10 - seed, 30)
     words = "a-*", "--against", "b-*"
     out(*words, shows=("rule: paired",), lacks=("anytime",))
-    [numbers] = out(*words, "anytime=true", "--json")
-    assert numbers["pairs"][0]["arm"] == "a-5"
-    started("a-0", 40, 50)
-    rule = "rule: anytime, as a-0 started after a-5 and b-5 had ended"
+    timed("a-0", 40, 50)
+    rule = "rule: anytime, as a-0 was launched after a-1 and b-0 had a result"
     price = "12, 6, 5 pairs in half of the cases and by 18, 8, 6 in 80 %"
     out(*words, shows=(rule, "95 % anytime interval", "> anytime", price))
-    launched = Path("a-0/base_config.yaml")  # a sweep's runs wait for each other
-    launched.touch()
-    os.utime(launched, (datetime(2026, 1, 1, tzinfo=UTC).timestamp(),) * 2)
-    out(*words, shows=("rule: paired",))
+    # A run that is continued writes later lines, and a copy may have any file date.
+    for path in Path().glob("*/metrics*.jsonl"):
+        line = json.loads(path.read_text().splitlines()[-1])
+        line |= {"step": 30, "created_at": "2026-01-01T00:59:00+00:00"}
+        path.write_text(path.read_text() + json.dumps(line) + "\n")
+    launched = Path("a-0/base_config.yaml")
+    launched.write_text("steps: 20\n")
+    os.utime(launched, (0, 0))
+    out(*words, shows=(rule,))
+    launched.write_text(f"{LAUNCHED_AT}2026-01-01T00:00:01+00:00\n")  # a sweep's runs wait
+    out(*words, shows=("rule: paired",), lacks=("anytime",))
     launched.unlink()
-    out(*words, "anytime=false", shows=("rule: paired",))
+    out(*words, "anytime=false", shows=("rule: paired", "note: a-0 was launched after a-1"))
     shutil.rmtree("b-0")
     out("a-0", "a-1", "a-2", *words[1:], "anytime=true", shows=("without ends yet",))
-    words = "a-0", "a-1", "--against", "b-2", "b-3", "anytime=true"
-    out(*words, shows=("An anytime interval needs pairs.",))
+    words = "a-0", "a-1", "--against", "b-2", "b-3"
+    out(*words, shows=("No verdict, as a-0 was launched after a-1 and b-2 had a result",))
+    out(*words, "anytime=false", shows=("rule: Welch",))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +209,7 @@ def test_runs_are_compared_at_the_largest_amount_that_all_have(out, by, place, l
             for line in lines:
                 line |= {"tokens": tokens * line["step"], "step_time_s": tokens / 500}
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            started(str(run), 0, 9)
+            timed(str(run), 0, 9)
     words = "a-*", "--against", "b-*", f"by={by}"
     after = f"held-out loss after {place}"
     out(*words, shows=(
@@ -224,9 +231,13 @@ def test_runs_are_compared_at_the_largest_amount_that_all_have(out, by, place, l
     refused(lambda: out(*words), f"by={by}", "a-1 has not recorded it")
 
 
-def test_the_report_refuses_what_compare_refuses(out):
+def test_the_report_has_the_rule_of_compare_and_refuses_what_it_refuses(out):
     for name, losses in (("a", [2.0, 2.1]), ("b", [2.5, 2.52])):
         arm(name, losses[0], losses)
+    assert "rule: paired" in str(compare_for_page(open_runs(["."])))
+    Path("a-2").mkdir()
+    Path("a-2/base_config.yaml").write_text("optim: {lr: 2.0}\nseed: 2\nsteps: 20\n")
+    assert "rule: anytime, as a-2 has not begun" in str(compare_for_page(open_runs(["."])))
     path = Path("b-1/metrics.validation.jsonl")
     path.write_text(path.read_text().replace('"bytes": 1000', '"bytes": 900'))
     page = compare_for_page(open_runs(["."]))
