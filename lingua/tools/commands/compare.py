@@ -115,6 +115,6 @@ def main(argv: Sequence[str]) -> None:
             print(printable(line))
     if len(comparisons) > 1:
         print()
-        for line in wrapped(rule(comparisons[0])):
-            print(printable(line))
+        for text in filter(None, dict.fromkeys(map(rule, comparisons))):
+            print(*map(printable, wrapped(text)), sep="\n")
         print("One arm alone: its differences along training, and where its runs first differ")

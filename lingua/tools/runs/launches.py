@@ -5,7 +5,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from lingua.base.dump_dir import BASE_CONFIG, LAUNCHED_AT
+from lingua.base.dump_dir import BASE_CONFIG, CODE_COMMIT, LAUNCHED_AT
 from lingua.run.records import Record
 
 
@@ -53,3 +53,15 @@ def _time(text: Any) -> datetime | None:
         return datetime.fromisoformat(text).astimezone(UTC)
     except (TypeError, ValueError):  # not recorded
         return None
+
+
+def not_given(runs: Sequence[Record]) -> dict[str, list[str]]:
+    """{name of a launch of several runs: the names of those that are not among `runs`}, of launches
+    of which some are. Reads names of files alone."""
+    given = {run.folder.resolve() for run in runs}
+    others: dict[str, list[str]] = {}
+    for launch in sorted({folder.parent for folder in given}):
+        if (launch / CODE_COMMIT).exists():
+            launched = sorted(path.parent for path in launch.glob(f"*/{BASE_CONFIG}"))
+            others[launch.name] = [folder.name for folder in launched if folder not in given]
+    return {launch: names for launch, names in others.items() if names}

@@ -18,7 +18,7 @@ from lingua.base.format import counted
 from lingua.run.args import kind_of
 from lingua.run.records import CODE_HASH, Record
 from lingua.tools.runs.held_out import THEN, heldout, heldout_texts
-from lingua.tools.runs.launches import was_stopped
+from lingua.tools.runs.launches import not_given, was_stopped
 from lingua.tools.runs.records import open_runs
 from lingua.tools.runs.settings import NOT_GIVEN, differing, settings_of
 
@@ -98,7 +98,7 @@ class HeldOutLosses:
     steps: Sequence[float]  # increasing; whole numbers where they are steps
     # {id(record): float64 [steps]}; NaN: diverged, or a failed run was not measured there
     losses: dict[int, np.ndarray]
-    left_out: list[str]  # messages about runs without a loss
+    left_out: list[str]  # messages about runs without a loss, and about a step that was chosen
     shortest: list[Record]  # the runs that have nothing after the last of `steps`, where others do
     by: By = "step"
     measure: str = "nats_per_byte"
@@ -143,6 +143,9 @@ def measure_runs(records: Sequence[Record], name: str, step: int | None) -> Held
     steps = sorted(s for s in common if step is None or s <= step)
     if not steps:
         raise UserError(_no_step(records, measured, name))
+    if step is not None:
+        newest = max(map(max, filter(None, measured.values())))
+        left_out.append(f"step {step:,} was chosen, of steps up to {newest:,}")
     longer = [r for r in used if max(measured[id(r)]) > steps[-1]]
     shortest = [r for r in used if r not in longer] if longer and step is None else []
     losses = {
@@ -187,7 +190,8 @@ def choose_arms(
     runs = [run for run in runs if run.folder.resolve() not in others]
     if not runs:
         raise UserError("the runs before and after --against are the same ones")
-    problems = [text for run in (*runs, *against) if (text := _why_left_out(run))]
+    given = [*runs, *against]
+    problems = [text for run in given if (text := _why_left_out(run))]
     runs, against = ([run for run in some if not _why_left_out(run)] for some in (runs, against))
     if not runs or (others and not against):
         raise UserError("; ".join(problems))
@@ -203,6 +207,11 @@ def choose_arms(
         arms = [arm for arm in arms if arm is not base]
     if len(arms) > MAX_ARMS:
         raise UserError(f"{len(arms)} arms are given; must be at most {MAX_ARMS}")
+    for launch, names in not_given(given).items():
+        problems.append(
+            f"not compared: {counted(len(names), 'other run')} of the launch {launch}, "
+            f"{listed(names)}; name the whole folder for intervals that hold for all"
+        )
     return arms, base, problems
 
 

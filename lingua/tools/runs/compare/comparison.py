@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from lingua.run.records import Record
-from lingua.tools.runs.compare.arms import SEED, Arm, By, HeldOutLosses, label
+from lingua.tools.runs.compare.arms import SEED, Arm, By, HeldOutLosses, label, listed
 from lingua.tools.runs.compare.differences import only_rounding, same_run, unlike, unlike_rows
 from lingua.tools.runs.compare.statistics import (
     UNEQUAL,
@@ -244,7 +244,10 @@ def compare_all(
     for c in comparisons if looked and not added else ():
         c.notes.append(f"{looked}; anytime=false states that no result has decided on that")
     if len(arms) > 1 and not added and variance == "pooled":
-        _pool(comparisons, level)
+        # Seeds are blocks of the paired arms. Another one has an interval of its own, if any.
+        together = [c for c in comparisons if c.is_paired] or comparisons
+        able = sum(c.is_paired or bool(c.unpaired and c.welch_holds) for c in comparisons)
+        _pool(together, 1 - (1 - level) * len(together) / max(able, len(together)))
     for c in comparisons:
         intervals = (c.paired, c.unpaired, c.anytime, c.pooled)
         c.paired, c.unpaired, c.anytime, c.pooled = (e and e.widened(c.slack) for e in intervals)
@@ -282,6 +285,10 @@ def _alone(arm: Arm, base: Arm, measured: HeldOutLosses, level: float) -> Compar
         if (b := seeds[1].get(seed)) is not None
     ]
     both = [(pair.arm, pair.base) for pair in pairs]
+    single = seeds[0].keys() ^ seeds[1].keys()
+    lone = [run.name for one in seeds for seed, run in one.items() if seed in single]
+    if lone and (pairs or 1 in map(len, seeds)):
+        notes.append(f"in no pair, as the other arm has no loss of the seed: {listed(lone)}")
     differences = np.array([p.differences for p in pairs]).reshape(len(pairs), len(measured.steps))
     slack = np.zeros(len(measured.steps))
     for some in finite if measured.errors else ():
