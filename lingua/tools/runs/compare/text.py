@@ -171,9 +171,9 @@ def _without_interval(c: Comparison, unit: str) -> str:
     refused = ""
     if c.added:
         refused = (
-            f" No verdict, as {c.added}: without pairs no interval holds for those who look on the "
-            "way. Wait until all runs are over; anytime=false states that their number was fixed "
-            "before the first result."
+            f" No verdict: the anytime rule decides, as {c.added}, and needs pairs. Wait until all "
+            "runs are over; anytime=false states that their number was fixed before the first "
+            "result."
         )
     elif min(n, m) > 1:
         refused = (

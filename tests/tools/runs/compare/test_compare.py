@@ -186,7 +186,7 @@ def test_runs_that_were_launched_after_a_result_have_the_anytime_interval(out):
     shutil.rmtree("b-0")
     out("a-0", "a-1", "a-2", *words[1:], "anytime=true", shows=("without ends yet",))
     words = "a-0", "a-1", "--against", "b-2", "b-3"
-    out(*words, shows=("No verdict, as a-0 was launched after a-1 and b-2 had a result",))
+    out(*words, shows=("decides, as a-0 was launched after a-1 and b-2 had a result, and",))
     out(*words, "anytime=false", shows=("rule: Welch",))
 
 

@@ -16,6 +16,7 @@ from tests.tools.runs.compare.pool import write_run
 pytestmark = pytest.mark.quick
 
 DRAWS, HALF, END = 10_000, 10, 20
+MEASURE = "nats_per_byte"
 
 
 class Sweep:
@@ -51,7 +52,7 @@ class Sweep:
         """As by the command, after the last step."""
         runs = open_runs([self.folder])
         arms, base, _ = choose_arms(runs, [])
-        measured = measure_runs([*arms[0].runs, *base.runs], "nats_per_byte", END)
+        measured = measure_runs([*arms[0].runs, *base.runs], MEASURE, END)
         return compare_all(arms, base, measured, given=runs)[0]
 
 
@@ -108,6 +109,27 @@ def test_arms_without_common_seeds_have_no_verdict_before_all_runs_are_over(tmp_
         if seed > 0:
             c = sweep.compared()
             assert c.unpaired is not None and c.estimate is (c.unpaired if seed == 3 else None)
+
+
+def test_paired_arms_and_one_without_partners_claim_together_as_rarely_as_the_level_says(tmp_path):
+    """Two arms of the base's four seeds, and one of four others."""
+    drawn = np.random.default_rng(2).normal(size=(4, DRAWS, 4))  # the base, two arms, the other one
+    for i, losses in enumerate(drawn[:, 0].tolist()):
+        for seed, loss in enumerate(losses):
+            words = [f"optim.lr={i}", f"seed={seed + 9 * (i == 3)}", f"steps={END}"]
+            write_run(tmp_path / f"{i}-{seed}", words, [END], [2.0 + loss / 9])
+    runs = open_runs([tmp_path])
+    arms, base, _ = choose_arms(runs, [])
+    *together, apart = compare_all(arms, base, measure_runs(runs, MEASURE, None))
+    rest = drawn[:3] - drawn[:3].mean(0)
+    rest = rest - rest.mean(2, keepdims=True)
+    deviation = np.sqrt(2 * (rest**2).sum((0, 2)) / 6)
+    claimed = stats.ttest_ind(drawn[3], drawn[0], axis=1, equal_var=False).pvalue < 1 - apart.level
+    for c, losses in zip(together, drawn[1:], strict=False):
+        assert c.blocks and c.estimate is c.pooled and apart.estimate is apart.unpaired
+        width = (c.estimate.high - c.estimate.mean) / c.estimate.deviation
+        claimed |= abs((losses - drawn[0]).mean(1)) > width * deviation
+    assert rates(claimed)[0][1] < 0.06
 
 
 def test_one_who_stops_the_runs_that_lag_at_half_way_claims_as_rarely_as_the_level_says(tmp_path):
