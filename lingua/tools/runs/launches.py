@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lingua.base.dump_dir import BASE_CONFIG, CODE_COMMIT, LAUNCHED_AT
+from lingua.base.files import read_bytes
 from lingua.run.records import Record
 
 
@@ -35,8 +36,9 @@ def launched_at(record: Record) -> datetime | None:
     not recorded."""
     starts = [event for event in record.events if event["event"] == "start"]
     times = [_time(event.get("created_at")) for event in starts[:1]]
-    with suppress(OSError, UnicodeDecodeError), (record.folder / BASE_CONFIG).open() as file:
-        times.append(_time(file.readline().removeprefix(LAUNCHED_AT).strip()))
+    with suppress(OSError, UnicodeDecodeError):
+        first_line = read_bytes(record.folder / BASE_CONFIG).decode().partition("\n")[0]
+        times.append(_time(first_line.removeprefix(LAUNCHED_AT)))
     return min(filter(None, times), default=None)
 
 
