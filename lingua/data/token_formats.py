@@ -8,6 +8,7 @@ datatrove   .ds with its .ds.index, and .ds.metadata     in the .ds.index
 datasets    .arrow of Dataset.save_to_disk, a column input_ids    its rows
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from lingua.base.errors import UserError, import_optional
+from lingua.base.files import file_size
 from lingua.data.args import DataArgs, SourceFiles
 from lingua.data.files import FilePart
 
@@ -61,9 +63,9 @@ def _form_of(file: FilePart) -> str | None:
     if path.suffix == ".ds":
         return "datatrove"
     if path.suffix == ".bin":
-        if path.with_suffix(".idx").exists():
+        if os.path.lexists(path.with_suffix(".idx")):
             return "megatron"
-        return "llmc" if _llmc_head(path) in LLMC_TYPES else "uint16"
+        return "llmc" if tuple(_read(path, "<i4", 2).tolist()) in LLMC_TYPES else "uint16"
     if path.suffix == ".arrow" and "input_ids" in arrow_batches(file)[0].names:
         return "datasets"
     return None
@@ -85,23 +87,19 @@ def open_file(form: str, part: FilePart, vocab_size: int, by_name: bool) -> Toke
 
 def _plain(part: FilePart, dtype: np.dtype, head: int = 0, ends: Any = None) -> TokenFile:
     n, rest = divmod(part.size - head, dtype.itemsize)
-    if rest or not n:
-        what = "no tokens" if not n else f"{part.size:,} bytes, no multiple of {dtype.itemsize}"
+    if rest or n < 1:
+        what = "no tokens" if n < 1 else f"{part.size:,} bytes, no multiple of {dtype.itemsize}"
         raise UserError(f"{part.full}: has {what}; it is cut, or of another form")
     return TokenFile(part, dtype, np.array([[head // dtype.itemsize, n]]), ends)
 
 
-def _llmc_head(path: Path) -> tuple[int, ...]:
-    return tuple(np.fromfile(path, "<i4", 2).tolist())
-
-
 def _llmc(part: FilePart) -> TokenFile:
-    if (kind := _llmc_head(Path(part.full))) not in LLMC_TYPES:
+    head = _read(Path(part.full), "<i4", 3).tolist()
+    if (kind := tuple(head[:2])) not in LLMC_TYPES:
         raise UserError(
             f"{part.full}: does not begin with one of {', '.join(map(str, LLMC_TYPES))}"
         )
-    dtype = np.dtype(LLMC_TYPES[kind])
-    n = int(np.fromfile(part.full, "<i4", 3)[-1])
+    dtype, n = np.dtype(LLMC_TYPES[kind]), head[-1]
     need = LLMC_BYTES + n * dtype.itemsize
     if part.size != need:
         raise UserError(
@@ -116,7 +114,7 @@ def _wrong_index(path: Path, reason: str) -> UserError:
 
 def _megatron(part: FilePart) -> TokenFile:
     path = Path(part.full).with_suffix(".idx")
-    index = _read_index(path)
+    index = _read(path)
     if len(index) < MEGATRON_HEAD.itemsize or index[:9].tobytes() != b"MMIDIDX\0\0":
         raise _wrong_index(path, "it does not begin with MMIDIDX")
     head = index[: MEGATRON_HEAD.itemsize].view(MEGATRON_HEAD)[0]
@@ -133,46 +131,47 @@ def _megatron(part: FilePart) -> TokenFile:
     totals = np.concatenate([[0], lengths.cumsum()])
     if (lengths < 0).any() or not np.array_equal(begins, totals[:-1] * dtype.itemsize):
         raise _wrong_index(path, "its sequences do not follow one another")
-    if not n_ends or bounds[0] != 0 or bounds[-1] != n or (np.diff(bounds) < 0).any():
+    if not n_ends or bounds[0] != 0 or bounds[-1] != n or (bounds[1:] < bounds[:-1]).any():
         raise _wrong_index(path, f"its documents do not cover its {n:,} sequences")
     return _with_ends(part, path, dtype, totals[bounds[1:]])
 
 
 def _datatrove(part: FilePart) -> TokenFile:
     path, metadata = (Path(".".join((part.full, name))) for name in ("index", "metadata"))
-    content = _read_index(path)
+    content = _read(path)
     if len(content) % 8 or not len(content):
         raise _wrong_index(path, f"{len(content):,} bytes, no multiple of 8")
     ends = content.view("<i8")
     size = part.size // max(1, int(ends[-1]))
-    try:  # "tokenizer|bytes of a token", then the number of tokens
-        first, count, *_ = metadata.read_text(encoding="utf-8").splitlines()
-        size = int(first.rpartition("|")[2])
-        if int(count) != ends[-1]:
-            raise _wrong_index(path, f"{ends[-1]:,} tokens; {metadata} has {count}")
-    except FileNotFoundError:
-        pass
-    except ValueError:
-        need = "must have a line TOKENIZER|BYTES, and one with the number of tokens"
-        raise UserError(f"{metadata}: {need}") from None
+    if os.path.lexists(metadata):
+        try:  # "tokenizer|bytes of a token", then the number of tokens
+            first, count, *_ = _read(metadata).tobytes().decode().splitlines()
+            size, n = int(first.rpartition("|")[2]), int(count)
+        except ValueError:
+            need = "must have a line TOKENIZER|BYTES, and one with the number of tokens"
+            raise UserError(f"{metadata}: {need}") from None
+        if n != int(ends[-1]):
+            raise _wrong_index(path, f"{ends[-1]:,} tokens; {metadata} has {n:,}")
     if size not in (2, 4):
         raise _wrong_index(path, f"{ends[-1]:,} tokens in {part.size:,} bytes; must be of 2 or 4")
     return _with_ends(part, path, np.dtype(f"<u{size}"), ends)
 
 
-def _read_index(path: Path) -> np.ndarray:
-    """The bytes of an index, mapped into memory, which the ranks of a machine share."""
+def _read(path: Path, kind: str = "u1", n: int = -1) -> np.ndarray:
+    """The first n items of a file, or all, in memory: what is done to the file later does not reach
+    the run. Raises UserError, also for a folder, a pipe or a device."""
     try:
-        return np.memmap(path, np.uint8, "r").view(np.ndarray)
-    except FileNotFoundError:
-        raise UserError(f"{path}: is missing, the index of the tokens beside it") from None
-    except ValueError:  # no byte can be mapped
-        raise _wrong_index(path, "it is empty") from None
+        file_size(path)
+        return np.fromfile(path, kind, n)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{path}: cannot be read ({reason}); must be a readable file") from None
 
 
 def _with_ends(part: FilePart, path: Path, dtype: np.dtype, ends: np.ndarray) -> TokenFile:
     file = _plain(part, dtype, ends=ends)
-    if not len(ends) or ends[-1] != file.n_tokens or ends[0] < 0 or (np.diff(ends) < 0).any():
+    falls = (ends[1:] < ends[:-1]).any()  # no difference, which may be above 2^63
+    if not len(ends) or ends[-1] != file.n_tokens or ends[0] < 0 or falls:
         n = int(ends[-1]) if len(ends) else 0
         raise _wrong_index(
             path,
@@ -183,25 +182,28 @@ def _with_ends(part: FilePart, path: Path, dtype: np.dtype, ends: np.ndarray) ->
 
 
 def arrow_batches(part: FilePart) -> tuple[Any, Iterable[Any], int]:
-    """(schema, record batches, address) of an .arrow file, mapped into memory there."""
+    """(schema, record batches, address) of an .arrow file, mapped into memory there. pyarrow reads
+    wherever the sizes and offsets in a batch point to, so `validate` comes first. Raises UserError;
+    the batches raise ArrowException and OSError."""
     pa = import_optional("pyarrow", f"{part.full}:")
-    memory = pa.memory_map(part.full).read_buffer()
     try:
-        try:
-            stream = pa.ipc.open_stream(memory)
-            return stream.schema, stream, memory.address
-        except pa.ArrowInvalid:
-            file = pa.ipc.open_file(memory)
-            batches = map(file.get_batch, range(file.num_record_batches))
-            return file.schema, batches, memory.address
-    except pa.ArrowException as error:
+        memory = pa.memory_map(part.full).read_buffer()
+        if memory[:6] == b"ARROW1":
+            opened = pa.ipc.open_file(memory)
+            batches = map(opened.get_batch, range(opened.num_record_batches))
+        else:
+            batches = opened = pa.ipc.open_stream(memory)
+        _ = opened.schema.names  # which may not be UTF-8
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"{part.full}: cannot be read as Arrow: {error}") from None
+    return opened.schema, batches, memory.address
 
 
 def _arrow(part: FilePart) -> TokenFile:
     pa = import_optional("pyarrow", f"{part.full}:")
     schema, batches, address = arrow_batches(part)
-    kind: Any = schema.field("input_ids").type if "input_ids" in schema.names else pa.null()
+    index = schema.get_field_index("input_ids")  # -1: none or several
+    kind: Any = pa.null() if index < 0 else schema.field(index).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not is_list or not pa.types.is_integer(kind.value_type):
         raise UserError(f"{part.full}: its input_ids are {kind}; must be lists of whole numbers")
@@ -209,7 +211,11 @@ def _arrow(part: FilePart) -> TokenFile:
     pieces, ends, total = [np.empty((0, 2), np.int64)], [np.empty(0, np.int64)], 0
     try:
         for number, batch in enumerate(batches):
-            column = batch.column(schema.names.index("input_ids"))
+            batch.validate()
+            if not len(batch):  # which may have no offsets
+                continue
+            column = batch.column(index)
+            column.validate(full=True)
             offsets, values = column.offsets.to_numpy().astype(np.int64), column.values
             if column.null_count or values.null_count:
                 raise UserError(f"{part.full}: record batch {number}: input_ids without tokens")

@@ -150,7 +150,7 @@ class TokenSource(Source):
 
     def _locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(piece, tokens of it before) of each of `tokens` of all files."""
-        pieces = np.searchsorted(self._piece_ends, tokens, side="right")
+        pieces = np.searchsorted(self._piece_ends[:-1], tokens, side="right")
         return pieces, tokens - (self._piece_ends[pieces] - self._pieces[pieces, 2])
 
     def _counts(self, ranges: np.ndarray) -> Iterable[Shard]:

@@ -5,6 +5,7 @@ import logging
 import os
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,13 @@ from lingua.data.args import ChatArgs, SourceFiles
 from lingua.data.cache import TOKEN_RECORD, shard_folder
 from lingua.data.documents import DocumentMarks
 from lingua.data.shards import SPLITS
-from lingua.data.sources import held_out_windows, open_sources, prepare_sources, source_files
+from lingua.data.sources import (
+    check_sources,
+    held_out_windows,
+    open_sources,
+    prepare_sources,
+    source_files,
+)
 from lingua.data.stream import RowStream
 from lingua.data.token_files import open_files
 from lingua.data.token_source import TokenSource, documents_of
@@ -38,6 +45,7 @@ from tests.mistakes import refused
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 TEXTS = [f"{i}: größer {'x' * (i * 7 % 90)}\n" for i in range(2500)]
+FIRST_SIZES = np.cumsum([len(text.encode()) for text in TEXTS[:9]])
 DOCUMENTS = [np.array([*text.encode(), EOS]) for text in TEXTS]
 BYTES = build_tokenizer(TokenizerArgs("bytes"))
 SEQ_LEN = 100
@@ -172,10 +180,43 @@ def cut(path, n):
 
 
 def put(path, at, value, kind):
-    data = np.memmap(path, np.uint8, "r+")
-    data[at : at + np.dtype(kind).itemsize] = np.array([value], kind).view(np.uint8)
-    data.flush()
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(np.array(value, kind).tobytes())
 
+
+def exchange(path, old, new):
+    """Put the bytes `new` wherever a file has `old`."""
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+def arrow_of(folder):
+    """The first .arrow file; its offsets of 99 documents, and a header's row count, as bytes."""
+    path = min(folder.glob("a/*.arrow"))
+    offsets = np.cumsum([0, *map(len, DOCUMENTS[:99])]).astype("<i4")
+    return path, offsets, np.int64(next(iter(pa.ipc.open_stream(path))).num_rows).tobytes()
+
+
+def claim_rows(folder, n):
+    path, _, rows = arrow_of(folder)
+    exchange(path, rows, np.int64(n).tobytes())
+
+
+def set_offset(folder, i, value):
+    path, offsets, _ = arrow_of(folder)
+    exchange(path, offsets.tobytes(), np.where(np.arange(100) == i, value, offsets).tobytes())
+
+
+def write_arrow(folder, columns):
+    path, table = arrow_of(folder)[0], pa.table(*columns)
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+
+
+# Ends that go up and down, and whose differences in 64 bits are none below 0.
+WRAPPING = [2**63 - 1, -(2**63), -1]
 
 # what is done to the folder of a source, and what the refusal names
 DAMAGE = {
@@ -190,28 +231,49 @@ DAMAGE = {
     "llm.c": [
         (lambda f: cut(f / "a.bin", -2), ("a.bin", "of its header need")),
         (lambda f: cut(f / "a.bin", 2), ("a.bin", "of its header need")),
+        (
+            lambda f: (put(f / "a.bin", 8, -9, "<i4"), os.truncate(f / "a.bin", 1024 - 18)),
+            ("a.bin: has no tokens",),
+        ),
     ],
     "megatron int32": [
         (lambda f: cut(f / "a.bin", -4), ("a.idx", "a.bin has")),
         (lambda f: cut(f / "a.bin", -3), ("a.bin", "no multiple of 4")),
         (lambda f: cut(f / "a.idx", -8), ("a.idx", "2,500 sequences need")),
         (lambda f: cut(f / "a.idx", -(10**4)), ("a.idx", "sequences need")),
-        (lambda f: (f / "a.idx").write_bytes(b""), ("a.idx", "empty")),
+        (lambda f: (f / "a.idx").write_bytes(b""), ("a.idx", "MMIDIDX")),
         (lambda f: (f / "a.idx").write_bytes(b"x" * 99), ("a.idx", "MMIDIDX")),
         (lambda f: put(f / "a.idx", 17, 6, "u1"), ("a.idx", "type 6", "whole numbers")),
         (lambda f: put(f / "a.idx", 34, 9, "<i4"), ("a.idx", "do not follow one another")),
+        (lambda f: put(f / "a.idx", 34 + 12 * 2500 + 800, WRAPPING, "<i8"), ("do not cover",)),
         (lambda f: put(f / "a.bin", 0, -1, "<i4"), ("a.bin: byte 0: token 4,294,967,295",)),
     ],
     "datatrove": [
-        (lambda f: (f / "a.ds.index").unlink(), ("a.ds.index: is missing",)),
+        (lambda f: (f / "a.ds.index").unlink(), ("a.ds.index: cannot be read (No such file",)),
         (lambda f: cut(f / "a.ds", -2), ("a.ds.index", "a.ds has")),
         (lambda f: cut(f / "a.ds.index", -4), ("a.ds.index", "no multiple of 8")),
         (lambda f: cut(f / "a.ds.index", -8), ("a.ds.index", "a.ds.metadata")),
         (lambda f: put(f / "a.ds.index", 0, 10**6, "<u8"), ("a.ds.index",)),
+        (lambda f: put(f / "a.ds.index", 800, WRAPPING, "<i8"), ("a.ds.index", "a.ds has")),
         (lambda f: (f / "a.ds.metadata").write_text("x"), ("a.ds.metadata",)),
     ],
     "datasets": [
         (lambda f: cut(next((f / "a").glob("*00001-of*.arrow")), -9000), (".arrow",)),
+        (lambda f: claim_rows(f, 10**6), (".arrow: is cut or damaged",)),
+        (lambda f: claim_rows(f, 1700), (".arrow: is cut or damaged",)),
+        (lambda f: claim_rows(f, -1), (".arrow: is cut or damaged",)),
+        (lambda f: set_offset(f, 50, 2**30), (".arrow: is cut or damaged", "offset")),
+        (lambda f: set_offset(f, 50, 2), (".arrow: is cut or damaged", "offset")),
+        (lambda f: set_offset(f, 0, -9), (".arrow: is cut or damaged", "offset")),
+        (lambda f: put(arrow_of(f)[0], 24, [255] * 8, "u1"), (".arrow: cannot be read as Arrow",)),
+        (
+            lambda f: exchange(arrow_of(f)[0], b"input_ids", b"input_id\xff"),
+            (".arrow: cannot be read as Arrow",),
+        ),
+        (
+            lambda f: write_arrow(f, ([[[1]], [[2]]], ["input_ids"] * 2)),
+            (".arrow: its input_ids are null",),
+        ),
     ],
 }
 
@@ -224,6 +286,53 @@ def test_damaged_files_are_refused_by_file_and_place(tmp_path, kind):
         args = write(folder, kind)
         damage(folder)
         refused(lambda args=args: prepare(args), *names)
+
+
+OBSTACLES = {
+    "pipe": (os.mkfifo, "is not a file"),
+    "folder": (os.mkdir, "is not a file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is not a file"),
+    "broken link": (lambda path: path.symlink_to("nowhere"), "No such file"),
+    "circular link": (lambda path: path.symlink_to(path), "symbolic links"),
+    "no permission": (lambda path: path.touch(0), "Permission denied"),
+}
+
+
+@pytest.mark.parametrize("name", ["a.idx", "a.ds.index", "a.ds.metadata"])
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_read_beside_the_tokens_must_be_a_file(tmp_path, name, obstacle):
+    if obstacle == "no permission" and os.geteuid() == 0:
+        pytest.skip("root may read every file")
+    args = write(tmp_path, "megatron int32" if name == "a.idx" else "datatrove", DOCUMENTS[:9])
+    (tmp_path / name).unlink()
+    make, reason = OBSTACLES[obstacle]
+    make(tmp_path / name)
+    wrong = f"{tmp_path / name}: cannot be read ("
+    refused(lambda: check_sources(args, BYTES), wrong, reason)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "llm.c", "megatron int32", "datatrove", "datasets"])
+def test_a_token_file_that_cannot_be_read_is_named(tmp_path, kind):
+    args = write(tmp_path, kind, DOCUMENTS[:9])
+    files = source_files("a", args)
+    path = Path(files[-1].full)
+    path.unlink()
+    path.mkdir()
+    refused(lambda: open_files("a", args, BYTES, files), path)
+
+
+@pytest.mark.parametrize("kind", ["megatron int32", "datatrove", "datasets"])
+def test_documents_without_tokens_are_none(tmp_path, kind):
+    none = np.empty(0, np.int64)
+    documents = [none, *DOCUMENTS[:60], none, none, *DOCUMENTS[60:150], *[none] * 70]
+    source = prepare(write(tmp_path, kind, documents))
+    flat = held_out_windows(source, SEQ_LEN, (10**9, "bytes"), SPLITS).targets
+    measured = [documents[i] for i in sorted(range(len(documents)), key=hashed)]
+    assert np.array_equal(flat[flat != IGNORE], np.concatenate(measured))
+    trained = [d for i, d in enumerate(documents) if i not in set(held_out(len(documents)))]
+    assert np.array_equal(train_tokens(source), np.concatenate(trained))
+    spans = list(source.train_spans(0, source.n_tokens))
+    assert [n for _, _, n, _ in spans] == [len(d) for d in trained if len(d)]
 
 
 def test_files_of_several_forms_and_uses_that_need_text_are_refused(tmp_path):
@@ -302,6 +411,29 @@ def test_records_of_tokens_and_arrow_files_of_text_become_the_shards_of_their_te
     Dataset.from_dict({"input_ids": [[1], [258]]}).to_parquet(str(tmp_path / "b.parquet"))
     wrong = "b.parquet:2: token outside the vocabulary"
     refused(lambda: Prepared(make_args(tmp_path), "b"), wrong)
+
+
+@pytest.mark.parametrize(
+    "kind, old, new",
+    [
+        (pa.string(), np.int64(2500), np.int64(10**6)),  # rows
+        (pa.string(), FIRST_SIZES.astype("<i4"), np.full(9, 2**30, "<i4")),  # offsets
+        (pa.large_string(), FIRST_SIZES, np.full(9, 2**50)),
+        (
+            pa.dictionary(pa.int32(), pa.string()),
+            FIRST_SIZES.astype("<i4"),
+            np.full(9, 9**9, "<i4"),
+        ),
+    ],
+    ids=["rows", "offsets", "long", "dictionary"],
+)
+def test_an_arrow_file_of_text_that_points_outside_itself_is_damaged(tmp_path, kind, old, new):
+    (tmp_path / "a").mkdir()
+    path, table = tmp_path / "a" / "0.arrow", pa.table({"text": pa.array(TEXTS).cast(kind)})
+    with pa.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table)
+    exchange(path, old.tobytes(), new.tobytes())
+    refused(lambda: Prepared(make_args(tmp_path)), f"{path}:1: damaged file (as arrow: ")
 
 
 def test_a_tokenizer_that_does_not_decode_gives_nats_per_token_alone(tmp_path, caplog):

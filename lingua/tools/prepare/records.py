@@ -393,6 +393,7 @@ def _open_table(
     if form == "arrow":
         schema, batches, _ = arrow_batches(part)
         whole = pa.Table.from_batches(batches, schema)  # mapped into memory
+        whole.validate()
 
         def read(rows: int, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
             chosen = whole if columns is None else whole.select(columns)
@@ -460,9 +461,11 @@ def _column(
             return
         rows = max(1, min(MAX_ROWS, READ_BYTES * n_rows // max(1, size)))
         for batch in read(rows, [key]):
-            # As bytes, since pyarrow does not check that a string is UTF-8.
-            column = batch.column(0) if is_tokens else batch.column(0).cast(pa.large_binary())
-            for value in column if is_tokens else column.to_pylist():
+            column = batch.column(0)
+            if kind in (pa.string(), pa.large_string()):  # as bytes: records need not be UTF-8
+                column = column.cast(pa.large_binary())
+            column.validate(full=True)  # pyarrow reads wherever offsets point to
+            for value in column if is_tokens else column.cast(pa.large_binary()).to_pylist():
                 if value is None or (is_tokens and not value.is_valid):
                     yield Wrong("null text", f"column {key}")
                 elif is_tokens:
