@@ -255,7 +255,8 @@ def token_sources(folder: Path, tokens: Path) -> Iterator[TokenSource]:
     tokenizer = replace(build_tokenizer(TokenizerArgs()), vocab_size=VALUES, eos_id=None)
     for path in sorted(folder.iterdir()):
         if path.suffix in TOKEN_FILES:
-            part = FilePart(path.name, str(path), path.stat().st_size, 0, 0, 0)
+            info = path.stat()
+            part = FilePart(path.name, str(path), info.st_size, info.st_mtime_ns, 0, 0)
             opened = open_file(path.stem, part, tokenizer.vocab_size, by_name=False)
             yield TokenSource("rows", path.stem, [opened], tokenizer)
 

@@ -1,7 +1,7 @@
 """Opening, checking and recording the token files of a source (lingua.data.token_source).
 
-A record in the cache has the files with their sizes and times, and the hashes of those that `lingua
-data verify` has read whole.
+A record in the cache has the source's fingerprint, the files with their sizes and times, and the
+hashes of those that `lingua data verify` has read whole.
 """
 
 import json
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lingua.base.errors import UserError
-from lingua.base.files import load_json, write_atomically
+from lingua.base.files import load_json, read_bytes, write_atomically
 from lingua.base.format import counted, human_bytes
 from lingua.data.args import DataArgs
 from lingua.data.cache import TOKEN_RECORD, shard_folder
@@ -71,7 +71,7 @@ def prepare(
             if content != known[file.path][1]:
                 raise _changed(file, record)
     hashes = {path: content for path, (_, content) in known.items()}
-    _write_record(record, files, hashes)
+    _write_record(record, source, hashes)
     (folder / SHARDS_MANIFEST).unlink(missing_ok=True)  # of text that was there before
     total = source.manifest.total
     n_tokens, held_out = (total("train", "tokens"), total("heldout", "tokens"))
@@ -94,13 +94,13 @@ def open_recorded(name: str, args: DataArgs, tokenizer: Tokenizer) -> TokenSourc
     try:
         content = load_json(record)
         files = [FilePart(**f, begin=0, end=f["size"]) for f in content["files"]]
-        for file in files:
-            info = Path(file.full).stat()
-            if (info.st_size, info.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise UserError(f"{file.full}: has changed since the run was prepared; start again")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{record}: the files that it records cannot be read: {error}") from None
-    return open_files(name, args, tokenizer, files)
+    source = open_files(name, args, tokenizer, files)
+    if source.fingerprint != content.get("fingerprint", source.fingerprint):
+        changed = "the index of its files has changed since the run was prepared; start again"
+        raise UserError(f"{args.source_key(name)}: {changed}", local=True)
+    return source
 
 
 def verify(name: str, args: DataArgs, tokenizer: Tokenizer, files: list[FilePart]) -> str:
@@ -120,7 +120,7 @@ def verify(name: str, args: DataArgs, tokenizer: Tokenizer, files: list[FilePart
     with ThreadPoolExecutor(IO_THREADS) as threads:
         hashes = list(threads.map(read, range(len(files))))
     new = [file.path for file in files if file.path not in known]
-    _write_record(record, files, {f.path: h for f, h in zip(files, hashes, strict=True)})
+    _write_record(record, source, {f.path: h for f, h in zip(files, hashes, strict=True)})
     tokens = sum(source.manifest.total(split, "tokens") for split in SPLITS)
     size = human_bytes(sum(file.size for file in files))
     state = "hashes recorded" if new else "as recorded"
@@ -143,13 +143,15 @@ def _known_hashes(record: Path) -> dict[str, tuple[int, str]]:
     return {}
 
 
-def _write_record(record: Path, files: list[FilePart], hashes: dict[str, str]) -> None:
+def _write_record(record: Path, source: TokenSource, hashes: dict[str, str]) -> None:
+    files = [file.part for file in source.files]
     kept = {file.path: hashes[file.path] for file in files if file.path in hashes}
     fields = ("path", "full", "size", "mtime_ns")
     listed = [{key: getattr(file, key) for key in fields} for file in files]
-    text = json.dumps({"files": listed, "hashes": kept}, indent=1)
+    content = {"fingerprint": source.fingerprint, "files": listed, "hashes": kept}
+    text = json.dumps(content, indent=1)
     with suppress(OSError):
-        if record.read_text(encoding="utf-8") == text:
+        if read_bytes(record) == text.encode():
             return
     record.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(record, text)

@@ -11,8 +11,10 @@ tokens at fixed places.
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,6 +67,7 @@ class TokenSource(Source):
         manifest = Manifest(FORMAT_VERSION, name, special, False, True, dtype)
         super().__init__(Path(), manifest)
         self._stored, self._names = stored, [file.part.full for file in files]
+        self._stats = {f.part.full: (f.part.size, f.part.mtime_ns) for f in files}
         of_file = np.repeat(np.arange(len(files)), [len(file.pieces) for file in files])
         pieces = np.column_stack([of_file, np.concatenate([file.pieces for file in files])])
         pieces = pieces[pieces[:, 2] > 0]
@@ -176,12 +179,17 @@ class TokenSource(Source):
             size = min(n - done, size - skip)
             tokens = self._read(self._names[i], self._stored, at + skip, size)
             self._check(self._names[i], at + skip, tokens)
+            self._check_unchanged(self._names[i])
             out[done : done + size] = tokens
             done, piece, skip = done + size, piece + 1, 0
         return out
 
     def read(self, starts: np.ndarray, out: np.ndarray, where: np.ndarray) -> None:
         super().read(starts, out, where)
+        ends = starts + out.shape[1] - 1
+        pieces = np.searchsorted(self._ends, np.concatenate([starts, ends]), side="right")
+        for name in {self._files[i] for i in pieces.tolist()}:
+            self._check_unchanged(name)
         rows = out if len(where) == len(out) else out[where]
         if rows.max(initial=0) >= self._tokenizer.vocab_size:
             for start in starts.tolist():
@@ -213,9 +221,17 @@ class TokenSource(Source):
                 local=True,
             )
 
+    def _check_unchanged(self, name: str) -> None:
+        """Raise UserError where a file, which was read now, is no longer the one that was found."""
+        with suppress(OSError):
+            info = os.fstat(self._open(name).fileno())
+            if (info.st_size, info.st_mtime_ns) == self._stats[name]:
+                return
+        raise self._lost(name, "has changed since the run was prepared")
+
     def _lost(self, name: str, reason: str) -> UserError:
         reason = reason.replace("its manifest says", "when the run began")
-        need = "token files must stay as they are while a run uses them"
+        need = "token files must stay as they are while a run uses them; start again"
         return UserError(f"{name}: {reason}; {need}", local=True)
 
     def _sample(self, i: int) -> np.ndarray:

@@ -321,6 +321,45 @@ def test_a_token_file_that_cannot_be_read_is_named(tmp_path, kind):
     refused(lambda: open_files("a", args, BYTES, files), path)
 
 
+@pytest.mark.parametrize("kind", ["megatron int32", "datatrove"])
+def test_an_index_that_changes_changes_no_row_of_a_run_and_is_refused_at_its_start(tmp_path, kind):
+    args = write(tmp_path, kind)
+    index = tmp_path / ("a.idx" if kind != "datatrove" else "a.ds.index")
+    source = prepare(args)
+
+    def rows():
+        stream = RowStream({"a": source}, {"a": 1.0}, SEQ_LEN, 2, seed=1)
+        index = documents_of(stream, DocumentMarks(None, EOS, False))(np.arange(200))
+        return np.stack([stream.rows(np.arange(200)), index])
+
+    before = rows()
+    # An index of the same tokens: the first two documents are one.
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other", kind, [np.concatenate(DOCUMENTS[:2]), *DOCUMENTS[2:]])
+    index.write_bytes((tmp_path / "other" / index.name).read_bytes())
+    assert np.array_equal(rows(), before)
+    refused(lambda: open_sources(args, BYTES), "data.sources.a: the index", "has changed")
+    assert not np.array_equal(prepare(args).files[0].ends, source.files[0].ends)
+    os.truncate(index, 0)
+    assert np.array_equal(rows(), before)
+    refused(lambda: open_sources(args, BYTES), f"{index}: is not the index")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda f: put(f, 2 * 5000, 98, "<u2"), lambda f: cut(f, 2), lambda f: cut(f, -2)],
+    ids=["overwritten", "longer", "shorter"],
+)
+@pytest.mark.parametrize("kind", ["uint16", "datatrove", "datasets"])
+def test_tokens_that_change_during_a_run_end_it_by_name(tmp_path, kind, change):
+    source = prepare(write(tmp_path, kind))
+    stream = RowStream({"a": source}, {"a": 1.0}, SEQ_LEN, 2, seed=1)
+    stream.rows(np.arange(16))
+    path = Path(source.files[0].part.full)
+    change(path)
+    refused(lambda: stream.rows(np.arange(16)), f"{path}: ", "while a run uses them")
+
+
 @pytest.mark.parametrize("kind", ["megatron int32", "datatrove", "datasets"])
 def test_documents_without_tokens_are_none(tmp_path, kind):
     none = np.empty(0, np.int64)
@@ -359,9 +398,10 @@ def test_what_a_sample_does_not_have_is_found_in_its_row_and_by_verify(tmp_path)
     put(file, at, 999, "<u2")
     os.utime(file, ns=(0, 0))
     names = ("a.bin: byte 10,000: token 999", "vocabulary of 258")
-    refused(lambda: train_tokens(source), *names)
-    refused(lambda: verify_source("a", args, BYTES), *names)
+    refused(lambda: train_tokens(source), "a.bin: has changed")
     refused(lambda: open_sources(args, BYTES), "a.bin: has changed")
+    refused(lambda: train_tokens(prepare(args)), *names)
+    refused(lambda: verify_source("a", args, BYTES), *names)
     put(file, at, 97, "<u2")
     assert "1 file, 152,480 tokens" in (said := verify_source("a", args, BYTES))
     assert "hashes recorded" in said and "as recorded" in verify_source("a", args, BYTES)
@@ -376,8 +416,6 @@ def test_what_a_sample_does_not_have_is_found_in_its_row_and_by_verify(tmp_path)
     assert prepare(args).fingerprint == source.fingerprint  # which is that of the sample
     put(file, 0, 98, "<u2")
     assert prepare(args).fingerprint != source.fingerprint
-    os.truncate(file, at)
-    refused(lambda: train_tokens(source), "a.bin", "is shorter")
     file.unlink()  # text takes the place of the tokens, and tokens that of the text
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert Prepared(args).built and not open_sources(args, BYTES)["a"].in_place
