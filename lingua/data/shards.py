@@ -237,8 +237,8 @@ class Source:
         name = f"{self.manifest.shards[shard].name}.{split}.documents"
         table = self._read(name, np.dtype("<i8"), 0, known.documents * DOCUMENT_COLUMNS)
         table = table.reshape(-1, DOCUMENT_COLUMNS)
-        counts = table[:, :2]
-        if (counts < 0).any() or counts.sum(0).tolist() != [known.tokens, known.bytes]:
+        counts, totals = table[:, :2], [known.tokens, known.bytes]
+        if (counts < 0).any() or (counts > totals).any() or counts.sum(0).tolist() != totals:
             raise self._lost(name, "does not have the counts of its manifest")
         return table
 

@@ -282,6 +282,19 @@ def test_a_shard_that_is_lost_under_a_run_is_an_error_that_names_it(corpus, how)
     assert error.value.local and "start again to build what is missing" in str(error.value)
 
 
+@pytest.mark.parametrize("column", [0, 1])
+def test_counts_of_documents_that_only_modulo_two_to_the_64_have_the_sum_are_refused(
+    corpus, column
+):
+    source = Prepared(make_args(corpus)).source
+    path = source.folder / f"{source.manifest.shards[0].name}.train.documents"
+    table = np.fromfile(path, "<i8").reshape(-1, 3)
+    table[:3, column] = [2**63 - 1, 2**63 - 1, table[:3, column].sum() + 2]
+    table.tofile(path)
+    with pytest.raises(UserError, match=f"{re.escape(str(path))}: does not have the counts"):
+        source.documents(0, "train")
+
+
 def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     *above, last = path.split(".")
     inner: Any = fields
