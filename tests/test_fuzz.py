@@ -43,7 +43,7 @@ from lingua.tools.exchange import convert
 from lingua.tools.exchange.convert import ConvertArgs
 from lingua.tools.exchange.trained import open_trained
 from lingua.tools.slurm import command_line as stool_command
-from lingua.tools.slurm import launch
+from lingua.tools.slurm.job import JobArgs
 from tests import mutation
 from tests.apps.tasks import write_tasks
 from tests.checkpoint.test_foreign import SAMPLE, STEP
@@ -64,7 +64,7 @@ def stool(argv: list[str]) -> None:
 PROGRAMS = [
     (TrainArgs, lambda argv: load(TrainArgs, argv, meta_lingua)),
     (TrainArgs, lambda argv: check(argv, 2)),
-    (launch.JobArgs, stool),
+    (JobArgs, stool),
     *((cls, lambda argv, cls=cls: load(cls, argv)) for cls in (GenerateArgs, EvalArgs)),
     *((cls, lambda argv, cls=cls: load(cls, argv)) for cls in (ConvertArgs, ShowArgs)),
     (PrepareArgs, lambda argv: load(PrepareArgs, argv, meta_lingua, partial=True)),
@@ -97,7 +97,7 @@ def test_every_config_and_command_line_is_accepted_or_refused_by_name(tmp_path, 
         cls, program = draw.choice(PROGRAMS)
         changed.write_bytes(change_bytes(SMALL.read_bytes(), draw))
         keys = list(schema(cls))
-        if cls is launch.JobArgs:
+        if cls is JobArgs:
             keys += [*schema(TrainArgs), *(f"sweep.{key}" for key in schema(TrainArgs))]
         argv = [f"config={draw.choice([SMALL, SMALL, changed, draw.choice(specials)])}"]
         argv = argv * draw.randint(0, 1)

@@ -56,7 +56,7 @@ from lingua.tools.inference.harness import to_settings
 from lingua.tools.plan.make import make_plan
 from lingua.tools.runs.report import page as report
 from lingua.tools.slurm import command_line as stool_command
-from lingua.tools.slurm.launch import JobArgs
+from lingua.tools.slurm.job import JobArgs
 from tests.apps.runs import SMALL, write_sources
 from tests.apps.tasks import TASKS, write_tasks
 from tests.checkpoints import resign

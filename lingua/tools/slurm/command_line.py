@@ -20,7 +20,8 @@ from lingua.base.dump_dir import TRAIN_LOG
 from lingua.base.errors import UserError
 from lingua.config.help import asks_help, first_example, print_help_if_asked
 from lingua.config.load import load
-from lingua.tools.slurm.launch import JobArgs, import_script, launch
+from lingua.tools.slurm.job import JobArgs
+from lingua.tools.slurm.launch import import_script, launch
 from lingua.tools.slurm.status import status, status_table
 
 

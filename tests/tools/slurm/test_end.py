@@ -12,7 +12,8 @@ import pytest
 
 from lingua.tools.slurm import end
 from lingua.tools.slurm.end import end_job, report_end
-from lingua.tools.slurm.launch import JobArgs, launch
+from lingua.tools.slurm.job import JobArgs
+from lingua.tools.slurm.launch import launch
 from lingua.tools.slurm.status import errors_of
 from tests.apps.runs import SMALL, write_sources
 from tests.programs import OF_OTHERS, python

@@ -19,7 +19,8 @@ import pytest
 from lingua.run.records import Record
 from lingua.tools.runs.launches import launched_at
 from lingua.tools.slurm.command_line import main, split_values
-from lingua.tools.slurm.launch import JobArgs, launch
+from lingua.tools.slurm.job import JobArgs
+from lingua.tools.slurm.launch import launch
 from lingua.tools.slurm.local import machine_shares, run_sweep
 from lingua.tools.slurm.status import environment_of_another, status, status_table
 from tests.apps.runs import SMALL, write_sources

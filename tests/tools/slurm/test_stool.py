@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from lingua.tools.slurm.launch import JobArgs, launch
+from lingua.tools.slurm.job import JobArgs
+from lingua.tools.slurm.launch import launch
 from lingua.tools.slurm.status import status, status_table
 from tests.apps.runs import SMALL, Outcome, differs, write_sources
 from tests.local_slurm import needs_slurm, slurm_here
@@ -35,7 +36,8 @@ ON_TWO_NODES = {"nodes": 2, "exclude": "n3,n4,n5,n6"}
 WAIT_S = 180.0  # for a job: two busy cores run a dozen of them
 LAUNCH = """
 import json, sys
-from lingua.tools.slurm.launch import JobArgs, launch
+from lingua.tools.slurm.job import JobArgs
+from lingua.tools.slurm.launch import launch
 for job, arguments in json.load(sys.stdin):
     [launched] = launch(JobArgs(**job), arguments)
     print("launched", json.dumps([launched.job_id, launched.exit_code]))
