@@ -2,7 +2,7 @@
 or anybody's: what cannot be read is left out, with a line that names it. torch is not imported."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import orjson
 
 from lingua.base.dump_dir import BASE_CONFIG, CONFIG
 from lingua.base.errors import UserError
-from lingua.base.files import file_size, read_bytes
+from lingua.base.files import file_size
 from lingua.config.values import plain, read_file
 
 CONFIGS = (CONFIG, BASE_CONFIG)  # the resolved one exists once a run has started
@@ -32,38 +32,34 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return {}, problems
 
 
-def read_lines(path: Path, tail: int | None = None) -> tuple[list[dict[str, Any]], list[str]]:
-    """(the lines of a .jsonl file that have a valid `step`, an int; what could not be read). With
-    `tail`, only the start of the run and the lines in that many last bytes."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a .jsonl file that have a valid `step`, an int; none where it cannot be read."""
     try:
-        size = file_size(path)
-        data = read_bytes(path) if tail is None else _end(path, size, tail)
-    except FileNotFoundError:
-        return [], []
-    except OSError as error:
-        return [], [f"{path}: cannot be read: {error}"]
-    lines, problems = [], []
-    for number, text in enumerate(data.split(b"\n"), 1):
+        file_size(path)
+        with path.open("rb") as file:
+            return list(parse_lines(file, str(path), []))
+    except OSError:
+        return []
+
+
+def parse_lines(
+    texts: Iterable[bytes], path: str, problems: list[str], numbered: bool = True
+) -> Iterator[dict[str, Any]]:
+    """One by one, the lines of a .jsonl file that have a valid `step`, an int. Those left out are
+    added to `problems`, with their numbers if they are `numbered` from the start of the file."""
+    n = 0
+    for number, text in enumerate(texts, 1):
         if text.strip():
             try:
-                lines.append(_parse(text))
+                line = _parse(text)
             except ValueError as error:
-                where = f"{path}:{number}" if tail is None or size <= tail else str(path)
-                problems.append(f"{where}: a line is left out: {error}")
-    more = [f"{path}: {len(problems) - MAX_PROBLEMS:,} more lines are left out"]
-    return lines, problems[:MAX_PROBLEMS] + more * (len(problems) > MAX_PROBLEMS)
-
-
-def _end(path: Path, size: int, tail: int) -> bytes:
-    """The whole lines in the last `tail` bytes, after the first line where that is an event: the
-    start of the run."""
-    with path.open("rb") as file:
-        if size <= tail:
-            return file.read(tail)
-        first = file.readline(tail)
-        file.seek(size - tail)
-        end = file.read(tail).partition(b"\n")[2]
-    return first + end if b'"event"' in first else end
+                n += 1
+                where = f"{path}:{number}" if numbered else path
+                problems += [f"{where}: a line is left out: {error}"] * (n <= MAX_PROBLEMS)
+            else:
+                yield line
+    if n > MAX_PROBLEMS:
+        problems.append(f"{path}: {n - MAX_PROBLEMS:,} more lines are left out")
 
 
 def _parse(text: bytes) -> dict[str, Any]:
@@ -77,10 +73,8 @@ def _parse(text: bytes) -> dict[str, Any]:
             raise ValueError("it is incomplete, or no JSON") from None
     if not isinstance(line, dict):
         raise ValueError("it is no JSON object")
-    step = line.get("step")
-    if isinstance(step, bool) or not isinstance(step, int | float):
-        raise ValueError("it has no valid step")
-    if not (0 <= step < MAX_STEP and step == int(step)):
+    step: Any = line.get("step")
+    if type(step) not in (int, float) or not (0 <= step < MAX_STEP and step == int(step)):
         raise ValueError("it has no valid step")
     line["step"] = int(step)
     return line

@@ -44,7 +44,7 @@ def is_written(folder: Path, step: int, steps: int) -> bool:
 def receipt_of(folder: Path) -> dict[str, Any]:
     """The receipt that the files of a run give now, as values of JSON."""
     config, _ = read_config(folder)
-    lines = {file: read_lines(folder / file)[0] for file in (METRICS, VALIDATION)}
+    lines = {file: read_lines(folder / file) for file in (METRICS, VALIDATION)}
     states = {c.step: saved_state(c.path) for c in checkpoints_of(folder, config)}
     newest = states[max(states)] if states else {}
     tensors = {str(step): state.get("tensors", "") for step, state in states.items()}

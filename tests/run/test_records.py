@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import tracemalloc
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -118,6 +119,55 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert [e["event"] for e in record.events] == ["start"]
     table = pytest.importorskip("pandas").DataFrame(record.metrics)
     assert table.to_dict("list") == {"step": [10, 20, 30], "loss": [0.0, 4.0, 6.0]}
+
+
+def test_the_columns_of_a_long_run_that_was_resumed_often_are_those_of_its_last_lines(tmp_path):
+    random = np.random.default_rng(1)
+    lines: list[dict[str, Any]] = []
+    kept: dict[int, dict[str, Any]] = {}
+    step = 0
+    for i in range(6000):
+        step += 1
+        if random.random() < 0.003:
+            step = max(1, step - int(random.integers(1, 300)))
+            kept = {s: earlier for s, earlier in kept.items() if s < step}
+        line: dict[str, Any] = {
+            "step": step,
+            "loss": i / 7,
+            "hash": f"{i}\0\u00fc",
+            f"late{i // 2000}": i,
+        }
+        if step % 3 == 0:
+            line |= {"loss": [None, "x", True, {}][i % 4], "hash": ["", None, 7, []][i % 4]}
+        kept[step] = line
+        lines.append(line)
+    columns = Record(a_run(tmp_path / "run", metrics=lines)).metrics
+    assert columns.step.tolist() == list(kept) and 1000 < len(kept) < 6000
+    names = dict.fromkeys(name for line in kept.values() for name in line)
+    assert [name for name in names if name != "hash"] == [n for n in columns if n != "hash"]
+    for name in names:
+        values = [line.get(name) for line in kept.values()]
+        numbers = [v if type(v) in (int, float) else np.nan for v in values]
+        np.testing.assert_equal(columns.numbers(name), np.array(numbers, np.float64))
+        assert columns.text(name) == [v if isinstance(v, str) else None for v in values]
+    assert [name for name in ("late0", "late1", "late2", "late3") if columns.has(name)] == [
+        name for name in names if name.startswith("late")
+    ]
+
+
+def test_a_long_run_is_read_without_an_object_for_each_number(tmp_path):
+    """The lines as dicts would take five times the size of the file."""
+    line = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_s", "mfu"), 0.123456789012345)
+    texts = {"batch_hash": "342c25b24bd059bc", "created_at": "2026-11-27T05:13:23.180352+00:00"}
+    text = "".join(json.dumps({"step": s, **line, **texts}) + "\n" for s in range(1, 10_000))
+    record = Record(a_run(tmp_path / "run", metrics=text))
+    tracemalloc.start()
+    try:
+        n = len(record.metrics.step)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert n == 9_999 and peak < 0.8 * len(text), peak / len(text)
 
 
 def test_columns_are_numbers_or_text_and_those_of_other_versions_may_be_missing(tmp_path):

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ from selenium.webdriver.support.wait import WebDriverWait
 from lingua.run.records import Record
 from lingua.tools.commands.compare import main as compare
 from lingua.tools.runs.held_out import smooth
-from lingua.tools.runs.report.page import main
+from lingua.tools.runs.report.content import page_content
+from lingua.tools.runs.report.page import build_page, main
 from tests.browser import Browser, browser
 from tests.run.test_records import a_run
 
 pytestmark = pytest.mark.quick
 
 BREAK = "document.title='broken'"
-EVIL = f'</script><script>{BREAK}</script><img src=x onerror="{BREAK}">'
+EVIL = f'</script><script>{BREAK}</script><img src=x onerror="{BREAK}">\u2028`${{{BREAK}}}'
 FIRST = "#charts .chart:first-child"
 ASK = Path(__file__).with_name("report.js").read_text()
 
@@ -184,11 +186,21 @@ def test_text_of_a_run_is_shown_and_never_executed(tmp_path, chromium):
               metrics=[*events, line(1, **{EVIL: 2.5})], samples=[sample],
               metrics_validation=[{"step": 1, "source": EVIL, "nats_per_byte": 1.0}],
               metrics_eval=[{"step": 1, "task": EVIL, "acc": 0.5}])  # fmt: skip
+        file = tmp_path / name / "code" / EVIL  # below folders, which its slashes make
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{EVIL}{lr}\n")
+        (tmp_path / name / "code.commit").write_text(f"{EVIL}{lr}")
     open_page(chromium, tmp_path)
+    chromium.run("document.querySelectorAll('details').forEach(part => part.open = true)")
     assert chromium.driver.title == "2 runs"
     assert not chromium.all("body img") and not chromium.all("main b:not(.sample b)")
     shown = chromium.run("return document.body.innerText.toWellFormed()")
-    assert shown.count(EVIL) >= 8 and "{{payload}}" in shown and "<b>a" in shown
+    assert (
+        shown.count(EVIL) >= 8
+        and f"+++ b/{EVIL}" in shown
+        and "{{payload}}" in shown
+        and "<b>a" in shown
+    )
 
 
 def test_a_phone_never_scrolls_sideways_and_nothing_is_loaded(tmp_path, chromium):
@@ -383,6 +395,22 @@ def test_scores_stops_samples_and_differences_of_the_code_are_those_of_the_runs(
     first, second = shown["code"]
     assert (first["commit"], first["difference"]) == ("commit of a", "")
     assert second["difference"].splitlines()[-2:] == ["-old", "+new"]
+
+
+def test_a_page_is_made_without_an_object_for_each_number(tmp_path):
+    """That would take 4.5 times the size of the file."""
+    common = {"batch_hash": "342c25b24bd059bc", "created_at": "2026-11-27T05:13:23.180352+00:00"}
+    lines = [line(s, **common) for s in range(1, 8000)]
+    record = Record(a_run(tmp_path / "run", metrics=lines))
+    page_content([Record(a_run(tmp_path / "short", metrics=lines[:9]))])  # imports
+    tracemalloc.start()
+    try:
+        page = build_page(page_content([record]))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    assert len(page) > 100_000 and peak < 1.4 * size, peak / size
 
 
 def test_the_machines_of_the_runs_are_a_table(tmp_path):

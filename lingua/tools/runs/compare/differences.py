@@ -1,7 +1,6 @@
 """Where two runs first differ, in rows, rate, weights or loss, and why; what is not the same in all
 runs of a comparison."""
 
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,8 @@ from lingua.tools.runs.report.code import changed_files, code_place
 from lingua.tools.runs.settings import differing, setting
 
 MAX_FILES = 5  # changed files to name
+# What a run has recorded at some steps: int64 [n], increasing, and float64 [n] or objects.
+Series = tuple[np.ndarray, np.ndarray]
 VERSIONS, MACHINE = ("lingua", "torch", "python"), ("device", "cpu_capability", "topology")
 
 
@@ -45,7 +46,7 @@ def first_differences(a: Record, b: Record) -> list[Aspect]:
         _aspect("loss", *(_numbers(r.metrics, "loss") for r in (a, b))),
         _aspect("gradient norm", *(_numbers(r.metrics, "grad_norm") for r in (a, b))),
         _weights(a, b),
-        _aspect("held-out loss", *(_by_step(*heldout(r)) for r in (a, b))),
+        _aspect("held-out loss", *(heldout(r) for r in (a, b))),
     ]
 
 
@@ -57,18 +58,22 @@ def same_run(a: Record, b: Record) -> bool:
     return bool(known) and all(aspect.first is None for aspect in aspects.values())
 
 
-def _aspect(name: str, a: dict[int, Any], b: dict[int, Any]) -> Aspect:
-    if not a or not b:
+def _aspect(name: str, a: Series, b: Series) -> Aspect:
+    if not len(a[0]) or not len(b[0]):
         return Aspect(name, 0, None, None, missing="not recorded")
-    steps = sorted(a.keys() & b.keys())
-    if not steps:
+    steps, i, j = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
+    if not len(steps):
         return Aspect(name, 0, None, None, missing="no step of both is recorded")
-    until = None
-    for step in steps:
-        if a[step] != b[step]:
-            return Aspect(name, len(steps), until, step, (a[step], b[step]))
-        until = step
-    return Aspect(name, len(steps), until, None)
+    x, y = a[1][i], b[1][j]
+    unequal = x != y
+    if x.dtype == y.dtype == np.float64:
+        unequal &= ~(np.isnan(x) & np.isnan(y))  # NaN does not equal itself
+    if not unequal.any():
+        return Aspect(name, len(steps), int(steps[-1]), None)
+    n = int(unequal.argmax())
+    first, second = (None if v != v else v for v in (x[[n]].tolist() + y[[n]].tolist()))
+    until = int(steps[n - 1]) if n else None
+    return Aspect(name, len(steps), until, int(steps[n]), (first, second))
 
 
 def _rows(a: Record, b: Record) -> Aspect:
@@ -79,27 +84,22 @@ def _weights(a: Record, b: Record) -> Aspect:
     """Compares the checksums of checkpoints that were saved by equally many ranks."""
     saved = [_checkpoints(r) for r in (a, b)]
     common = saved[0].keys() & saved[1].keys()
-    alike = [step for step in common if saved[0][step].keys() == saved[1][step].keys()]
-    aspect = _aspect("weights", *({s: sums[s] for s in alike} for sums in saved))
+    alike = sorted(step for step in common if saved[0][step].keys() == saved[1][step].keys())
+    sums = (np.array([of_run[step] for step in alike], object) for of_run in saved)
+    aspect = _aspect("weights", *((np.array(alike, np.int64), values) for values in sums))
     if alike or not (saved[0] and saved[1]):
         return aspect
     return replace(aspect, missing="no checkpoint of one step, saved by as many ranks")
 
 
-def _numbers(columns: Columns, name: str) -> dict[int, Any]:
-    """{step: number}; empty where no line has one."""
-    return _by_step(columns.step, columns[name]) if name in columns else {}
+def _numbers(columns: Columns, name: str) -> Series:
+    return (columns.step, columns[name]) if name in columns else (columns.step[:0],) * 2
 
 
-def _texts(columns: Columns, name: str) -> dict[int, Any]:
-    pairs = zip(columns.step.tolist(), columns.text(name), strict=True)
-    return {step: text for step, text in pairs if text is not None}
-
-
-def _by_step(steps: np.ndarray, values: np.ndarray) -> dict[int, Any]:
-    """{step: number}, None for one that is not finite, since NaN does not equal itself."""
-    known = (v if math.isfinite(v) else None for v in values.tolist())
-    return dict(zip(steps.tolist(), known, strict=True))
+def _texts(columns: Columns, name: str) -> Series:
+    texts = np.array(columns.text(name), object)
+    known = np.array([text is not None for text in texts], bool)
+    return columns.step[known], texts[known]
 
 
 def _checkpoints(record: Record) -> dict[int, Any]:

@@ -11,11 +11,13 @@ async function unpack() {
   find("payload").remove();
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   const content = await new Response(stream).json();
+  const arrays = content.arrays.map(text => JSON.parse(text));
   for (const {lines} of content.charts)
     for (const line of lines) {
-      line.x = line.x.map(i => content.arrays[i].includes(null) ? null : content.arrays[i]);
-      line.raw = content.arrays[line.raw];
+      line.x = line.x.map(i => arrays[i].includes(null) ? null : arrays[i]);
+      line.raw = arrays[line.raw];
     }
+  delete content.arrays;
   return content;
 }
 

@@ -11,6 +11,7 @@ it is written again and again until Ctrl-C, and an open page follows. --help lis
 
 import base64
 import gzip
+import io
 import json
 import sys
 import time
@@ -95,14 +96,17 @@ def build_page(content: dict[str, Any]) -> str:
     values of finite numbers. No text of a run is ever parsed as HTML or as a script: it lies in
     base64, and the script of the page inserts it as text. The page's own policy forbids it to load
     anything."""
-    payload = gzip.compress(json.dumps(content, allow_nan=False).encode(), 6, mtime=0)
+    payload = io.BytesIO()
+    with gzip.GzipFile(fileobj=payload, mode="wb", compresslevel=6, mtime=0) as packed:
+        for text in json.JSONEncoder(allow_nan=False).iterencode(content):  # never as a whole
+            packed.write(text.encode())
     parts = {
         "uplot.css": _read("uplot/uPlot.min.css"),
         "page.css": _read("page.css"),
         "uplot.js": _read("uplot/uPlot.iife.min.js"),
         "charts.js": _read("charts.js"),
         "page.js": _read("page.js"),
-        "payload": base64.b64encode(payload).decode(),
+        "payload": base64.b64encode(payload.getbuffer()).decode(),
     }
     page = _read("page.html")
     for name, text in parts.items():
