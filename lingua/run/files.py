@@ -2,7 +2,7 @@
 or anybody's: what cannot be read is left out, with a line that names it. torch is not imported."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import orjson
 
 from lingua.base.dump_dir import BASE_CONFIG, CONFIG
 from lingua.base.errors import UserError
-from lingua.base.files import file_size
+from lingua.base.files import file_size, read_bytes
 from lingua.config.values import plain, read_file
 
 CONFIGS = (CONFIG, BASE_CONFIG)  # the resolved one exists once a run has started
@@ -19,16 +19,21 @@ MAX_PROBLEMS = 5  # unreadable lines to report for a file
 MAX_STEP = 1 << 53  # the first whole numbers that float64 lacks are above it
 
 
-def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+def read_config(
+    folder: Path, resolve: Callable[[Path], Path | None] = Path
+) -> tuple[dict[str, Any], list[str]]:
     """({"optim.lr": 0.001, ...}, what could not be read): the resolved config of the run in a dump
-    dir, or that of the launch where the run has not started."""
+    dir, or that of the launch where the run has not started. `resolve` returns the path to open, or
+    None for a file that must not be read."""
     problems: list[str] = []
     for path in (folder / name for name in CONFIGS):
-        if path.exists():
+        if (real := resolve(path)) is not None and real.exists():
             try:
-                return flat(plain(read_file(path, str(path)))), problems
-            except (UserError, OSError) as error:
+                return flat(plain(read_file(path, str(path), read_bytes(real)))), problems
+            except UserError as error:
                 problems.append(str(error))
+            except OSError as error:
+                problems.append(f"{path}: cannot be read: {error.strerror or error}")
     return {}, problems
 
 

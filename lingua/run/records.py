@@ -5,6 +5,7 @@ in `Record.problems`.
 """
 
 import json
+import os
 import time
 from array import array
 from bisect import bisect_left
@@ -137,10 +138,30 @@ class Record:
         return f"<Record of {self.folder}: {self.state}, step {step}{loss}>"
 
     @cached_property
+    def launch(self) -> Path:
+        """The folder with the code that was copied for the run: its own, or the one above, which
+        the runs of a sweep share."""
+        own, above = (folder / dump_dir.CODE_COMMIT for folder in (self.folder, self.folder / ".."))
+        return above.parent if above.exists() and not own.exists() else self.folder
+
+    def resolve(self, path: Path, root: Path | None = None) -> Path | None:
+        """The real path of a file or folder of the run. None where that is neither in its folder
+        nor in the copied code: the folder may be anybody's, and what is read of it is passed on.
+        With `root`, it must be in that folder."""
+        real, top = (Path(os.path.realpath(p)) for p in (path, root or self.folder))
+        launch = Path(os.path.realpath(self.launch))
+        copied = (dump_dir.CODE, dump_dir.CODE_COMMIT, dump_dir.CODE_DIFF)
+        if any(map(real.is_relative_to, [top, *(launch / name for name in copied)])):
+            return real
+        problem = f"{os.path.normpath(path)}: left out: it is a link to a place outside of the run"
+        self.problems += [problem] * (problem not in self.problems)
+        return None
+
+    @cached_property
     def config(self) -> dict[str, Any]:
         """{"optim.lr": 0.001, ...}: the resolved config, or that of the launch where the run has
         not started; empty where it cannot be read."""
-        config, problems = read_config(self.folder)
+        config, problems = read_config(self.folder, self.resolve)
         self.problems += problems
         return config
 
@@ -183,10 +204,12 @@ class Record:
 
     def _read(self, file: str, tail: int | None = None) -> Iterator[dict[str, Any]]:
         path = self.folder / file
+        if (real := self.resolve(path)) is None:
+            return
         try:
-            size = file_size(path)
+            size = file_size(real)
             start = 0 if tail is None else max(0, size - tail)
-            with path.open("rb") as opened:
+            with real.open("rb") as opened:
                 texts = _end(opened, start) if start else opened
                 yield from parse_lines(texts, str(path), self.problems, numbered=not start)
         except FileNotFoundError:

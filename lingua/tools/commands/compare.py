@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lingua.base.errors import UserError
 from lingua.base.format import printable
@@ -95,25 +95,29 @@ def main(argv: Sequence[str]) -> None:
         check_text(everything, measured)
     rules = args.level, args.anytime, args.variance
     comparisons = compare_all(arms, base, measured, *rules, [*runs, *against])
-    problems += [text for run in everything for text in run.problems]
-    unit = UNITS[args.measure]
+    unit, brief = UNITS[args.measure], len(comparisons) > 1
+    shown: list[Any] = [  # before the problems, since more files are read for it
+        as_json(c, unit, args.effect) if as_numbers else [*lines(c, unit, args.effect, brief)]
+        for c in comparisons
+    ]
+    problems += dict.fromkeys(text for run in everything for text in run.problems)
     if as_numbers:
         content = {
             "measure": args.measure,
             args.by: measured.steps[-1],
             "left_out": measured.left_out,
             "problems": problems,
-            "comparisons": [as_json(c, unit, args.effect) for c in comparisons],
+            "comparisons": shown,
         }
         print(json.dumps(plain(content), indent=1))
         return
     for line in heading(measured, unit, args.level, len(arms), problems):
         print(printable(line))
-    for c in comparisons:
+    for text in shown:
         print()
-        for line in lines(c, unit, args.effect, brief=len(comparisons) > 1):
+        for line in text:
             print(printable(line))
-    if len(comparisons) > 1:
+    if brief:
         print()
         for text in filter(None, dict.fromkeys(map(rule, comparisons))):
             print(*map(printable, wrapped(text)), sep="\n")

@@ -37,7 +37,8 @@ def launched_at(record: Record) -> datetime | None:
     starts = [event for event in record.events if event["event"] == "start"]
     times = [_time(event.get("created_at")) for event in starts[:1]]
     with suppress(OSError, UnicodeDecodeError):
-        first_line = read_bytes(record.folder / BASE_CONFIG).decode().partition("\n")[0]
+        place = record.resolve(record.folder / BASE_CONFIG)
+        first_line = read_bytes(place).decode().partition("\n")[0] if place else ""
         times.append(_time(first_line.removeprefix(LAUNCHED_AT)))
     return min(filter(None, times), default=None)
 

@@ -82,7 +82,9 @@ def _is_left(name: str, is_run: bool, is_launch: bool) -> bool:
 def audited(record: Record) -> str:
     """Date and verdict of the audit that is recorded in a run's folder; empty where none is."""
     try:
-        entry = load_json(record.folder / AUDIT)
+        if (place := record.resolve(record.folder / AUDIT)) is None:
+            return ""
+        entry = load_json(place)
         return f"{str(entry['date'])[:10]}, {entry['kind']}: {entry['verdict']}"
     except FileNotFoundError:
         return ""

@@ -5,12 +5,15 @@ import base64
 import gzip
 import json
 import math
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,12 @@ import pytest
 from scipy import stats
 from selenium.webdriver.support.wait import WebDriverWait
 
+from lingua.base.errors import UserError
 from lingua.run.records import Record
 from lingua.tools.commands.compare import main as compare
+from lingua.tools.commands.runs import main as list_runs
 from lingua.tools.runs.held_out import smooth
+from lingua.tools.runs.report.code import code_differences, code_files
 from lingua.tools.runs.report.content import page_content
 from lingua.tools.runs.report.page import build_page, main
 from tests.browser import Browser, browser
@@ -395,6 +401,84 @@ def test_scores_stops_samples_and_differences_of_the_code_are_those_of_the_runs(
     first, second = shown["code"]
     assert (first["commit"], first["difference"]) == ("commit of a", "")
     assert second["difference"].splitlines()[-2:] == ["-old", "+new"]
+
+
+SECRET = "secret of another place"
+LINKED = {
+    "metrics.jsonl": {"step": 1, "loss": 1.0, SECRET: 2.0},
+    "metrics.validation.jsonl": {"step": 1, "source": SECRET, "nats_per_byte": 1.0},
+    "metrics.eval.jsonl": {"step": 1, "task": SECRET, "acc": 1.0},
+    "samples.jsonl": {"step": 1, "source": "a", "prompt": SECRET, "text": SECRET},
+    "config.yaml": {"steps": 3, "name": SECRET, SECRET: SECRET},
+    "base_config.yaml": {"steps": 3, "name": SECRET, SECRET: SECRET},
+    "audit.json": {"date": SECRET, "kind": SECRET, "verdict": SECRET},
+    "code.commit": SECRET,
+    "code.diff": f"{SECRET}\n",
+    "code/key.txt": SECRET,
+    "code": {},
+    "checkpoints": {},
+}
+
+
+def saved(folder: Path, data: str) -> None:
+    """A folder of checkpoints with what is read of one."""
+    (folder / "0000000001").mkdir(parents=True)
+    (folder / "0000000001" / "train_state.json").write_text(json.dumps({"data": {"a": data}}))
+
+
+@pytest.mark.parametrize("file", LINKED)
+def test_what_a_run_links_to_outside_of_it_is_left_out_and_named(file, tmp_path, capsys):
+    runs, place = tmp_path / "runs", tmp_path / "elsewhere" / file
+    for lr, run in enumerate("ab"):
+        held_out = [{"step": 1, "source": "a", "nats_per_byte": 1.0 + lr}]
+        a_run(runs / run, f"lr: {lr}\n", metrics=[line(1)], metrics_validation=held_out)
+        saved(runs / run / "checkpoints", "of this run")
+        (runs / run / "code").mkdir()
+        (runs / run / "code" / "key.txt").write_text(f"key of {run}\n")
+        (runs / run / "code.commit").write_text(f"commit of {run}")
+    if file in ("code", "checkpoints"):
+        saved(place, SECRET)
+        (place / "key.txt").write_text(SECRET)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(LINKED[file] if type(LINKED[file]) is str else json.dumps(LINKED[file]))
+    link = runs / "b" / file
+    if file == "base_config.yaml":
+        (runs / "b" / "config.yaml").unlink()
+    elif link.is_dir():
+        shutil.rmtree(link)
+    else:
+        link.unlink(missing_ok=True)
+    link.symlink_to(place)
+    for command in (list_runs, compare):
+        with suppress(UserError):  # where nothing is left to compare
+            command([str(runs)])
+    shown = json.dumps(payload_of(page_of(runs)))
+    out, problems = capsys.readouterr()
+    assert SECRET not in out + problems + shown
+    named = f"{link}: left out: it is a link to a place outside of the run"
+    assert named in problems and named in shown and problems.count(str(link)) <= 2
+
+
+def test_links_inside_a_launch_are_followed_and_a_folder_beside_a_run_is_not_its_code(tmp_path):
+    sweep = tmp_path / "sweep"
+    for lr, place in enumerate(("sweep/0", "sweep/1", "alone")):
+        a_run(tmp_path / place, f"steps: 3\nlr: {lr}\n", metrics=[line(1)])
+    (tmp_path / "alone" / "code.commit").write_text("commit of alone")
+    for folder, text in ((sweep, "of the launch"), (tmp_path, SECRET)):
+        (folder / "code").mkdir()
+        (folder / "code" / "model.py").write_text(text)
+    (sweep / "code" / "again.py").symlink_to("model.py")
+    os.mkfifo(sweep / "code" / "pipe")  # reading it would wait for another program
+    (sweep / "code.commit").write_text("commit of sweep")
+    (sweep / "1" / "code").symlink_to("../code")
+    records = [Record(sweep / "0"), Record(sweep / "1"), Record(tmp_path / "alone")]
+    for record in records[:2]:
+        contents = {name: path.read_text() for name, path in code_files(record).items()}
+        assert contents == {"model.py": "of the launch", "again.py": "of the launch"}
+    assert code_files(records[2]) == {}
+    assert [v["runs"] for v in code_differences(records)] == [["0", "1"], ["alone"]]
+    assert all(record.problems == [] for record in records)
 
 
 def test_a_page_is_made_without_an_object_for_each_number(tmp_path):

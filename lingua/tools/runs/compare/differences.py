@@ -16,7 +16,7 @@ from lingua.base.format import counted
 from lingua.run.args import kind_of
 from lingua.run.records import CODE_HASH, Columns, Record
 from lingua.tools.runs.held_out import heldout
-from lingua.tools.runs.report.code import changed_files, code_place
+from lingua.tools.runs.report.code import changed_files, code_files, code_place
 from lingua.tools.runs.settings import differing, setting
 
 MAX_FILES = 5  # changed files to name
@@ -107,7 +107,7 @@ def _checkpoints(record: Record) -> dict[int, Any]:
     saved = {}
     for path in _checkpoint_folders(record):
         try:
-            files = load_json(path / MANIFEST)["files"]
+            files = _load(record, path / MANIFEST)["files"]
             sums = {n: e["xxh3_64"] for n, e in files.items() if n.endswith(".distcp")}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # it is no checkpoint
@@ -117,11 +117,18 @@ def _checkpoints(record: Record) -> dict[int, Any]:
 
 
 def _checkpoint_folders(record: Record) -> list[Path]:
-    root = Path(record.config.get("checkpoint.path") or record.folder / CHECKPOINTS)
+    named = record.config.get("checkpoint.path")
+    root = Path(str(named)) if named else record.resolve(record.folder / CHECKPOINTS)
     try:
-        return sorted(p for p in root.iterdir() if STEP_FOLDER.fullmatch(p.name))
+        return sorted(p for p in root.iterdir() if STEP_FOLDER.fullmatch(p.name)) if root else []
     except OSError:
         return []
+
+
+def _load(record: Record, path: Path) -> dict[str, Any]:
+    """What a file of a checkpoint has, which must be in the folder of all checkpoints."""
+    place = record.resolve(path, path.parents[1])
+    return {} if place is None else load_json(place)
 
 
 # ---- why
@@ -238,7 +245,7 @@ def _state(record: Record) -> dict[str, Any]:
     """train_state.json of the newest checkpoint that has one; empty where there is none."""
     for path in reversed(_checkpoint_folders(record)):
         with suppress(OSError, ValueError):
-            return load_json(path / STATE)
+            return _load(record, path / STATE)
     return {}
 
 
@@ -255,7 +262,7 @@ def _code(a: Record, b: Record) -> list[str]:
     one, other = code_place(a), code_place(b)
     if one is None or other is None or one == other:  # a sweep has one copy
         return []
-    changed = changed_files(one, other)
+    changed = changed_files(code_files(a), code_files(b))
     named = ", ".join(changed[:MAX_FILES])
     more = f" and {len(changed) - MAX_FILES:,} more" if len(changed) > MAX_FILES else ""
     return [f"files differ: {named}{more}"] if changed else []

@@ -93,7 +93,8 @@ def page_content(records: Sequence[Record], refresh_s: int | None = None) -> dic
         hint = "name fewer runs on the command line to see others"
         notes = [f"Curves are of {len(drawn)} of the {n_results:,} runs: {how}; {hint}.", *notes]
     content["notes"] = notes
-    content["problems"] = [problem for record in records for problem in record.problems]
+    # The runs of a sweep share their code.
+    content["problems"] = list(dict.fromkeys(p for record in records for p in record.problems))
     return content
 
 
